@@ -1,0 +1,114 @@
+"""The engine's settings: one frozen dataclass, from which the command-line flags are made.
+
+Every field is a keyword of `LLM(...)` and, with dashes, a flag. Names are SGLang's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from forerun.core.errors import ConfigError, nearest
+
+
+def _setting(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """As the user gave it; what depends on the model or the machine is resolved by the engine."""
+
+    model_path: str | None = _setting(None, "Hugging Face folder of the target; none: the bundled")
+    tokenizer_path: str | None = _setting(None, "Folder of the tokenizer, if not the model's")
+    skip_tokenizer_init: bool = _setting(False, "Work on token ids alone")
+    load_format: str = _setting(
+        "auto", "Weights from safetensors, or random (dummy: a config is enough)", ("auto", "dummy")
+    )
+    dtype: str = _setting(
+        "auto",
+        "Of weights and K/V; auto: the checkpoint's, float32 where the CPU lacks fast bfloat16",
+        ("auto", "bfloat16", "float32"),
+    )
+    device: str = _setting("auto", "auto, cpu, or cuda (NVIDIA and AMD), with an index if wanted")
+    context_length: int | None = _setting(None, "Tokens of prompt and output; none: the model's")
+    page_size: int = _setting(16, "Tokens a K/V page", (1, 16, 64, 256))
+    mem_fraction_static: float = _setting(
+        0.85, "Share of the device's memory for weights and K/V (a CPU gives K/V at most 4 GiB)"
+    )
+    max_total_tokens: int | None = _setting(None, "Tokens the K/V pools hold; none: from memory")
+    max_running_requests: int | None = _setting(None, "Slots; none: 256 on a GPU, 32 on a CPU")
+    chunked_prefill_size: int = _setting(2048, "Prompt tokens a step, over all requests")
+    disable_radix_cache: bool = _setting(False, "Do not share the K/V of common prefixes")
+    attention_backend: str | None = _setting(None, "Of the target; none: the best that can serve")
+    disable_overlap_schedule: bool = _setting(
+        False, "Wait for each step's result before the next is scheduled"
+    )
+    random_seed: int = _setting(0, "From which requests without a sampling_seed get theirs")
+    log_level: str = _setting("warning", "Python's logging level")
+    speculative_algorithm: str | None = _setting(None, "How to draft; none: plain decoding")
+    speculative_draft_model_path: str | None = _setting(None, "Folder of the draft model")
+    speculative_num_draft_tokens: int | None = _setting(
+        None, "Rows verified a request and step: drafts + 1; none: the draft's own"
+    )
+    speculative_draft_window_size: int | None = _setting(
+        None, "Context positions the draft attends to; none: all"
+    )
+    speculative_draft_attention_backend: str | None = _setting(
+        None, "Of the draft; none: the best that can serve"
+    )
+    # Options that algorithms declare themselves, by name.
+    algorithm_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
+
+    def __post_init__(self) -> None:
+        for spec in self.settings():
+            value, choices = getattr(self, spec.name), spec.metadata.get("choices")
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"{spec.name} must be one of {', '.join(map(str, choices))}, got {value!r}."
+                )
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}.")
+        if not 0 < self.mem_fraction_static < 1:
+            raise ConfigError(
+                f"mem_fraction_static must be between 0 and 1, got {self.mem_fraction_static}."
+            )
+
+    @classmethod
+    def settings(cls) -> list[Field[Any]]:
+        """The fields that are keywords and flags."""
+        return [f for f in fields(cls) if not f.metadata.get("hidden")]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], options: Mapping[str, Any]) -> EngineConfig:
+        """Sorts keywords into settings and algorithm options (name → default).
+
+        Raises:
+            ConfigError: an unknown keyword, with the nearest known one.
+        """
+        known = [f.name for f in cls.settings()]
+        chosen = dict(options)
+        settings: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in known:
+                settings[name] = value
+            elif name in options:
+                chosen[name] = value
+            else:
+                raise ConfigError(f"Unknown setting {name!r}.{nearest(name, [*known, *options])}")
+        return cls(**settings, algorithm_options=chosen)
+
+
+_POSITIVE = (
+    "context_length",
+    "max_total_tokens",
+    "max_running_requests",
+    "chunked_prefill_size",
+    "speculative_num_draft_tokens",
+    "speculative_draft_window_size",
+)
+
+assert all(f.default is not MISSING for f in EngineConfig.settings())

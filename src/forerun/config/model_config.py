@@ -1,0 +1,150 @@
+"""A model's shape, read once from its Hugging Face `config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; `scaling` as in transformers ("default", "linear", "llama3")."""
+
+    theta: float = 10000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What every layer needs to know, the same fields for every family."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str  # of the checkpoint: "bfloat16", "float16", "float32"
+    eos_token_ids: tuple[int, ...]
+    # One entry a layer: None is full attention, a number is a sliding window (HF's count).
+    windows: tuple[int | None, ...]
+    raw: Mapping[str, Any]  # the file itself, for families with keys of their own
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from disk; ConfigError names the file when it is missing or broken."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist. Is this a Hugging Face model folder?") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}. Download it again.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {type(data).__name__}, expected a JSON object.")
+    return data
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Reads `config.json` (and the EOS ids of `generation_config.json`, which win if present)."""
+    raw = read_json(folder / "config.json")
+    eos = raw.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        eos = read_json(generation).get("eos_token_id", eos)
+    return parse_model_config(raw, eos=eos, where=str(folder / "config.json"))
+
+
+def parse_model_config(raw: Mapping[str, Any], eos: Any = None, where: str = "config") -> ModelConfig:
+    """The common fields of a Llama-shaped config; `where` is named in errors."""
+
+    def need(key: str) -> Any:
+        if raw.get(key) is None:
+            raise ConfigError(f"{where} lacks {key!r}. Is this a Hugging Face causal LM config?")
+        return raw[key]
+
+    architectures = need("architectures")
+    hidden, heads, layers = (
+        int(need("hidden_size")),
+        int(need("num_attention_heads")),
+        int(need("num_hidden_layers")),
+    )
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{where}: {heads} query heads cannot be shared among {kv_heads} key-value heads."
+        )
+    attention_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=str(architectures[0]),
+        vocab_size=int(need("vocab_size")),
+        hidden_size=hidden,
+        intermediate_size=int(need("intermediate_size")),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_parse_rope(raw, where),
+        max_position=int(raw.get("max_position_embeddings", 4096)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_token_ids=_as_ids(eos if eos is not None else raw.get("eos_token_id")),
+        windows=_parse_windows(raw, layers),
+        raw=raw,
+    )
+
+
+def _as_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
+
+
+def _parse_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
+    # transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
+    spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = str(spec.get("rope_type") or spec.get("type") or "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise ConfigError(
+            f"{where}: rope scaling {kind!r} is not supported. Known: default, linear, llama3."
+        )
+    return RopeConfig(
+        theta=float(spec.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+        scaling=kind,
+        factor=float(spec.get("factor", 1.0)),
+        low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
+        original_max_position=int(spec.get("original_max_position_embeddings", 8192)),
+    )
+
+
+def _parse_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    types = raw.get("layer_types")
+    if types is not None:
+        return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
+    if not raw.get("use_sliding_window", False) or not window:
+        return (None,) * layers
+    first = int(raw.get("max_window_layers", 0))  # Qwen2: layers below it attend fully
+    return tuple(int(window) if i >= first else None for i in range(layers))

@@ -1,0 +1,28 @@
+"""Errors a user can mend. Every message says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForerunError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(ForerunError, ValueError):
+    """A setting, checkpoint or combination that cannot work; found at start. Exit code 2."""
+
+
+class RequestError(ForerunError, ValueError):
+    """A request that cannot be served; found at the door, before it costs anything."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'x'?"` for the closest known word, or the empty string."""
+    names = list(known)
+    match = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if not match:  # users type names in any case
+        folded = {name.lower(): name for name in names}
+        match = [folded[m] for m in difflib.get_close_matches(word.lower(), folded, n=1)]
+    return f" Did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,73 @@
+"""A request as the scheduler sees it, and what the user gets back. No torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from forerun.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """Why generation ended: `type` is "stop" (with what matched), "length" or "abort"."""
+
+    type: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        extra = {"matched": self.matched, "length": self.length, "message": self.message}
+        return {"type": self.type, **{k: v for k, v in extra.items() if v is not None}}
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the queue: no slot, no pages
+    PREFILL = "prefill"  # has a slot; its tokens are being run through the target
+    DECODE = "decode"
+    FINISHED = "finished"  # its slot and pages go back when no step in flight can write them
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence. Lengths with `_ub` are the host's upper bounds of what the device holds."""
+
+    rid: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]  # EOS (unless ignored) and stop_token_ids
+    arrival: float = field(default_factory=time.monotonic)
+
+    output: list[int] = field(default_factory=list)  # returned so far: nothing past a stop
+    finish: FinishReason | None = None
+    state: State = State.WAITING
+
+    # Owned while admitted.
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
+    prefill_tokens: tuple[int, ...] = ()  # prompt, and after a preemption also the output
+    prefill_done: int = 0  # tokens launched
+    kv_len: int = 0  # committed K/V rows, as of the last result
+    pending: list[int] = field(default_factory=list)  # rows of each step in flight
+
+    # Figures.
+    cached_tokens: int = 0  # of the prompt, at the first admission
+    preemptions: int = 0
+    verify_ct: int = 0
+    proposed: int = 0
+    accept_lengths: list[int] = field(default_factory=list)  # one a verify step, bonus counted
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.output)
+
+    @property
+    def kv_len_ub(self) -> int:
+        return self.kv_len + sum(self.pending)
