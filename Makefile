@@ -1,0 +1,57 @@
+# Two commands do everything on a fresh machine:
+#   make demo   a trained pair of models, plain and speculative side by side
+#   make test   the test suite
+# `make check` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TESTFLAGS ?= -n 2 --dist worksteal
+DEMOFLAGS ?=
+
+.PHONY: demo test check format gpu-test clean
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:
+	@sed -n '2,4p' Makefile | cut -c3-
+
+# A stamp in the environment says what is installed, so that a second run starts at once.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
+	  "forerun needs Python >= 3.11; name one with: make PYTHON=/path/to/python3.11 ...")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.forerun: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing forerun into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.forerun-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing forerun[dev] into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.forerun
+
+demo: $(VENV)/.forerun
+	@$(BIN)/forerun demo $(DEMOFLAGS)
+
+test: $(VENV)/.forerun-dev
+	@$(BIN)/python -m pytest $(TESTFLAGS)
+
+check: $(VENV)/.forerun-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(TESTFLAGS)
+
+format: $(VENV)/.forerun-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a machine with a GPU, whose own environment has the torch build for it: docs/gpu-tests.md.
+gpu-test:
+	$(PYTHON) -m pytest -q -m gpu
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

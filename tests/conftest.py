@@ -1,0 +1,28 @@
+"""Shared by all tests."""
+
+from __future__ import annotations
+
+import os
+
+# Two workers on two cores: one thread each, before torch reads it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+
+import pytest
+
+
+def _gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
