@@ -1,0 +1,172 @@
+"""The machine: which device, which dtypes are fast on it, how much memory it has.
+
+AMD GPUs answer to "cuda" as well (PyTorch's ROCm build); `is_rocm` tells them apart.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from forerun.core.errors import ConfigError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_CPUINFO = Path("/proc/cpuinfo")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "triton",
+    "xgrammar",
+    "fastapi",
+)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device for a setting "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: no such device on this machine, or no such kind of device.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda", 0) if gpus else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        raise ConfigError(f"Unknown device {name!r}. Known: auto, cpu, cuda, cuda:N.")
+    if not gpus:
+        raise ConfigError(f"device {name!r} was asked for, but {_why_no_gpu()} Or use --device cpu.")
+    index = int(match[1] or 0)
+    if index >= gpus:
+        raise ConfigError(
+            f"device {name!r} does not exist: this machine shows {gpus} GPU{'s' * (gpus > 1)},"
+            f" cuda:0{f' to cuda:{gpus - 1}' if gpus > 1 else ''}."
+        )
+    return torch.device("cuda", index)
+
+
+def is_rocm() -> bool:
+    """Whether "cuda" means AMD here."""
+    return torch.version.hip is not None
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 run in hardware; elsewhere float32 is faster.
+
+    CPU: AVX512-BF16, AMX, or Arm's bf16. GPU: NVIDIA from sm_80 on, and AMD under ROCm.
+    """
+    if device.type == "cuda":
+        return is_rocm() or torch.cuda.get_device_capability(device) >= (8, 0)
+    return not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of weights and K/V for a `dtype` setting.
+
+    "auto" takes the checkpoint's; half precision of either kind becomes bfloat16 where that is
+    fast and float32 elsewhere.
+
+    Raises:
+        ConfigError: a dtype Forerun does not compute in.
+    """
+    if name == "auto":
+        if checkpoint_dtype not in DTYPES:
+            raise ConfigError(
+                f"The checkpoint's dtype {checkpoint_dtype!r} is not supported."
+                f" Known: {', '.join(DTYPES)}. Choose one to convert to with --dtype."
+            )
+        if checkpoint_dtype == "float32" or not fast_bf16(device):
+            return torch.float32
+        return torch.bfloat16
+    if name not in ("bfloat16", "float32"):
+        raise ConfigError(f"dtype must be one of auto, bfloat16, float32, got {name!r}.")
+    return DTYPES[name]
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes. On a CPU: what this process may use, containers' limits included."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    free, total = _host_memory()
+    limit, used = _cgroup_memory()
+    if limit is not None and limit < total:
+        return max(0, min(free, limit - used)), limit
+    return free, total
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in _read(_CPUINFO).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of the CPU as Linux names them; empty elsewhere."""
+    for line in _read(_CPUINFO).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and the packages that matter; None: not installed. Imports none of them."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None and not is_rocm():
+        return "this torch is a CPU build; install one for your GPU (pytorch.org)."
+    return "torch sees no GPU; check the driver and CUDA_VISIBLE_DEVICES."
+
+
+def _host_memory() -> tuple[int, int]:
+    sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", _read(_MEMINFO), flags=re.MULTILINE))
+    if "MemTotal" in sizes:
+        total = int(sizes["MemTotal"])
+        return int(sizes.get("MemAvailable", total)) * 1024, total * 1024
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total, total  # macOS does not say what is free
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """(limit, used) of a container, v2 or v1; (None, 0) where there is none."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        text = _read(_CGROUP / limit).strip()
+        if text.isdigit():
+            return int(text), int(_read(_CGROUP / used).strip() or 0)
+    return None, 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
