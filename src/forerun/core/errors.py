@@ -18,6 +18,10 @@ class RequestError(ForerunError, ValueError):
     """A request that cannot be served; found at the door, before it costs anything."""
 
 
+class InternalError(ForerunError, AssertionError):
+    """A broken invariant: a fault of Forerun's own, nothing a user can mend."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the closest known word, or the empty string."""
     names = list(known)

@@ -49,6 +49,7 @@ class Request:
     # Owned while admitted.
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    node: Any = None  # of the prefix cache, locked while admitted
     cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
     prefill_tokens: tuple[int, ...] = ()  # prompt, and after a preemption also the output
     prefill_done: int = 0  # tokens launched
@@ -60,7 +61,8 @@ class Request:
     preemptions: int = 0
     verify_ct: int = 0
     proposed: int = 0
-    accept_lengths: list[int] = field(default_factory=list)  # one a verify step, bonus counted
+    accept_lengths: list[int] = field(default_factory=list)  # tokens kept of each verify step
+    correct_drafts: list[int] = field(default_factory=list)  # of those, drafts (not the bonus)
     first_token_at: float | None = None
     finished_at: float | None = None
 

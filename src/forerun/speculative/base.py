@@ -90,7 +90,8 @@ class Step:
     input_ids: Tensor  # [T] int64; in `propose` only the first of each W is known
     width: int | None
     history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
-    attention: AttentionContext | None  # over the draft's pool, same rows; None without draft K/V
+    # Over the draft's pool: the first `width` rows of every request (None: the ragged rows).
+    attention: Callable[[int | None], AttentionContext] | None
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class SpeculativeAlgorithm(ABC):
     """Subclass this, register it, and the engine runs it."""
 
     options: ClassVar[tuple[Option, ...]] = ()
+    bundled_draft: ClassVar[str | None] = None  # folder beside the bundled target, if one ships
 
     @classmethod
     @abstractmethod

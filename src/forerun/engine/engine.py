@@ -1,0 +1,155 @@
+"""The engine: one loop over `schedule → launch → complete`, at overlap depth 0 or 1."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import RequestError
+from forerun.core.request import Request
+from forerun.core.sampling_params import SamplingParams
+from forerun.engine.build import Parts, build
+from forerun.engine.runner import StepFuture
+from forerun.engine.text import Stopper, Tokenizer
+from forerun.sampling.sampler import check_stop_ids
+from forerun.scheduler.scheduler import Scheduler
+
+log = logging.getLogger("forerun")
+
+
+class Engine:
+    """Serves requests on one device. Not thread-safe: one caller steps it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: Path,
+        tokenizer: Tokenizer | None = None,
+        *,
+        overlap_depth: int | None = None,
+    ) -> None:
+        """`overlap_depth` overrides what the device suggests (tests run depth 1 on a CPU)."""
+        self.config = config
+        parts: Parts = build(config, model_path, overlap_depth)
+        self.parts = parts
+        self.model_config = parts.runner.model.config
+        self.limits = parts.limits
+        self._runner = parts.runner
+        self._in_flight: deque[StepFuture] = deque()
+        self._stopper = Stopper(tokenizer)
+        self.scheduler = Scheduler(parts.limits, parts.allocator, parts.prefix, self._stopper.take)
+        self._requests: dict[str, Request] = {}
+        self._ids = itertools.count()
+        self._seeds = random.Random(config.random_seed)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def make_request(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        rid: str | None = None,
+        seed_offset: int = 0,
+    ) -> Request:
+        """Checks a request without queueing it, so that a list is refused as a whole.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        vocab = self.model_config.vocab_size
+        if not prompt:
+            raise RequestError("The prompt is empty; give at least one token.")
+        bad = next((t for t in prompt if isinstance(t, bool) or not isinstance(t, int)), None)
+        if bad is not None:
+            raise RequestError(f"input_ids must be integers, got {bad!r}.")
+        bad = next((t for t in prompt if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"Token id {bad} is outside the vocabulary of {vocab}.")
+        bad = next((t for t in params.stop_token_ids if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"Stop token id {bad} is outside the vocabulary of {vocab}.")
+        if params.stop and self._stopper.tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
+        rid = rid if rid is not None else f"request-{next(self._ids)}"
+        if rid in self._requests:
+            raise RequestError(f"A request with id {rid!r} is running already.")
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        stop_ids = frozenset((*eos, *params.stop_token_ids))
+        check_stop_ids(params, stop_ids)
+        seed = params.sampling_seed
+        seed = self._seeds.getrandbits(63) if seed is None else seed
+        request = Request(rid, tuple(prompt), params, seed + seed_offset, stop_ids)
+        self.scheduler.check(request)
+        return request
+
+    def submit(self, request: Request) -> None:
+        """Queues a request made by `make_request`."""
+        self._requests[request.rid] = request
+        self._stopper.open(request)
+        self.scheduler.add(request)
+
+    def abort(self, rid: str, message: str = "aborted by the user") -> None:
+        """Ends a request; unknown ids (it may have just ended) are ignored."""
+        request = self._requests.get(rid)
+        if request is not None:
+            self.scheduler.abort(request, message)
+
+    def text(self, request: Request) -> str:
+        """A running request's text so far."""
+        return self._stopper.text(request)
+
+    def close_request(self, request: Request) -> str:
+        """The final text of an ended request; the engine forgets it."""
+        self._requests.pop(request.rid, None)
+        request.finished_at = time.monotonic()
+        return self._stopper.close(request)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[Request]:
+        """Launches the next step and books the one `depth` back.
+
+        Returns the requests that got tokens or ended.
+        """
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append(self._runner.launch(plan))
+        if not self._in_flight or (plan is not None and len(self._in_flight) <= self.limits.depth):
+            return []
+        future = self._in_flight.popleft()
+        changed = self.scheduler.complete(future.plan, future.result())
+        now = time.monotonic()
+        for request in changed:
+            if request.first_token_at is None:
+                request.first_token_at = now
+        return changed
+
+    # --- care -----------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        """Forgets all cached prefixes.
+
+        Raises:
+            RequestError: requests are running.
+        """
+        if self.has_work:
+            raise RequestError("The cache cannot be flushed while requests run; try when idle.")
+        self.parts.prefix.clear()
+
+    def check(self) -> None:
+        """Invariants that hold when idle: every page is free or cached, every slot is free."""
+        self.scheduler.check_idle()
+
+    def explain(self) -> dict[str, Any]:
+        """What was chosen at start, and why."""
+        return self.parts.explain

@@ -1,0 +1,223 @@
+"""The Python API: `from forerun import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError, RequestError
+from forerun.core.request import Request, State
+from forerun.core.sampling_params import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.llm.bundled import bundled
+from forerun.llm.output import RequestOutput, make_output
+from forerun.speculative.registry import all_options, get_algorithm
+
+Params = SamplingParams | Mapping[str, Any]
+Message = Mapping[str, str]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Every command-line flag is a keyword (`--page-size 64` is `page_size=64`). Without a
+    `model_path` the bundled target is used, and with an algorithm its bundled draft.
+
+    Raises:
+        ConfigError: settings, checkpoint or draft cannot work; the message says the mend.
+    """
+
+    def __init__(self, model_path: str | Path | None = None, **settings: Any) -> None:
+        options = {option.name: option.default for option in all_options()}
+        if model_path is not None:
+            settings["model_path"] = str(model_path)
+        config = EngineConfig.of(settings, options)
+        logging.getLogger("forerun").setLevel(config.log_level.upper())
+        self.config, target = _with_bundled(config)
+        self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
+        self.engine = Engine(self.config, target, self.tokenizer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
+            self.engine.abort(request.rid, "the engine was closed")
+        while self.engine.has_work:
+            self.engine.step()
+
+    def explain(self) -> dict[str, Any]:
+        """What was chosen at start (device, dtype, backends with reasons, pools)."""
+        return self.engine.explain()
+
+    # --- generation -----------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """Completes one prompt or many, given as text or as token ids.
+
+        One prompt with n = 1 gives a `RequestOutput`, otherwise a list in the order of the prompts
+        (the n samples of a prompt side by side). With `stream`, an iterator of growing outputs.
+
+        Raises:
+            RequestError: a prompt or parameter cannot be served; nothing of the call was started.
+        """
+        ids, single = self._prompt_ids(prompts, input_ids)
+        return self._run(ids, single, sampling_params, stream)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        stream: bool = False,
+    ) -> Any:
+        """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`."""
+        tokenizer = self._need_tokenizer("chat")
+        if not messages:
+            raise RequestError("messages is empty; give at least one message.")
+        single = isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
+        ids = []
+        for conversation in conversations:
+            for message in conversation:
+                if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                    raise RequestError(f"A message needs 'role' and 'content', got {message!r}.")
+            text = tokenizer.apply_chat_template(
+                list(conversation), add_generation_prompt=True, tokenize=False
+            )
+            ids.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._run(ids, single, sampling_params, stream)
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        single: bool,
+        sampling_params: Params | Sequence[Params] | None,
+        stream: bool,
+    ) -> Any:
+        params = _params_per_prompt(sampling_params, len(prompts))
+        # All are checked before any is queued: a list is refused as a whole.
+        requests = [
+            (self.engine.make_request(list(ids), p, seed_offset=index), index)
+            for ids, p in zip(prompts, params, strict=True)
+            for index in range(p.n)
+        ]
+        for request, _ in requests:
+            self.engine.submit(request)
+        if stream:
+            return self._stream(requests)
+        outputs = {o.meta_info["id"]: o for o in self._stream(requests, partial=False)}
+        ordered = [outputs[request.rid] for request, _ in requests]
+        return ordered[0] if single and len(ordered) == 1 else ordered
+
+    def _stream(
+        self, requests: list[tuple[Request, int]], partial: bool = True
+    ) -> Iterator[RequestOutput]:
+        mine = {request.rid: (request, index) for request, index in requests}
+        try:
+            while mine:
+                for request in self.engine.step():
+                    if request.rid not in mine:
+                        continue
+                    index = mine[request.rid][1]
+                    if request.state is State.FINISHED:
+                        del mine[request.rid]
+                        yield make_output(request, self.engine.close_request(request), index)
+                    elif partial:
+                        yield make_output(request, self.engine.text(request), index)
+        finally:  # the caller left the stream, or a step failed: nothing stays behind
+            for request, _ in mine.values():
+                self.engine.abort(request.rid)
+                self.engine.close_request(request)
+
+    def _prompt_ids(
+        self,
+        prompts: str | Sequence[str] | None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
+    ) -> tuple[list[list[int]], bool]:
+        if (prompts is None) == (input_ids is None):
+            raise RequestError("Give either prompts (text) or input_ids, not both or neither.")
+        if input_ids is not None:
+            single = not input_ids or isinstance(input_ids[0], int)
+            lists: Any = [input_ids] if single else input_ids
+            return [list(ids) for ids in lists], single
+        tokenizer = self._need_tokenizer("text prompts")
+        assert prompts is not None
+        single = isinstance(prompts, str)
+        texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts
+        for text in texts:
+            if not isinstance(text, str):
+                raise RequestError(f"A prompt must be text, got {type(text).__name__}.")
+        return [tokenizer(text)["input_ids"] for text in texts], single
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(f"skip_tokenizer_init is set, so {what} cannot be used; pass input_ids.")
+        return self.tokenizer
+
+
+def _params_per_prompt(
+    given: Params | Sequence[Params] | None, count: int
+) -> list[SamplingParams]:
+    if isinstance(given, Sequence):
+        if len(given) != count:
+            raise RequestError(
+                f"{len(given)} sampling_params for {count} prompts; give one, or one a prompt."
+            )
+        return [SamplingParams.of(p) for p in given]
+    return [SamplingParams.of(given)] * count
+
+
+def _with_bundled(config: EngineConfig) -> tuple[EngineConfig, Path]:
+    """Fills in the bundled target, and beside it the algorithm's bundled draft."""
+    from dataclasses import replace
+
+    if config.model_path is not None:
+        folder = Path(config.model_path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(
+                f"model_path {config.model_path!r} is not a folder. Download the model first, for"
+                " example with `huggingface-cli download`."
+            )
+        return config, folder
+    target = bundled("target")
+    draft = get_algorithm(config.speculative_algorithm).bundled_draft
+    if draft is not None and config.speculative_draft_model_path is None:
+        config = replace(config, speculative_draft_model_path=str(bundled(draft)))
+    return config, target
+
+
+def _tokenizer(config: EngineConfig, target: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(config.tokenizer_path) if config.tokenizer_path else target
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"No tokenizer loads from {folder}: {reason} Set tokenizer_path, or skip_tokenizer_init"
+            " to work on token ids."
+        ) from error

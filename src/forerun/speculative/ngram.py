@@ -1,0 +1,89 @@
+"""NGRAM: prompt look-up on the device. No model: the text itself is the draft.
+
+The longest recent suffix (up to `speculative_ngram_max_match` tokens) is searched in the request's
+own tokens; what followed its latest earlier occurrence is proposed. Where nothing matches, the last
+token repeated is proposed: the shape is fixed, and a wrong guess costs nothing more.
+(Prompt lookup decoding, Saxena 2023.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.speculative.base import (
+    Draft,
+    DraftContext,
+    Option,
+    SpecCaps,
+    SpeculativeAlgorithm,
+    Step,
+)
+
+DEFAULT_WIDTH = 8
+
+
+class Ngram(SpeculativeAlgorithm):
+    options = (
+        Option("speculative_ngram_max_match", int, 4, "Longest suffix looked up, in tokens"),
+        Option("speculative_ngram_min_match", int, 1, "Shortest suffix worth a draft"),
+    )
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        width = config.speculative_num_draft_tokens or DEFAULT_WIDTH
+        if width < 2:
+            raise ConfigError(
+                f"speculative_num_draft_tokens must be >= 2 (a draft and the last token), got {width}."
+            )
+        low, high = _matches(config)
+        if not 1 <= low <= high:
+            raise ConfigError(
+                f"speculative_ngram_min_match ({low}) must be between 1 and"
+                f" speculative_ngram_max_match ({high})."
+            )
+        if config.speculative_draft_model_path is not None:
+            raise ConfigError(
+                "This algorithm drafts from the text itself; drop speculative_draft_model_path."
+            )
+        return SpecCaps(draft_tokens=width - 1, kv_reserve=width)
+
+    def load(self, ctx: DraftContext) -> None:
+        self._drafts = ctx.caps.draft_tokens
+        self._min, self._max = _matches(ctx.config)
+        self._places = torch.arange(ctx.max_positions, device=ctx.device, dtype=torch.int32)
+
+    def propose(self, step: Step) -> Draft:
+        history = step.history.index_select(0, step.slots)  # [B, C] int32, known up to `start`
+        last = step.start.unsqueeze(1)  # [B, 1]: place of the newest token
+        places = self._places[: history.shape[1]].unsqueeze(0)  # [1, C]
+        length = self._match_lengths(history, last, places)
+        # Longest match first, then the latest place.
+        score = torch.where(length >= self._min, length * history.shape[1] + places, -1)
+        best, place = score.max(dim=1, keepdim=True)  # [B, 1]
+        ahead = place + 1 + torch.arange(self._drafts, device=place.device)  # [B, K]
+        # Past the newest token the match continues into the draft itself: wrap by its period.
+        period = (last - place).clamp_min(1)
+        ahead = torch.where(ahead > last, place + 1 + (ahead - place - 1) % period, ahead)
+        tokens = history.gather(1, ahead.clamp_max(history.shape[1] - 1))
+        newest = history.gather(1, last.long())
+        return Draft(torch.where(best >= 0, tokens, newest).long())
+
+    def _match_lengths(self, history: Tensor, last: Tensor, places: Tensor) -> Tensor:
+        """[B, C] int32: how many tokens ending at each place equal the newest ones."""
+        length = torch.zeros_like(history)
+        running = places < last  # only earlier places
+        for back in range(self._max):
+            token = history.gather(1, (last - back).clamp_min(0).long())  # [B, 1]
+            shifted = torch.roll(history, back, dims=1)  # value at place - back
+            running = running & (shifted == token) & (places >= back) & (last >= back)
+            length += running
+        return length
+
+
+def _matches(config: EngineConfig) -> tuple[int, int]:
+    options = config.algorithm_options
+    return int(options["speculative_ngram_min_match"]), int(options["speculative_ngram_max_match"])

@@ -1,0 +1,21 @@
+"""NONE: the algorithm that proposes nothing. Plain decoding is speculation at width 1."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.speculative.base import Draft, DraftContext, SpecCaps, SpeculativeAlgorithm, Step
+
+
+class Plain(SpeculativeAlgorithm):
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        return SpecCaps()
+
+    def load(self, ctx: DraftContext) -> None:
+        return None
+
+    def propose(self, step: Step) -> Draft:
+        return Draft(step.input_ids.new_empty(step.slots.shape[0], 0))

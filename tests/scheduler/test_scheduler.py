@@ -1,0 +1,271 @@
+"""The scheduler against a simulated device that notices every misplaced K/V row.
+
+The device keeps, per (page, offset), a fingerprint of the tokens whose K/V was written there. A
+step reads its whole context through the page table and fails if any row holds another prefix: a
+page handed out too early, shared wrongly or written by two requests is found at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.core.errors import RequestError
+from forerun.core.plan import StepPlan, StepResult
+from forerun.core.request import FinishReason, Request, State
+from forerun.core.sampling_params import SamplingParams
+from forerun.kvcache.pages import PageAllocator
+from forerun.kvcache.prefix import NoPrefixCache, PrefixCache
+from forerun.scheduler.scheduler import Limits, Scheduler
+
+EOS = 6
+
+
+def next_token(tokens: tuple[int, ...]) -> int:
+    return hash((17, *tokens)) % 7
+
+
+def plain(prompt: tuple[int, ...], limit: int, eos: int | None = EOS) -> list[int]:
+    """What decoding without any engine gives."""
+    tokens, output = prompt, []
+    while len(output) < limit and (not output or output[-1] != eos):
+        output.append(next_token(tokens))
+        tokens = (*tokens, output[-1])
+    return output
+
+
+def take(request: Request, tokens: list[int]) -> None:
+    for token in tokens:
+        request.output.append(token)
+        if token in request.stop_ids:
+            request.finish = FinishReason("stop", matched=token)
+        elif len(request.output) >= request.params.max_new_tokens:
+            request.finish = FinishReason("length", length=len(request.output))
+        if request.finish:
+            return
+
+
+class Device:
+    """Executes plans in launch order, exactly as a stream would."""
+
+    def __init__(self, limits: Limits, rng: random.Random) -> None:
+        self.limits, self.rng = limits, rng
+        self.kv: dict[tuple[int, int], int] = {}
+        self.table: dict[int, dict[int, int]] = {}
+        self.tokens: dict[int, tuple[int, ...]] = {}  # device truth: all known tokens of a slot
+
+    def row(self, slot: int, position: int) -> tuple[int, int]:
+        size = self.limits.page_size
+        return self.table[slot][position // size], position % size
+
+    def write(self, slot: int, tokens: tuple[int, ...], position: int) -> None:
+        self.kv[self.row(slot, position)] = hash(tokens[: position + 1])
+
+    def read(self, slot: int, tokens: tuple[int, ...], end: int) -> None:
+        for position in range(end):
+            assert self.kv.get(self.row(slot, position)) == hash(tokens[: position + 1])
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        for admission in plan.admitted:
+            self.table[admission.slot] = {}
+        written = set()
+        for slot, first, pages in plan.page_writes:
+            for i, page in enumerate(pages):
+                assert (slot, first + i) not in written, "two writes to one page-table entry"
+                written.add((slot, first + i))
+                assert page != 0
+                self.table[slot][first + i] = page
+        return StepResult(
+            [self._decode(r.slot, r.kv_len_ub) for r in plan.decode],
+            [self._prefill(c.slot, c.start, c.tokens, c.request, c.last) for c in plan.prefill],
+        )
+
+    def _decode(self, slot: int, bound: int) -> list[int]:
+        tokens, width = self.tokens[slot], self.limits.width
+        kv_len = len(tokens) - 1
+        assert kv_len <= bound
+        self.read(slot, tokens, kv_len)
+        for position in range(kv_len, kv_len + self.limits.kv_reserve):  # garbage, then the truth
+            self.kv[self.row(slot, position)] = -1
+        drawn: tuple[int, ...] = ()
+        for _ in range(self.rng.randint(1, width)):
+            drawn = (*drawn, next_token(tokens + drawn))
+        self.tokens[slot] = tokens + drawn
+        for position in range(kv_len, kv_len + len(drawn)):
+            self.write(slot, self.tokens[slot], position)
+        return list(drawn)
+
+    def _prefill(
+        self, slot: int, start: int, tokens: tuple[int, ...], request: Request, last: bool
+    ) -> int | None:
+        known = request.prefill_tokens
+        assert known[start : start + len(tokens)] == tokens
+        self.read(slot, known, start)
+        for position in range(start, start + len(tokens)):
+            self.write(slot, known, position)
+        if not last:
+            return None
+        token = next_token(known)
+        self.tokens[slot] = (*known, token)
+        return token
+
+
+def make(
+    page_size: int = 4,
+    pages: int = 40,
+    depth: int = 0,
+    width: int = 4,
+    chunk: int = 16,
+    slots: int = 4,
+    cache: bool = True,
+    seed: int = 0,
+) -> tuple[Scheduler, Device]:
+    limits = Limits(slots, page_size, width, width, width - 1, chunk, 64, depth)
+    allocator = PageAllocator(pages + 1)
+    prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
+    return Scheduler(limits, allocator, prefix, take), Device(limits, random.Random(seed))
+
+
+def request(rid: int, prompt: tuple[int, ...], limit: int, eos: bool = True) -> Request:
+    params = SamplingParams(temperature=0.0, max_new_tokens=limit)
+    return Request(str(rid), prompt, params, 0, frozenset({EOS} if eos else ()))
+
+
+def run(
+    scheduler: Scheduler,
+    device: Device,
+    arrivals: list[Request],
+    rng: random.Random,
+    abort_rate: float = 0.0,
+) -> None:
+    """Feeds requests in while stepping, with `depth` steps in flight."""
+    flight: deque[tuple[StepPlan, StepResult]] = deque()
+    queue = deque(arrivals)
+    for _ in range(100_000):
+        while queue and rng.random() < 0.5:
+            item = queue.popleft()
+            scheduler.check(item)
+            scheduler.add(item)
+        if rng.random() < abort_rate:
+            alive = [*scheduler.running, *scheduler.waiting]
+            if alive:
+                scheduler.abort(rng.choice(alive), "test")
+        plan = scheduler.schedule()
+        if plan is not None:
+            flight.append((plan, device.launch(plan)))
+        if flight and (plan is None or len(flight) > scheduler.limits.depth):
+            scheduler.complete(*flight.popleft())
+        owned = sum(len(r.pages) - r.node.end for r in _holding(scheduler))
+        total = scheduler.allocator.num_free + scheduler.prefix.num_pages + owned
+        assert total == scheduler.allocator.capacity
+        if not queue and not scheduler.has_work and not flight:
+            return
+    raise AssertionError("the scheduler does not finish")
+
+
+def _holding(scheduler: Scheduler) -> set[Request]:
+    everyone = {*scheduler.running, *scheduler.waiting, *scheduler._leaving}
+    return {r for r in everyone if r.slot >= 0}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    page_size=st.sampled_from([1, 4, 16]),
+    depth=st.sampled_from([0, 1]),
+    width=st.sampled_from([1, 4, 9]),
+    chunk=st.sampled_from([3, 16, 100]),
+    tight=st.booleans(),
+    cache=st.booleans(),
+    aborts=st.sampled_from([0.0, 0.1]),
+)
+def test_texts_are_those_of_plain_decoding(
+    seed: int,
+    page_size: int,
+    depth: int,
+    width: int,
+    chunk: int,
+    tight: bool,
+    cache: bool,
+    aborts: float,
+) -> None:
+    rng = random.Random(seed)
+    alone = -(-(64 + 2 * width) // page_size)  # pages of the largest request
+    pages = alone + rng.randint(0, alone) if tight else alone * 4
+    scheduler, device = make(page_size, pages, depth, width, chunk, 4, cache, seed)
+    stem = tuple(rng.randrange(6) for _ in range(40))
+    requests = []
+    for i in range(rng.randint(1, 12)):
+        shared = stem[: rng.randint(0, 40)]
+        prompt = (*shared, *(rng.randrange(6) for _ in range(rng.randint(1, 8))))
+        requests.append(request(i, prompt, rng.randint(1, 64 - len(prompt))))
+    run(scheduler, device, requests, rng, aborts)
+    scheduler.check_idle()
+    for item in requests:
+        assert item.state is State.FINISHED and item.finish is not None
+        want = plain(item.prompt, item.params.max_new_tokens)
+        if item.finish.type == "abort":
+            assert item.output == want[: len(item.output)]
+        else:
+            assert item.output == want
+            assert item.finish.type == ("stop" if want[-1] == EOS else "length")
+
+
+def test_preemption_happens_when_pages_run_out_and_changes_nothing() -> None:
+    scheduler, device = make(page_size=1, pages=80, width=4, slots=4)
+    requests = [request(i, (i % 6, 1, 2), 60, eos=False) for i in range(4)]
+    run(scheduler, device, requests, random.Random(1))
+    assert any(r.preemptions for r in requests)
+    assert all(r.output == plain(r.prompt, 60, None) for r in requests)
+
+
+def test_a_warm_prefix_is_not_computed_again() -> None:
+    scheduler, device = make()
+    prompt = tuple(i % 6 for i in range(30))
+    for rid in range(2):
+        run(scheduler, device, [item := request(rid, prompt, 8)], random.Random(0))
+        assert item.cached_tokens == (0 if rid == 0 else 28)
+
+
+def test_figures_add_up() -> None:
+    scheduler, device = make(width=5)
+    requests = [request(i, (i, i + 1), 40) for i in range(5)]
+    run(scheduler, device, requests, random.Random(3))
+    for item in requests:
+        assert len(item.accept_lengths) == item.verify_ct == len(item.correct_drafts)
+        assert sum(item.accept_lengths) == len(item.output) - 1
+        assert item.proposed == 4 * item.verify_ct
+        pairs = zip(item.correct_drafts, item.accept_lengths, strict=True)
+        assert all(kept - 1 <= correct <= kept for correct, kept in pairs)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limit", "words"),
+    [(60, 10, "at most 4"), (64, 1, "shorten the prompt")],
+)
+def test_context_overflow_says_the_mend(prompt: int, limit: int, words: str) -> None:
+    scheduler, _ = make()
+    with pytest.raises(RequestError, match=words):
+        scheduler.check(request(0, (1,) * prompt, limit))
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    scheduler, _ = make(pages=5)
+    with pytest.raises(RequestError, match="max_total_tokens"):
+        scheduler.check(request(0, (1,) * 10, 40))
+
+
+def test_two_thousand_requests_with_aborts_lose_no_page() -> None:
+    rng = random.Random(7)
+    scheduler, device = make(page_size=4, pages=60, depth=1, width=4, slots=8)
+    requests = []
+    for i in range(2000):
+        prompt = tuple(rng.randrange(6) for _ in range(rng.randint(1, 30)))
+        requests.append(request(i, prompt, rng.randint(1, 20)))
+    run(scheduler, device, requests, rng, abort_rate=0.05)
+    scheduler.check_idle()
+    assert sum(r.finish is not None and r.finish.type == "abort" for r in requests) > 20
