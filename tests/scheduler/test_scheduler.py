@@ -159,6 +159,9 @@ def run(
             flight.append((plan, device.launch(plan)))
         if flight and (plan is None or len(flight) > scheduler.limits.depth):
             scheduler.complete(*flight.popleft())
+        for launched, _ in flight:  # nothing a step in flight can write has been given back
+            busy = {r.slot for r in launched.decode} | {c.slot for c in launched.prefill}
+            assert busy.isdisjoint(scheduler._free_slots)
         owned = sum(len(r.pages) - r.node.end for r in _holding(scheduler))
         total = scheduler.allocator.num_free + scheduler.prefix.num_pages + owned
         assert total == scheduler.allocator.capacity
