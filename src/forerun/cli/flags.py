@@ -1,0 +1,153 @@
+"""Command-line flags made from what already declares them: settings, options, sampling parameters.
+
+A command writes its own parameters by hand and marks where generated ones go:
+
+    @with_flags(engine=engine_flags, sampling=sampling_flags)
+    def generate(prompts: ..., *, engine: Values, sampling: Values) -> None: ...
+
+Each named parameter disappears from the command's signature and its flags take its place; when
+the command runs, it receives a dict of the values that differ from the defaults.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.sampling_params import SamplingParams
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One generated flag; `type` is what its value is parsed to (bool, int, float, str, list)."""
+
+    name: str  # with underscores: the keyword
+    type: Any
+    default: Any
+    help: str
+    panel: str
+
+    @property
+    def spelling(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def parameter(self) -> inspect.Parameter:
+        """As typer wants it. A switch that is off by default has no `--no-` twin."""
+        spelling = self.spelling
+        if self.type is bool and self.default:
+            spelling = f"{spelling}/--no-{spelling[2:]}"
+        option = typer.Option(spelling, help=self.help, rich_help_panel=self.panel)
+        kind = self.type | None if self.default is None else self.type
+        return inspect.Parameter(
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[kind, option],
+        )
+
+
+def engine_flags() -> list[Flag]:
+    """Every setting of the engine, and the options that registered algorithms declare."""
+    from forerun.speculative.registry import all_options  # imports torch: only when flags are asked
+
+    hints = get_type_hints(EngineConfig)
+    flags = []
+    for spec in EngineConfig.settings():
+        choices = spec.metadata.get("choices")
+        listed = f" ({', '.join(map(str, choices))})" if choices else ""
+        flags.append(
+            Flag(
+                spec.name,
+                _value_type(hints[spec.name]),
+                spec.default,
+                spec.metadata["help"] + listed,
+                "Speculation" if spec.name.startswith("speculative_") else "Engine",
+            )
+        )
+    for option in all_options():
+        flags.append(Flag(option.name, option.type, option.default, option.help, "Speculation"))
+    return flags
+
+
+SAMPLING_HELP = {
+    "temperature": "0 is greedy",
+    "top_p": "Keep the likeliest tokens that hold this much probability",
+    "top_k": "Keep this many of the likeliest tokens; -1: all",
+    "min_p": "Keep tokens at least this likely, relative to the likeliest",
+    "max_new_tokens": "Tokens to generate at most",
+    "min_new_tokens": "No end before this many",
+    "stop": "End at this text; may be repeated",
+    "stop_token_ids": "End at this token id; may be repeated",
+    "ignore_eos": "Go on past the end-of-text token",
+    "n": "Texts for each prompt",
+    "sampling_seed": "Fixes the text, with any drafter or none",
+    "skip_special_tokens": "Leave special tokens out of the text",
+}
+
+
+def sampling_flags(**defaults: Any) -> list[Flag]:
+    """Every field of `SamplingParams`; `defaults` differ from its own where a command wants it."""
+    hints = get_type_hints(SamplingParams)
+    flags = []
+    for spec in fields(SamplingParams):
+        default: Any = defaults.get(spec.name, spec.default)
+        kind = _value_type(hints[spec.name])
+        if get_origin(kind) is list:
+            default = list(default)
+        # A field without a line of help still gets its flag.
+        flags.append(Flag(spec.name, kind, default, SAMPLING_HELP.get(spec.name, ""), "Sampling"))
+    return flags
+
+
+def with_flags(
+    **groups: Callable[[], Iterable[Flag]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces the parameters named in `groups` by generated flags (see the module's text)."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        generated = {group: {f.name: f for f in make()} for group, make in groups.items()}
+        own = [
+            p.replace(annotation=hint) for p, hint in _annotated(function) if p.name not in groups
+        ]
+        flags = [flag for group in generated.values() for flag in group.values()]
+
+        @wraps(function)
+        def command(**values: Any) -> None:
+            for group, members in generated.items():
+                given = {name: values.pop(name) for name in members}
+                values[group] = _changed(given, members)
+            function(**values)
+
+        parameters = [*own, *(flag.parameter() for flag in flags)]
+        vars(command)["__signature__"] = inspect.Signature(parameters)
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _annotated(function: Callable[..., None]) -> list[tuple[inspect.Parameter, Any]]:
+    hints = get_type_hints(function, include_extras=True)
+    return [(p, hints[p.name]) for p in inspect.signature(function).parameters.values()]
+
+
+def _changed(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> Values:
+    return {name: value for name, value in given.items() if value != flags[name].default}
+
+
+def _value_type(hint: Any) -> Any:
+    """`int | None` → int; `tuple[str, ...]` → list[str]: how a value is written on a line."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    if get_origin(hint) is tuple:
+        return types.GenericAlias(list, get_args(hint)[:1])
+    return hint

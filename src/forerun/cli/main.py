@@ -1,0 +1,122 @@
+"""The `forerun` command. Only the command that was asked for is imported.
+
+Exit codes: 0 done, 1 the command itself says so, 2 bad input (one line on stderr), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import typer
+
+from forerun import __version__
+from forerun.core.errors import ConfigError, RequestError, nearest
+
+# The class moved between releases of typer and click; its grandchild is public in all of them.
+ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command: where it lives ("module:attribute", a function or a typer app) and its help."""
+
+    target: str
+    help: str
+
+    def load(self) -> Any:
+        module, _, attribute = self.target.partition(":")
+        return vars(import_module(module))[attribute]
+
+
+COMMANDS = {
+    "demo": Entry(
+        "forerun.cli.demo:demo", "The bundled models, plain and speculative side by side."
+    ),
+    "generate": Entry("forerun.cli.generate:generate", "Text for one prompt or many."),
+    "chat": Entry("forerun.cli.chat:chat", "Talk with a model."),
+    "doctor": Entry("forerun.cli.doctor:doctor", "What this machine can do, and why not more."),
+    "bench": Entry("forerun.cli.bench:app", "Measure speed, plain beside speculative."),
+    "eval": Entry("forerun.cli.eval:app", "Measure quality and accept length."),
+}
+
+
+def build_app(chosen: str | None = None) -> typer.Typer:
+    """The app with the command `chosen` ready to run; the others are names and help lines."""
+    app = typer.Typer(
+        name="forerun",
+        help="Speculation-first LLM inference: same seed, same text, only faster.",
+        no_args_is_help=False,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name, entry in COMMANDS.items():
+        target = entry.load() if name == chosen else _not_loaded
+        if isinstance(target, typer.Typer):
+            app.add_typer(target, name=name, help=entry.help)
+        else:
+            app.command(name, help=entry.help)(target)
+    return app
+
+
+def run(args: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    command = next((arg for arg in args if not arg.startswith("-")), None)
+    try:
+        if command is not None and command not in COMMANDS:
+            raise ConfigError(
+                f"unknown command {command!r}.{nearest(command, COMMANDS)}"
+                f" Known: {', '.join(COMMANDS)}."
+            )
+        code = build_app(command)(args=list(args), prog_name="forerun", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (ConfigError, RequestError) as error:
+        return _refuse(str(error))
+    except ClickException as error:
+        return _refuse(_one_line(error, command))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except BrokenPipeError:  # `forerun ... | head`
+        sys.stderr.close()
+        sys.exit(0)
+
+
+def _root(
+    ctx: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    if version:
+        typer.echo(f"forerun {__version__}")
+        raise typer.Exit
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a command that was not asked for")
+
+
+def _refuse(message: str) -> int:
+    print(f"forerun: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _one_line(error: Any, command: str | None) -> str:
+    """What the parser found wrong, with the nearest known flag where it knows one."""
+    details = vars(error)
+    message = str(error.format_message()).partition(" (Possible options")[0].rstrip(".") + "."
+    close = details.get("possibilities")
+    if close:
+        return f"{message} Did you mean {close[0]}?"
+    return f"{message} See: forerun {command + ' ' if command else ''}--help"

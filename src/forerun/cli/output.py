@@ -1,0 +1,55 @@
+"""What the commands that generate text print, and how."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from forerun.evals.acceptance import Acceptance
+
+if TYPE_CHECKING:
+    from forerun.llm import RequestOutput
+
+
+def print_json(value: Any) -> None:
+    """One object on one line."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def print_stream(outputs: Iterable[RequestOutput]) -> RequestOutput | None:
+    """Writes the text as it grows, then a line break. Returns the last output, if there was one."""
+    written, last = "", None
+    for last in outputs:
+        sys.stdout.write(last.text[len(written) :])
+        sys.stdout.flush()
+        written = last.text
+    if last is not None and not last.text and last.output_ids:  # no tokenizer
+        sys.stdout.write(shown(last))
+    if not written.endswith("\n"):
+        sys.stdout.write("\n")
+    sys.stdout.flush()
+    return last
+
+
+def shown(output: RequestOutput) -> str:
+    """The text, or the ids where there is no tokenizer."""
+    return output.text if output.text else " ".join(map(str, output.output_ids))
+
+
+def summary(outputs: list[RequestOutput], seconds: float) -> str:
+    """`"120 tokens in 0.4 s, 300.0 tok/s, accept length 5.10"`."""
+    tokens = sum(len(output.output_ids) for output in outputs)
+    parts = [f"{tokens} tokens in {seconds:.2f} s", f"{tokens / max(seconds, 1e-9):.1f} tok/s"]
+    acceptance = Acceptance.total(Acceptance.of(output.meta_info) for output in outputs)
+    if acceptance.proposed:
+        parts.append(f"accept length {acceptance.accept_length:.2f}")
+    return ", ".join(parts)
+
+
+def dim(line: str) -> None:
+    """A remark beside the text: on stderr, so that the text alone can be piped."""
+    Console(stderr=True, highlight=False).print(line, style="dim", markup=False, soft_wrap=True)

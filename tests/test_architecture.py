@@ -1,0 +1,136 @@
+"""The house rules hold everywhere, and every rule can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import architecture_rules as rules
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "forerun"
+
+
+def modules() -> Iterator[rules.Module]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield rules.Module(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_house_rule(rule) -> None:
+    broken = [line for module in modules() for line in rule(module)]
+    assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
+
+
+# (rule, file, what breaks it there)
+REFUSED = [
+    ("imports_go_down", "kvcache/x.py", "from forerun.engine.engine import Engine"),
+    ("imports_go_down", "kvcache/x.py", "def f():\n    import forerun.llm"),
+    ("imports_go_down", "sampling/x.py", "from forerun import speculative"),
+    ("imports_go_down", "models/x.py", "from ..engine import engine"),
+    ("imports_go_down", "engine/x.py", "from forerun import LLM"),
+    ("imports_go_down", "core/x.py", "TABLE = {'a': 'forerun.models.llama:Llama'}"),
+    ("imports_go_down", "nowhere/x.py", ""),
+    ("no_torch", "scheduler/x.py", "import torch"),
+    ("no_torch", "kvcache/prefix.py", "def f():\n    from torch import Tensor"),
+    ("no_algorithm_names", "engine/x.py", "if is_dflash(): ..."),
+    ("no_algorithm_names", "engine/x.py", "kind = 'EAGLE3'"),
+    ("no_algorithm_names", "scheduler/x.py", "from forerun.speculative.ngram import Ngram"),
+    ("no_algorithm_names", "models/x.py", "class DFlashDraft: ..."),
+    ("no_algorithm_names", "config/x.py", "speculative_mtp_steps = 1"),
+    ("no_algorithm_names", "speculative/ngram.py", "name = 'dflash'"),
+    ("no_probing", "engine/x.py", "y = getattr(x, 'maybe', None)"),
+    ("no_probing", "attention/x.py", "y = hasattr(x, 'maybe')"),
+    ("no_swallowed_errors", "cli/x.py", "try: f()\nexcept: raise"),
+    ("no_swallowed_errors", "cli/x.py", "try: f()\nexcept Exception: pass"),
+    ("no_swallowed_errors", "cli/x.py", "with contextlib.suppress(Exception): f()"),
+    ("no_host_sync", "sampling/x.py", "def draw(t): return t.argmax().item()"),
+    ("no_host_sync", "speculative/x.py", "def propose(t):\n    def f(): return t.cpu()"),
+    ("no_unsafe_loading", "models/x.py", "import pickle"),
+    ("no_unsafe_loading", "models/x.py", "w = torch.load(path)"),
+    ("no_unsafe_loading", "llm/x.py", "f(path, trust_remote_code=True)"),
+    ("no_unsafe_loading", "llm/x.py", "eval('1')"),
+    ("short_files", "llm/x.py", "\n" * 400),
+]
+
+# What must pass: the rule is about the rest.
+ALLOWED = [
+    ("imports_go_down", "engine/x.py", "from forerun.models.llama import Llama\nimport torch"),
+    ("imports_go_down", "cli/x.py", "from forerun import LLM\nfrom forerun.evals import prompts"),
+    ("imports_go_down", "config/x.py", "from forerun.core.errors import ConfigError"),
+    ("no_torch", "kvcache/pools.py", "import torch"),
+    ("no_algorithm_names", "engine/x.py", '"""As in EAGLE."""\nempty = "promptpf"'),
+    ("no_algorithm_names", "speculative/dflash.py", "class DFlash: name = 'DFLASH'"),
+    ("no_algorithm_names", "speculative/registry.py", "TABLE = {'NGRAM': 1}"),
+    ("no_probing", "engine/x.py", "y = getattr(x, name)"),
+    ("no_swallowed_errors", "cli/x.py", "try: f()\nexcept ValueError: pass"),
+    ("no_host_sync", "speculative/x.py", "def load(t): return t.max().item()"),
+    ("no_host_sync", "engine/x.py", "t.cpu()"),
+    ("no_unsafe_loading", "models/x.py", "model.eval()\nself.load(path)"),
+    ("short_files", "llm/x.py", "\n" * 399),
+]
+
+
+@pytest.mark.parametrize(("name", "path", "source"), REFUSED)
+def test_rule_refuses(name: str, path: str, source: str) -> None:
+    assert list(vars(rules)[name](rules.Module(path, source)))
+
+
+@pytest.mark.parametrize(("name", "path", "source"), ALLOWED)
+def test_rule_allows(name: str, path: str, source: str) -> None:
+    assert not list(vars(rules)[name](rules.Module(path, source)))
+
+
+def test_every_rule_has_a_snippet_it_refuses() -> None:
+    assert {name for name, *_ in REFUSED} == {rule.__name__ for rule in rules.RULES}
+
+
+def test_the_scheduler_side_runs_without_torch() -> None:
+    """What the imports of imports bring in counts too."""
+    names = [
+        "forerun." + m.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for m in modules()
+        if m.under(rules.NO_TORCH)
+    ]
+    assert "forerun.core.request" in names
+    check = f"import sys, forerun, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+# Put together, or this file would break its own rule.
+MACHINE_PATHS = tuple("/" + folder + "/" for folder in ("work", "tmp", "root", "home"))
+DATA = ("src/forerun/assets/", "src/forerun/evals/data/")  # other people's code names such paths
+
+
+def machine_paths(name: str, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if any(path in line for path in MACHINE_PATHS):
+            yield f"{name}:{number}: {line.strip()[:80]}"
+
+
+def test_no_tracked_file_names_a_machines_paths() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    broken: list[str] = []
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if name.startswith(DATA) or not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # weights
+            continue
+        broken += machine_paths(name, text)
+    assert not broken, "\n".join(broken)
+
+
+def test_machine_paths_are_seen() -> None:
+    assert list(machine_paths("x", f"see {MACHINE_PATHS[0]}file"))
+    assert not list(machine_paths("x", "see src/forerun and https://example.org/homepage"))
