@@ -1,0 +1,57 @@
+"""RMSNorm: x / sqrt(mean(x²) + eps) · w, the statistics in float32."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RMSNorm:
+    """Normalises the last dimension, of size `size`.
+
+    `weight` [size] is uninitialised until a loader fills it; `prepare` follows the loading.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self.eps = eps
+        self._scaled: Tensor | None = None
+        self._floor = torch.empty(0)
+
+    @classmethod
+    def of(cls, weight: Tensor, eps: float) -> RMSNorm:
+        """Over an existing weight [..., size], prepared; leading dimensions broadcast (heads)."""
+        norm = cls(0, eps, weight.dtype, weight.device)
+        norm.weight = weight
+        norm.prepare()
+        return norm
+
+    def prepare(self) -> None:
+        """On a CPU in float32, derives what the form of fewest operations needs.
+
+        With n = |x|: x / sqrt(n²/D + eps) = sqrt(D) · x / hypot(n, sqrt(D · eps)), and sqrt(D)
+        goes into the weight. Four operations instead of seven; on one row half the time.
+        """
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+            size = self.weight.shape[-1]
+            self._scaled = self.weight * math.sqrt(size)
+            self._floor = torch.tensor(math.sqrt(size * self.eps))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        scaled = self._scaled
+        if scaled is not None:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return (x / torch.hypot(length, self._floor)).mul_(scaled)
+        weight = self.weight
+        if weight.dim() == 1:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """x, residual [T, size] -> (normed sum, sum)."""
+        residual = residual + x
+        return self(residual), residual

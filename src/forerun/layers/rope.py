@@ -1,0 +1,73 @@
+"""Rotary position embedding (arXiv 2104.09864), halves rotated as in Hugging Face's Llama.
+
+    out = x · cos + rotate_half(x) · sin,  rotate_half([a, b]) = [-b, a]
+
+The minus goes into the sine table, so rotate_half becomes a roll by D/2 and the whole takes three
+operations, on q and k together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from forerun.config.model_config import RopeConfig
+
+# (cos, signed sin) of the rows of one forward, [T, 1, D] each.
+RopeRows: TypeAlias = tuple[Tensor, Tensor]
+
+
+def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Radians a position, for every pair of dimensions: [D/2] float32, as in transformers."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv = 1.0 / (config.theta**exponents)
+    if config.scaling == "linear":
+        return inv / config.factor
+    if config.scaling == "llama3":
+        return _llama3(inv, config)
+    return inv
+
+
+def _llama3(inv: Tensor, config: RopeConfig) -> Tensor:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    length = config.original_max_position
+    wave = 2 * math.pi / inv
+    slowed = inv / config.factor
+    blend = (length / wave - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    blended = (1 - blend) * inv / config.factor + blend * inv
+    long = wave > length / config.low_freq_factor
+    short = wave < length / config.high_freq_factor
+    return torch.where(long, slowed, torch.where(short, inv, blended))
+
+
+class Rope:
+    """Tables for positions 0 … max_positions - 1, shared by all layers of a model."""
+
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_dim: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        angles = torch.outer(torch.arange(max_positions).float(), frequencies(config, head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
+        self.table = table.unsqueeze(2).to(device, dtype)  # [P, 2, 1, D]
+        self.half = head_dim // 2
+
+    def rows(self, positions: Tensor) -> RopeRows:
+        """positions [T] int; once a forward."""
+        cos, sin = self.table.index_select(0, positions).unbind(1)
+        return cos, sin
+
+    def apply(self, x: Tensor, rows: RopeRows) -> Tensor:
+        """x [T, heads, D], queries and keys together or keys alone -> the same shape."""
+        cos, sin = rows
+        return torch.addcmul(x * cos, x.roll(self.half, -1), sin)

@@ -1,0 +1,230 @@
+"""Safetensors folders: one file or shards with an index. Nothing is ever unpickled.
+
+A model states a map from tensor name to the view it is copied into (`weights()`), so fused
+matrices, other name schemes and drafts all load through the same function. Every name and shape
+is checked against the files' headers before any data is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forerun.config.model_config import read_json
+from forerun.core.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+SHOW_PROGRESS_FROM = 1 << 30  # bytes
+MEND_FILE = "Download it again"
+MEND_FOLDER = "give the path of a Hugging Face model folder"
+
+_FLOATS = {"BF16", "F16", "F32", "F64"}
+_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of one tensor, as its file states it."""
+
+    file: Path
+    dtype: str  # safetensors' name: "BF16", "I64", ...
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * _SIZES.get(self.dtype, 1)
+
+
+class Checkpoint:
+    """The tensors of a folder, by name; data stays on disk until `read_into`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError: no safetensors, a shard absent, a file broken or not as indexed."""
+        self.folder = folder
+        self.headers: dict[str, Header] = {}
+        for file in _files(folder):
+            self.headers |= _read_headers(file)
+        _check_index(folder, self.headers)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.headers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.headers[name].shape
+
+    def read_into(
+        self, slots: Mapping[str, Tensor], harmless: Collection[str] = (), hint: str = ""
+    ) -> None:
+        """Copies every tensor named in `slots` into its view, one at a time, converting floats.
+
+        Args:
+            slots: name -> destination view.
+            harmless: endings of names that may be in the files without a slot.
+            hint: a sentence added when a tensor is missing or unexpected.
+
+        Raises:
+            ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
+        """
+        self._check(slots, tuple(harmless), hint)
+        by_file: dict[Path, list[str]] = {}
+        for name in slots:
+            by_file.setdefault(self.headers[name].file, []).append(name)
+        total = sum(self.headers[name].bytes for name in slots)
+        with _progress(total) as advance:
+            for file, names in by_file.items():
+                _copy(file, {name: slots[name] for name in names}, advance, self.headers)
+
+    def _check(self, slots: Mapping[str, Tensor], harmless: tuple[str, ...], hint: str) -> None:
+        missing = [name for name in slots if name not in self.headers]
+        if missing:
+            raise ConfigError(f"{self.folder} lacks {_listing(missing)}. {hint}".rstrip())
+        extra = [n for n in self.headers if n not in slots and not n.endswith(harmless or ("\0",))]
+        if extra:
+            raise ConfigError(
+                f"{self.folder} holds {_listing(extra)}, which this architecture does not have."
+                f" {hint}".rstrip()
+            )
+        for name, slot in slots.items():
+            header = self.headers[name]
+            if header.shape != tuple(slot.shape):
+                raise ConfigError(
+                    f"{header.file}: {name} has shape {list(header.shape)}, expected"
+                    f" {list(slot.shape)} from config.json. The two do not belong together."
+                )
+            if slot.is_floating_point() != (header.dtype in _FLOATS):
+                raise ConfigError(
+                    f"{header.file}: {name} is {header.dtype}, expected"
+                    f" {'BF16, F16 or F32' if slot.is_floating_point() else 'integers'}."
+                    " Quantized checkpoints are not supported; use the bfloat16 one."
+                )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Every file with weights.
+
+    Raises:
+        ConfigError: the folder or its safetensors are missing, or a shard of the index is.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if (folder / INDEX).exists():
+        files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+        absent = [file.name for file in files if not file.exists()]
+        if absent:
+            raise ConfigError(
+                f"{folder / INDEX} names {_listing(absent, 'shard')}, not in the folder."
+                " Download the missing files."
+            )
+        return files
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    if any(file for pattern in PICKLES for file in folder.glob(pattern)):
+        raise ConfigError(
+            f"{folder} holds pickled weights only, which Forerun never unpickles; convert them"
+            " to safetensors (transformers: save_pretrained(folder))."
+        )
+    raise ConfigError(
+        f"{folder} holds no *.safetensors. Download the weights, or use load_format dummy for"
+        " random ones."
+    )
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{folder / INDEX} has no weight_map. {MEND_FILE}.")
+    return {str(name): str(file) for name, file in weight_map.items()}
+
+
+def _check_index(folder: Path, headers: Mapping[str, Header]) -> None:
+    """What the index promises must be in the shards."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return
+    for name, file in _weight_map(folder).items():
+        if name not in headers:
+            raise ConfigError(f"{folder / file} lacks {name}, which the index says it holds.")
+
+
+def _read_headers(file: Path) -> dict[str, Header]:
+    """Names, types and shapes: a length (8 bytes, little endian), then that much JSON."""
+    with _readable(file):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ConfigError(f"{file} is truncated or no safetensors file. {MEND_FILE}.")
+            raw: dict[str, Any] = json.loads(stream.read(length))
+    raw.pop("__metadata__", None)
+    return {
+        name: Header(file, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+        for name, entry in raw.items()
+    }
+
+
+def _copy(
+    file: Path, slots: Mapping[str, Tensor], advance: Any, headers: Mapping[str, Header]
+) -> None:
+    device = str(next(iter(slots.values())).device)
+    with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
+        for name, slot in slots.items():
+            slot.copy_(tensors.get_tensor(name))
+            advance(headers[name].bytes)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{file} cannot be read: {reason}. {MEND_FILE}.") from None
+
+
+def _listing(names: list[str], noun: str = "tensor") -> str:
+    """`"2 tensors: a, b"`, the first few."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    plural = "s" if len(names) > 1 else ""
+    return f"{len(names)} {noun}{plural}: {', '.join(names[:3])}{more}"
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar on standard error for checkpoints that take a while; yields `advance(bytes)`."""
+    if total < SHOW_PROGRESS_FROM:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("Loading weights", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def fill_dummy(slots: Mapping[str, Tensor], seed: int = 0) -> None:
+    """Random weights from a fixed seed: norms 1, biases 0, matrices N(0, 0.02²)."""
+    if not slots:
+        return
+    generator = torch.Generator(next(iter(slots.values())).device).manual_seed(seed)
+    for name, slot in slots.items():
+        if name.endswith("norm.weight"):
+            slot.fill_(1)
+        elif name.endswith("bias"):
+            slot.zero_()
+        else:
+            slot.normal_(0, 0.02, generator=generator)

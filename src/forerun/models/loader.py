@@ -1,0 +1,54 @@
+"""From a folder to a target model that is ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from forerun.config.model_config import load_model_config
+from forerun.core.errors import ConfigError
+from forerun.models.base import CausalLM
+from forerun.models.checkpoint import MEND_FOLDER, Checkpoint, fill_dummy
+from forerun.models.registry import model_class
+
+# In many checkpoints, computed here: old rotary buffers.
+HARMLESS = ("rotary_emb.inv_freq",)
+
+
+def load_target(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    max_positions: int | None = None,
+) -> CausalLM:
+    """Builds the architecture that `config.json` names and fills it.
+
+    Args:
+        folder: a Hugging Face model folder with safetensors; for `dummy` a config is enough.
+        dtype: of the weights; other floats are converted while they are copied.
+        load_format: "auto", or "dummy": random weights from a fixed seed.
+        max_positions: rows of the rotary tables; None: the config's `max_position_embeddings`.
+
+    Raises:
+        ConfigError: anything missing, broken or unsupported, in one line with the mend.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+    config = load_model_config(folder)
+    build = model_class(config)
+    checkpoint = None if load_format == "dummy" else Checkpoint(folder)
+    model = build(config, dtype, device, max_positions or config.max_position)
+    slots = model.weights()
+    if checkpoint is None:
+        fill_dummy(slots)
+    else:
+        tied = config.tie_word_embeddings  # then a stored head is the embedding again
+        checkpoint.read_into(
+            slots,
+            (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
+            hint=f"Is config.json ({config.architecture}) the one of these weights?",
+        )
+    model.prepare()
+    return model

@@ -1,0 +1,50 @@
+"""The families Forerun runs, by the architecture name in `config.json`."""
+
+from __future__ import annotations
+
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError, nearest
+from forerun.models.decoder import DecoderLM
+from forerun.models.llama import LlamaForCausalLM
+from forerun.models.qwen2 import Qwen2ForCausalLM
+from forerun.models.qwen3 import Qwen3ForCausalLM
+
+ARCHITECTURES: dict[str, type[DecoderLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
+def model_class(config: ModelConfig) -> type[DecoderLM]:
+    """The class of a target.
+
+    Raises:
+        ConfigError: a family, activation or weight format that Forerun does not have.
+    """
+    if config.architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"Architecture {config.architecture!r} is not supported."
+            f"{nearest(config.architecture, ARCHITECTURES)} Supported: {', '.join(ARCHITECTURES)}."
+        )
+    check_layers(config)
+    return ARCHITECTURES[config.architecture]
+
+
+def check_layers(config: ModelConfig) -> None:
+    """Refuses what the shared layers do not compute, rather than compute something else."""
+    raw = config.raw
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act {activation!r} is not supported; Forerun has silu only.")
+    if raw.get("quantization_config"):
+        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
+        raise ConfigError(
+            f"The checkpoint is quantized ({method}); use the bfloat16 or float32 checkpoint."
+        )
+    rope = raw.get("rope_parameters") or {}
+    partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if float(partial) != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
+    if config.head_dim % 2:
+        raise ConfigError(f"head_dim {config.head_dim} is odd; rotary embedding needs an even one.")
