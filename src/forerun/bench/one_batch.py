@@ -1,0 +1,184 @@
+"""One static batch, plain beside speculative: prefill time, step time, decoding speed.
+
+All requests start together and generate the same number of tokens (the end of text is ignored).
+Speculative requests end at different steps; the tail with a smaller batch counts.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from forerun import LLM, SamplingParams
+from forerun.bench.timing import interleaved, median, quantile
+from forerun.core.request import Request, State
+from forerun.engine.engine import Engine
+from forerun.evals.acceptance import Acceptance
+from forerun.llm.output import meta_info
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One run. `steps[i]` is (seconds since the start, tokens out so far) at the i-th result."""
+
+    steps: tuple[tuple[float, int], ...]
+    prefill_steps: int  # results until every request had its first token
+    output_ids: tuple[tuple[int, ...], ...]
+    acceptance: Acceptance
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.steps[self.prefill_steps - 1][0]
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens after the prefill per second after the prefill; 0 where there are none."""
+        (begin, before), (end, after) = self.steps[self.prefill_steps - 1], self.steps[-1]
+        return (after - before) / (end - begin) if end > begin else 0.0
+
+    @property
+    def step_seconds(self) -> list[float]:
+        times = [at for at, _ in self.steps[self.prefill_steps - 1 :]]
+        return [after - before for before, after in pairwise(times)]
+
+
+@dataclass(frozen=True)
+class BatchTiming:
+    """Medians over the repetitions; step times over all their steps."""
+
+    prefill_seconds: float
+    step_seconds_median: float
+    step_seconds_p90: float
+    decode_tok_s: float
+    steps: int  # decode steps of one run
+
+    @classmethod
+    def of(cls, traces: Sequence[Trace]) -> BatchTiming:
+        steps = [seconds for trace in traces for seconds in trace.step_seconds] or [0.0]
+        return cls(
+            prefill_seconds=median([t.prefill_seconds for t in traces]),
+            step_seconds_median=median(steps),
+            step_seconds_p90=quantile(steps, 0.9),
+            decode_tok_s=median([t.decode_tok_s for t in traces]),
+            steps=len(traces[0].step_seconds),
+        )
+
+
+@dataclass(frozen=True)
+class OneBatch:
+    """A batch size. The speculative half is None where no algorithm was asked for."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    plain: BatchTiming
+    spec: BatchTiming | None = None
+    acceptance: Acceptance | None = None
+    identical: bool | None = None  # greedy texts, token for token
+
+    @property
+    def speedup(self) -> float | None:
+        """Of decoding, the prefill left out."""
+        return self.spec.decode_tok_s / self.plain.decode_tok_s if self.spec else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.batch_size,
+            "input_len": self.input_len,
+            "output_len": self.output_len,
+            "plain": asdict(self.plain),
+            "spec": asdict(self.spec) if self.spec else None,
+            "speedup": self.speedup,
+            "accept_length": self.acceptance.accept_length if self.acceptance else None,
+            "acceptance": self.acceptance.as_dict() if self.acceptance else None,
+            "identical": self.identical,
+        }
+
+
+def one_batch(
+    plain: LLM,
+    spec: LLM | None,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    repetitions: int = 3,
+) -> OneBatch:
+    """Both engines on the same prompts, warmed up, in turn, with empty prefix caches each time.
+
+    Raises:
+        RequestError: the prompts do not fit the engine.
+    """
+    engines = {"plain": plain.engine} | ({"spec": spec.engine} if spec is not None else {})
+    runs = {name: _run(engine, prompts, output_len) for name, engine in engines.items()}
+
+    def flush() -> None:
+        for engine in engines.values():
+            engine.flush_cache()
+
+    for run in runs.values():
+        flush()
+        run()
+    timed = interleaved(runs, repetitions, before=flush)
+    traces = {name: [t.value for t in values] for name, values in timed.items()}
+    plain_half = OneBatch(
+        len(prompts), len(prompts[0]), output_len, plain=BatchTiming.of(traces["plain"])
+    )
+    if spec is None:
+        return plain_half
+    texts = {trace.output_ids for values in traces.values() for trace in values}
+    return replace(
+        plain_half,
+        spec=BatchTiming.of(traces["spec"]),
+        acceptance=traces["spec"][0].acceptance,
+        identical=len(texts) == 1,
+    )
+
+
+def trace(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    clock: Clock = time.perf_counter,
+) -> Trace:
+    """Runs one batch to its end, stepping the engine by hand."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+    requests = [engine.make_request(list(ids), params) for ids in prompts]
+    begin = clock()
+    for request in requests:
+        engine.submit(request)
+    steps: list[tuple[float, int]] = []
+    prefill_steps = 0
+    while any(request.state is not State.FINISHED for request in requests):
+        if engine.step():  # empty: launched, nothing has come back yet
+            steps.append((clock() - begin, _tokens_out(requests)))
+            if not prefill_steps and all(request.output for request in requests):
+                prefill_steps = len(steps)
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        engine.close_request(request)
+    return Trace(
+        steps=tuple(steps),
+        prefill_steps=prefill_steps,
+        output_ids=tuple(tuple(r.output) for r in requests),
+        acceptance=Acceptance.total(Acceptance.of(meta_info(r)) for r in requests),
+    )
+
+
+def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Token ids drawn evenly: for random weights, where text means nothing."""
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def _run(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> Callable[[], Trace]:
+    return lambda: trace(engine, prompts, output_len)
+
+
+def _tokens_out(requests: Sequence[Request]) -> int:
+    return sum(len(request.output) for request in requests)

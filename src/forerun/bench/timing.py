@@ -1,0 +1,57 @@
+"""Timing on machines that are noisy: warm up, take turns, report the median."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[T]):
+    """What one run gave, and how long it took in seconds of wall clock."""
+
+    seconds: float
+    value: T
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], T]],
+    repetitions: int,
+    *,
+    before: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[Timed[T]]]:
+    """Every run once, then every run again...: a slow spell of the machine hits all of them.
+
+    `before` runs ahead of each timed run, outside its time (caches are flushed there). Every
+    other round goes through the runs backwards, so that none always follows the same one.
+    """
+    timed: dict[str, list[Timed[T]]] = {name: [] for name in runs}
+    for repetition in range(repetitions):
+        names = list(runs)
+        for name in names if repetition % 2 == 0 else reversed(names):
+            before()
+            begin = clock()
+            value = runs[name]()
+            timed[name].append(Timed(clock() - begin, value))
+    return timed
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Linear between the two nearest ranks, as numpy's default. `values` must not be empty."""
+    if not values:
+        raise ValueError("quantile of no values")
+    ranked = sorted(values)
+    at = q * (len(ranked) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ranked) - 1)
+    return ranked[low] + (ranked[high] - ranked[low]) * (at - low)
+
+
+def median(values: Sequence[float]) -> float:
+    return quantile(values, 0.5)

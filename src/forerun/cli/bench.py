@@ -1,0 +1,168 @@
+"""`forerun bench one-batch`: speed of one static batch, plain beside speculative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
+
+from forerun import LLM
+from forerun.bench.environment import Environment, environment
+from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch, random_prompts
+from forerun.cli.flags import Values, engine_flags, with_flags
+from forerun.cli.output import print_json
+from forerun.cli.settings import with_speculation, without_speculation
+from forerun.core.errors import ConfigError
+from forerun.evals.prompts import encoder, held_out, windows
+
+app = typer.Typer(no_args_is_help=True)
+
+SPARE = 256  # K/V rows a request may need beyond its text: drafts, steps in flight, a page
+
+
+@app.callback()
+def _group() -> None:
+    """One command now; a callback keeps its name on the command line."""
+
+
+class ListCommand(TyperCommand):
+    """Lets a list be written as in SGLang: `--batch-size 1 4 16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flag(args, LISTS))
+
+
+LISTS = ("--batch-size", "--input-len", "--output-len")
+
+
+def repeat_flag(args: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """`--flag 1 2` becomes `--flag 1 --flag 2`; whatever else is there stays as it is."""
+    out: list[str] = []
+    current: str | None = None  # a list flag that has its first value already
+    for arg in args:
+        if current is not None and not arg.startswith("-") and out[-1] != current:
+            out.append(current)
+        elif arg.startswith("-"):
+            current = arg if arg in flags else None
+        out.append(arg)
+    return out
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch_size: int
+    input_len: int
+    output_len: int
+
+
+@app.command("one-batch", cls=ListCommand)
+@with_flags(engine=engine_flags)
+def one_batch_command(
+    batch_size: Annotated[list[int], typer.Option(help="One or more: --batch-size 1 4 16")] = [1],  # noqa: B006
+    input_len: Annotated[list[int], typer.Option(help="Prompt tokens, one or more")] = [128],  # noqa: B006
+    output_len: Annotated[list[int], typer.Option(help="New tokens, one or more")] = [128],  # noqa: B006
+    *,
+    random_input: Annotated[
+        bool, typer.Option("--random-input", help="Random token ids instead of Python text")
+    ] = False,
+    repetitions: Annotated[int, typer.Option(help="Runs of each batch, both ways")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    engine: Values,
+) -> None:
+    """Prefill time, step time and decoding speed of one static batch."""
+    shapes = [Shape(b, i, o) for b in batch_size for i in input_len for o in output_len]
+    check(shapes, repetitions, random_input, engine)
+    settings = fill_in(engine, shapes, random_input)
+    with ExitStack() as stack:
+        plain = stack.enter_context(LLM(**without_speculation(settings)))
+        spec = None
+        if settings.get("speculative_algorithm"):
+            spec = stack.enter_context(LLM(**settings))
+        results = []
+        for shape in shapes:
+            prompts = make_prompts(plain, shape, random_input)
+            results.append(one_batch(plain, spec, prompts, shape.output_len, repetitions))
+        where = environment(spec or plain)
+    if as_json:
+        print_json(
+            {
+                "settings": settings,
+                "input": "random" if random_input else "python",
+                "repetitions": repetitions,
+                "results": [result.as_dict() for result in results],
+                "environment": where,
+            }
+        )
+        return
+    console = Console()
+    console.print(table(results, settings.get("speculative_algorithm")))
+    chosen = where["engine"]
+    console.print(f"{chosen['dtype']} on {Environment.here(chosen['device']).line()}", style="dim")
+
+
+def check(shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Values) -> None:
+    """Raises ConfigError for what cannot be measured, before anything is loaded."""
+    for shape in shapes:
+        for name, value in vars(shape).items():
+            if value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {value}.")
+    if any(shape.output_len < 2 for shape in shapes):
+        raise ConfigError("--output-len must be >= 2: the first token comes from the prefill.")
+    if repetitions < 1:
+        raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
+    if engine.get("load_format") == "dummy" and not random_input:
+        raise ConfigError("--load-format dummy has random weights; add --random-input.")
+
+
+def fill_in(engine: Values, shapes: Sequence[Shape], random_input: bool) -> dict[str, Any]:
+    """Settings as given, and for those left open: room for the largest batch in both engines."""
+    settings = with_speculation(engine)
+    if random_input:
+        settings["skip_tokenizer_init"] = True
+    settings.setdefault("max_running_requests", max(s.batch_size for s in shapes))
+    rows = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
+    settings.setdefault("max_total_tokens", rows + settings.get("page_size", 0))
+    return settings
+
+
+def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
+    if random_input:
+        vocab = llm.engine.model_config.vocab_size
+        return random_prompts(vocab, shape.batch_size, shape.input_len)
+    text = "\n\n".join(row["prompt"] for row in held_out())
+    return windows(encoder(llm.tokenizer)(text), shape.batch_size, shape.input_len)
+
+
+def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
+    """A line for plain decoding and one for speculation, for every shape."""
+    out = Table()
+    for name in ("batch", "input", "output"):
+        out.add_column(name, justify="right")
+    out.add_column("algorithm")
+    for name in ("prefill ms", "step ms", "p90", "decode tok/s", "speed-up", "accept length"):
+        out.add_column(name, justify="right")
+    out.add_column("identical")
+    for r in results:
+        shape = (str(r.batch_size), str(r.input_len), str(r.output_len))
+        out.add_row(*shape, "plain", *_figures(r.plain), "", "", "")
+        if r.spec is not None and r.acceptance is not None:
+            out.add_row(
+                *("", "", "", algorithm, *_figures(r.spec)),
+                f"{r.speedup:.2f}",
+                f"{r.acceptance.accept_length or 0:.2f}",
+                "yes" if r.identical else "no",
+            )
+        out.add_section()
+    return out
+
+
+def _figures(t: BatchTiming) -> tuple[str, str, str, str]:
+    times = (t.prefill_seconds, t.step_seconds_median, t.step_seconds_p90)
+    prefill, step, p90 = (f"{1000 * seconds:.2f}" for seconds in times)
+    return prefill, step, p90, f"{t.decode_tok_s:.0f}"

@@ -1,0 +1,104 @@
+"""`forerun demo`: the bundled pair, plain decoding and speculation on the same prompts."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from forerun import LLM, SamplingParams
+from forerun.bench.compare import Comparison, compare
+from forerun.bench.environment import environment
+from forerun.cli.blocks import Decode
+from forerun.cli.demo_view import Show
+from forerun.cli.output import print_json
+from forerun.cli.settings import bundled_algorithm
+from forerun.core.errors import ConfigError
+from forerun.evals.prompts import (
+    Prompt,
+    chat_encoder,
+    decoder,
+    encoder,
+    python_prompts,
+    word_prompts,
+)
+from forerun.speculative.registry import get_algorithm
+
+WORD_PROMPTS, PYTHON_PROMPTS = 5, 3
+# Both engines live side by side and serve one request at a time.
+SMALL: dict[str, Any] = {"max_running_requests": 1, "max_total_tokens": 4096}
+
+
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else")] = (
+        False
+    ),
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Also save what is shown as a picture")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
+    algorithm: Annotated[
+        str | None, typer.Option(help="How to draft; none: the first with a bundled draft")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; above, --seed applies")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Fixes the text where temperature is above 0")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32: equal texts do not hang on rounding (auto, bfloat16)")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
+    repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, both ways")] = 3,
+) -> None:
+    """Watch the bundled model write, plain and with its draft: the same text, only faster."""
+    if repetitions < 1:
+        raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
+    name = algorithm.upper() if algorithm else bundled_algorithm()
+    get_algorithm(name)  # an unknown name is refused before anything is loaded
+    params = SamplingParams(
+        temperature=temperature, sampling_seed=seed, max_new_tokens=max_new_tokens
+    )
+    common = {**SMALL, "dtype": dtype, "device": device}
+    with LLM(**common) as plain, LLM(**common, speculative_algorithm=name) as spec:
+        prompts = demo_prompts(plain)
+        decode = decoder(plain.tokenizer)
+        # With --json nothing is shown, but a picture may still be drawn.
+        console = Console(file=io.StringIO()) if as_json else Console()
+        show = Show(console, name, decode)
+        show.opening()
+        result = compare(plain, spec, prompts, params, repetitions, on_prompt=show.prompt)
+        show.closing(result)
+        if svg is not None:
+            save_picture(result, name, decode, svg)
+        if as_json:
+            settings = {"algorithm": name, "dtype": dtype, "temperature": temperature}
+            print_json(report(result, spec, settings | {"repetitions": repetitions}))
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+def demo_prompts(llm: LLM) -> list[Prompt]:
+    words = word_prompts(chat_encoder(llm.tokenizer), WORD_PROMPTS)
+    return words + python_prompts(encoder(llm.tokenizer), PYTHON_PROMPTS)
+
+
+def report(result: Comparison, spec: LLM, settings: dict[str, Any]) -> dict[str, Any]:
+    """The object of `--json`."""
+    return {**result.as_dict(), **settings, "environment": environment(spec)}
+
+
+def save_picture(result: Comparison, algorithm: str, decode: Decode, path: Path) -> None:
+    """The first prompt of each skill, the table and the lines below it, as SVG."""
+    console = Console(
+        file=io.StringIO(), record=True, width=120, force_terminal=True, color_system="truecolor"
+    )
+    show = Show(console, algorithm, decode, live=False)
+    show.opening()
+    for skill in dict.fromkeys(p.prompt.skill for p in result.prompts):
+        show.prompt(next(p for p in result.prompts if p.prompt.skill == skill))
+    show.closing(result)
+    try:
+        path.write_text(console.export_svg(title="forerun demo"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--svg {path} cannot be written: {error.strerror}.") from None

@@ -1,0 +1,149 @@
+"""`forerun eval word-problems|python`: answers, accept length, acceptance at every position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from forerun import LLM, SamplingParams
+from forerun.bench.environment import Environment, environment
+from forerun.cli.demo_view import positions
+from forerun.cli.flags import Values, engine_flags, with_flags
+from forerun.cli.output import print_json
+from forerun.cli.settings import with_speculation, without_speculation
+from forerun.core.errors import ConfigError
+from forerun.evals.prompts import (
+    PYTHON,
+    WORDS,
+    Prompt,
+    chat_encoder,
+    encoder,
+    python_prompts,
+    word_prompts,
+)
+from forerun.evals.scoring import EvalResult, check_identical, evaluate
+from forerun.evals.word_problems import TEST_SEED
+
+app = typer.Typer(no_args_is_help=True)
+
+NumExamples = Annotated[int, typer.Option(help="How many to run")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
+CheckIdentical = Annotated[
+    bool, typer.Option("--check-identical", help="Run them plainly too, and compare the tokens")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
+
+
+@app.command(WORDS)
+@with_flags(engine=engine_flags)
+def word_problems(
+    num_examples: NumExamples = 200,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Annotated[int, typer.Option(help="Of the problems; training used none of these")] = (
+        TEST_SEED
+    ),
+    *,
+    identical: CheckIdentical = False,
+    as_json: AsJson = False,
+    engine: Values,
+) -> None:
+    """Grade-school word problems: how many answers are right, and the accept length."""
+
+    def prompts(llm: LLM) -> list[Prompt]:
+        return word_prompts(chat_encoder(llm.tokenizer), num_examples, seed)
+
+    _run(prompts, num_examples, max_new_tokens, identical, as_json, engine)
+
+
+@app.command(PYTHON)
+@with_flags(engine=engine_flags)
+def python(
+    num_examples: NumExamples = 60,
+    max_new_tokens: MaxNewTokens = 128,
+    *,
+    identical: CheckIdentical = False,
+    as_json: AsJson = False,
+    engine: Values,
+) -> None:
+    """Held-out Python code: the accept length of its completions."""
+
+    def prompts(llm: LLM) -> list[Prompt]:
+        return python_prompts(encoder(llm.tokenizer), num_examples)
+
+    _run(prompts, num_examples, max_new_tokens, identical, as_json, engine)
+
+
+def _run(
+    make: Callable[[LLM], list[Prompt]],
+    count: int,
+    max_new_tokens: int,
+    identical: bool,
+    as_json: bool,
+    engine: Values,
+) -> None:
+    if count < 1:
+        raise ConfigError(f"--num-examples must be >= 1, got {count}.")
+    settings = with_speculation(engine)
+    params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
+    with LLM(**settings) as llm:
+        prompts = make(llm)
+        with _progress(as_json) as progress:
+            bar = progress.add_task("generating", total=count)
+            result, outputs = evaluate(llm, prompts, params, lambda: progress.advance(bar))
+        where = environment(llm)
+    if identical:
+        with LLM(**without_speculation(settings)) as plain, _progress(as_json) as progress:
+            bar = progress.add_task("plain, to compare", total=count)
+            result = check_identical(
+                result, outputs, plain, prompts, params, lambda: progress.advance(bar)
+            )
+    if as_json:
+        print_json({**result.as_dict(), "settings": settings, "environment": where})
+    else:
+        show(result, where, Console())
+    if result.identical is not None and result.identical < result.examples:
+        raise typer.Exit(1)
+
+
+def _progress(quiet: bool) -> Progress:
+    """On standard error, and only where somebody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = quiet or not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=hidden)
+
+
+def show(result: EvalResult, where: dict[str, Any], console: Console) -> None:
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in rows(result):
+        table.add_row(name, value)
+    console.print(table)
+    if result.acceptance.proposed:
+        console.print(Text("Verify steps that accepted draft k", style="bold"))
+        console.print(positions(result.acceptance, console))
+    chosen = where["engine"]
+    console.print(f"{chosen['dtype']} on {Environment.here(chosen['device']).line()}", style="dim")
+
+
+def rows(result: EvalResult) -> Sequence[tuple[str, str]]:
+    """What is known, as (name, figure)."""
+    out = [("eval", result.name), ("examples", str(result.examples))]
+    if result.accuracy is not None:
+        out.append(("accuracy", f"{result.accuracy:.1%} ({result.correct} right)"))
+    whole = result.acceptance
+    if whole.proposed:
+        out.append(("accept length", f"{whole.accept_length:.2f}"))
+        out.append(("accept rate", f"{whole.accept_rate:.1%}"))
+    out.append(("output tokens", str(result.tokens)))
+    out.append(("tok/s, all requests", f"{result.tok_s:.0f}"))
+    if result.identical is not None:
+        out.append(("identical to plain", f"{result.identical} of {result.examples}"))
+    return out

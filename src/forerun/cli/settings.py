@@ -1,0 +1,33 @@
+"""Engine settings of commands that set plain decoding beside speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forerun.speculative.registry import algorithm_names, all_options, get_algorithm
+
+
+def bundled_algorithm() -> str:
+    """The first algorithm for which a draft ships."""
+    return next(name for name in algorithm_names() if get_algorithm(name).bundled_draft)
+
+
+def with_speculation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The bundled target gets its bundled draft, unless an algorithm is named; NONE is none."""
+    out = dict(settings)
+    if "model_path" not in out:
+        out.setdefault("speculative_algorithm", bundled_algorithm())
+    if str(out.get("speculative_algorithm", "")).upper() == "NONE":
+        del out["speculative_algorithm"]
+    return out
+
+
+def without_speculation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The same engine, decoding plainly."""
+    options = {option.name for option in all_options()}
+    return {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith("speculative_") and name not in options
+    }

@@ -1,0 +1,119 @@
+"""The prompts of evaluations and measurements: test problems and held-out Python, as token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Protocol
+
+from forerun.core.errors import ConfigError
+from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, generate
+
+WORDS, PYTHON = "word-problems", "python"
+Encode = Callable[[str], list[int]]  # text → token ids
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`text` is what is shown; `ids` what the model gets (for a chat, the template around it)."""
+
+    name: str
+    skill: str
+    text: str
+    ids: tuple[int, ...]
+    answer: int | None = None  # of a word problem
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        tokenize: bool = ...,
+        add_generation_prompt: bool = ...,
+    ) -> Any: ...
+
+
+def need(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise ConfigError("this needs text; drop skip_tokenizer_init.")
+    return tokenizer
+
+
+def encoder(tokenizer: Tokenizer | None) -> Encode:
+    """For text that the model continues."""
+    tokenizer = need(tokenizer)
+    return lambda text: tokenizer.encode(text)
+
+
+def chat_encoder(tokenizer: Tokenizer | None) -> Encode:
+    """For what a user says: the conversation around it, up to where the model answers."""
+    tokenizer = need(tokenizer)
+
+    def encode(text: str) -> list[int]:
+        said = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        return tokenizer.encode(said, add_special_tokens=False)
+
+    return encode
+
+
+def decoder(tokenizer: Tokenizer | None) -> Callable[[Sequence[int]], str]:
+    tokenizer = need(tokenizer)
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def word_prompts(encode: Encode, count: int, seed: int = TEST_SEED) -> list[Prompt]:
+    """Word problems that training never saw, as one turn of a chat each."""
+    if seed not in TEST_SEEDS:
+        raise ConfigError(
+            f"seed {seed} may have been trained on; choose one of"
+            f" {TEST_SEEDS.start} to {TEST_SEEDS.stop - 1}."
+        )
+    return [
+        Prompt(f"word problem {i}", WORDS, p.question, tuple(encode(p.question)), p.answer)
+        for i, p in enumerate(generate(seed, count), start=1)
+    ]
+
+
+def python_prompts(encode: Encode, count: int | None = None) -> list[Prompt]:
+    """Beginnings of held-out Python: `count` spread evenly over the file, or all of them."""
+    rows = held_out()
+    if count is None:
+        count = len(rows)
+    if not 1 <= count <= len(rows):
+        raise ConfigError(f"there are {len(rows)} held-out Python prompts; {count} were asked for.")
+    spread = [rows[i * len(rows) // count] for i in range(count)]
+    return [
+        Prompt(f"python {i}", PYTHON, row["prompt"], tuple(encode(row["prompt"])))
+        for i, row in enumerate(spread, start=1)
+    ]
+
+
+def held_out() -> list[dict[str, str]]:
+    """Rows of the held-out Python file; "prompt" is the beginning of a piece of code."""
+    text = (files("forerun.evals") / "data" / "python_heldout.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def windows(ids: Sequence[int], count: int, length: int) -> list[list[int]]:
+    """`count` prompts of exactly `length` tokens, spread evenly over one long text.
+
+    The text is repeated where it is too short for the windows to differ by at least a token.
+    """
+    if not ids:
+        raise ConfigError("no text to cut prompts from.")
+    long = list(ids)
+    while len(long) < length + count:
+        long += ids
+    stride = (len(long) - length) // count
+    return [long[i * stride : i * stride + length] for i in range(count)]

@@ -1,0 +1,110 @@
+"""The evaluations behind `forerun eval`: what the model gets right, and how well it is drafted for.
+
+All prompts are queued at once; the engine batches as it likes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun import LLM, RequestOutput, SamplingParams
+from forerun.core.request import State
+from forerun.evals.acceptance import Acceptance
+from forerun.evals.prompts import WORDS, Prompt
+from forerun.evals.word_problems import extract_answer
+from forerun.llm.output import make_output
+
+Progress = Callable[[], None]  # called when a prompt is done
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """`correct` is None where there is nothing to check, `identical` where it was not checked."""
+
+    name: str
+    examples: int
+    correct: int | None
+    identical: int | None
+    tokens: int
+    seconds: float
+    acceptance: Acceptance
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else self.correct / self.examples
+
+    @property
+    def tok_s(self) -> float:
+        return self.tokens / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "eval": self.name,
+            "examples": self.examples,
+            "correct": self.correct,
+            "accuracy": self.accuracy,
+            "identical": self.identical,
+            "output_tokens": self.tokens,
+            "seconds": self.seconds,
+            "tok_s": self.tok_s,
+            **self.acceptance.as_dict(),
+        }
+
+
+def run_all(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, done: Progress = lambda: None
+) -> list[RequestOutput]:
+    """The outputs in the order of the prompts; all are queued before the first step."""
+    engine = llm.engine
+    requests = [engine.make_request(list(p.ids), params) for p in prompts]
+    for request in requests:
+        engine.submit(request)
+    finished: dict[str, RequestOutput] = {}
+    while len(finished) < len(requests):
+        for request in engine.step():
+            if request.state is State.FINISHED and request.rid not in finished:
+                text = engine.close_request(request)
+                finished[request.rid] = make_output(request, text, index=0)
+                done()
+    return [finished[request.rid] for request in requests]
+
+
+def evaluate(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, done: Progress = lambda: None
+) -> tuple[EvalResult, list[RequestOutput]]:
+    """Runs the prompts of one skill; word problems are checked for their answers."""
+    begin = time.perf_counter()
+    outputs = run_all(llm, prompts, params, done)
+    seconds = time.perf_counter() - begin
+    skill = prompts[0].skill
+    right = [
+        extract_answer(output.text) == prompt.answer
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    result = EvalResult(
+        name=skill,
+        examples=len(prompts),
+        correct=sum(right) if skill == WORDS else None,
+        identical=None,
+        tokens=sum(len(o.output_ids) for o in outputs),
+        seconds=seconds,
+        acceptance=Acceptance.total(Acceptance.of(o.meta_info) for o in outputs),
+    )
+    return result, outputs
+
+
+def check_identical(
+    result: EvalResult,
+    outputs: Sequence[RequestOutput],
+    plain: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    done: Progress = lambda: None,
+) -> EvalResult:
+    """Runs the prompts on `plain` too; `identical` counts outputs equal token for token."""
+    others = run_all(plain, prompts, params, done)
+    pairs = zip(outputs, others, strict=True)
+    return replace(result, identical=sum(a.output_ids == b.output_ids for a, b in pairs))

@@ -1,0 +1,117 @@
+"""The commands that measure, end to end on the bundled pair with the smallest settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.cli.main import run
+from forerun.llm.bundled import PAIR
+
+needs_pair = pytest.mark.skipif(
+    not (PAIR / "target" / "config.json").exists(), reason="the bundled pair is not there"
+)
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
+    """Runs a command that must succeed and print one JSON object and nothing else."""
+    code = run(args)
+    out = capsys.readouterr().out
+    assert code == 0, out
+    return json.loads(out)
+
+
+@needs_pair
+def test_demo_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg = tmp_path / "demo.svg"
+    args = ("--max-new-tokens", "12", "--repetitions", "1", "--svg", str(svg))
+    out = call(capsys, "demo", "--json", *args)
+    assert out["identical"] is True
+    assert len(out["prompts"]) == 8
+    assert {p["skill"] for p in out["prompts"]} == {"word-problems", "python"}
+    for prompt in out["prompts"]:
+        assert prompt["tokens"] == 1 + sum(prompt["accept_lengths"]) <= 12
+        assert sum(prompt["histogram"]) == len(prompt["accept_lengths"])
+    assert out["dtype"] == "float32"
+    assert out["environment"]["threads"] >= 1
+    drawn = svg.read_text(encoding="utf-8")
+    assert drawn.startswith("<svg") and "identical:" in drawn.replace("&#160;", " ")
+
+
+@needs_pair
+def test_demo_sampled_text_is_identical_too(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--max-new-tokens", "12", "--repetitions", "1", "--temperature", "0.8", "--seed", "7")
+    out = call(capsys, "demo", "--json", *args)
+    assert out["identical"] is True
+    assert (out["temperature"], out["seed"]) == (0.8, 7)
+
+
+@needs_pair
+def test_one_batch_json(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ("--batch-size", "1", "3", "--input-len", "16", "--output-len", "8")
+    args = (*shape, "--repetitions", "1", "--dtype", "float32", "--json")
+    out = call(capsys, "bench", "one-batch", *args)
+    assert [r["batch_size"] for r in out["results"]] == [1, 3]
+    for result in out["results"]:
+        assert result["identical"] is True
+        assert result["plain"]["steps"] == 7  # the first token came with the prefill
+        assert result["spec"]["steps"] <= 7
+        assert result["acceptance"]["completion_tokens"] == 8 * result["batch_size"]
+
+
+@needs_pair
+def test_one_batch_dummy_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = (PAIR / "target" / "config.json").read_text(encoding="utf-8")
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    model = ("--model-path", str(tmp_path), "--load-format", "dummy", "--random-input")
+    shape = ("--input-len", "8", "--output-len", "4", "--repetitions", "1")
+    out = call(capsys, "bench", "one-batch", *model, *shape, "--json")
+    assert out["results"][0]["spec"] is None
+    assert out["results"][0]["plain"]["steps"] == 3
+
+
+@needs_pair
+@pytest.mark.parametrize("skill", ["word-problems", "python"])
+def test_eval_json(capsys: pytest.CaptureFixture[str], skill: str) -> None:
+    args = ("--num-examples", "3", "--max-new-tokens", "16", "--check-identical")
+    out = call(capsys, "eval", skill, *args, "--dtype", "float32", "--json")
+    assert out["examples"] == out["identical"] == 3
+    assert (out["accuracy"] is None) == (skill == "python")
+    assert out["output_tokens"] == out["completion_tokens"] <= 3 * 16
+    assert len(out["acceptance_per_position"]) * out["verify_ct"] == out["proposed_drafts"]
+
+
+@needs_pair
+def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--num-examples", "2", "--max-new-tokens", "8")
+    assert run(("eval", "word-problems", *few)) == 0
+    assert "accuracy" in capsys.readouterr().out
+    shape = ("--input-len", "8", "--output-len", "4", "--repetitions", "1")
+    assert run(("bench", "one-batch", *shape)) == 0
+    assert "plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("demo --repetitions 0", "--repetitions must be >= 1"),
+        ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
+        ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
+        ("bench one-batch --load-format dummy --model-path m", "add --random-input"),
+        ("eval python --num-examples 0", "--num-examples must be >= 1"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert run(line.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@needs_pair
+def test_trained_seeds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(("eval", "word-problems", "--seed", "5", "--num-examples", "1")) == 2
+    assert "may have been trained on" in capsys.readouterr().err

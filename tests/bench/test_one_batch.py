@@ -1,0 +1,103 @@
+"""The arithmetic of a batch's trace, and the command line of `bench one-batch`."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts
+from forerun.cli.bench import LISTS, Shape, check, fill_in, repeat_flag, table
+from forerun.core.errors import ConfigError
+from forerun.evals.acceptance import Acceptance
+from forerun.evals.prompts import windows
+
+# Two requests: prompts done after 2 results, then steps of 0.1, 0.3 and 0.2 seconds.
+TRACE = Trace(
+    steps=((0.5, 1), (1.0, 3), (1.1, 7), (1.4, 13), (1.6, 15)),
+    prefill_steps=2,
+    output_ids=((1,) * 8, (2,) * 7),
+    acceptance=Acceptance(15, 6, 18, (2, 1, 3)),
+)
+
+
+def test_prefill_ends_with_the_last_first_token() -> None:
+    assert TRACE.prefill_seconds == 1.0
+    assert TRACE.step_seconds == pytest.approx([0.1, 0.3, 0.2])
+    assert TRACE.decode_tok_s == pytest.approx((15 - 3) / (1.6 - 1.0))
+
+
+def test_timing_pools_the_steps_of_all_repetitions() -> None:
+    slow = Trace(((2.0, 2), (3.0, 4)), 1, ((1, 1), (2, 2)), Acceptance())
+    timing = BatchTiming.of([TRACE, slow, slow])
+    assert timing.prefill_seconds == 2.0
+    assert timing.decode_tok_s == pytest.approx(2.0)
+    assert timing.step_seconds_median == pytest.approx(0.3)  # of 0.1 0.2 0.3 1.0 1.0
+    assert timing.step_seconds_p90 == pytest.approx(1.0)
+    assert timing.steps == 3
+
+
+def test_result_shows_both_ways() -> None:
+    plain = BatchTiming(0.1, 0.01, 0.02, 100.0, 10)
+    spec = BatchTiming(0.1, 0.02, 0.03, 350.0, 3)
+    result = OneBatch(4, 16, 8, plain, spec, TRACE.acceptance, True)
+    assert result.speedup == pytest.approx(3.5)
+    out = result.as_dict()
+    assert out["accept_length"] == 15 / 6
+    assert out["plain"]["decode_tok_s"] == 100.0
+    assert out["spec"]["step_seconds_p90"] == 0.03
+    assert table([result], "SOME").row_count == 2
+    alone = OneBatch(4, 16, 8, plain)
+    assert alone.speedup is None
+    assert alone.as_dict()["spec"] is None
+    assert table([alone], None).row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--batch-size 1 4 16 --json", "--batch-size 1 --batch-size 4 --batch-size 16 --json"),
+        ("--batch-size=2 --dtype float32", "--batch-size=2 --dtype float32"),
+        ("--batch-size 1 --batch-size 4", "--batch-size 1 --batch-size 4"),
+        ("--page-size 16 64", "--page-size 16 64"),
+        ("--input-len 8 9 --batch-size 1", "--input-len 8 --input-len 9 --batch-size 1"),
+    ],
+)
+def test_lists_are_written_as_in_sglang(line: str, expected: str) -> None:
+    assert repeat_flag(line.split(), LISTS) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("shape", "repetitions", "engine", "message"),
+    [
+        (Shape(0, 8, 8), 1, {}, "--batch-size must be >= 1, got 0"),
+        (Shape(1, -1, 8), 1, {}, "--input-len must be >= 1"),
+        (Shape(1, 8, 1), 1, {}, "--output-len must be >= 2"),
+        (Shape(1, 8, 8), 0, {}, "--repetitions must be >= 1"),
+        (Shape(1, 8, 8), 1, {"load_format": "dummy"}, "add --random-input"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    shape: Shape, repetitions: int, engine: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check([shape], repetitions, False, engine)
+
+
+def test_room_is_made_for_the_largest_batch() -> None:
+    settings = fill_in({"model_path": "m"}, [Shape(1, 900, 8), Shape(16, 8, 8)], True)
+    assert settings["max_running_requests"] == 16
+    assert settings["max_total_tokens"] >= 16 * (8 + 8)
+    assert settings["skip_tokenizer_init"] is True
+    assert "speculative_algorithm" not in settings
+    given = fill_in({"max_running_requests": 2, "model_path": "m"}, [Shape(4, 8, 8)], False)
+    assert given["max_running_requests"] == 2
+
+
+def test_prompts_have_the_length_asked_for() -> None:
+    assert windows([1, 2, 3], 2, 5) == [[1, 2, 3, 1, 2], [2, 3, 1, 2, 3]]
+    spread = windows(list(range(100)), 4, 10)
+    assert [w[0] for w in spread] == [0, 22, 44, 66]
+    drawn = random_prompts(50, 3, 7)
+    assert [len(p) for p in drawn] == [7, 7, 7]
+    assert drawn == random_prompts(50, 3, 7)
+    assert all(0 <= t < 50 for p in drawn for t in p)
+    assert len({tuple(p) for p in drawn}) == 3
