@@ -146,5 +146,5 @@ def _parse_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...
         return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
     if not raw.get("use_sliding_window", False) or not window:
         return (None,) * layers
-    first = int(raw.get("max_window_layers", 0))  # Qwen2: layers below it attend fully
+    first = int(raw.get("max_window_layers", 28))  # Qwen2: layers below it attend fully
     return tuple(int(window) if i >= first else None for i in range(layers))
