@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import architecture_rules as rules
+from tests import architecture_rules as rules
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "forerun"

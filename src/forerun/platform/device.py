@@ -47,7 +47,7 @@ def resolve_device(name: str) -> torch.device:
     if match is None:
         raise ConfigError(f"Unknown device {name!r}. Known: auto, cpu, cuda, cuda:N.")
     if not gpus:
-        raise ConfigError(f"device {name!r} was asked for, but {_why_no_gpu()} Or use --device cpu.")
+        raise ConfigError(f"device {name!r} was asked for, but {why_no_gpu()} Or use --device cpu.")
     index = int(match[1] or 0)
     if index >= gpus:
         raise ConfigError(
@@ -60,6 +60,15 @@ def resolve_device(name: str) -> torch.device:
 def is_rocm() -> bool:
     """Whether "cuda" means AMD here."""
     return torch.version.hip is not None
+
+
+def why_no_gpu() -> str | None:
+    """What to do about a GPU that cannot be used; None where one can."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and not is_rocm():
+        return "this torch is a CPU build; install the one for your GPU (pytorch.org)."
+    return "torch sees no GPU; check the driver and CUDA_VISIBLE_DEVICES."
 
 
 def fast_bf16(device: torch.device) -> bool:
@@ -136,12 +145,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-def _why_no_gpu() -> str:
-    if torch.version.cuda is None and not is_rocm():
-        return "this torch is a CPU build; install one for your GPU (pytorch.org)."
-    return "torch sees no GPU; check the driver and CUDA_VISIBLE_DEVICES."
 
 
 def _host_memory() -> tuple[int, int]:
