@@ -46,7 +46,9 @@ class EngineConfig:
         False, "Wait for each step's result before the next is scheduled"
     )
     random_seed: int = _setting(0, "From which requests without a sampling_seed get theirs")
-    log_level: str = _setting("warning", "Python's logging level")
+    log_level: str = _setting(
+        "warning", "Python's logging level", ("debug", "info", "warning", "error", "critical")
+    )
     speculative_algorithm: str | None = _setting(None, "How to draft; none: plain decoding")
     speculative_draft_model_path: str | None = _setting(None, "Folder of the draft model")
     speculative_num_draft_tokens: int | None = _setting(

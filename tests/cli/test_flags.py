@@ -1,0 +1,118 @@
+"""Flags are made from settings, options and sampling parameters: none missing, none invented."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from forerun.cli import flags
+from forerun.cli.flags import Flag, Values, engine_flags, sampling_flags, with_flags
+from forerun.config.engine_config import EngineConfig
+from forerun.core.sampling_params import SamplingParams
+from forerun.speculative import registry
+from forerun.speculative.base import Option
+
+
+def call(command, *args: str) -> None:
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    app(args=list(args), standalone_mode=False)
+
+
+@pytest.fixture
+def toy():
+    """A command with generated flags, and what it was called with."""
+    seen: dict[str, Any] = {}
+
+    @with_flags(engine=engine_flags, sampling=sampling_flags)
+    def command(
+        word: str, loud: Annotated[bool, typer.Option("--loud")] = False, *,
+        engine: Values, sampling: Values,
+    ) -> None:  # fmt: skip
+        """A toy."""
+        seen.update(word=word, loud=loud, engine=engine, sampling=sampling)
+
+    def run(*args: str) -> dict[str, Any]:
+        seen.clear()
+        call(command, *args)
+        return dict(seen)
+
+    return run
+
+
+def test_every_setting_and_option_is_a_flag() -> None:
+    made = {flag.name for flag in engine_flags()}
+    settings = {spec.name for spec in EngineConfig.settings()}
+    assert made == settings | {option.name for option in registry.all_options()}
+
+
+def test_every_sampling_parameter_is_a_flag_with_help() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert {flag.name for flag in sampling_flags()} == names == set(flags.SAMPLING_HELP)
+
+
+def test_flags_are_keywords_with_dashes() -> None:
+    assert Flag("page_size", int, 16, "", "Engine").spelling == "--page-size"
+
+
+def test_only_what_was_changed_is_passed_on(toy) -> None:
+    assert toy("w") == {"word": "w", "loud": False, "engine": {}, "sampling": {}}
+
+
+def test_both_spellings_and_every_kind_of_value(toy) -> None:
+    seen = toy(
+        *("w", "--loud", "--page-size", "64", "--context-length=512", "--disable-radix-cache"),
+        *("--dtype=float32", "--mem-fraction-static", "0.5", "--top-k", "-1"),
+        *("--stop", "a", "--stop=b", "--stop-token-ids", "7", "--no-skip-special-tokens"),
+        *("--sampling-seed", "0"),
+    )
+    assert seen["loud"]
+    assert seen["engine"] == {
+        "page_size": 64,
+        "context_length": 512,
+        "disable_radix_cache": True,
+        "dtype": "float32",
+        "mem_fraction_static": 0.5,
+    }
+    assert seen["sampling"] == {
+        "stop": ["a", "b"],
+        "stop_token_ids": [7],
+        "skip_special_tokens": False,
+        "sampling_seed": 0,
+    }
+    EngineConfig.of(seen["engine"], {})
+    SamplingParams.of(seen["sampling"])
+
+
+def test_an_option_that_an_algorithm_declares_is_a_flag(monkeypatch, capsys) -> None:
+    option = Option("speculative_toy_depth", int, 3, "How deep the toy looks")
+    monkeypatch.setattr(registry, "all_options", lambda: [option])
+    seen: list[Values] = []
+
+    @with_flags(engine=engine_flags)
+    def command(*, engine: Values) -> None:
+        seen.append(engine)
+
+    call(command, "--speculative-toy-depth", "5")
+    assert seen == [{"speculative_toy_depth": 5}]
+    call(command, "--help")
+    assert "How deep the toy looks" in capsys.readouterr().out
+
+
+def test_defaults_of_a_command_may_differ() -> None:
+    made = {flag.name: flag.default for flag in sampling_flags(max_new_tokens=256)}
+    assert made["max_new_tokens"] == 256
+    assert made["temperature"] == SamplingParams().temperature
+
+
+def test_the_groups_are_not_parameters_of_the_command() -> None:
+    @with_flags(engine=engine_flags)
+    def command(*, engine: Values) -> None: ...
+
+    names = inspect.signature(command).parameters
+    assert "engine" not in names
+    assert "page_size" in names

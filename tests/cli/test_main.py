@@ -1,0 +1,128 @@
+"""Exit codes and messages of the command itself."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import forerun as package
+from forerun.cli import main
+from forerun.core.errors import ConfigError, RequestError
+
+
+def test_help_names_every_command_and_does_not_import_torch() -> None:
+    check = (
+        "import sys; from forerun.cli.main import run; code = run(['--help']);"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    for name in ("demo", "generate", "chat", "doctor", "bench", "eval"):
+        assert name in done.stdout
+
+
+def test_no_arguments_show_the_help(forerun) -> None:
+    assert "generate" in forerun().out
+
+
+def test_version(forerun) -> None:
+    result = forerun("--version")
+    assert (result.code, result.out) == (0, f"forerun {package.__version__}\n")
+
+
+def test_every_command_loads() -> None:
+    for entry in main.COMMANDS.values():
+        assert callable(entry.load())
+
+
+@pytest.mark.parametrize("command", list(main.COMMANDS))
+def test_every_command_has_help(forerun, command: str) -> None:
+    result = forerun(command, "--help")
+    assert result.code == 0
+    assert f"forerun {command}" in result.out
+
+
+def test_an_unknown_command(forerun) -> None:
+    error = forerun("genrate").error
+    assert error.startswith("unknown command 'genrate'. Did you mean 'generate'? Known: demo,")
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("--page-siz", "--page-size"),
+        ("--speculative-algoritm", "--speculative-algorithm"),
+        ("--temprature", "--temperature"),
+    ],
+)
+def test_an_unknown_flag_names_the_nearest(forerun, given: str, nearest: str) -> None:
+    error = forerun("generate", given, "4", "hello").error
+    assert error == f"No such option: {given}. Did you mean {nearest}?"
+
+
+def test_an_unknown_flag_unlike_any_other(forerun) -> None:
+    error = forerun("generate", "--xyzzy", "hello").error
+    assert error == "No such option: --xyzzy. See: forerun generate --help"
+
+
+def test_a_value_of_the_wrong_kind(forerun) -> None:
+    assert "--page-size" in forerun("generate", "--page-size", "large", "hello").error
+
+
+def test_a_flag_without_its_value(forerun) -> None:
+    assert "--page-size" in forerun("generate", "hello", "--page-size").error
+
+
+class Raising:
+    """Stands in the table of commands; raises when it runs."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def load(self):
+        def command() -> None:
+            raise self.error
+
+        return command
+
+    help = "raises"
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RequestError])
+def test_our_errors_are_one_line_and_exit_2(forerun, monkeypatch, kind) -> None:
+    monkeypatch.setitem(main.COMMANDS, "doctor", Raising(kind("it broke; mend it so.")))
+    assert forerun("doctor").error == "it broke; mend it so."
+
+
+def test_other_errors_are_bugs_and_keep_their_traceback(monkeypatch) -> None:
+    monkeypatch.setitem(main.COMMANDS, "doctor", Raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        main.run(["doctor"])
+
+
+def test_ctrl_c_is_130(forerun, monkeypatch) -> None:
+    monkeypatch.setitem(main.COMMANDS, "doctor", Raising(KeyboardInterrupt()))
+    assert forerun("doctor").code == 130
+
+
+def test_ctrl_c_for_real() -> None:
+    """While `generate -` waits for its prompt."""
+    code = "import forerun.cli.generate, sys; print('ready', flush=True);"
+    code += "from forerun.cli.main import main; sys.argv = ['forerun', 'generate', '-']; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1.0)  # it is reading by now; sooner is Ctrl-C all the same
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
