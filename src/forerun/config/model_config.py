@@ -72,7 +72,9 @@ def load_model_config(folder: Path) -> ModelConfig:
     return parse_model_config(raw, eos=eos, where=str(folder / "config.json"))
 
 
-def parse_model_config(raw: Mapping[str, Any], eos: Any = None, where: str = "config") -> ModelConfig:
+def parse_model_config(
+    raw: Mapping[str, Any], eos: Any = None, where: str = "config"
+) -> ModelConfig:
     """The common fields of a Llama-shaped config; `where` is named in errors."""
 
     def need(key: str) -> Any:
@@ -110,7 +112,7 @@ def parse_model_config(raw: Mapping[str, Any], eos: Any = None, where: str = "co
         mlp_bias=bool(raw.get("mlp_bias", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_as_ids(eos if eos is not None else raw.get("eos_token_id")),
-        windows=_parse_windows(raw, layers),
+        windows=_parse_windows(raw, layers, where),
         raw=raw,
     )
 
@@ -139,9 +141,11 @@ def _parse_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     )
 
 
-def _parse_windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
     types = raw.get("layer_types")
+    if types is not None and len(types) != layers:
+        raise ConfigError(f"{where}: {len(types)} layer_types for {layers} layers; correct one.")
     if types is not None:
         return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
     if not raw.get("use_sliding_window", False) or not window:

@@ -1,0 +1,88 @@
+"""DFlash in a page of plain torch, from the paper's description: one request, dense masks, no cache.
+
+Nothing of the package is used; K/V of context and block are computed anew for every block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class Oracle:
+    weights: dict[str, Tensor]
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
+    theta: float
+    eps: float
+    windows: tuple[int | None, ...]  # a sliding layer: the current token counted
+    sliding_block: bool = False  # sliding layers: window before the block, block seen whole
+
+    def rms(self, x: Tensor, name: str) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [heads, n, D]."""
+        speed = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        angle = positions.double()[:, None] * speed  # [n, D/2]
+        cos, sin = angle.cos().float(), angle.sin().float()
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def project(self, x: Tensor, layer: int, name: str, heads: int) -> Tensor:
+        p = f"layers.{layer}.self_attn.{name}_proj."
+        y = F.linear(x, self.weights[p + "weight"], self.weights.get(p + "bias"))
+        return y.view(len(x), heads, self.dim).transpose(0, 1)
+
+    def seen(self, layer: int, start: int, rows: int) -> Tensor:
+        """bool [rows, start + rows]."""
+        kv = torch.arange(start + rows)
+        q = torch.arange(start, start + rows)[:, None]
+        window = self.windows[layer]
+        if window is None:
+            return torch.ones(rows, start + rows, dtype=torch.bool)
+        if self.sliding_block:
+            return (kv >= start - window).expand(rows, -1)
+        return (kv <= q) & (kv > q - window)
+
+    def context(self, features: Tensor) -> Tensor:
+        return self.rms(F.linear(features, self.weights["fc.weight"]), "hidden_norm.weight")
+
+    def context_kv(self, features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """k rotated, v: [Hkv, n, D] of positions 0 … n - 1."""
+        c = self.context(features)
+        k = self.project(c, layer, "k", self.kv_heads)
+        k = self.rms(k, f"layers.{layer}.self_attn.k_norm.weight")
+        return self.rotate(k, torch.arange(len(c))), self.project(c, layer, "v", self.kv_heads)
+
+    def block(self, x: Tensor, features: Tensor) -> Tensor:
+        """Embedded block x [B, H] after the context `features` [start, n·H] -> hidden [B, H]."""
+        start, rows = len(features), len(x)
+        positions = torch.arange(start, start + rows)
+        for i in range(self.layers):
+            name = f"layers.{i}."
+            y = self.rms(x, name + "input_layernorm.weight")
+            q = self.rms(self.project(y, i, "q", self.heads), name + "self_attn.q_norm.weight")
+            k = self.rms(self.project(y, i, "k", self.kv_heads), name + "self_attn.k_norm.weight")
+            v = self.project(y, i, "v", self.kv_heads)
+            past_k, past_v = self.context_kv(features, i)
+            k = torch.cat((past_k, self.rotate(k, positions)), 1)
+            v = torch.cat((past_v, v), 1)
+            group = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            scores = self.rotate(q, positions) @ k.transpose(1, 2) / self.dim**0.5
+            scores = scores.masked_fill(~self.seen(i, start, rows), -torch.inf)
+            out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(rows, -1)
+            o = name + "self_attn.o_proj."
+            x = x + F.linear(out, self.weights[o + "weight"], self.weights.get(o + "bias"))
+            y = self.rms(x, name + "post_attention_layernorm.weight")
+            gate = F.silu(F.linear(y, self.weights[name + "mlp.gate_proj.weight"]))
+            up = F.linear(y, self.weights[name + "mlp.up_proj.weight"])
+            x = x + F.linear(gate * up, self.weights[name + "mlp.down_proj.weight"])
+        return self.rms(x, "norm.weight")

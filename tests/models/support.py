@@ -1,0 +1,154 @@
+"""Small random models, and a bare loop over pages to run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
+from forerun.attention.torch_native import TorchNative
+from forerun.kvcache.pools import KVLayout, KVPool
+
+CPU = torch.device("cpu")
+PAGE = 4
+PAGES_EACH = 32  # of a request: 128 positions
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+
+# name -> (config class, what differs)
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied-mqa": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama-3.1": (LlamaConfig, {"rope_parameters": _LLAMA3}),
+    "llama-linear": (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    ),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2-sliding-tied": (Qwen2Config, {**_SLIDING, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3-bias-sliding": (Qwen3Config, {"head_dim": 8, "attention_bias": True, **_SLIDING}),
+    "qwen3-tied-mha": (
+        Qwen3Config,
+        {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+}
+
+
+def random_hf(config: PreTrainedConfig, seed: int = 0) -> Any:
+    """A transformers model with every weight random, norms and biases too."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    return model
+
+
+def family(name: str) -> Any:
+    kind, changes = FAMILIES[name]
+    return random_hf(kind(**{**_COMMON, **changes}))
+
+
+@dataclass
+class Loop:
+    """K/V pages of up to `requests` requests and forwards over them."""
+
+    forward: Any  # (ids or rows, positions, ctx, ...) -> whatever the model returns
+    backend: TorchNative
+    table: Tensor
+
+    @classmethod
+    def over(
+        cls, forward: Any, layout: KVLayout, masks: tuple[LayerMask, ...], heads: int, requests: int
+    ) -> Loop:
+        need = AttentionNeed(
+            device="cpu",
+            dtype=layout.dtype,
+            head_dim=layout.head_dim,
+            num_heads=heads,
+            num_kv_heads=layout.num_kv_heads,
+            page_size=PAGE,
+            masks=frozenset(masks),
+        )
+        assert TorchNative.why_not(need) == []
+        pages = 1 + requests * PAGES_EACH
+        backend = TorchNative(need, KVPool(layout, pages, PAGE, CPU))
+        # Shuffled, so that a page table that is not read shows.
+        order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
+        return cls(forward, backend, order.view(requests, PAGES_EACH).to(torch.int32))
+
+    @classmethod
+    def of_model(cls, model: Any, requests: int = 1) -> Loop:
+        layout = model.kv_layout(model.embedding.dtype)
+        return cls.over(model.forward, layout, model.layer_masks, model.config.num_heads, requests)
+
+    def ragged(self, parts: list[tuple[int, Tensor]], *args: Any) -> Any:
+        """Prefill chunks: (start, ids or rows) of request 0, 1, ..., in one forward."""
+        starts = [start for start, _ in parts]
+        positions = [torch.arange(s, s + len(x)) for s, x in parts]
+        batch = AttentionBatch(
+            page_table=self.table[: len(parts)],
+            start=torch.tensor(starts, dtype=torch.int32),
+            kv_len_ub=max(s + len(x) for s, x in parts),
+            ragged=tuple((s, len(x)) for s, x in parts),
+        )
+        return self._run(torch.cat([x for _, x in parts]), torch.cat(positions), batch, *args)
+
+    def fixed(self, starts: list[int], x: Tensor, *args: Any) -> Any:
+        """The step's shape: W rows for each request; x [B * W, ...]."""
+        width = len(x) // len(starts)
+        start = torch.tensor(starts, dtype=torch.int32)
+        batch = AttentionBatch(
+            page_table=self.table[: len(starts)],
+            start=start,
+            kv_len_ub=max(starts) + width,
+            width=width,
+        )
+        positions = (start[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
+        return self._run(x, positions, batch, *args)
+
+    def context(self, batch: AttentionBatch) -> AttentionContext:
+        return AttentionContext(self.backend, self.backend.plan(batch))
+
+    def _run(self, x: Tensor, positions: Tensor, batch: AttentionBatch, *args: Any) -> Any:
+        with torch.inference_mode():
+            return self.forward(x, positions, self.context(batch), *args)
+
+
+def save(model: Any, folder: Path, **kwargs: Any) -> Path:
+    model.save_pretrained(folder, **kwargs)
+    return folder

@@ -1,0 +1,351 @@
+"""The DFlash draft against a plain re-implementation, in both checkpoint formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.attention.base import AttentionBatch, LayerMask, Mask
+from forerun.core.errors import ConfigError
+from forerun.kvcache.pools import KVLayout
+from forerun.models.dflash import (
+    DFlashDraft,
+    default_target_layers,
+    load_dflash_config,
+    load_draft,
+    parse_dflash_config,
+)
+from tests.models.dflash_oracle import Oracle
+from tests.models.support import CPU, Loop
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 3, 32, 4, 2, 16, 48, 96, 5
+TARGET_LAYERS = (1, 4)
+SLIDING = ("sliding_attention", "full_attention", "sliding_attention")
+WINDOW = 7
+
+DECODER: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+}
+ZLAB: dict[str, Any] = {
+    **DECODER,
+    "architectures": ["DFlashDraftModel"],
+    "num_target_layers": 8,
+    "dflash_config": {
+        "block_size": BLOCK,
+        "mask_token_id": 95,
+        "target_layer_ids": list(TARGET_LAYERS),
+    },
+}
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": {"model_type": "qwen3", **DECODER},
+    "draft_vocab_size": VOCAB,
+    "block_size": BLOCK,
+    "aux_hidden_state_layer_ids": [i + 1 for i in TARGET_LAYERS],
+    "mask_token_id": 95,
+    "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": "x/y"}},
+}
+
+
+def random_weights(bias: bool = False) -> dict[str, Tensor]:
+    q, kv = HEADS * DIM, KV_HEADS * DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, len(TARGET_LAYERS) * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        p = f"layers.{i}."
+        for name, size in {"q": q, "k": kv, "v": kv}.items():
+            shapes[f"{p}self_attn.{name}_proj.weight"] = (size, HIDDEN)
+            if bias:
+                shapes[f"{p}self_attn.{name}_proj.bias"] = (size,)
+        shapes[f"{p}self_attn.o_proj.weight"] = (HIDDEN, q)
+        if bias:
+            shapes[f"{p}self_attn.o_proj.bias"] = (HIDDEN,)
+        shapes |= {f"{p}self_attn.{n}_norm.weight": (DIM,) for n in "qk"}
+        shapes |= {f"{p}mlp.{n}_proj.weight": (INNER, HIDDEN) for n in ("gate", "up")}
+        shapes[f"{p}mlp.down_proj.weight"] = (HIDDEN, INNER)
+        shapes |= {f"{p}{n}_layernorm.weight": (HIDDEN,) for n in ("input", "post_attention")}
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@dataclass
+class Case:
+    draft: DFlashDraft
+    oracle: Oracle
+    loop: Loop
+
+    @classmethod
+    def of(cls, folder: Path, oracle: Oracle, requests: int = 1, window: int | None = None) -> Case:
+        draft = load_draft(folder, torch.float32, CPU, 128, window)
+        layout = KVLayout(LAYERS, KV_HEADS, DIM, torch.float32)
+        loop = Loop.over(draft.forward, layout, draft.layer_masks, HEADS, requests)
+        return cls(draft, oracle, loop)
+
+    def observe(self, features: list[Tensor], first: int = 0) -> None:
+        """Context K/V of every request's features, from position `first` on, into the pages."""
+        spans = tuple((first, len(f)) for f in features)
+        batch = AttentionBatch(
+            page_table=self.loop.table[: len(features)],
+            start=torch.full((len(features),), first, dtype=torch.int32),
+            kv_len_ub=first + max(map(len, features)),
+            ragged=spans,
+        )
+        plan = self.loop.backend.plan(batch)
+        positions = torch.cat([torch.arange(s, s + n) for s, n in spans])
+        with torch.inference_mode():
+            c = self.draft.context(torch.cat(features))
+            for layer, (k, v) in enumerate(self.draft.context_kv(c, positions)):
+                self.loop.backend.write(plan, layer, k, v)
+
+
+def oracle(weights: dict[str, Tensor], **changes: Any) -> Oracle:
+    values: dict[str, Any] = {"windows": (None,) * LAYERS, **changes}
+    return Oracle(weights, LAYERS, HEADS, KV_HEADS, DIM, 10000.0, 1e-6, **values)
+
+
+def features(length: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(length, len(TARGET_LAYERS) * HIDDEN, generator=generator)
+
+
+def rows(seed: int = 2, count: int = BLOCK) -> Tensor:
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+SLIDING_ZLAB = {**ZLAB, "layer_types": list(SLIDING), "sliding_window": WINDOW}
+SLIDING_SPECULATORS = {
+    **SPECULATORS,
+    "transformer_layer_config": {
+        **DECODER,
+        "layer_types": list(SLIDING),
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+    },
+}
+WINDOWS = (WINDOW, None, WINDOW)
+# name -> (config, oracle's changes, with biases)
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "z-lab": (ZLAB, {}, False),
+    "z-lab-bias": ({**ZLAB, "attention_bias": True}, {}, True),
+    "z-lab-sliding": (SLIDING_ZLAB, {"windows": WINDOWS}, False),
+    "speculators": (SPECULATORS, {}, False),
+    "speculators-sliding": (SLIDING_SPECULATORS, {"windows": WINDOWS}, False),
+    "speculators-sliding-non-causal": (
+        {**SLIDING_SPECULATORS, "sliding_window_non_causal": True},
+        {"windows": WINDOWS, "sliding_block": True},
+        False,
+    ),
+}
+
+
+@pytest.fixture(params=FORMS)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    config, changes, bias = FORMS[request.param]
+    weights = random_weights(bias)
+    return Case.of(write(tmp_path, config, weights), oracle(weights, **changes), requests=2)
+
+
+def test_context_kv(case: Case) -> None:
+    f = features(9)
+    close(case.draft.context(f), case.oracle.context(f))
+    kv = case.draft.context_kv(case.draft.context(f), torch.arange(9, dtype=torch.int32))
+    assert len(kv) == LAYERS
+    for layer, (k, v) in enumerate(kv):
+        want_k, want_v = case.oracle.context_kv(f, layer)
+        close(k, want_k.transpose(0, 1))
+        close(v, want_v.transpose(0, 1))
+
+
+def test_blocks_of_two_requests(case: Case) -> None:
+    """Context arrives in pieces; each block overwrites the scratch K/V of the one before."""
+    lengths = [20, 11]
+    given = [features(30, seed=i) for i in range(2)]
+    case.observe([f[:8] for f in given])
+    case.loop.fixed([8, 8], torch.cat([rows(7), rows(8)]))  # scratch at 8 … 12
+    case.observe([f[8:n] for f, n in zip(given, lengths, strict=True)], first=8)
+    x = [rows(3), rows(4)]
+    got = case.loop.fixed(lengths, torch.cat(x))
+    for i, n in enumerate(lengths):
+        close(got[i * BLOCK : (i + 1) * BLOCK], case.oracle.block(x[i], given[i][:n]))
+
+
+def test_no_context_and_a_shorter_block(case: Case) -> None:
+    close(case.loop.fixed([0], rows(count=3)), case.oracle.block(rows(count=3), features(0)))
+
+
+def test_draft_window(tmp_path: Path) -> None:
+    """`--speculative-draft-window-size`: full layers see that much context and the whole block."""
+    weights = random_weights()
+    expected = oracle(weights, windows=(6,) * LAYERS, sliding_block=True)
+    case = Case.of(write(tmp_path, ZLAB, weights), expected, window=6)
+    case.observe([features(20)])
+    got = case.loop.fixed([20], rows())
+    close(got, expected.block(rows(), features(20)))
+    assert not torch.allclose(got, oracle(weights).block(rows(), features(20)), atol=1e-3)
+
+
+def test_layer_masks() -> None:
+    block, causal = Mask.BLOCK, Mask.CAUSAL
+    full = parse_dflash_config(ZLAB)
+    assert full.layer_masks() == (LayerMask(block),) * LAYERS
+    assert full.layer_masks(9) == (LayerMask(block, 9),) * LAYERS
+    sliding = parse_dflash_config(SLIDING_ZLAB)
+    own = LayerMask(causal, WINDOW)
+    assert sliding.layer_masks() == (own, LayerMask(block), own)
+    assert sliding.layer_masks(9) == (own, LayerMask(block, 9), own)
+    assert sliding.layer_masks(6)[0] == LayerMask(causal, 6)
+    free = parse_dflash_config({**SLIDING_SPECULATORS, "sliding_window_non_causal": True})
+    near = LayerMask(block, WINDOW)
+    assert free.layer_masks() == (near, LayerMask(block), near)
+
+
+def test_both_formats_say_the_same() -> None:
+    one, two = parse_dflash_config(ZLAB), parse_dflash_config(SPECULATORS)
+    for config in (one, two):
+        assert config.target_layer_ids == TARGET_LAYERS
+        assert (config.block_size, config.draft_tokens) == (BLOCK, BLOCK - 1)
+        assert (config.mask_token_id, config.mask_token) == (95, None)
+        assert config.feature_size == len(TARGET_LAYERS) * HIDDEN
+        assert (config.draft_vocab_size, config.vocab_size) == (VOCAB, VOCAB)
+        assert not config.sample_from_anchor
+    assert (one.num_target_layers, two.num_target_layers) == (8, None)
+
+
+def test_variants_of_the_config() -> None:
+    anchored = parse_dflash_config({**SPECULATORS, "sample_from_anchor": True})
+    assert anchored.sample_from_anchor and anchored.draft_tokens == BLOCK
+    older = {**ZLAB, "block_size": 8, "dflash_config": {"mask_token": "<|mask|>"}}
+    config = parse_dflash_config(older)
+    assert (config.block_size, config.mask_token_id, config.mask_token) == (8, None, "<|mask|>")
+    assert config.target_layer_ids == default_target_layers(8, LAYERS) == (1, 3, 5)
+    assert default_target_layers(36, 5) == (1, 9, 17, 25, 33)  # Qwen3-8B
+    assert default_target_layers(36, 1) == (18,)
+
+
+def pruned(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A draft that says every third token of the target's vocabulary, with its own head."""
+    ids = torch.arange(0, VOCAB, 3)
+    weights = random_weights() | {
+        "embed_tokens.weight": torch.randn(VOCAB, HIDDEN),
+        "lm_head.weight": torch.randn(len(ids), HIDDEN),
+        "d2t": ids - torch.arange(len(ids)),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True),
+        "verifier_norm.weight": torch.ones(HIDDEN),
+    }
+    return write(folder, {**SPECULATORS, "draft_vocab_size": len(ids)}, weights), weights
+
+
+def test_pruned_vocabulary(tmp_path: Path) -> None:
+    folder, weights = pruned(tmp_path)
+    draft = load_draft(folder, torch.float32, CPU, 64)
+    assert draft.embedding is not None and draft.head is not None
+    assert torch.equal(draft.embedding, weights["embed_tokens.weight"])
+    hidden = torch.randn(4, HIDDEN)
+    logits = hidden @ weights["lm_head.weight"].T
+    close(draft.head(hidden), logits)
+    best = logits.argmax(-1)
+    assert torch.equal(draft.target_ids(best), best * 3)
+
+
+def test_without_its_own_vocabulary(tmp_path: Path) -> None:
+    draft = load_draft(write(tmp_path, ZLAB, random_weights()), torch.float32, CPU, 64)
+    assert draft.embedding is None and draft.head is None
+    ids = torch.tensor([[3, 5]])
+    assert torch.equal(draft.target_ids(ids), ids)
+
+
+def without(*keys: str, **changes: Any) -> dict[str, Any]:
+    return {k: v for k, v in {**ZLAB, **changes}.items() if k not in keys}
+
+
+INNER_ZLAB = ZLAB["dflash_config"]
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a target": ({**DECODER, "architectures": ["Qwen3ForCausalLM"]}, "is not a DFlash draft"),
+    "no block": (without(dflash_config={**INNER_ZLAB, "block_size": None}), "block_size must be"),
+    "block of 1": (without(dflash_config={**INNER_ZLAB, "block_size": 1}), "at least 2, got 1"),
+    "no mask": (without(dflash_config={**INNER_ZLAB, "mask_token_id": None}), "no mask token"),
+    "no layers": (
+        without("num_target_layers", dflash_config={"block_size": 4, "mask_token_id": 1}),
+        "lacks target_layer_ids and num_target_layers",
+    ),
+    "no window": (without(layer_types=list(SLIDING)), "but no sliding_window"),
+    "negative layer": (
+        {**SPECULATORS, "aux_hidden_state_layer_ids": [0, 3]},
+        r"target layer ids \(-1, 2\) start below 0",
+    ),
+    "no aux layers": ({**SPECULATORS, "aux_hidden_state_layer_ids": None}, "aux_hidden_state"),
+    "other speculator": ({**SPECULATORS, "speculators_model_type": "eagle3"}, "'eagle3' model"),
+    "other projector": ({**SPECULATORS, "projector_type": "domino"}, "projector 'domino'"),
+    "shifted": ({**SPECULATORS, "shift_label": True}, "shift_label is not supported"),
+    "vocabulary": ({**SPECULATORS, "draft_vocab_size": VOCAB + 1}, "over the target's"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_config(tmp_path: Path, name: str) -> None:
+    config, message = BAD[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_dflash_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_draft_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a folder; give the path of the draft"):
+        load_dflash_config(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("fc.weight"), r"lacks 1 tensor: fc\.weight"),
+        (lambda w: w.update({"fc.weight": torch.zeros(HIDDEN, HIDDEN)}), r"expected \[32, 64\]"),
+        (lambda w: w.pop("d2t"), r"needs lm_head\.weight and d2t"),
+        (lambda w: w.update(d2t=w["d2t"] + VOCAB), "d2t leads outside the vocabulary of 96"),
+        (lambda w: w.update(d2t=w["d2t"].float()), "d2t is F32, expected integers"),
+    ],
+)
+def test_bad_weights(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    folder, _ = pruned(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_draft(folder, torch.float32, CPU, 64)

@@ -1,0 +1,107 @@
+"""Every family against transformers on small random configs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.models.base import CausalLM
+from forerun.models.loader import load_target
+from tests.models.support import CPU, FAMILIES, Loop, family, save
+
+LENGTH = 30  # beyond the sliding windows and several pages
+
+
+@dataclass
+class Pair:
+    model: CausalLM
+    ids: Tensor  # [LENGTH]
+    logits: Tensor  # [LENGTH, V], transformers'
+    hidden: tuple[Tensor, ...]  # of every layer, [LENGTH, H]
+
+
+def reference(hf: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    with torch.no_grad():
+        out = hf(ids[None], output_hidden_states=True)
+    return out.logits[0], tuple(h[0] for h in out.hidden_states)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    hf = family(request.param)
+    folder = save(hf, tmp_path_factory.mktemp(request.param))
+    ids = torch.randint(0, 96, (LENGTH,), generator=torch.Generator().manual_seed(3))
+    logits, hidden = reference(hf, ids)
+    return Pair(load_target(folder, torch.float32, CPU), ids, logits, hidden)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_prefill(pair: Pair) -> None:
+    hidden, features = Loop.of_model(pair.model).ragged([(0, pair.ids)])
+    close(pair.model.lm_head(hidden), pair.logits)
+    close(hidden, pair.hidden[-1])
+    assert features is None
+
+
+@pytest.mark.parametrize("chunks", [(1, 5, 2, 13, 9), (7, 23)])
+def test_chunked_prefill(pair: Pair, chunks: tuple[int, ...]) -> None:
+    loop, start = Loop.of_model(pair.model), 0
+    for size in chunks:
+        hidden, _ = loop.ragged([(start, pair.ids[start : start + size])])
+        close(pair.model.lm_head(hidden), pair.logits[start : start + size])
+        start += size
+    assert start == LENGTH
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_decode_in_a_batch(pair: Pair, width: int) -> None:
+    """Two requests of different lengths, prefilled in one forward, step on side by side."""
+    loop = Loop.of_model(pair.model, requests=2)
+    starts = [5, 13]
+    loop.ragged([(0, pair.ids[:s]) for s in starts])
+    for _ in range(3):
+        rows = torch.cat([pair.ids[s : s + width] for s in starts])
+        logits = pair.model.lm_head(loop.fixed(starts, rows)[0])
+        close(logits, torch.cat([pair.logits[s : s + width] for s in starts]))
+        starts = [s + width for s in starts]
+
+
+def test_rows_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
+    """Rejected drafts leave K/V behind; the next step must not see it."""
+    loop = Loop.of_model(pair.model)
+    loop.ragged([(0, pair.ids[:8])])
+    loop.fixed([8], (pair.ids[8:12] + 1) % 96)
+    hidden, _ = loop.fixed([8], pair.ids[8:12])
+    close(pair.model.lm_head(hidden), pair.logits[8:12])
+
+
+def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
+    _, features = Loop.of_model(pair.model).ragged([(0, pair.ids)], (1, 0))
+    assert features is not None
+    close(features, torch.cat((pair.hidden[2], pair.hidden[1]), 1))
+
+
+def test_the_last_layer_is_captured_before_the_final_norm(pair: Pair) -> None:
+    hidden, features = Loop.of_model(pair.model).ragged([(0, pair.ids)], (2,))
+    close(pair.model.decoder.norm(features), hidden)  # type: ignore[attr-defined]
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    hf = family("qwen3")
+    model = load_target(save(hf, tmp_path), torch.bfloat16, CPU)
+    ids = torch.arange(LENGTH)
+    with torch.no_grad():
+        want = hf.to(torch.bfloat16)(ids[None]).logits[0].float()
+        exact = hf.float()(ids[None]).logits[0]
+    got = model.lm_head(Loop.of_model(model).ragged([(0, ids)])[0])
+    assert got.dtype == torch.bfloat16
+    # As near to the same weights in float32 as transformers' own bfloat16 is, give or take.
+    assert (got.float() - exact).abs().mean() < 1.5 * (want - exact).abs().mean()

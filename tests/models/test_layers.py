@@ -1,0 +1,145 @@
+"""Layers against plain formulas and transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from forerun.config.model_config import RopeConfig
+from forerun.layers import linear
+from forerun.layers.linear import Linear, can_pack
+from forerun.layers.norm import RMSNorm
+from forerun.layers.rope import Rope, frequencies
+from tests.models.support import CPU
+
+packable = pytest.mark.skipif(not can_pack(torch.empty(1)), reason="torch without oneDNN")
+
+
+@packable
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 90),
+    size_in=st.integers(1, 130),
+    size_out=st.integers(1, 130),
+    bias=st.booleans(),
+)
+def test_packed_product_equals_f_linear(rows: int, size_in: int, size_out: int, bias: bool) -> None:
+    torch.manual_seed(rows * size_in + size_out)
+    weight, x = torch.randn(size_out, size_in), torch.randn(rows, size_in)
+    b = torch.randn(size_out) if bias else None
+    residual = torch.randn(rows, size_out)
+    layer = Linear.of(weight.clone(), b)
+    layer.pack()
+    assert layer.fuses_add and layer.weight.numel() == 0  # the plain matrix is gone
+    want = F.linear(x, weight, b)
+    kept = residual.clone()
+    torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.add(x, residual), want + residual, rtol=1e-5, atol=1e-5)
+    assert torch.equal(residual, kept)
+
+
+@packable
+def test_packed_product_takes_strided_rows() -> None:
+    layer = Linear.of(torch.randn(5, 8))
+    x, weight = torch.randn(6, 16)[:, 4:12], layer.weight
+    layer.pack()
+    torch.testing.assert_close(layer(x), F.linear(x, weight))
+
+
+def test_bfloat16_is_not_packed() -> None:
+    layer = Linear.of(torch.randn(5, 8, dtype=torch.bfloat16))
+    layer.pack()
+    assert not layer.fuses_add and layer.weight.shape == (5, 8)
+    x, r = torch.randn(3, 8).bfloat16(), torch.randn(3, 5).bfloat16()
+    assert torch.equal(layer.add(x, r), r + F.linear(x, layer.weight))
+
+
+@packable
+def test_a_large_shared_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MAX_PACKED_COPY", 8 * 16 * 4 - 1)
+    shared, own = Linear.of(torch.randn(8, 16)), Linear.of(torch.randn(8, 16))
+    shared.pack(shared=True)
+    own.pack()
+    assert not shared.fuses_add and own.fuses_add
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_norm_equals_transformers(dtype: torch.dtype, scale: float) -> None:
+    torch.manual_seed(0)
+    theirs = LlamaRMSNorm(48, eps=1e-5).to(dtype)
+    theirs.weight.data.normal_(1, 0.3)
+    x = (torch.randn(7, 48) * scale).to(dtype)
+    ours = RMSNorm.of(theirs.weight.data, 1e-5)
+    torch.testing.assert_close(ours(x), theirs(x).data)  # the dtype's own tolerance
+    y = torch.randn(7, 48).to(dtype)
+    normed, total = ours.add(x, y)
+    assert torch.equal(total, y + x)
+    torch.testing.assert_close(normed, theirs(y + x).data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacked_head_norm(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(6, 16).to(dtype), torch.randn(3, 6, 16).to(dtype)
+    got = RMSNorm.of(weight, 1e-6)(x)
+    want = torch.stack([RMSNorm.of(weight[h], 1e-6)(x[:, h]) for h in range(6)], 1)
+    torch.testing.assert_close(got, want)
+
+
+def test_norm_of_zeros_is_zero() -> None:
+    norm = RMSNorm.of(torch.ones(8), 1e-6)
+    assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
+
+
+SCALINGS = {
+    "default": (RopeConfig(theta=5e5), {"rope_type": "default", "rope_theta": 5e5}),
+    "linear": (
+        RopeConfig(theta=1e4, scaling="linear", factor=4.0),
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ),
+    "llama3": (
+        RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_equals_transformers(name: str) -> None:
+    ours, theirs = SCALINGS[name]
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_parameters=theirs,
+    )
+    embedding = LlamaRotaryEmbedding(config)
+    assert torch.equal(frequencies(ours, 128), embedding.inv_freq)
+
+    rope = Rope(ours, 128, 40000, torch.float32, CPU)
+    positions = torch.tensor([0, 1, 17, 8191, 39999], dtype=torch.int32)
+    q, k = torch.randn(5, 3, 128), torch.randn(5, 2, 128)
+    cos, sin = embedding(q, positions[None].long())
+    want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    rows = rope.rows(positions)
+    both = rope.apply(torch.cat((q, k), 1), rows)
+    torch.testing.assert_close(both[:, :3], want[0][0].transpose(0, 1))
+    torch.testing.assert_close(both[:, 3:], want[1][0].transpose(0, 1))
+    torch.testing.assert_close(rope.apply(k, rows), both[:, 3:])  # keys alone

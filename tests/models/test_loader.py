@@ -1,0 +1,246 @@
+"""What a folder may look like, and what is said when it is broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.config.model_config import load_model_config
+from forerun.core.errors import ConfigError
+from forerun.models import checkpoint
+from forerun.models.checkpoint import INDEX, SINGLE, Checkpoint
+from forerun.models.loader import load_target
+from forerun.models.registry import ARCHITECTURES
+from tests.models.support import CPU, Loop, family, save
+
+IDS = torch.arange(12)
+
+
+def logits(folder: Path, load_format: str = "auto", dtype: torch.dtype = torch.float32) -> Tensor:
+    model = load_target(folder, dtype, CPU, load_format)
+    return model.lm_head(Loop.of_model(model).ragged([(0, IDS)])[0])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(family("qwen3"), tmp_path_factory.mktemp("original"))
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    for file in original.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def shard(folder: Path) -> list[Path]:
+    """Splits the single file in two with an index."""
+    tensors = load_file(folder / SINGLE)
+    names = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file({n: tensors[n] for n in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sorted(folder.glob("model-*"))
+
+
+def test_shards_load_as_one_file(original: Path, folder: Path) -> None:
+    shard(folder)
+    assert torch.equal(logits(folder), logits(original))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_floats_are_converted(folder: Path, dtype: torch.dtype) -> None:
+    """A half-precision checkpoint is the float32 one of the rounded weights."""
+
+    def to(kind: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
+        return lambda tensors: tensors.update({n: t.to(kind) for n, t in tensors.items()})
+
+    edit_tensors(folder, to(dtype))
+    got = logits(folder)
+    edit_tensors(folder, to(torch.float32))
+    assert torch.equal(got, logits(folder))
+
+
+def test_harmless_extras(original: Path, folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder, lambda t: t.update({name: torch.ones(8)}))
+    assert torch.equal(logits(folder), logits(original))
+
+
+def test_a_tied_model_may_store_its_head(tmp_path: Path) -> None:
+    folder = save(family("llama-tied-mqa"), tmp_path)
+    want = logits(folder)
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": torch.zeros(96, 32)}))
+    assert torch.equal(logits(folder), want)
+
+
+def test_configs_of_transformers_4(tmp_path: Path) -> None:
+    """`rope_theta`, `torch_dtype` and `max_window_layers` at the top, no `layer_types`."""
+    folder = save(family("qwen2-sliding-tied"), tmp_path)
+    want, config = logits(folder), json.loads((folder / "config.json").read_text())
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config["torch_dtype"] = config.pop("dtype")
+    assert config.pop("layer_types") == ["full_attention"] + ["sliding_attention"] * 2
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model_config(folder).windows == (None, 6, 6)
+    assert torch.equal(logits(folder), want)
+
+
+def test_dummy_weights_need_a_config_only(original: Path, folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    first = logits(folder, "dummy")
+    assert torch.equal(first, logits(folder, "dummy"))  # the same seed
+    assert torch.isfinite(first).all() and 0.01 < first.std() < 10
+    assert not torch.allclose(first, logits(original))
+
+
+def test_progress_bar_for_large_files(
+    original: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want = logits(original)
+    capsys.readouterr()
+    monkeypatch.setattr(checkpoint, "SHOW_PROGRESS_FROM", 0)
+    assert torch.equal(logits(original), want)
+    assert capsys.readouterr().out == ""  # standard output belongs to the user's text
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(name))
+
+
+def put(name: str, tensor: Tensor) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors.update({name: tensor}))
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def only_pickles(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+
+
+def truncate(size: int) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        data = (folder / SINGLE).read_bytes()
+        (folder / SINGLE).write_bytes(data[:size])
+
+    return cut
+
+
+def garble(folder: Path) -> None:
+    data = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(data[:8] + b"\xff" * 50 + data[58:])
+
+
+def lose_shard(folder: Path) -> None:
+    shard(folder)[1].unlink()
+
+
+def swap_shards(folder: Path) -> None:
+    one, two = shard(folder)
+    one.write_bytes(two.read_bytes())
+
+
+def empty_index(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / INDEX).write_text("{}")
+
+
+NORM, QKV = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda f: (f / "config.json").unlink(), r"config\.json does not exist"),
+    "config cut": (lambda f: (f / "config.json").write_text("{"), r"not readable JSON.*Download"),
+    "no weights": (lambda f: (f / SINGLE).unlink(), r"no \*\.safetensors.*load_format dummy"),
+    "pickles": (only_pickles, r"pickled.*never unpickles.*convert"),
+    "shard absent": (lose_shard, r"1 shard: model-00002-of-00002.*Download the missing"),
+    "shard without": (swap_shards, r"model-00001-of-00002.*lacks lm_head.weight, which the index"),
+    "index empty": (empty_index, "no weight_map"),
+    "cut in data": (truncate(-1000), r"cannot be read: .*Download it again"),
+    "cut in header": (truncate(100), r"truncated or no safetensors.*Download it again"),
+    "file empty": (truncate(0), r"truncated or no safetensors"),
+    "garbled": (garble, r"cannot be read.*Download it again"),
+    "tensor missing": (drop(NORM), rf"lacks 1 tensor: {NORM}.*config\.json"),
+    "head missing": (drop("lm_head.weight"), r"lacks 1 tensor: lm_head\.weight"),
+    "layers missing": (
+        config(num_hidden_layers=4, layer_types=None),
+        r"lacks 11 tensors: .*and 8 more",
+    ),
+    "layers too many": (
+        config(num_hidden_layers=2, layer_types=None),
+        r"holds 11 tensors: model\.layers\.2.*8 more",
+    ),
+    "wrong shape": (
+        put(QKV, torch.zeros(32, 16)),
+        rf"{QKV} has shape \[32, 16\], expected \[32, 32\]",
+    ),
+    "quantized tensor": (
+        put(QKV, torch.zeros(32, 32, dtype=torch.int8)),
+        rf"{QKV} is I8, expected BF16.*Quantized",
+    ),
+    "quantized": (config(quantization_config={"quant_method": "fp8"}), r"quantized \(fp8\)"),
+    "architecture": (config(architectures=["GemmaForCausalLM"]), "Gemma.*not supported"),
+    "activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "rope": (
+        config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        "rope scaling 'yarn' is not supported",
+    ),
+    "partial rope": (
+        config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor 0.5",
+    ),
+    "layer types": (config(num_hidden_layers=4), "3 layer_types for 4 layers"),
+    "odd head": (config(head_dim=15), "head_dim 15 is odd"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_one_clear_line(folder: Path, name: str) -> None:
+    damage, message = BROKEN[name]
+    damage(folder)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_target(folder, torch.float32, CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a folder; give the path"):
+        load_target(tmp_path / "nothing", torch.float32, CPU)
+
+
+def test_every_supported_architecture_is_listed(folder: Path) -> None:
+    edit_config(folder, architectures=["Qwen3forCausalLM"])
+    with pytest.raises(ConfigError, match=r"Did you mean 'Qwen3ForCausalLM'\?") as caught:
+        load_target(folder, torch.float32, CPU)
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+
+
+def test_nothing_is_read_before_all_is_checked(folder: Path) -> None:
+    drop(NORM)(folder)
+    slot = torch.full((32, 32), 7.0)
+    with pytest.raises(ConfigError):
+        Checkpoint(folder).read_into({QKV: slot, NORM: torch.empty(32)})
+    assert (slot == 7).all()
