@@ -59,9 +59,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
         tokens_least=1 + limits.overshoot,
     )
-    tables = SlotTables(
-        limits.slots, positions, limits.pages(positions), device, target.vocab_size
-    )
+    tables = SlotTables(limits.slots, positions, limits.pages(positions), device)
     choice, attention = _attention(
         config,
         model,

@@ -12,12 +12,13 @@ from typing import Any
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
+from forerun.core.plan import StepPlan
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.build import Parts, build
 from forerun.engine.runner import StepFuture
 from forerun.engine.text import Stopper, Tokenizer
-from forerun.sampling.sampler import check_stop_ids
+from forerun.sampling.table import check_stop_ids
 from forerun.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("forerun")
@@ -84,7 +85,8 @@ class Engine:
         check_stop_ids(params, stop_ids)
         seed = params.sampling_seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
-        request = Request(rid, tuple(prompt), params, seed + seed_offset, stop_ids)
+        seed = (seed + seed_offset + 2**63) % 2**64 - 2**63  # samples of a prompt differ by one
+        request = Request(rid, tuple(prompt), params, seed, stop_ids)
         self.scheduler.check(request)
         return request
 
@@ -123,7 +125,7 @@ class Engine:
         """
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._in_flight.append(self._runner.launch(plan))
+            self._in_flight.append(self._launch(plan))
         if not self._in_flight or (plan is not None and len(self._in_flight) <= self.limits.depth):
             return []
         future = self._in_flight.popleft()
@@ -133,6 +135,14 @@ class Engine:
             if request.first_token_at is None:
                 request.first_token_at = now
         return changed
+
+    def _launch(self, plan: StepPlan) -> StepFuture:
+        """A step that raises ends its own requests and nobody else's."""
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+            raise
 
     # --- care -----------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.core.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
-from forerun.core.request import Request
 from forerun.engine.tables import SlotTables
 from forerun.models.base import CausalLM
 from forerun.sampling.sampler import SamplingFlags, sample
@@ -108,7 +107,7 @@ class Runner:
             ids, step.positions, context, self.caps.target_layers
         )
         logits = self.model.lm_head(hidden).view(len(rows), width, -1)
-        flags = sampling_flags([row.request for row in rows])
+        flags = SamplingFlags.of(row.request.params for row in rows)
         drawn = sample(logits, positions + 1, tables.sampling.gather(slots), flags)  # [B, W]
         new = accept(draft.tokens, drawn)  # [B]
 
@@ -166,9 +165,8 @@ class Runner:
         slots = tables.upload(slots_of, torch.int64)
         at = tables.upload(lengths, torch.int64)  # position of the token to draw
         logits = self.model.lm_head(hidden[rows]).unsqueeze(1)
-        drawn = sample(
-            logits, at.unsqueeze(1), tables.sampling.gather(slots), sampling_flags(requests)
-        ).squeeze(1)
+        flags = SamplingFlags.of(request.params for request in requests)
+        drawn = sample(logits, at.unsqueeze(1), tables.sampling.gather(slots), flags).squeeze(1)
         tables.last_token[slots] = drawn
         tables.history[slots, at] = drawn.int()
         return drawn
@@ -221,15 +219,3 @@ class _Rows:
 def _to_pinned(tensor: Tensor) -> Tensor:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def sampling_flags(requests: Sequence[Request]) -> SamplingFlags:
-    """Which sampling operations a batch needs; never changes what is drawn."""
-    params = [r.params for r in requests]
-    return SamplingFlags(
-        sampled=any(not p.greedy for p in params),
-        top_k=any(p.top_k > 0 for p in params),
-        top_p=any(p.top_p < 1 for p in params),
-        min_p=any(p.min_p > 0 for p in params),
-        min_tokens=any(p.min_new_tokens > 0 for p in params),
-    )

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import StepPlan
-from forerun.sampling.sampler import SamplingTable
+from forerun.sampling.table import SamplingTable
 
 
 class SlotTables:
     """Everything the step needs to know about a running request, on the device."""
 
     def __init__(
-        self, slots: int, positions: int, pages: int, device: torch.device, vocab_size: int
+        self, slots: int, positions: int, pages: int, device: torch.device
     ) -> None:
         rows = slots + 1
         self.device = device
@@ -48,12 +48,13 @@ class SlotTables:
         requests = [a.request for a in plan.admitted]
         slots = self.upload([a.slot for a in plan.admitted], torch.int64)
         self.kv_len[slots] = self.upload([r.cached_len for r in requests], torch.int32)
+        self.page_table.index_fill_(0, slots, 0)  # entries past its pages may be read, masked
         for state in self.states:  # a request never sees what the slot's last one left
             state.index_fill_(0, slots, 0)
         for admission, request in zip(plan.admitted, requests, strict=True):
             tokens = self.upload(request.prefill_tokens, torch.int32)
             self.history[admission.slot, : tokens.shape[0]] = tokens
-        self.sampling.set(slots, requests)
+        self.sampling.set([a.slot for a in plan.admitted], requests)
 
     def _write_pages(self, plan: StepPlan) -> None:
         rows, columns, values = [], [], []

@@ -84,7 +84,7 @@ class Stopper:
             output.append(token)
             if token in request.stop_ids:
                 request.finish = FinishReason("stop", matched=token)
-            elif params.stop and len(output) >= params.min_new_tokens:
+            elif params.stop:
                 self._stop_string(request)
             if request.finish is None and len(output) >= params.max_new_tokens:
                 request.finish = FinishReason("length", length=len(output))
@@ -95,6 +95,8 @@ class Stopper:
         stream = self._streams[request.rid]
         seen = len(stream.text)
         text = stream.extend(request.output)
+        if len(request.output) < request.params.min_new_tokens:
+            return
         longest = max(map(len, request.params.stop))
         hits = [
             (at, stop)

@@ -31,7 +31,14 @@ class LLM:
         ConfigError: settings, checkpoint or draft cannot work; the message says the mend.
     """
 
-    def __init__(self, model_path: str | Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model_path: str | Path | None = None,
+        *,
+        overlap_depth: int | None = None,
+        **settings: Any,
+    ) -> None:
+        """`overlap_depth` (0, 1) overrides what suits the device; for tests."""
         options = {option.name: option.default for option in all_options()}
         if model_path is not None:
             settings["model_path"] = str(model_path)
@@ -39,7 +46,9 @@ class LLM:
         logging.getLogger("forerun").setLevel(config.log_level.upper())
         self.config, target = _with_bundled(config)
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
-        self.engine = Engine(self.config, target, self.tokenizer)
+        self.engine = Engine(
+            self.config, target, self.tokenizer, overlap_depth=overlap_depth
+        )
 
     def __enter__(self) -> Self:
         return self

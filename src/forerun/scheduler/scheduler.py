@@ -147,6 +147,15 @@ class Scheduler:
             self._settle(request)
         return changed
 
+    def fail(self, plan: StepPlan, message: str) -> None:
+        """A step that could not be launched: its requests end, with what they have."""
+        for request in [r.request for r in plan.decode] + [c.request for c in plan.prefill]:
+            request.pending.pop()
+            if request.state is not State.FINISHED:
+                request.finish = FinishReason("abort", message=message)
+                self._end(request)
+            self._settle(request)
+
     # --- decode ---------------------------------------------------------------------------------
 
     def _plan_decode(self, plan: StepPlan) -> None:

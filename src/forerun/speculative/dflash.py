@@ -1,0 +1,194 @@
+"""DFLASH: a block-diffusion draft that proposes a whole block in one non-causal pass.
+
+propose: the block `[newest, MASK...]` through the draft, against context K/V made from the target's
+hidden states; one argmax a row. observe: hidden states of the rows the target just ran become
+context K/V. Rows past the committed ones are written too; the next block overwrites them.
+(arXiv 2602.06036, sections 3 and 4.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.kvcache.pools import KVLayout
+from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
+from forerun.speculative.base import (
+    Commit,
+    Draft,
+    DraftContext,
+    Option,
+    SpecCaps,
+    SpeculativeAlgorithm,
+    Step,
+    TargetOutput,
+)
+
+
+class DFlash(SpeculativeAlgorithm):
+    options = (
+        Option(
+            "speculative_dflash_block_size",
+            int,
+            None,
+            "Rows of a draft block; none: as trained. Smaller works, larger is refused",
+        ),
+    )
+    bundled_draft = "draft"
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        folder, draft = _read(config)
+        _check_fit(folder, draft, target)
+        _mask_token(config, draft, target)
+        block = _block_size(config, draft)
+        window = config.speculative_draft_window_size
+        if window is not None and window < block:
+            raise ConfigError(
+                f"speculative_draft_window_size {window} is below the block size {block}; raise it."
+            )
+        drafts = block if draft.sample_from_anchor else block - 1
+        return SpecCaps(
+            draft_tokens=drafts,
+            kv_reserve=drafts + 1,
+            target_layers=draft.target_layer_ids,
+            draft_kv=KVLayout(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
+            draft_heads=draft.num_heads,
+            draft_attention=draft.layer_masks(window),
+            target_verify_for_draft=not draft.sample_from_anchor,
+        )
+
+    def load(self, ctx: DraftContext) -> None:
+        folder, config = _read(ctx.config)
+        self._draft = load_draft(
+            folder,
+            ctx.dtype,
+            ctx.device,
+            ctx.max_positions,
+            ctx.config.speculative_draft_window_size,
+        )
+        self._first = 0 if config.sample_from_anchor else 1  # the first row that predicts
+        self._block = ctx.caps.draft_tokens + self._first
+        mask = _mask_token(ctx.config, config, ctx.target.config)
+        self._masks = torch.full((1, self._block - 1), mask, dtype=torch.int64, device=ctx.device)
+        embedding, head = self._draft.embedding, self._draft.head
+        self._embedding, self._head, self._target = embedding, head, ctx.target
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return self._first == 1
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None and step.attention is not None
+        batch, block = step.slots.shape[0], self._block
+        newest = step.input_ids.view(batch, -1)[:, :1]
+        ids = torch.cat([newest, self._masks.expand(batch, -1)], dim=1).flatten()
+        positions = step.positions.view(batch, -1)[:, :block].flatten()
+        hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
+        rows = hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)  # [B * K, H]
+        head = self._target.lm_head if self._head is None else self._head
+        tokens = self._draft.target_ids(head(rows).argmax(-1))
+        return Draft(tokens.view(batch, -1))
+
+    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
+        assert target.features is not None and step.attention is not None
+        attention = step.attention(step.width)
+        context = self._draft.context(target.features)
+        for layer, (k, v) in enumerate(self._draft.context_kv(context, step.positions)):
+            attention.backend.write(attention.plan, layer, k, v)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self._embedding is None:
+            return self._target.embed(ids)
+        return torch.nn.functional.embedding(ids, self._embedding)
+
+
+# --- start-up checks --------------------------------------------------------------------------------
+
+
+def _read(config: EngineConfig) -> tuple[Path, DFlashConfig]:
+    path = config.speculative_draft_model_path
+    if path is None:
+        raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
+    folder = Path(path).expanduser()
+    return folder, load_dflash_config(folder)
+
+
+def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
+    """Rows of a block: the two settings that can say it must agree, within what was trained."""
+    asked = config.algorithm_options["speculative_dflash_block_size"]
+    rows = config.speculative_num_draft_tokens
+    extra = 1 if draft.sample_from_anchor else 0  # rows verified past the block
+    if asked is not None and asked < 1:
+        raise ConfigError(f"speculative_dflash_block_size must be positive, got {asked}.")
+    if asked is not None and rows is not None and rows != asked + extra:
+        raise ConfigError(
+            f"speculative_dflash_block_size {asked} and speculative_num_draft_tokens {rows} disagree"
+            f" (expected {asked + extra}); set one of them."
+        )
+    block = int(asked or (rows - extra if rows is not None else draft.block_size))
+    least = 2 - extra
+    if not least <= block <= draft.block_size:
+        raise ConfigError(
+            f"A block of {block} rows cannot be served: the draft was trained at"
+            f" {draft.block_size}; choose {least} to {draft.block_size}."
+        )
+    return block
+
+
+def _check_fit(folder: Path, draft: DFlashConfig, target: ModelConfig) -> None:
+    def refuse(what: str, of_draft: object, of_target: object) -> None:
+        raise ConfigError(
+            f"The draft {folder} does not fit the target: {what} {of_draft}, the target has"
+            f" {of_target}. Use the draft that was trained for this target."
+        )
+
+    if draft.target_hidden_size != target.hidden_size:
+        refuse(
+            f"its features are {len(draft.target_layer_ids)} x",
+            draft.target_hidden_size,
+            f"hidden size {target.hidden_size}",
+        )
+    if draft.hidden_size != target.hidden_size:  # embedding and head are the target's
+        refuse("its hidden size is", draft.hidden_size, target.hidden_size)
+    if draft.num_target_layers not in (None, target.num_layers):
+        refuse("it was trained for layers:", draft.num_target_layers, target.num_layers)
+    if max(draft.target_layer_ids) >= target.num_layers:
+        refuse("it reads layer", max(draft.target_layer_ids), f"{target.num_layers} layers")
+    if draft.vocab_size != target.vocab_size:
+        refuse("its vocabulary is", draft.vocab_size, target.vocab_size)
+
+
+def _mask_token(config: EngineConfig, draft: DFlashConfig, target: ModelConfig) -> int:
+    """The mask id, from the number or the string of the checkpoint; both must agree."""
+    number, text = draft.mask_token_id, draft.mask_token
+    if text is not None and not config.skip_tokenizer_init:
+        known = _token_id(config, text)
+        if known is None and number is None:
+            raise ConfigError(f"The draft's mask token {text!r} is not in the tokenizer.")
+        if number is not None and known is not None and known != number:
+            raise ConfigError(
+                f"The draft's mask_token_id is {number}, but the tokenizer has {text!r} at {known};"
+                " use the draft's own tokenizer."
+            )
+        number = known if number is None else number
+    if number is None:
+        raise ConfigError("The draft names its mask token as text only; do not skip the tokenizer.")
+    if not 0 <= number < target.vocab_size:
+        raise ConfigError(
+            f"The draft's mask_token_id {number} is outside the vocabulary of {target.vocab_size}."
+        )
+    return number
+
+
+def _token_id(config: EngineConfig, token: str) -> int | None:
+    from transformers import AutoTokenizer
+
+    folder = config.tokenizer_path or config.model_path
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    found = tokenizer.get_vocab().get(token)
+    return None if found is None else int(found)

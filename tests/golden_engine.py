@@ -1,0 +1,52 @@
+"""Engines over the golden pair, and poison for what they give back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from forerun import LLM
+from forerun.core.request import Request
+
+GOLDEN = Path(__file__).resolve().parent / "golden" / "zlab-llama-b10"
+CASES: list[dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
+POISON = 3e4  # finite: masked rows are multiplied by 0
+
+
+def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
+    """The golden target in float32, on token ids, with poison on release."""
+    if algorithm == "DFLASH":
+        settings.setdefault("speculative_draft_model_path", str(GOLDEN / "draft"))
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
+    llm = LLM(GOLDEN / "target", speculative_algorithm=algorithm, **settings)
+    poison_on_release(llm)
+    return llm
+
+
+def poison_on_release(llm: LLM) -> None:
+    """Slots and pages that are given back get values that nobody can mistake for data."""
+    scheduler, parts = llm.engine.scheduler, llm.engine.parts
+    runner, tables = parts.runner, parts.runner.tables
+    release, free = scheduler._release, parts.allocator.free
+    pools = [runner.attention.pool]
+    if runner.draft_attention is not None:
+        pools.append(runner.draft_attention.pool)
+
+    def poisoned_release(request: Request) -> None:
+        slot = request.slot
+        release(request)
+        tables.kv_len[slot] = 2**30
+        tables.last_token[slot] = 2**30
+        tables.history[slot] = 2**30
+        tables.page_table[slot] = 2**30
+        for state in tables.states:
+            state[slot] = 2**30
+
+    def poisoned_free(pages: list[int]) -> None:
+        free(pages)
+        for pool in pools:
+            pool.data[:, :, list(pages)] = POISON
+
+    scheduler._release = poisoned_release  # type: ignore[method-assign]
+    parts.allocator.free = poisoned_free  # type: ignore[method-assign, assignment]
