@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from forerun import LLM, SamplingParams
 from forerun.bench.environment import Environment
@@ -86,6 +87,7 @@ def main() -> None:
 
 def reference(dtype: torch.dtype, device: torch.device) -> Any:
     """The bundled target as `transformers` runs it best at batch size 1: SDPA, a dynamic cache."""
+    transformers_logging.disable_progress_bar()
     folder = str(bundled("target"))
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True

@@ -93,7 +93,7 @@ def test_room_is_made_for_the_largest_batch() -> None:
 
 
 def test_prompts_have_the_length_asked_for() -> None:
-    assert windows([1, 2, 3], 2, 5) == [[1, 2, 3, 1, 2], [2, 3, 1, 2, 3]]
+    assert windows([1, 2, 3], 2, 5) == [[1, 2, 3, 1, 2], [3, 1, 2, 3, 1]]
     spread = windows(list(range(100)), 4, 10)
     assert [w[0] for w in spread] == [0, 22, 44, 66]
     drawn = random_prompts(50, 3, 7)

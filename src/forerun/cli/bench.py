@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand
@@ -103,7 +104,8 @@ def one_batch_command(
     console = Console()
     console.print(table(results, settings.get("speculative_algorithm")))
     chosen = where["engine"]
-    console.print(f"{chosen['dtype']} on {Environment.here(chosen['device']).line()}", style="dim")
+    line = Environment.here(chosen["device"]).line()
+    console.print(f"{chosen['dtype']}, {line}", style="dim", soft_wrap=True)
 
 
 def check(shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Values) -> None:
@@ -135,30 +137,30 @@ def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
     if random_input:
         vocab = llm.engine.model_config.vocab_size
         return random_prompts(vocab, shape.batch_size, shape.input_len)
-    text = "\n\n".join(row["prompt"] for row in held_out())
-    return windows(encoder(llm.tokenizer)(text), shape.batch_size, shape.input_len)
+    encode = encoder(llm.tokenizer)
+    text = [token for row in held_out() for token in encode(row["prompt"])]
+    return windows(text, shape.batch_size, shape.input_len)
 
 
 def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
-    """A line for plain decoding and one for speculation, for every shape."""
-    out = Table()
-    for name in ("batch", "input", "output"):
-        out.add_column(name, justify="right")
-    out.add_column("algorithm")
-    for name in ("prefill ms", "step ms", "p90", "decode tok/s", "speed-up", "accept length"):
-        out.add_column(name, justify="right")
-    out.add_column("identical")
+    """A line for plain decoding and one for speculation, for every shape; 80 columns are enough."""
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.add_column("batch x\nin + out", no_wrap=True)
+    out.add_column("drafts\nby", no_wrap=True)
+    figures = ("prefill\nms", "step\nms", "p90\nms", "decode\ntok/s", "speed\nup", "accept\nlength")
+    for name in figures:
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("same\ntext", no_wrap=True)
     for r in results:
-        shape = (str(r.batch_size), str(r.input_len), str(r.output_len))
-        out.add_row(*shape, "plain", *_figures(r.plain), "", "", "")
+        shape = f"{r.batch_size} x {r.input_len} + {r.output_len}"
+        out.add_row(shape, "-", *_figures(r.plain), "", "", "")
         if r.spec is not None and r.acceptance is not None:
             out.add_row(
-                *("", "", "", algorithm, *_figures(r.spec)),
+                *("", algorithm, *_figures(r.spec)),
                 f"{r.speedup:.2f}",
                 f"{r.acceptance.accept_length or 0:.2f}",
                 "yes" if r.identical else "no",
             )
-        out.add_section()
     return out
 
 

@@ -72,8 +72,14 @@ def demo(
         if svg is not None:
             save_picture(result, name, decode, svg)
         if as_json:
-            settings = {"algorithm": name, "dtype": dtype, "temperature": temperature}
-            print_json(report(result, spec, settings | {"repetitions": repetitions}))
+            settings = {
+                "algorithm": name,
+                "dtype": spec.explain()["dtype"],
+                "temperature": temperature,
+                "seed": seed,
+                "repetitions": repetitions,
+            }
+            print_json({**result.as_dict(), **settings, "environment": environment(spec)})
     if not result.identical:
         raise typer.Exit(1)
 
@@ -81,11 +87,6 @@ def demo(
 def demo_prompts(llm: LLM) -> list[Prompt]:
     words = word_prompts(chat_encoder(llm.tokenizer), WORD_PROMPTS)
     return words + python_prompts(encoder(llm.tokenizer), PYTHON_PROMPTS)
-
-
-def report(result: Comparison, spec: LLM, settings: dict[str, Any]) -> dict[str, Any]:
-    """The object of `--json`."""
-    return {**result.as_dict(), **settings, "environment": environment(spec)}
 
 
 def save_picture(result: Comparison, algorithm: str, decode: Decode, path: Path) -> None:

@@ -128,7 +128,7 @@ class Show:
             return group[0].at(seconds, self.console)
         grid = Table.grid(expand=True, padding=(0, 1))
         for _ in group:
-            grid.add_column(ratio=1)
+            grid.add_column(ratio=1, overflow="fold")
         grid.add_row(*(lane.at(seconds, self.console) for lane in group))
         return grid
 
@@ -155,10 +155,10 @@ def summary(comparison: Comparison, algorithm: str, console: Console) -> Group:
 
 def speed_table(comparison: Comparison, algorithm: str) -> Table:
     table = Table(title="Batch size 1, whole requests", title_justify="left")
-    table.add_column("prompt")
-    for name in ("tokens", "plain tok/s", f"{algorithm} tok/s", "speed-up", "accept length"):
-        table.add_column(name, justify="right")
-    table.add_column("identical")
+    table.add_column("prompt", no_wrap=True)
+    for name in ("tokens", "plain\ntok/s", f"{algorithm}\ntok/s", "speed-up", "accept\nlength"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("identical", no_wrap=True)
     for p in comparison.prompts:
         table.add_row(
             p.prompt.name,

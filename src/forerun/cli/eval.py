@@ -23,6 +23,7 @@ from forerun.evals.prompts import (
     WORDS,
     Prompt,
     chat_encoder,
+    check_seed,
     encoder,
     python_prompts,
     word_prompts,
@@ -54,6 +55,7 @@ def word_problems(
     engine: Values,
 ) -> None:
     """Grade-school word problems: how many answers are right, and the accept length."""
+    check_seed(seed)
 
     def prompts(llm: LLM) -> list[Prompt]:
         return word_prompts(chat_encoder(llm.tokenizer), num_examples, seed)
@@ -130,7 +132,8 @@ def show(result: EvalResult, where: dict[str, Any], console: Console) -> None:
         console.print(Text("Verify steps that accepted draft k", style="bold"))
         console.print(positions(result.acceptance, console))
     chosen = where["engine"]
-    console.print(f"{chosen['dtype']} on {Environment.here(chosen['device']).line()}", style="dim")
+    line = Environment.here(chosen["device"]).line()
+    console.print(f"{chosen['dtype']}, {line}", style="dim", soft_wrap=True)
 
 
 def rows(result: EvalResult) -> Sequence[tuple[str, str]]:

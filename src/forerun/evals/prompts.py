@@ -74,15 +74,20 @@ def decoder(tokenizer: Tokenizer | None) -> Callable[[Sequence[int]], str]:
 
 def word_prompts(encode: Encode, count: int, seed: int = TEST_SEED) -> list[Prompt]:
     """Word problems that training never saw, as one turn of a chat each."""
+    check_seed(seed)
+    return [
+        Prompt(f"word problem {i}", WORDS, p.question, tuple(encode(p.question)), p.answer)
+        for i, p in enumerate(generate(seed, count), start=1)
+    ]
+
+
+def check_seed(seed: int) -> None:
+    """Raises ConfigError for a seed whose problems training may have used."""
     if seed not in TEST_SEEDS:
         raise ConfigError(
             f"seed {seed} may have been trained on; choose one of"
             f" {TEST_SEEDS.start} to {TEST_SEEDS.stop - 1}."
         )
-    return [
-        Prompt(f"word problem {i}", WORDS, p.question, tuple(encode(p.question)), p.answer)
-        for i, p in enumerate(generate(seed, count), start=1)
-    ]
 
 
 def python_prompts(encode: Encode, count: int | None = None) -> list[Prompt]:
