@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,11 +61,14 @@ def demo(
         temperature=temperature, sampling_seed=seed, max_new_tokens=max_new_tokens
     )
     common = {**SMALL, "dtype": dtype, "device": device}
-    with LLM(**common) as plain, LLM(**common, speculative_algorithm=name) as spec:
+    # With --json nothing is shown, but a picture may still be drawn.
+    console = Console(file=io.StringIO()) if as_json else Console()
+    with ExitStack() as stack:
+        with console.status("Loading the models"):
+            plain = stack.enter_context(LLM(**common))
+            spec = stack.enter_context(LLM(**common, speculative_algorithm=name))
         prompts = demo_prompts(plain)
         decode = decoder(plain.tokenizer)
-        # With --json nothing is shown, but a picture may still be drawn.
-        console = Console(file=io.StringIO()) if as_json else Console()
         show = Show(console, name, decode)
         show.opening()
         result = compare(plain, spec, prompts, params, repetitions, on_prompt=show.prompt)
