@@ -17,7 +17,7 @@ GOLDEN_FLAGS = (
 PAIR = Path(__file__).parents[2] / "src" / "forerun" / "assets" / "pair"
 
 needs_pair = pytest.mark.skipif(
-    not (PAIR / "target" / "config.json").exists(),
+    not all((PAIR / name / "config.json").exists() for name in ("target", "draft")),
     reason="the bundled pair is not in this checkout",
 )
 

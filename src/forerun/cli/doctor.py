@@ -15,7 +15,6 @@ from forerun import __version__
 from forerun.attention.base import AttentionNeed, LayerMask, Mask
 from forerun.attention.select import survey
 from forerun.cli.output import print_json
-from forerun.core.errors import ConfigError
 from forerun.llm.bundled import PAIR
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
@@ -42,7 +41,7 @@ def survey_machine() -> dict[str, Any]:
         "versions": machine.versions(),
         "default_device": str(machine.resolve_device("auto")),
         "devices": devices,
-        "no_gpu": _no_gpu(),
+        "why_no_gpu": machine.why_no_gpu(),
         "algorithms": algorithm_names(),
         "bundled": _bundled(),
     }
@@ -66,14 +65,6 @@ ASKS = (
 def _devices() -> list[torch.device]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(gpus))]
-
-
-def _no_gpu() -> str | None:
-    try:
-        machine.resolve_device("cuda")
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -118,8 +109,8 @@ def _show(report: dict[str, Any], console: Console) -> None:
         console.print()
         _show_device(entry, console, default=entry["device"] == report["default_device"])
     console.print()
-    if report["no_gpu"]:
-        console.print(f"GPU         none: {escape(report['no_gpu'])}")
+    if report["why_no_gpu"]:
+        console.print(f"GPU         none: {escape(report['why_no_gpu'])}")
     console.print(f"algorithms  {', '.join(report['algorithms'])}")
     bundled = report["bundled"]
     models = ", ".join(bundled["models"]) if bundled["models"] else "not in this installation"

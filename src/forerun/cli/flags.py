@@ -45,7 +45,12 @@ class Flag:
         spelling = self.spelling
         if self.type is bool and self.default:
             spelling = f"{spelling}/--no-{spelling[2:]}"
-        option = typer.Option(spelling, help=self.help, rich_help_panel=self.panel)
+        option = typer.Option(
+            spelling,
+            help=self.help,
+            rich_help_panel=self.panel,
+            show_default=self.type is not bool,
+        )
         kind = self.type | None if self.default is None else self.type
         return inspect.Parameter(
             self.name,
