@@ -1,0 +1,262 @@
+"""Sharing the K/V of common prefixes: a radix tree whose unit is a page. No torch.
+
+The page ids index every pool, so one hit brings the target's and the draft's K/V. Who owns which
+page is written down in `prefix_base`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterator, Sequence
+from operator import eq
+
+from forerun.core.errors import InternalError
+from forerun.kvcache.pages import PageAllocator
+from forerun.kvcache.prefix_base import Inserted, Match, NoPrefixCache, PrefixNode, PrefixStore
+
+__all__ = ["Inserted", "Match", "NoPrefixCache", "PrefixCache", "PrefixNode", "PrefixStore"]
+
+_ITEM = array("i").itemsize  # bytes a token takes in a key
+
+
+class PrefixCache(PrefixStore):
+    """The radix tree.
+
+    With `lookahead` = n the K/V at position i depends on tokens up to i + n, so page j is found
+    by tokens [0, (j + 1) * page_size + n).
+
+    Tokens are kept as bytes: an edge is compared in one memcmp, whatever its length. Every page
+    of an edge was last used at the same time (a match or insert that ends inside one splits it),
+    so least recently used is exact to the page.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int, lookahead: int = 0) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._lookahead = lookahead
+        self._page_bytes = page_size * _ITEM
+        self._ahead_bytes = lookahead * _ITEM
+        self._clock = 0
+        self._serial = 0
+        self._num_pages = 0
+        self._num_evictable = 0
+        # Unlocked leaves by (time of use, serial), one entry a node at most. An entry may be out
+        # of date (used again, locked, no longer a leaf), never too late; evict() sorts it out.
+        self._queue: list[tuple[int, int, PrefixNode]] = []
+        self._root = PrefixNode(None, b"", [], used=0, serial=0)
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        whole = max(0, len(tokens) - max(1, self._lookahead)) // self._page_size
+        self._clock += 1
+        pages: list[int] = []
+        node = self._walk(self._root, self._pack(tokens, whole), pages)
+        return Match(pages, len(pages) * self._page_size, node)
+
+    def lock(self, node: PrefixNode) -> None:
+        if node.parent is None and node is not self._root:
+            raise InternalError("A prefix was evicted between match and lock.")
+        node.locks += 1
+        for step in _path(node):
+            if step.refs == 0:
+                self._num_evictable -= len(step.pages)
+            step.refs += 1
+
+    def unlock(self, node: PrefixNode) -> None:
+        if node.locks == 0:
+            raise InternalError(f"A prefix of {node.end} pages was unlocked more than locked.")
+        node.locks -= 1
+        for step in _path(node):
+            step.refs -= 1
+            if step.refs == 0:
+                self._num_evictable += len(step.pages)
+                self._enqueue(step)
+
+    def insert(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        node: PrefixNode,
+        kv_len: int | None = None,
+    ) -> Inserted:
+        rows = len(tokens) if kv_len is None else min(kv_len, len(tokens))
+        whole = max(0, min(rows, len(tokens) - self._lookahead)) // self._page_size
+        start = node.end
+        if len(pages) < max(whole, start):
+            raise InternalError(f"{len(pages)} pages cannot hold {max(whole, start)} pages of K/V.")
+        if node.pages != list(pages[start - len(node.pages) : start]):
+            raise InternalError(f"The first {start} pages of a request are not those it locked.")
+        text = self._pack(tokens, whole)
+        self._clock += 1
+        for step in _path(node):
+            step.used = self._clock
+
+        shared: list[int] = []
+        last = self._walk(node, text, shared)
+        duplicates = list(pages[start : last.end])
+        if any(map(eq, duplicates, shared)):
+            raise InternalError("A request inserts pages that the cache has already.")
+        if whole > last.end:
+            key = text[last.end * self._page_bytes :]
+            last = self._add(last, key, list(pages[last.end : whole]))
+        return Inserted(last, start, shared, duplicates, tail=list(pages[last.end :]))
+
+    def evict(self, n_pages: int) -> int:
+        freed: list[int] = []
+        while self._queue and len(freed) < n_pages:
+            used, _, leaf = heapq.heappop(self._queue)
+            leaf.queued = False
+            if used < leaf.used:
+                self._enqueue(leaf)  # with its present time, unless it is no candidate any more
+            elif not leaf.refs and not leaf.children:
+                surplus = len(leaf.pages) - (n_pages - len(freed))
+                if surplus > 0:
+                    self._split(leaf, surplus)  # the leaf keeps its end, and that goes
+                freed += leaf.pages
+                self._remove(leaf)
+        self._allocator.free(freed)
+        return len(freed)
+
+    # The tree.
+
+    def _pack(self, tokens: Sequence[int], whole: int) -> bytes:
+        """The first `whole` pages of tokens and their look-ahead, as a key."""
+        length = whole * self._page_size + self._lookahead
+        return array("i", tokens[:length]).tobytes() if whole else b""
+
+    def _walk(self, node: PrefixNode, text: bytes, pages: list[int]) -> PrefixNode:
+        """Follows `text` down from `node` as far as it is cached, marks it used, adds its pages.
+
+        The node returned ends where the agreement ends: an edge that goes further is split.
+        """
+        first = self._page_bytes + self._ahead_bytes
+        at = node.end * self._page_bytes
+        while child := node.children.get(text[at : at + first]):
+            agreed = _agreement(child.key, text, at)
+            n = (agreed - self._ahead_bytes) // self._page_bytes
+            node = self._split(child, n) if n < len(child.pages) else child
+            node.used = self._clock
+            pages += node.pages
+            at += n * self._page_bytes
+        return node
+
+    def _new(self, parent: PrefixNode, key: bytes, pages: list[int], used: int) -> PrefixNode:
+        self._serial += 1
+        node = PrefixNode(parent, key, pages, used, self._serial)
+        parent.children[self._first(key)] = node
+        return node
+
+    def _add(self, parent: PrefixNode, key: bytes, pages: list[int]) -> PrefixNode:
+        leaf = self._new(parent, key, pages, self._clock)
+        self._num_pages += len(pages)
+        self._num_evictable += len(pages)
+        self._enqueue(leaf)
+        return leaf
+
+    def _split(self, node: PrefixNode, n: int) -> PrefixNode:
+        """Cuts an edge after n pages; returns the new upper node.
+
+        `node` itself stays the lower one, so whoever holds it still holds the same prefix.
+        """
+        assert node.parent is not None and 0 < n < len(node.pages)
+        cut = n * self._page_bytes
+        upper = self._new(
+            node.parent, node.key[: cut + self._ahead_bytes], node.pages[:n], node.used
+        )
+        upper.refs = node.refs
+        node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[n:]
+        upper.children[self._first(node.key)] = node
+        return upper
+
+    def _remove(self, leaf: PrefixNode) -> None:
+        assert leaf.parent is not None
+        parent, leaf.parent = leaf.parent, None
+        del parent.children[self._first(leaf.key)]
+        self._num_pages -= len(leaf.pages)
+        self._num_evictable -= len(leaf.pages)
+        self._enqueue(parent)
+
+    def _first(self, key: bytes) -> bytes:
+        return key[: self._page_bytes + self._ahead_bytes]
+
+    def _enqueue(self, node: PrefixNode) -> None:
+        if not (node.queued or node.refs or node.children or node is self._root):
+            node.queued = True
+            heapq.heappush(self._queue, (node.used, node.serial, node))
+
+    # The invariants.
+
+    def check(self) -> None:
+        queued = [node for _, _, node in self._queue]
+        seen: set[int] = set()
+        evictable = nodes = 0
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            nodes += node.queued
+            evictable += 0 if node.refs else len(node.pages)
+            for page in node.pages:
+                _require(self._allocator.is_out(page), f"cached page {page} is free")
+                _require(page not in seen, f"page {page} is cached twice")
+                seen.add(page)
+            below = sum(child.refs for child in node.children.values())
+            _require(node.refs == node.locks + below, f"{node.refs} references, not those taken")
+            if not node.refs and not node.children and node is not self._root:
+                _require(node.queued, "an unlocked leaf is not up for eviction")
+            for first, child in node.children.items():
+                self._check_edge(node, first, child)
+                stack.append(child)
+        _require(len(set(queued)) == len(queued) == nodes, "the eviction queue is out of step")
+        _require(all(used <= node.used for used, _, node in self._queue), "a queue entry is late")
+        _require(self._num_pages == len(seen), f"{len(seen)} pages cached, not {self._num_pages}")
+        _require(
+            self._num_evictable == evictable,
+            f"{evictable} pages evictable, not {self._num_evictable}",
+        )
+
+    def _check_edge(self, parent: PrefixNode, first: bytes, child: PrefixNode) -> None:
+        size = len(child.pages) * self._page_bytes + self._ahead_bytes
+        _require(child.parent is parent, "a child has another parent")
+        _require(len(child.pages) > 0 and len(child.key) == size, "an edge has no whole pages")
+        _require(child.key.startswith(first) and first == self._first(child.key), "a wrong key")
+        _require(child.end == parent.end + len(child.pages), f"wrong end {child.end}")
+        _require(child.used <= parent.used or parent is self._root, "used after its parent")
+        if parent is not self._root:
+            ahead = parent.key[len(parent.pages) * self._page_bytes :]
+            agree = min(len(ahead), len(child.key))
+            _require(child.key[:agree] == ahead[:agree], "the look-ahead is not what follows")
+
+
+def _path(node: PrefixNode) -> Iterator[PrefixNode]:
+    """From a node up to the root, both included."""
+    step: PrefixNode | None = node
+    while step is not None:
+        yield step
+        step = step.parent
+
+
+def _agreement(edge: bytes, text: bytes, at: int) -> int:
+    """Leading bytes of `edge` that are in `text` at `at`: bisection, O(len) in all."""
+    if text.startswith(edge, at):
+        return len(edge)
+    low, high = 0, min(len(edge), len(text) - at)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(edge[low:middle], at + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _require(holds: bool, broken: str) -> None:
+    if not holds:
+        raise InternalError(f"Prefix cache: {broken}.")
