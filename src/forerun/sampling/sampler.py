@@ -1,0 +1,98 @@
+"""From logits to tokens: the verify pass draws one at every row, by the request's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.core.sampling_params import SamplingParams
+from forerun.sampling.filters import filtered_weights, gaps
+from forerun.sampling.noise import race
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """What the host knows about a batch: which operations run, never what comes out.
+
+    A flag may be True though no row needs it (a captured graph serves many batches); it must not
+    be False where one does.
+    """
+
+    sampled: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    min_tokens: bool = False
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
+        """The flags that a batch of requests needs."""
+        batch = list(params)
+        drawn = [p for p in batch if not p.greedy]
+        return cls(
+            sampled=bool(drawn),
+            top_k=any(p.top_k > 0 for p in drawn),
+            top_p=any(p.top_p < 1 for p in drawn),
+            min_p=any(p.min_p > 0 for p in drawn),
+            min_tokens=any(p.min_new_tokens > 0 for p in batch),
+        )
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The rules of B requests, gathered from the slots; all on the device."""
+
+    temperature: Tensor  # [B] float32; 0: greedy
+    top_k: Tensor  # [B] integers; -1: off
+    top_p: Tensor  # [B] float32; 1: off
+    min_p: Tensor  # [B] float32; 0: off
+    key: Tensor  # [B] int64: `seed_key` of the request's seed
+    stop_ids: Tensor  # [B, MAX_STOP_IDS] int64, padded with a repeated (or any valid) id
+    min_position: Tensor  # [B] integers; positions below may not draw a stop id; 0: off
+
+
+def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: SamplingFlags) -> Tensor:
+    """Draws a token at every row.
+
+    A greedy request takes the largest logit, the lowest id among equals. Others draw from the
+    filtered distribution with noise keyed by (seed, position).
+
+    Args:
+        logits: [B, W, V], any float dtype; left as it is.
+        positions: [B, W] integers: the absolute position of the token to be drawn.
+        rows: the rules of the B requests.
+        flags: which of them are in use.
+
+    Returns:
+        [B, W] int64.
+    """
+    if flags.min_tokens:
+        logits = _without_stops(logits, positions, rows)
+    if not flags.sampled:
+        return logits.argmax(-1)  # float32 holds every half exactly: no need to convert
+
+    gap = gaps(logits.float())
+    temperature = rows.temperature[:, None]
+    greedy = temperature <= 0
+    weights = filtered_weights(
+        gap,
+        torch.where(greedy, 1.0, temperature),
+        rows.top_k[:, None] if flags.top_k else None,
+        rows.top_p[:, None] if flags.top_p else None,
+        rows.min_p[:, None] if flags.min_p else None,
+    )
+    scores = race(weights, rows.key[:, None], positions)
+    # Greedy rows: the gap is 0 at the largest logit and nowhere else, so one argmin serves all.
+    return torch.where(greedy[..., None], gap, scores).argmin(-1)
+
+
+def _without_stops(logits: Tensor, positions: Tensor, rows: SamplingRows) -> Tensor:
+    """Logits [B, W, V] with the requests' stop ids at -inf where they may not be drawn yet."""
+    index = rows.stop_ids[:, None, :].expand(-1, positions.shape[1], -1)
+    early = (positions < rows.min_position[:, None])[..., None]
+    # Repeated ids write the same value, so their order does not matter.
+    values = logits.gather(-1, index).masked_fill_(early, -torch.inf)
+    return logits.scatter(-1, index, values)

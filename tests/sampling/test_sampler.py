@@ -1,0 +1,214 @@
+"""The sampler: greedy rows, independence of the batch, stop ids held back, the slot table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from forerun.core.errors import RequestError
+from forerun.core.request import Request
+from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from forerun.sampling.noise import gumbel_argmax
+from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample
+from forerun.sampling.table import SamplingTable, check_stop_ids
+
+VOCABULARY, WIDTH = 97, 5
+EVERYTHING = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
+# Every kind of row, so that any two are neighbours in some batch.
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.3, top_k=7),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1.1, min_p=0.05),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.8, min_p=0.02),
+    SamplingParams(temperature=1.0, top_k=1),
+    SamplingParams(temperature=1.5, min_new_tokens=4),
+    SamplingParams(temperature=0.0, min_new_tokens=9),
+    SamplingParams(temperature=1e-40),
+]
+SEEDS = [0, 1, 2, 3, -1, 2**63 - 1, 6, 7, 8, -(2**63)]
+
+
+def request(
+    params: SamplingParams, seed: int, prompt: int = 3, stops: tuple[int, ...] = ()
+) -> Request:
+    return Request("r", tuple(range(prompt)), params, seed, frozenset(stops))
+
+
+def requests() -> list[Request]:
+    return [
+        request(p, s, prompt=3 + i, stops=(5, 6, 40 + i))
+        for i, (p, s) in enumerate(zip(PARAMS, SEEDS, strict=True))
+    ]
+
+
+def rows_of(batch: list[Request]) -> SamplingRows:
+    table = SamplingTable(len(batch) + 2, torch.device("cpu"))
+    table.set(range(len(batch)), batch)
+    return table.gather(torch.arange(len(batch)))
+
+
+def scene(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits [requests, W, V] with ties, and positions [requests, W]."""
+    logits = torch.randn(
+        len(PARAMS), WIDTH, VOCABULARY, generator=torch.Generator().manual_seed(seed)
+    )
+    return (logits * 8).round() / 4, torch.arange(len(PARAMS))[:, None] + torch.arange(WIDTH) + 3
+
+
+def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
+    return SamplingRows(*(getattr(rows, f.name)[index] for f in dataclasses.fields(rows)))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.integers(0, len(PARAMS) - 1), min_size=1, max_size=12),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_a_draw_does_not_depend_on_its_neighbours(
+    index: list[int], exact_flags: bool, seed: int
+) -> None:
+    rows, (logits, positions) = rows_of(requests()), scene(seed)
+    whole = sample(logits, positions, rows, EVERYTHING)
+    flags = SamplingFlags.of(PARAMS[i] for i in index) if exact_flags else EVERYTHING
+    part = sample(logits[index], positions[index], pick(rows, index), flags)
+    assert torch.equal(part, whole[index])
+
+
+def test_one_row_at_a_time_draws_the_same_as_a_whole_block() -> None:
+    rows = rows_of(requests())
+    logits = torch.randn(len(PARAMS), 16, 301, generator=torch.Generator().manual_seed(4)) * 2
+    positions = torch.arange(16).expand(len(PARAMS), 16) + 1000
+    whole = sample(logits, positions, rows, EVERYTHING)
+    single = [
+        sample(logits[:, w : w + 1], positions[:, w : w + 1], rows, EVERYTHING) for w in range(16)
+    ]
+    assert torch.equal(torch.cat(single, 1), whole)
+    moved = sample(logits, positions + 1, rows, EVERYTHING)
+    assert not torch.equal(moved[1], whole[1])  # and the position matters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_is_the_first_largest_logit(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 3, 2000, generator=torch.Generator().manual_seed(5)).to(dtype)
+    logits[:, :, 700] = logits[:, :, 1500] = 6.0
+    logits[1, :, :] = -0.0
+    logits[1, :, 4] = 0.0  # equal to -0
+    logits[2, :, :] = 1e-3  # nearly equal, but not
+    logits[2, :, 9] = (
+        torch.nextafter(logits[2, 0, 0].float(), torch.tensor(1.0))
+        if (dtype == torch.float32)
+        else 1.1e-3
+    )
+    before = logits.clone()
+    batch = [request(SamplingParams(temperature=0.0), 1) for _ in range(2)]
+    batch += [request(SamplingParams(top_k=1), 1), request(SamplingParams(temperature=1.0), 1)]
+    rows, positions = rows_of(batch), torch.arange(3).expand(4, 3)
+    expected = torch.tensor([[700] * 3, [0] * 3, [9] * 3])
+    assert torch.equal(sample(logits, positions, rows, SamplingFlags())[:3], expected)
+    assert torch.equal(sample(logits, positions, rows, EVERYTHING)[:3], expected)
+    assert torch.equal(logits, before)
+
+
+def test_plain_temperature_draws_as_gumbel_argmax() -> None:
+    rows = rows_of([request(SamplingParams(temperature=0.5), seed) for seed in range(6)])
+    logits = torch.randn(6, 4, 500, generator=torch.Generator().manual_seed(6))
+    positions = torch.arange(4) + torch.arange(6)[:, None]
+    drawn = sample(logits, positions, rows, SamplingFlags(sampled=True))
+    assert torch.equal(drawn, gumbel_argmax(logits / 0.5, rows.key[:, None], positions))
+
+
+def test_stop_ids_wait_for_min_new_tokens() -> None:
+    stops = (2, 5, 11)
+    params = [
+        SamplingParams(temperature=0.0, min_new_tokens=3),
+        SamplingParams(temperature=1.0, min_new_tokens=3, top_p=0.5),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, min_new_tokens=3),  # ignores EOS: nothing to hold back
+    ]
+    batch = [request(p, 1, prompt=10, stops=stops) for p in params[:3]]
+    batch.append(request(params[3], 1, prompt=10))
+    logits = torch.zeros(4, 6, 20)
+    logits[:, :, list(stops)] = 9.0
+    logits[:, :, 0] = 5.0
+    positions = torch.arange(9, 15).expand(4, 6)  # the first new token stands at 10
+    drawn = sample(logits, positions, rows_of(batch), SamplingFlags.of(params))
+    assert drawn[0].tolist() == [0, 0, 0, 0, 2, 2]
+    held = [int(t) in stops for t in drawn[1]]
+    assert held == [False] * 4 + [True] * 2
+    assert drawn[2].tolist() == drawn[3].tolist() == [2] * 6
+    assert float(logits.max()) == 9.0 and logits.isfinite().all()  # the caller's stay as they were
+
+
+def test_tokens_of_probability_zero_are_never_drawn() -> None:
+    rows = rows_of([request(SamplingParams(temperature=1.0), seed) for seed in range(4000)])
+    logits = torch.full((4000, 2, 50), -torch.inf)
+    logits[:, :, 17] = -1000.0
+    logits[:, :, 31] = -1003.0
+    positions = torch.arange(2).expand(4000, 2)
+    drawn = sample(logits, positions, rows, SamplingFlags(sampled=True))
+    assert set(drawn.flatten().tolist()) == {17, 31}
+
+
+def test_flags_state_what_a_batch_needs() -> None:
+    none = SamplingFlags()
+    assert SamplingFlags.of([]) == none
+    assert SamplingFlags.of([SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)]) == none
+    assert SamplingFlags.of([SamplingParams(top_k=1, top_p=0.5)]) == none
+    assert SamplingFlags.of(PARAMS) == EVERYTHING
+    assert SamplingFlags.of([SamplingParams()]) == SamplingFlags(sampled=True)
+    assert SamplingFlags.of([SamplingParams(top_p=0.9)]) == SamplingFlags(sampled=True, top_p=True)
+
+
+def test_table_keeps_slots_apart() -> None:
+    table = SamplingTable(6, torch.device("cpu"))
+    table.set([], [])
+    batch = requests()
+    table.set([4, 1], [batch[5], batch[7]])
+    table.set([1], [batch[0]])  # the slot changes hands
+    rows = table.gather(torch.tensor([1, 4, 0]))
+    assert rows.temperature.tolist() == pytest.approx([0.0, 0.9, 0.0])
+    assert rows.top_k.tolist() == [-1, 20, 0]
+    assert rows.top_p.tolist() == pytest.approx([1.0, 0.8, 0.0])
+    assert rows.min_p.tolist() == pytest.approx([0.0, 0.02, 0.0])
+    assert rows.min_position.tolist() == [0, 0, 0]
+    table.set([0], [batch[8]])
+    rows = table.gather(torch.tensor([0]))
+    assert rows.min_position.tolist() == [11 + 9]
+    assert set(rows.stop_ids[0].tolist()) == {5, 6, 48}
+    assert rows.stop_ids.shape == (1, MAX_STOP_IDS)
+
+
+def test_too_many_stop_ids_are_refused_at_the_door() -> None:
+    many = frozenset(range(MAX_STOP_IDS + 1))
+    check_stop_ids(SamplingParams(), many)
+    check_stop_ids(SamplingParams(min_new_tokens=1), frozenset(range(MAX_STOP_IDS)))
+    with pytest.raises(RequestError, match=r"at most 16 stop ids \(EOS included\), got 17; give"):
+        check_stop_ids(SamplingParams(min_new_tokens=1), many)
+    table = SamplingTable(1, torch.device("cpu"))
+    table.set([0], [Request("r", (1,), SamplingParams(), 0, many)])  # nothing to hold back
+    assert table.gather(torch.tensor([0])).min_position.tolist() == [0]
+
+
+@pytest.mark.gpu
+def test_cuda_graph_draws_what_the_cpu_draws() -> None:
+    device = torch.device("cuda")
+    table = SamplingTable(len(PARAMS), device)
+    table.set(range(len(PARAMS)), requests())
+    (logits, positions), slots = scene(), torch.arange(len(PARAMS), device=device)
+    expected = sample(logits, positions, rows_of(requests()), EVERYTHING)
+    logits, positions = logits.to(device), positions.to(device)
+    sample(logits, positions, table.gather(slots), EVERYTHING)  # warm
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = sample(logits, positions, table.gather(slots), EVERYTHING)
+    graph.replay()
+    assert torch.equal(drawn.cpu(), expected)
