@@ -1,4 +1,4 @@
-"""DFlash in a page of plain torch, from the paper's description: one request, dense masks, no cache.
+"""DFlash in a page of plain torch, after the paper: one request, dense masks, no cache.
 
 Nothing of the package is used; K/V of context and block are computed anew for every block.
 """

@@ -66,7 +66,7 @@ class Pair:
 
     @torch.inference_mode()
     def generate(self, case: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """(new tokens, accept length of each step), as the reference runs: to the end of a block."""
+        """(new tokens, accept length of each step), run to the end of a block."""
         prompt, limit = case["prompt"], case["max_new_tokens"]
         ids = [*prompt, int(self.verify(0, torch.tensor(prompt))[-1])]
         accept: list[int] = []

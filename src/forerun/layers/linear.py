@@ -6,8 +6,8 @@ through views of `weight`, then `pack` puts it into the form that the device lik
 On a CPU in float32, the library behind `F.linear` is slow for the few rows of a decode step; oneDNN
 with weights reordered once is faster at every row count. Measured on 2 AVX2 cores, all matrices of
 an 8M-parameter model, 1 / 16 / 80 rows: `F.linear` 2.9 / 9.1 / 15.0 ms, packed 2.5 / 4.9 / 12.0 ms.
-There a packed product also gives a row the same bits whatever rows stand beside it, which `F.linear`
-does not: so a verify pass of many rows computes what single decode steps would.
+There a packed product also gives a row the same bits whatever rows stand beside it (`F.linear` does
+not), so a verify pass of many rows computes what single decode steps would.
 """
 
 from __future__ import annotations
