@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -71,7 +72,7 @@ def test_stream_grows_to_the_same_output(llm: LLM) -> None:
     parts = list(llm.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True))
     assert parts[-1].output_ids == whole.output_ids and parts[-1].finished
     assert len(parts) == 1 + whole.meta_info["spec_verify_ct"]
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in itertools.pairwise(parts):
         assert after.output_ids[: len(before.output_ids)] == before.output_ids
 
 
@@ -110,7 +111,9 @@ def test_min_new_tokens_holds_stops_back_and_changes_nothing_else(llm: LLM) -> N
     assert stop not in held.output_ids[:10]
     with golden_llm(context_length=256) as plain:
         params = {**base, "stop_token_ids": [stop], "min_new_tokens": 10}
-        assert plain.generate(input_ids=PROMPT, sampling_params=params).output_ids == held.output_ids
+        assert (
+            plain.generate(input_ids=PROMPT, sampling_params=params).output_ids == held.output_ids
+        )
 
 
 def test_mixed_batch_is_each_request_alone(llm: LLM) -> None:
@@ -154,7 +157,7 @@ def test_two_thousand_random_requests_with_aborts_lose_no_page(
         stem = [rng.randrange(256) for _ in range(32)]
         while made < count or engine.has_work:
             while made < count and len(alive) < 24:
-                prompt = stem[: rng.randrange(32)] + [rng.randrange(256)]
+                prompt = [*stem[: rng.randrange(32)], rng.randrange(256)]
                 params = SamplingParams(
                     temperature=rng.choice([0.0, 1.0]), max_new_tokens=rng.randint(1, 6)
                 )

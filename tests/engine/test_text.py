@@ -25,9 +25,7 @@ def ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def run(
-    steps: list[list[int]], **params: Any
-) -> tuple[Request, str, list[str]]:
+def run(steps: list[list[int]], **params: Any) -> tuple[Request, str, list[str]]:
     """Takes the steps' tokens until the end; returns the request, its text, the texts streamed."""
     stopper = Stopper(Bytes())
     request = Request("r", (1,), SamplingParams(**params), 0, frozenset({EOS}))
@@ -44,7 +42,10 @@ def test_stop_id_inside_an_accepted_run_cuts_the_rest() -> None:
     request, text, _ = run([ids("ab"), [*ids("cd"), EOS, *ids("junk")]])
     assert request.output == [*ids("abcd"), EOS]
     assert text == "abcd"
-    assert request.finish is not None and request.finish.as_dict() == {"type": "stop", "matched": EOS}
+    assert request.finish is not None and request.finish.as_dict() == {
+        "type": "stop",
+        "matched": EOS,
+    }
 
 
 def test_stop_on_the_last_allowed_token_is_a_stop() -> None:
@@ -56,7 +57,10 @@ def test_stop_on_the_last_allowed_token_is_a_stop() -> None:
 def test_length_cuts_an_accepted_run() -> None:
     request, text, _ = run([ids("abcdef")], max_new_tokens=4)
     assert text == "abcd" and request.output == ids("abcd")
-    assert request.finish is not None and request.finish.as_dict() == {"type": "length", "length": 4}
+    assert request.finish is not None and request.finish.as_dict() == {
+        "type": "length",
+        "length": 4,
+    }
 
 
 @pytest.mark.parametrize("split", range(1, 9))

@@ -46,9 +46,8 @@ def select(need: AttentionNeed, wanted: str | None, flag: str) -> Choice:
     """
     if wanted is not None:
         if wanted not in BACKENDS:
-            raise ConfigError(
-                f"Unknown {flag} {wanted!r}.{nearest(wanted, BACKENDS)} Known: {', '.join(BACKENDS)}."
-            )
+            hint = nearest(wanted, BACKENDS)
+            raise ConfigError(f"Unknown {flag} {wanted!r}.{hint} Known: {', '.join(BACKENDS)}.")
         reasons = BACKENDS[wanted]().why_not(need)
         if reasons:
             raise ConfigError(f"{flag} {wanted} cannot serve this model: {'; '.join(reasons)}.")

@@ -49,7 +49,9 @@ class TorchNative(AttentionBackend):
         if need.mla:
             reasons.append("it has no latent (MLA) attention")
         if need.graph:
-            reasons.append("it gathers as many pages as the host bounds, which a graph would freeze")
+            reasons.append(
+                "it gathers as many pages as the host bounds, which a graph would freeze"
+            )
         if any(m.mask is Mask.CUSTOM for m in need.masks):
             reasons.append("it has no custom (tree) mask")
         return reasons

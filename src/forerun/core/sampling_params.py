@@ -99,7 +99,9 @@ class SamplingParams:
         if self.n < 1:
             out.append(f"n must be >= 1, got {self.n}.")
         if self.n > 1 and self.temperature == 0.0:
-            out.append("n > 1 with temperature 0 gives n equal texts; raise temperature or use n=1.")
+            out.append(
+                "n > 1 with temperature 0 gives n equal texts; raise temperature or use n=1."
+            )
         if any(not isinstance(s, str) or not s for s in self.stop):
             out.append(f"stop must hold non-empty strings, got {self.stop!r}.")
         if any(isinstance(t, bool) or not isinstance(t, int) for t in self.stop_token_ids):

@@ -66,15 +66,13 @@ class Engine:
         vocab = self.model_config.vocab_size
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token.")
-        bad = next((t for t in prompt if isinstance(t, bool) or not isinstance(t, int)), None)
-        if bad is not None:
-            raise RequestError(f"input_ids must be integers, got {bad!r}.")
-        bad = next((t for t in prompt if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise RequestError(f"Token id {bad} is outside the vocabulary of {vocab}.")
-        bad = next((t for t in params.stop_token_ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise RequestError(f"Stop token id {bad} is outside the vocabulary of {vocab}.")
+        strange = [t for t in prompt if isinstance(t, bool) or not isinstance(t, int)]
+        if strange:
+            raise RequestError(f"input_ids must be integers, got {strange[0]!r}.")
+        for what, ids in (("Token", prompt), ("Stop token", params.stop_token_ids)):
+            outside = [t for t in ids if not 0 <= t < vocab]
+            if outside:
+                raise RequestError(f"{what} id {outside[0]} is outside the vocabulary of {vocab}.")
         if params.stop and self._stopper.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
         rid = rid if rid is not None else f"request-{next(self._ids)}"

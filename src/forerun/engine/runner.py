@@ -103,9 +103,7 @@ class Runner:
 
         ids = torch.cat([last, draft.tokens], dim=1).flatten()  # [B * W]
         context = AttentionContext(self.attention, self.attention.plan(batch.attention(width)))
-        hidden, features = self.model.forward(
-            ids, step.positions, context, self.caps.target_layers
-        )
+        hidden, features = self.model.forward(ids, step.positions, context, self.caps.target_layers)
         logits = self.model.lm_head(hidden).view(len(rows), width, -1)
         flags = SamplingFlags.of(row.request.params for row in rows)
         drawn = sample(logits, positions + 1, tables.sampling.gather(slots), flags)  # [B, W]
@@ -115,9 +113,7 @@ class Runner:
         tables.last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
         tables.history[slots.unsqueeze(1), (positions + 1).long()] = drawn.int()
 
-        step = Step(
-            slots, start, step.positions, ids, width, tables.history, step.attention
-        )
+        step = Step(slots, start, step.positions, ids, width, tables.history, step.attention)
         self.algorithm.observe(step, TargetOutput(hidden, features), Commit(drawn, new))
         return drawn, new
 
@@ -173,9 +169,7 @@ class Runner:
 
     # --- helpers --------------------------------------------------------------------------------
 
-    def _draft_contexts(
-        self, rows: _Rows
-    ) -> Callable[[int | None], AttentionContext] | None:
+    def _draft_contexts(self, rows: _Rows) -> Callable[[int | None], AttentionContext] | None:
         """Attention over the draft's pool for the first `width` rows, planned once a width."""
         backend = self.draft_attention
         if backend is None:

@@ -17,9 +17,7 @@ from forerun.sampling.table import SamplingTable
 class SlotTables:
     """Everything the step needs to know about a running request, on the device."""
 
-    def __init__(
-        self, slots: int, positions: int, pages: int, device: torch.device
-    ) -> None:
+    def __init__(self, slots: int, positions: int, pages: int, device: torch.device) -> None:
         rows = slots + 1
         self.device = device
         self.kv_len = torch.zeros(rows, dtype=torch.int32, device=device)  # committed K/V rows
@@ -57,7 +55,9 @@ class SlotTables:
         self.sampling.set([a.slot for a in plan.admitted], requests)
 
     def _write_pages(self, plan: StepPlan) -> None:
-        rows, columns, values = [], [], []
+        rows: list[int] = []
+        columns: list[int] = []
+        values: list[int] = []
         for slot, first, pages in plan.page_writes:
             rows += [slot] * len(pages)
             columns += range(first, first + len(pages))

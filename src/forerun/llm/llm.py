@@ -46,9 +46,7 @@ class LLM:
         logging.getLogger("forerun").setLevel(config.log_level.upper())
         self.config, target = _with_bundled(config)
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
-        self.engine = Engine(
-            self.config, target, self.tokenizer, overlap_depth=overlap_depth
-        )
+        self.engine = Engine(self.config, target, self.tokenizer, overlap_depth=overlap_depth)
 
     def __enter__(self) -> Self:
         return self
@@ -183,13 +181,13 @@ class LLM:
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
-            raise RequestError(f"skip_tokenizer_init is set, so {what} cannot be used; pass input_ids.")
+            raise RequestError(
+                f"skip_tokenizer_init is set, so {what} cannot be used; pass input_ids."
+            )
         return self.tokenizer
 
 
-def _params_per_prompt(
-    given: Params | Sequence[Params] | None, count: int
-) -> list[SamplingParams]:
+def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
     if isinstance(given, Sequence):
         if len(given) != count:
             raise RequestError(

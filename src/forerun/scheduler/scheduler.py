@@ -328,6 +328,8 @@ class Scheduler:
         self.prefix.check()
         free, cached = self.allocator.num_free, self.prefix.num_pages
         if free + cached != self.allocator.capacity:
-            raise InternalError(f"Pages: {free} free + {cached} cached != {self.allocator.capacity}.")
+            raise InternalError(
+                f"Pages: {free} free + {cached} cached != {self.allocator.capacity}."
+            )
         if sorted(self._free_slots) != list(range(self.limits.slots)):
             raise InternalError(f"Slots: {len(self._free_slots)} free of {self.limits.slots}.")

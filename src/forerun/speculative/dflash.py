@@ -107,7 +107,7 @@ class DFlash(SpeculativeAlgorithm):
         return torch.nn.functional.embedding(ids, self._embedding)
 
 
-# --- start-up checks --------------------------------------------------------------------------------
+# --- start-up checks ------------------------------------------------------------------------
 
 
 def _read(config: EngineConfig) -> tuple[Path, DFlashConfig]:
@@ -127,8 +127,8 @@ def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
         raise ConfigError(f"speculative_dflash_block_size must be positive, got {asked}.")
     if asked is not None and rows is not None and rows != asked + extra:
         raise ConfigError(
-            f"speculative_dflash_block_size {asked} and speculative_num_draft_tokens {rows} disagree"
-            f" (expected {asked + extra}); set one of them."
+            f"speculative_dflash_block_size {asked} and speculative_num_draft_tokens {rows}"
+            f" disagree (expected {asked + extra}); set one of them."
         )
     block = int(asked or (rows - extra if rows is not None else draft.block_size))
     least = 2 - extra

@@ -37,7 +37,8 @@ class Ngram(SpeculativeAlgorithm):
         width = config.speculative_num_draft_tokens or DEFAULT_WIDTH
         if width < 2:
             raise ConfigError(
-                f"speculative_num_draft_tokens must be >= 2 (a draft and the last token), got {width}."
+                "speculative_num_draft_tokens must be >= 2 (a draft and the last token),"
+                f" got {width}."
             )
         low, high = _matches(config)
         if not 1 <= low <= high:

@@ -30,7 +30,9 @@ def register_algorithm(name: str, cls: type[SpeculativeAlgorithm]) -> None:
     """
     key = name.upper()
     if key in _table:
-        raise ConfigError(f"An algorithm named {name!r} is registered already; choose another name.")
+        raise ConfigError(
+            f"An algorithm named {name!r} is registered already; choose another name."
+        )
     _check(name, cls)
     _table[key] = cls
 
