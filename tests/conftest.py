@@ -12,12 +12,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 
 import pytest
+import torch
 
 
 def _gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
+
+
+if not _gpu():
+    # Triton asks once, when it is imported, whether it is to interpret. Only tests that set the
+    # variable again (those of the kernels) then use it on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import forerun.kernels.dispatch  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

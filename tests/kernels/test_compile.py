@@ -1,0 +1,37 @@
+"""Every kernel compiles for every target, and into what it should: see `compiled.py`.
+
+To add kernels, write `cases_FAMILY.py` beside this file with a list `CASES` of `Case`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+FAMILIES = sorted(path.stem.removeprefix("cases_") for path in HERE.glob("cases_*.py"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiles_for_every_target(family: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled", family],
+        cwd=HERE.parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert facts, "no case"
+    assert [problem for fact in facts for problem in fact["problems"]] == []
