@@ -57,10 +57,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--algorithm", default=bundled_algorithm())
     args = parser.parse_args()
 
     device = resolve_device(args.device)
-    algorithm = bundled_algorithm()
+    algorithm = args.algorithm.upper()
     common = {**SMALL, "dtype": args.dtype, "device": str(device)}
     model = reference(DTYPES[args.dtype], device)
     with LLM(**common) as plain, LLM(**common, speculative_algorithm=algorithm) as spec:
