@@ -1,9 +1,9 @@
 """Where Triton comes in: which tensors its kernels serve, and kernels that import it when launched.
 
-A kernel file reads like any Triton code, with `tl` imported for type checkers only:
+A kernel file reads like any Triton code:
 
-    if TYPE_CHECKING:
-        import triton.language as tl
+    # mypy: allow-untyped-defs, allow-incomplete-defs
+    from forerun.kernels.dispatch import jit, tl, triton, use_triton
 
     @jit
     def _kernel(x, n, BLOCK: tl.constexpr): ...
@@ -18,11 +18,31 @@ Importing such a file costs nothing and works without Triton.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+__all__ = ["Kernel", "jit", "tl", "triton", "use_triton"]
+
+
+class _Lazy:
+    """A module that is imported when first asked for a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return vars(importlib.import_module(self._name))[attribute]
+
+
+if TYPE_CHECKING:
+    import triton
+    import triton.language as tl
+else:
+    triton, tl = _Lazy("triton"), _Lazy("triton.language")
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -44,19 +64,21 @@ class Kernel:
     def load(self) -> Any:
         """The function as Triton knows it."""
         if self._jitted is None:
-            import triton
-            import triton.language as tl
-
-            self._jitted = triton.jit(self.fn)
+            modules = {"triton": "triton", "tl": "triton.language"}
+            self._jitted = importlib.import_module("triton").jit(self.fn)
             scope = self.fn.__globals__
-            scope["tl"] = tl
             for name, value in list(scope.items()):
                 if isinstance(value, Kernel):
                     scope[name] = value.load()
+                elif isinstance(value, _Lazy):
+                    scope[name] = importlib.import_module(modules[name])
         return self._jitted
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return self.load()[grid]  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{self.fn.__name__} runs inside kernels only")
 
 
 def jit(fn: Callable[..., Any]) -> Kernel:

@@ -1,0 +1,90 @@
+"""Norm and activation kernels against their twins in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.kernels.activation import silu_mul
+from forerun.kernels.norm import add_rms_norm, rms_norm
+
+EPS = 1e-6
+# bfloat16: a result is rounded once, to 8 bits. The interpreter cuts them off instead.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8 if torch.cuda.is_available() else 2**-7}
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def _close(got: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 1000)])
+def test_rms_norm(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    wide = _random(rows, size + 8, dtype=dtype, device=device)
+    x, weight = wide[:, :size], _random(size, dtype=dtype, device=device, seed=1)
+    _close(rms_norm(x, weight, EPS), _normed(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize("into", [False, True])
+def test_add_rms_norm(parts: int, into: bool, dtype: torch.dtype, device: torch.device) -> None:
+    rows, size = 5, 96
+    if parts:
+        x = _random(parts, rows, size, dtype=torch.float32, device=device)
+        added = x.double().sum(0)
+    else:
+        x = _random(rows, size, dtype=dtype, device=device)
+        added = x.double()
+    residual = _random(rows, 2 * size, dtype=dtype, device=device, seed=1)[:, size:]
+    kept = residual.clone()
+    weight = _random(size, dtype=dtype, device=device, seed=2)
+    wide = torch.zeros(rows, 3 * size, dtype=dtype, device=device)
+    place = wide[:, size : 2 * size] if into else None
+
+    normed, total = add_rms_norm(x, residual, weight, EPS, place)
+
+    _close(total, residual.double() + added)
+    _close(normed, _normed(total, weight))
+    assert torch.equal(residual, kept)
+    if into:
+        assert torch.equal(wide[:, size : 2 * size], total)
+        assert not wide[:, :size].any() and not wide[:, 2 * size :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 24), (17, 1100)])
+def test_silu_mul(
+    rows: int, inner: int, parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    shape = (parts, rows, 2 * inner) if parts else (rows, 2 * inner)
+    x = _random(*shape, dtype=torch.float32 if parts else dtype, device=device)
+    gate, up = (x.double().sum(0) if parts else x.double()).chunk(2, -1)
+    _close(silu_mul(x, dtype), gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 128, 512])
+def test_real_shapes(rows: int, device: torch.device) -> None:
+    dtype, size, inner = torch.bfloat16, 4096, 12288
+    x = _random(2, rows, size, dtype=torch.float32, device=device)
+    residual = _random(rows, size, dtype=dtype, device=device, seed=1)
+    weight = _random(size, dtype=dtype, device=device, seed=2)
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    _close(total, residual.double() + x.double().sum(0))
+    _close(normed, _normed(total, weight))
+    gate_up = _random(rows, 2 * inner, dtype=dtype, device=device)
+    gate, up = gate_up.double().chunk(2, -1)
+    _close(silu_mul(gate_up, dtype), gate * torch.sigmoid(gate) * up)
