@@ -27,11 +27,11 @@ def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
 def poison_on_release(llm: LLM) -> None:
     """Slots and pages that are given back get values that nobody can mistake for data."""
     scheduler, parts = llm.engine.scheduler, llm.engine.parts
-    runner, tables = parts.runner, parts.runner.tables
+    step, tables = parts.runner.step, parts.runner.tables
     release, free = scheduler._release, parts.allocator.free
-    pools = [runner.attention.pool]
-    if runner.draft_attention is not None:
-        pools.append(runner.draft_attention.pool)
+    pools = [step.attention.pool]
+    if step.draft_attention is not None:
+        pools.append(step.draft_attention.pool)
 
     def poisoned_release(request: Request) -> None:
         slot = request.slot

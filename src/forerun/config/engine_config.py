@@ -42,6 +42,10 @@ class EngineConfig:
     chunked_prefill_size: int = _setting(2048, "Prompt tokens a step, over all requests")
     disable_radix_cache: bool = _setting(False, "Do not share the K/V of common prefixes")
     attention_backend: str | None = _setting(None, "Of the target; none: the best that can serve")
+    disable_cuda_graph: bool = _setting(False, "Launch every kernel of a step by itself")
+    cuda_graph_max_bs: int | None = _setting(
+        None, "Largest batch with a captured step; none: max_running_requests, at most 256"
+    )
     disable_overlap_schedule: bool = _setting(
         False, "Wait for each step's result before the next is scheduled"
     )
@@ -59,6 +63,9 @@ class EngineConfig:
     )
     speculative_draft_attention_backend: str | None = _setting(
         None, "Of the draft; none: the best that can serve"
+    )
+    speculative_simulate_accept_length: float | None = _setting(
+        None, "Benchmarks only: force this mean accept length after a real draft and verify"
     )
     # Options that algorithms declare themselves, by name.
     algorithm_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
@@ -109,6 +116,7 @@ _POSITIVE = (
     "max_total_tokens",
     "max_running_requests",
     "chunked_prefill_size",
+    "cuda_graph_max_bs",
     "speculative_num_draft_tokens",
     "speculative_draft_window_size",
 )

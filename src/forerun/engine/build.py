@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from forerun.attention.select import Choice, select
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.engine.graphs import StepGraphs, capture_with_bar
 from forerun.engine.memory import KVBudget, kv_budget
 from forerun.engine.runner import Runner
+from forerun.engine.step import DeviceStep
 from forerun.engine.tables import SlotTables
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.pools import KVPool
@@ -26,8 +29,10 @@ from forerun.platform.device import resolve_device, resolve_dtype
 from forerun.scheduler.scheduler import Limits
 from forerun.speculative.base import DraftContext, SpecCaps, TargetHandle
 from forerun.speculative.registry import get_algorithm
+from forerun.speculative.simulate import SimulatedAccept
 
 log = logging.getLogger("forerun")
+MAX_GRAPH_BATCH = 256
 
 
 @dataclass
@@ -81,7 +86,17 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         )
     )
     tables.states += algorithm.create_future_map(limits.slots + 1, device).rows.values()
-    runner = Runner(model, algorithm, caps, tables, attention, draft_attention)
+    simulate = None
+    if config.speculative_simulate_accept_length is not None:
+        mean = config.speculative_simulate_accept_length
+        simulate = SimulatedAccept(mean, caps.width, limits.slots + 1, device)
+    step = DeviceStep(model, algorithm, caps, tables, attention, draft_attention, simulate)
+    graphs = None
+    if _wants_graphs(config, device):
+        largest = min(limits.slots, config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
+        graphs = StepGraphs(step, positions, largest)
+        capture_with_bar(graphs, quiet=not sys.stderr.isatty())
+    runner = Runner(step, graphs)
     allocator = PageAllocator(budget.num_pages)
     prefix: PrefixStore = (
         NoPrefixCache()
@@ -136,6 +151,10 @@ def _limits(
     )
 
 
+def _wants_graphs(config: EngineConfig, device: torch.device) -> bool:
+    return device.type == "cuda" and not config.disable_cuda_graph
+
+
 def _attention(
     config: EngineConfig,
     model: CausalLM,
@@ -151,6 +170,7 @@ def _attention(
         num_kv_heads=model.config.num_kv_heads,
         page_size=config.page_size,
         masks=frozenset(model.layer_masks),
+        graph=_wants_graphs(config, device),
     )
     choice = select(need, config.attention_backend, "attention_backend")
     return choice, choice.backend(need, pool)
@@ -174,6 +194,7 @@ def _draft_attention(
         num_kv_heads=caps.draft_kv.num_kv_heads,
         page_size=config.page_size,
         masks=masks,
+        graph=_wants_graphs(config, device),
     )
     wanted = config.speculative_draft_attention_backend
     choice = select(need, wanted, "speculative_draft_attention_backend")

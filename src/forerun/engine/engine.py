@@ -39,7 +39,7 @@ class Engine:
         self.config = config
         parts: Parts = build(config, model_path, overlap_depth)
         self.parts = parts
-        self.model_config = parts.runner.model.config
+        self.model_config = parts.runner.step.model.config
         self.limits = parts.limits
         self._runner = parts.runner
         self._in_flight: deque[StepFuture] = deque()

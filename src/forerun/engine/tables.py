@@ -19,6 +19,7 @@ class SlotTables:
 
     def __init__(self, slots: int, positions: int, pages: int, device: torch.device) -> None:
         rows = slots + 1
+        self.nobody = slots
         self.device = device
         self.kv_len = torch.zeros(rows, dtype=torch.int32, device=device)  # committed K/V rows
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)  # at kv_len
@@ -53,6 +54,23 @@ class SlotTables:
             tokens = self.upload(request.prefill_tokens, torch.int32)
             self.history[admission.slot, : tokens.shape[0]] = tokens
         self.sampling.set([a.slot for a in plan.admitted], requests)
+
+    def commit(
+        self, slots: Tensor, start: Tensor, positions: Tensor, drawn: Tensor, new: Tensor
+    ) -> None:
+        """Advances the slots by `new` tokens each.
+
+        Args:
+            slots: [B] int64.
+            start: [B] int32, the committed lengths before.
+            positions: [B, W] int32 of the verified rows.
+            drawn: [B, W] int64; drawn[:, i] stands at positions[:, i] + 1.
+            new: [B] int32.
+        """
+        self.kv_len[slots] = start + new
+        self.last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
+        self.history[slots.unsqueeze(1), (positions + 1).long()] = drawn.int()
+        self.kv_len[self.nobody].zero_()  # padded rows never move
 
     def _write_pages(self, plan: StepPlan) -> None:
         rows: list[int] = []

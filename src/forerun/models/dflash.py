@@ -20,7 +20,7 @@ from forerun.config.model_config import ModelConfig, parse_model_config, read_js
 from forerun.core.errors import ConfigError
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.checkpoint import Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
 from forerun.models.loader import HARMLESS
 from forerun.models.registry import check_layers
@@ -290,13 +290,23 @@ def load_draft(
     device: torch.device,
     max_positions: int,
     window: int | None = None,
+    load_format: str = "auto",
 ) -> DFlashDraft:
-    """Builds and fills a draft. `window`: context positions it attends to (None: all).
+    """Builds and fills a draft.
+
+    Args:
+        window: context positions it attends to (None: all).
+        load_format: "auto", or "dummy": random weights, a config is enough.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the mend.
     """
     config = load_dflash_config(folder)
+    if load_format == "dummy":
+        draft = DFlashDraft(config, dtype, device, max_positions, window)
+        fill_dummy(draft.weights())
+        draft.prepare()
+        return draft
     checkpoint = Checkpoint(folder)
     own = frozenset(n for n in (OWN_EMBEDDING, OWN_HEAD, "d2t") if n in checkpoint)
     pruned = config.draft_vocab_size < config.vocab_size

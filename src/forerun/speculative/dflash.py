@@ -71,6 +71,7 @@ class DFlash(SpeculativeAlgorithm):
             ctx.device,
             ctx.max_positions,
             ctx.config.speculative_draft_window_size,
+            ctx.config.load_format,
         )
         self._first = 0 if config.sample_from_anchor else 1  # the first row that predicts
         self._block = ctx.caps.draft_tokens + self._first

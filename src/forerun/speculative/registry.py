@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from importlib.metadata import entry_points
 
 from forerun.core.errors import ConfigError, nearest
 from forerun.speculative.base import Option, SpeculativeAlgorithm
 
+log = logging.getLogger("forerun")
 GROUP = "forerun.algorithms"
 _BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
@@ -62,7 +64,12 @@ def all_options() -> list[Option]:
     """Settings declared by any algorithm; a name may be shared if the declarations agree."""
     options: dict[str, Option] = {}
     for name in algorithm_names():
-        for option in get_algorithm(name).options:
+        try:
+            declared = get_algorithm(name).options
+        except ConfigError as error:  # a broken plugin must not block those who do not use it
+            log.warning("%s Its options are unknown.", error)
+            continue
+        for option in declared:
             if options.setdefault(option.name, option) != option:
                 raise ConfigError(f"{name} declares {option.name!r} unlike another algorithm.")
     return list(options.values())

@@ -1,0 +1,102 @@
+"""Device graphs: a whole decode step, from the draft to the slot update, as one launch.
+
+A graph is captured per batch bucket, greedy and sampled apart. A batch takes the smallest bucket
+that holds it; the rows left over are the slot that is nobody's.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.engine.step import DeviceStep
+from forerun.sampling.sampler import SamplingFlags
+
+GREEDY = SamplingFlags()
+SAMPLED = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
+
+
+def buckets(largest: int) -> list[int]:
+    """Batch sizes to capture: dense where a row more costs most, then every 8, 16, 32."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32), largest}
+    return sorted(size for size in sizes if size <= largest)
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor  # [bucket] int64, static
+    drawn: Tensor  # [bucket, W], static
+    new: Tensor  # [bucket], static
+    last: tuple[int, ...] | None = None  # what `slots` holds
+
+
+class StepGraphs:
+    """The captured decode steps of one engine."""
+
+    def __init__(self, step: DeviceStep, kv_len_ub: int, largest: int) -> None:
+        """`kv_len_ub`: the most rows any request can have; lengths are read on the device."""
+        self._step = step
+        self._bound = kv_len_ub
+        self.sizes = buckets(largest)
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._pool: Any = None
+
+    def capture(self, progress: Callable[[str], Any] | None = None) -> None:
+        """Captures every bucket, the largest first so that the others fit into its memory."""
+        self._pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):
+            for sampled in (False, True):
+                if progress is not None:
+                    progress(f"{size} {'sampled' if sampled else 'greedy'}")
+                self._graphs[size, sampled] = self._capture(size, SAMPLED if sampled else GREEDY)
+
+    def _capture(self, size: int, flags: SamplingFlags) -> _Captured:
+        tables = self._step.tables
+        slots = torch.full((size,), tables.nobody, dtype=torch.int64, device=tables.device)
+        stream = torch.cuda.Stream(tables.device)
+        stream.wait_stream(torch.cuda.current_stream(tables.device))
+        with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
+            for _ in range(2):
+                self._step.decode(slots, self._bound, flags)
+        torch.cuda.current_stream(tables.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            drawn, new = self._step.decode(slots, self._bound, flags)
+        return _Captured(graph, slots, drawn, new)
+
+    def holds(self, batch: int) -> bool:
+        return batch <= self.sizes[-1]
+
+    def run(self, slots: Sequence[int], sampled: bool) -> tuple[Tensor, Tensor]:
+        """Replays the step; the tensors returned are overwritten by the next replay."""
+        tables = self._step.tables
+        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
+        captured = self._graphs[size, sampled]
+        rows = (*slots, *[tables.nobody] * (size - len(slots)))
+        if rows != captured.last:
+            captured.slots.copy_(tables.upload(rows, torch.int64), non_blocking=True)
+            captured.last = rows
+        captured.graph.replay()
+        return captured.drawn[: len(slots)], captured.new[: len(slots)]
+
+
+def capture_with_bar(graphs: StepGraphs, quiet: bool) -> None:
+    """Captures all graphs under a progress bar."""
+    from rich.progress import Progress
+
+    bar = nullcontext() if quiet else Progress(transient=True)
+    with bar as progress:
+        if progress is None:
+            graphs.capture()
+            return
+        task = progress.add_task("Capturing graphs", total=2 * len(graphs.sizes))
+        graphs.capture(
+            lambda name: progress.update(task, advance=1, description=f"Capturing graphs: {name}")
+        )

@@ -1,0 +1,26 @@
+"""Forced accept lengths: the mean is met, everything else works as it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from forerun.core.errors import ConfigError
+from tests.golden_engine import CASES, golden_llm
+
+
+@pytest.mark.parametrize("mean", [1.0, 1.2, 3.0, 6.5, 10.0])
+def test_the_mean_accept_length_is_the_one_asked(mean: float) -> None:
+    with golden_llm("DFLASH", speculative_simulate_accept_length=mean) as llm:
+        params = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
+        outs = llm.generate(input_ids=[c["prompt"] for c in CASES[:3]], sampling_params=params)
+        for out in outs:
+            lengths = out.meta_info["spec_accept_lengths"][:-1]  # the last ends with the text
+            assert abs(sum(lengths) / len(lengths) - mean) <= 1 / len(lengths) + 1e-9
+            assert max(lengths) - min(lengths) <= 1
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("mean", [0.5, 10.5])
+def test_impossible_means_are_refused(mean: float) -> None:
+    with pytest.raises(ConfigError, match="between 1 and the 10 rows"):
+        golden_llm("DFLASH", speculative_simulate_accept_length=mean)
