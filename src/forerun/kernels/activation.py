@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.kernels.dispatch import jit, tl, use_triton
 from forerun.kernels.norm import sum_parts_torch
+from forerun.kernels.pdl import pdl_options
 
 
 def silu_mul_torch(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,13 +35,20 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         PARTS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
         BLOCK=block,
         num_warps=block // 256,
+        **pdl_options(out),
     )
     return out
 
 
 @jit
-def _silu_mul(x_ptr, out_ptr, inner, x_part, x_row, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(
+    x_ptr, out_ptr, inner, x_part, x_row,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A program: BLOCK columns of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.pdl import pdl_options
 
 
 def sum_parts_torch(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,6 +94,7 @@ def _launch(
         PARTS=x.shape[0] if x.dim() == 3 else 1,
         BLOCK=block,
         num_warps=min(16, max(1, block // 256)),
+        **pdl_options(out),
     )
 
 
@@ -112,12 +114,16 @@ def _rms_norm(
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:  # the weight above is nobody's result
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x_ptr += row * x_row
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):

@@ -1,0 +1,250 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""From a q, k, v product to attention, in one kernel: head norms, rotation, paged K/V write.
+
+The product may come as float32 partial sums [S, T, N]. Everything between the load and the store
+is float32. The same kernel serves one layer's [q heads | k heads | v heads] and the keys and
+values of many layers at once, [k of all layers | v of all layers].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.fp8 import FP8, as_bits, encode_e4m3
+from forerun.kernels.norm import rms_norm_torch, sum_parts_torch
+from forerun.kernels.paged import write_kv_torch
+from forerun.kernels.pdl import pdl_options
+
+GROUP = 8  # heads a program takes, at most
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm over every head before the rotation: one weight for all q heads, one for k's."""
+
+    q: Tensor  # [D]; unused where there are no q heads
+    k: Tensor  # [D], or [L, D] for L layers
+    eps: float
+
+
+def rotate_torch(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """x [T, heads, D]; table [P, 2, 1, D] of cos and signed sin (layers/rope.py)."""
+    cos, sin = table.index_select(0, positions).to(x.dtype).unbind(1)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def qk_norm_rope_write_torch(
+    qkv: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
+    table: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+) -> Tensor:
+    """The twin of `qk_norm_rope_write`."""
+    kv_heads, dim = k_pool.shape[-2:]
+    whole = sum_parts_torch(qkv, table.dtype)
+    q, k, v = whole.view(len(whole), -1, dim).split([heads, kv_heads, kv_heads], 1)
+    if norms is not None:
+        q, k = rms_norm_torch(q, norms.q, norms.eps), rms_norm_torch(k, norms.k, norms.eps)
+    write_kv_torch(rotate_torch(k, table, positions), v, rows, k_pool, v_pool)
+    return rotate_torch(q, table, positions)
+
+
+def qk_norm_rope_write(
+    qkv: Tensor,
+    heads: int,
+    norms: HeadNorms | None,
+    table: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+) -> Tensor:
+    """Norms and rotates q and k, stores k and v, returns q.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) · D], any row stride, or float32 partial sums [S, T, ...].
+        heads: Hq.
+        norms: of q and k heads, or none.
+        table: [P, 2, 1, D] cos and signed sin; its dtype is that of the result.
+        positions: [T] integers.
+        rows: [T] int64: where every token stands in the flattened pool, page · page size + offset.
+        k_pool, v_pool: [pages, page size, Hkv, D], any float dtype; float8 is clamped.
+
+    Returns:
+        q [T, Hq, D].
+    """
+    if not use_triton(qkv):
+        return qk_norm_rope_write_torch(qkv, heads, norms, table, positions, rows, k_pool, v_pool)
+    q = torch.empty(qkv.shape[-2], heads, k_pool.shape[-1], dtype=table.dtype, device=qkv.device)
+    _launch(qkv, q, norms, table, positions, rows, k_pool, v_pool, layers=1, new=None)
+    return q
+
+
+def kv_norm_rope_write_torch(
+    kv: Tensor,
+    norms: HeadNorms | None,
+    table: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    pool: Tensor,
+    new: Tensor | None = None,
+) -> None:
+    """The twin of `kv_norm_rope_write`, but that rows which are not new may be written too."""
+    layers, dim = pool.shape[1], pool.shape[-1]
+    whole = sum_parts_torch(kv, table.dtype)
+    k, v = (x.reshape(len(whole), layers, -1, dim) for x in whole.chunk(2, -1))
+    for layer in range(layers):
+        key = k[:, layer]
+        if norms is not None:
+            key = rms_norm_torch(key, norms.k[layer], norms.eps)
+        key = rotate_torch(key, table, positions)
+        write_kv_torch(key, v[:, layer], rows, pool[0, layer], pool[1, layer])
+
+
+def kv_norm_rope_write(
+    kv: Tensor,
+    norms: HeadNorms | None,
+    table: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    pool: Tensor,
+    new: Tensor | None = None,
+) -> None:
+    """Norms and rotates the keys of L layers, and stores keys and values.
+
+    Args:
+        kv: [T, 2 · L · Hkv · D]: keys of all layers, then values; or partial sums [S, T, ...].
+        norms: `k` [L, D]; or none.
+        table, positions, rows: as in `qk_norm_rope_write`.
+        pool: [2, L, pages, page size, Hkv, D] (`KVPool.data`).
+        new: [B] int32 for T = B · W rows: of every W rows only so many are stored, from the
+            first; None: all.
+    """
+    if not use_triton(kv):
+        kv_norm_rope_write_torch(kv, norms, table, positions, rows, pool, new)
+        return
+    _launch(kv, None, norms, table, positions, rows, pool[0], pool[1], pool.shape[1], new)
+
+
+def _launch(
+    x: Tensor,
+    q: Tensor | None,
+    norms: HeadNorms | None,
+    table: Tensor,
+    positions: Tensor,
+    rows: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    layers: int,
+    new: Tensor | None,
+) -> None:
+    kv_heads, dim = k_pool.shape[-2:]
+    heads = 0 if q is None else q.shape[1]
+    tokens = x.shape[-2]
+    group = next(g for g in (GROUP, 4, 2, 1) if heads % g == 0 and kv_heads % g == 0)
+    half = triton.next_power_of_2(dim // 2)
+    _kernel[(tokens, (heads + 2 * layers * kv_heads) // group)](
+        x,
+        None if norms is None else norms.q,
+        None if norms is None else norms.k,
+        table,
+        positions,
+        rows,
+        q,
+        as_bits(k_pool),
+        as_bits(v_pool),
+        new,
+        x.stride(0) if x.dim() == 3 else 0,
+        x.stride(-2),
+        k_pool.stride(0) if layers > 1 else 0,
+        1 if new is None else tokens // new.shape[0],
+        0.0 if norms is None else norms.eps,
+        PARTS=x.shape[0] if x.dim() == 3 else 1,
+        HEADS=heads,
+        LAYERS=layers,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        FP8=k_pool.dtype == FP8,
+        GROUP=group,
+        HALF=half,
+        num_warps=max(1, group * half // 256),
+        **pdl_options(x),
+    )
+
+
+@jit
+def _kernel(
+    x_ptr, q_norm, k_norm, table, positions, rows, q_ptr, k_pool, v_pool, new,
+    x_part, x_row, layer_stride, width, eps,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program: GROUP heads of a token, all q's, or k's or v's of one layer."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    K_FIRST: tl.constexpr = HEADS
+    V_FIRST: tl.constexpr = HEADS + LAYERS * KV_HEADS
+    token = tl.program_id(0)
+    first = tl.program_id(1) * GROUP
+    i = tl.arange(0, HALF)[None, :]
+    head = tl.arange(0, GROUP)[:, None]
+    inside = (i < DIM // 2) & (head < GROUP)
+    if new is not None:
+        inside &= token % width < tl.load(new + token // width)
+    lower = head * DIM + i  # the half of a head that pairs with the other, DIM / 2 on
+    x_ptr += token.to(tl.int64) * x_row + first * DIM
+    a = tl.load(x_ptr + lower, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + lower + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    for _ in tl.static_range(1, PARTS):
+        x_ptr += x_part
+        a += tl.load(x_ptr + lower, mask=inside, other=0.0)
+        b += tl.load(x_ptr + lower + DIM // 2, mask=inside, other=0.0)
+
+    if first < V_FIRST:
+        if k_norm is not None:
+            weight = k_norm + tl.maximum(first - K_FIRST, 0) // KV_HEADS * DIM
+            if HEADS > 0 and first < K_FIRST:
+                weight = q_norm
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
+            a *= scale * tl.load(weight + i, mask=i < DIM // 2, other=0.0).to(tl.float32)
+            b *= scale * tl.load(weight + DIM // 2 + i, mask=i < DIM // 2, other=0.0).to(tl.float32)
+        turn = table + tl.load(positions + token).to(tl.int64) * (2 * DIM) + i
+        cos = tl.load(turn, mask=i < DIM // 2, other=0.0).to(tl.float32)
+        # The upper half of the sines keeps its sign.
+        sin = tl.load(turn + DIM + DIM // 2, mask=i < DIM // 2, other=0.0).to(tl.float32)
+        a, b = a * cos - b * sin, b * cos + a * sin
+
+    if first < K_FIRST:
+        place = q_ptr + (token.to(tl.int64) * HEADS + first) * DIM + lower
+        tl.store(place, a.to(q_ptr.dtype.element_ty), mask=inside)
+        tl.store(place + DIM // 2, b.to(q_ptr.dtype.element_ty), mask=inside)
+    else:
+        # Page id times page size and offset is the row; k and v are laid out alike.
+        at = tl.load(rows + token) * (KV_HEADS * DIM) + lower
+        if first < V_FIRST:
+            _store(k_pool, first - K_FIRST, at, a, b, inside, layer_stride, KV_HEADS, DIM, FP8)
+        else:
+            _store(v_pool, first - V_FIRST, at, a, b, inside, layer_stride, KV_HEADS, DIM, FP8)
+
+
+@jit
+def _store(
+    pool, first, at, a, b, inside, layer_stride,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Halves a and b of heads from `first` on, counted over all layers."""
+    pool += (first // KV_HEADS).to(tl.int64) * layer_stride + first % KV_HEADS * DIM
+    if FP8:
+        a, b = encode_e4m3(a), encode_e4m3(b)
+    tl.store(pool + at, a.to(pool.dtype.element_ty), mask=inside)
+    tl.store(pool + at + DIM // 2, b.to(pool.dtype.element_ty), mask=inside)
