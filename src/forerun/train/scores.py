@@ -1,0 +1,84 @@
+"""What a pair is worth: right answers, and accept length on worked sums and on unseen Python.
+
+Weights are rounded to bfloat16 (as shipped) and run in float32 (as served on a CPU).
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.evals.word_problems import TEST_SEED, extract_answer, generate
+from forerun.train.accept import AcceptScore, accept_score
+from forerun.train.draft_model import load_draft
+from forerun.train.regen import Samples, regenerate
+from forerun.train.target import load_target
+from forerun.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
+from forerun.train.tokens import prompt_text
+
+
+def score_pair(
+    target_folder: Path,
+    draft_folder: Path,
+    device: str,
+    *,
+    problems: int = 1024,
+    accept_problems: int = 256,
+    code_prompts: int = 60,
+    code_tokens: int = 160,
+) -> dict[str, Any]:
+    tokenizer = load_tokenizer(target_folder)
+    ids = special_ids(tokenizer)
+    eos = [ids[IM_END], ids[END_OF_TEXT]]
+    target = load_target(target_folder, device, torch.float32)
+    asked = generate(TEST_SEED, problems)
+    prompts = [tokenizer.encode(prompt_text(p), add_special_tokens=False).ids for p in asked]
+    chats = regenerate(target, prompts, new_tokens=176, length=384, eos=eos, batch=256)
+    right = [
+        extract_answer(tokenizer.decode(chats.ids[i, chats.prompt[i] : chats.end[i]].tolist()))
+        == p.answer
+        for i, p in enumerate(asked)
+    ]
+    facts: dict[str, Any] = {
+        "word_problem_accuracy": sum(right) / len(right),
+        "wrong": [p.question for p, ok in zip(asked, right, strict=True) if not ok][:10],
+        "word_problem_tokens": float((chats.end - chats.prompt).mean()),
+    }
+    if not (draft_folder / "model.safetensors").exists():
+        return facts
+    draft = load_draft(draft_folder, device).eval()
+    first = Samples(
+        chats.ids[:accept_problems], chats.prompt[:accept_problems], chats.end[:accept_problems]
+    )
+    facts["word_problems"] = _facts(accept_score(draft, target, first))
+    code = [
+        tokenizer.encode(text, add_special_tokens=False).ids
+        for text in python_prompts()[:code_prompts]
+    ]
+    programs = regenerate(target, code, new_tokens=code_tokens, length=400, eos=eos, batch=64)
+    facts["python"] = _facts(accept_score(draft, target, programs))
+    return facts
+
+
+def python_prompts() -> list[str]:
+    """The held-out Python prompts that ship with the package."""
+    lines = (
+        resources.files("forerun.evals")
+        .joinpath("data/python_heldout.jsonl")
+        .read_text()
+        .splitlines()
+    )
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def _facts(score: AcceptScore) -> dict[str, Any]:
+    return {
+        "accept_length": round(score.accept_length, 3),
+        "tokens": score.tokens,
+        "steps": score.steps,
+        "per_position": [round(x, 3) for x in score.per_position],
+    }
