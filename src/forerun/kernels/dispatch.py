@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-__all__ = ["Kernel", "jit", "tl", "triton", "use_triton"]
+__all__ = ["Kernel", "jit", "jit_for_any", "tl", "triton", "use_triton"]
 
 
 class _Lazy:
@@ -57,15 +57,15 @@ class Kernel:
     launch is Triton's own. TRITON_INTERPRET must not change once a kernel has run.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        self.fn, self.options = fn, options
         self._jitted: Any = None
 
     def load(self) -> Any:
         """The function as Triton knows it."""
         if self._jitted is None:
             modules = {"triton": "triton", "tl": "triton.language"}
-            self._jitted = importlib.import_module("triton").jit(self.fn)
+            self._jitted = importlib.import_module("triton").jit(self.fn, **self.options)
             scope = self.fn.__globals__
             for name, value in list(scope.items()):
                 if isinstance(value, Kernel):
@@ -83,3 +83,8 @@ class Kernel:
 
 def jit(fn: Callable[..., Any]) -> Kernel:
     return Kernel(fn)
+
+
+def jit_for_any(*arguments: str) -> Callable[[Callable[..., Any]], Kernel]:
+    """`jit`, and the named integers (row counts) are not compiled in: 1 and 16 are not special."""
+    return lambda fn: Kernel(fn, do_not_specialize=arguments)

@@ -1,0 +1,188 @@
+"""Few-row products against float64: in the interpreter on odd shapes, on a GPU at real ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels import gemm as g
+from forerun.kernels.gemm import GemmConfig, Matrix, Scaled
+from forerun.kernels.gemm_table import choose, default
+
+EPS = 1e-6
+GPU = torch.cuda.is_available()
+
+
+def close(got: Tensor, want: Tensor, limit: float) -> None:
+    """‖got - want‖ / ‖want‖; NaN never passes."""
+    error = float((got.double() - want).norm() / want.norm())
+    assert error < limit, f"relative error {error}"
+
+
+class Given:
+    """Random operands and what float64 makes of them."""
+
+    def __init__(self, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        self.x, self.residual, self.norm = draw(rows, k), draw(rows, n), draw(n)
+        self.matrix = Matrix.of(draw(n, k) * k**-0.5, draw(n))
+        assert self.matrix.bias is not None
+        w, b = self.matrix.weight.double(), self.matrix.bias.double()
+        self.product = self.x.double() @ w.T
+        self.y = self.product + b
+        # As if a product of 5 tiles had left these rows.
+        self.scaled = Scaled(self.x, torch.rand(5, rows, device=device) * k, EPS)
+        self.y_scaled = self.product * self.scaled.factor().double() + b
+
+
+def check_all_forms(given: Given, config: GemmConfig, limit: float) -> None:
+    m = given.matrix
+    close(g.gemm(given.x, m, config), given.y, limit)
+    close(g.gemm(given.scaled, m, config), given.y_scaled, limit)
+    total = given.y + given.residual.double()
+    close(g.gemm_add(given.x, m, given.residual, config), total, limit)
+    close(g.gemm_partials(given.x, m, config).sum(0), given.product, limit)
+
+    scaled, added = g.gemm_add_scaled(given.x, m, given.residual, given.norm, EPS, config)
+    close(added, total, limit)
+    normed = F.rms_norm(total, total.shape[1:], given.norm.double(), EPS)
+    close(scaled.x * scaled.factor(), normed, limit)
+
+    gate, up = given.y.chunk(2, -1)
+    close(g.gemm_silu(given.x, m, config), F.silu(gate) * up, limit)
+
+    ids = g.gemm_argmax(given.x, m, config)
+    assert torch.equal(ids, g.gemm(given.x, m, config).argmax(-1))
+    assert not m.locks.any()  # as they were found
+
+
+# (rows, N, K, configuration): tiles that do not divide N or K, splits, W on either side.
+SMALL = [
+    (1, 64, 128, GemmConfig(16, 32)),
+    (3, 72, 136, GemmConfig(32, 32, split=2)),
+    (16, 48, 256, GemmConfig(16, 64, split=4)),
+    (17, 40, 96, GemmConfig(32, 32, split=3, swap=True)),
+    (40, 56, 64, GemmConfig(32, 64)),
+]
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter runs where there is no GPU")
+@pytest.mark.parametrize(("rows", "n", "k", "config"), SMALL)
+def test_kernel_in_the_interpreter(rows: int, n: int, k: int, config: GemmConfig) -> None:
+    torch.manual_seed(rows)
+    check_all_forms(Given(rows, n, k, torch.float32, torch.device("cpu")), config, 1e-6)
+
+
+@pytest.mark.parametrize(("rows", "n", "k", "config"), SMALL)
+def test_twins(
+    rows: int, n: int, k: int, config: GemmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    torch.manual_seed(rows)
+    check_all_forms(Given(rows, n, k, torch.float32, torch.device("cpu")), config, 1e-6)
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter runs where there is no GPU")
+def test_a_strided_input() -> None:
+    """Rows of a wider tensor, as heads are cut out of a fused product."""
+    given = Given(3, 32, 64, torch.float32, torch.device("cpu"))
+    wide = torch.full((3, 100), float("nan"))
+    wide[:, 5:69] = given.x
+    close(g.gemm(wide[:, 5:69], given.matrix, GemmConfig(16, 32)), given.y, 1e-6)
+
+
+def test_equal_logits_go_to_the_lowest_id() -> None:
+    weight = torch.zeros(80, 32)
+    weight[[21, 37, 70]] = 1.0
+    config = GemmConfig(16, 32)
+    ids = g.gemm_argmax(torch.ones(2, 32), Matrix.of(weight), config)
+    assert ids.tolist() == [21, 21]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 64, 65, 128])
+def test_buckets(rows: int) -> None:
+    bucket = g.rows_block(rows)
+    assert bucket in (16, 32, 64, 128)
+    assert rows <= bucket
+    assert bucket == 16 or rows > bucket // 2
+
+
+def test_default_configurations_fill_a_gpu_and_fit() -> None:
+    for family, limit in (("sm_80", 163 << 10), ("gfx942", 64 << 10)):
+        for n, k in ((6144, 4096), (4096, 4096), (4096, 12288), (151936, 4096), (1024, 896)):
+            for bucket in (16, 32, 64):
+                c = default(n, k, bucket, family)
+                assert (2 * c.block_n + bucket) * c.block_k * 2 * c.stages <= limit
+                assert -(-n // c.block_n) * c.split >= min(200, n // 64 * (k // 1024))
+
+
+def test_unknown_shapes_leave_many_rows_to_the_library() -> None:
+    cpu = torch.device("cpu")
+    assert choose(1000, 512, 64, cpu) is not None
+    assert choose(1000, 512, 65, cpu) is None
+
+
+REAL = [(6144, 4096), (4096, 12288), (24576, 4096), (151936, 4096), (5000, 2056)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), REAL)
+@pytest.mark.parametrize("rows", [1, 16, 33])
+def test_on_a_gpu(rows: int, n: int, k: int) -> None:
+    device = torch.device("cuda", 0)
+    torch.manual_seed(rows)
+    config = choose(n, k, rows, device) or default(n, k, g.rows_block(rows), "sm_80")
+    given = Given(rows, n, k, torch.bfloat16, device)
+    check_all_forms(given, config, 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("swap", [False, True])
+def test_same_bits_run_after_run_and_whatever_stands_beside(swap: bool) -> None:
+    device = torch.device("cuda", 0)
+    given = Given(16, 4096, 4096, torch.bfloat16, device)
+    config = GemmConfig(64, 128, split=4, swap=swap)
+    first = g.gemm(given.x, given.matrix, config)
+    for _ in range(20):
+        assert torch.equal(g.gemm(given.x, given.matrix, config), first)
+    for rows in (1, 5, 15):
+        assert torch.equal(g.gemm(given.x[:rows], given.matrix, config), first[:rows])
+
+
+@pytest.mark.gpu
+def test_overlapped_kernels_wait_for_each_other() -> None:
+    """A chain in a graph, each product's input the last one's output, over fresh inputs."""
+    device = torch.device("cuda", 0)
+    n = 2048
+    matrices = [
+        Matrix.of(torch.randn(n, n, device=device, dtype=torch.bfloat16) * n**-0.5)
+        for _ in range(12)
+    ]
+    x = torch.randn(4, n, device=device, dtype=torch.bfloat16)
+    norm = torch.ones(n, device=device, dtype=torch.bfloat16)
+    config = GemmConfig(32, 128, split=4)
+
+    def run() -> Tensor:
+        rows: Tensor | Scaled = x
+        total = x
+        for m in matrices:
+            rows, total = g.gemm_add_scaled(rows, m, total, norm, EPS, config)
+        return total
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        got = out.clone()
+        rows, total = x.double(), x.double()
+        for m in matrices:
+            total = total + rows @ m.weight.double().T
+            rows = F.rms_norm(total, (n,), None, EPS)
+        close(got, total, 2e-2)
