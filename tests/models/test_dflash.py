@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.attention.base import AttentionBatch, LayerMask, Mask
+from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
 from forerun.kvcache.pools import KVLayout
 from forerun.models.dflash import (
@@ -124,9 +124,8 @@ class Case:
         plan = self.loop.backend.plan(batch)
         positions = torch.cat([torch.arange(s, s + n) for s, n in spans])
         with torch.inference_mode():
-            c = self.draft.context(torch.cat(features))
-            for layer, (k, v) in enumerate(self.draft.context_kv(c, positions)):
-                self.loop.backend.write(plan, layer, k, v)
+            context = AttentionContext(self.loop.backend, plan)
+            self.draft.write_context(torch.cat(features), positions, context, None)
 
 
 def oracle(weights: dict[str, Tensor], **changes: Any) -> Oracle:
@@ -183,12 +182,13 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
 def test_context_kv(case: Case) -> None:
     f = features(9)
     close(case.draft.context(f), case.oracle.context(f))
-    kv = case.draft.context_kv(case.draft.context(f), torch.arange(9, dtype=torch.int32))
-    assert len(kv) == LAYERS
-    for layer, (k, v) in enumerate(kv):
+    case.observe([f])
+    pool, at = case.loop.backend.pool, torch.arange(9)
+    rows = case.loop.table[0, at // pool.page_size].long() * pool.page_size + at % pool.page_size
+    for layer in range(LAYERS):
         want_k, want_v = case.oracle.context_kv(f, layer)
-        close(k, want_k.transpose(0, 1))
-        close(v, want_v.transpose(0, 1))
+        close(pool.k[layer].flatten(0, 1)[rows], want_k.transpose(0, 1))
+        close(pool.v[layer].flatten(0, 1)[rows], want_v.transpose(0, 1))
 
 
 def test_blocks_of_two_requests(case: Case) -> None:

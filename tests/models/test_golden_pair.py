@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionBatch
+from forerun.attention.base import AttentionBatch, AttentionContext
 from forerun.kvcache.pools import KVLayout
 from forerun.models.dflash import load_draft
 from forerun.models.loader import load_target
@@ -49,11 +49,9 @@ class Pair:
             ragged=((start, len(ids)),),
         )
         plan = self.blocks.backend.plan(span)
-        kv = self.draft.context_kv(
-            self.draft.context(features), torch.arange(start, start + len(ids))
-        )
-        for layer, (k, v) in enumerate(kv):
-            self.blocks.backend.write(plan, layer, k, v)
+        positions = torch.arange(start, start + len(ids))
+        context = AttentionContext(self.blocks.backend, plan)
+        self.draft.write_context(features, positions, context, None)
         return self.target.lm_head(hidden).argmax(-1)
 
     def propose(self, start: int, newest: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from forerun.config.model_config import RopeConfig
 from forerun.layers import linear
 from forerun.layers.linear import Linear, can_pack
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rope import Rope, frequencies
+from forerun.layers.rope import Rope, frequencies, rotate
 from tests.models.support import CPU
 
 packable = pytest.mark.skipif(not can_pack(torch.empty(1)), reason="torch without oneDNN")
@@ -138,8 +138,8 @@ def test_rope_equals_transformers(name: str) -> None:
     q, k = torch.randn(5, 3, 128), torch.randn(5, 2, 128)
     cos, sin = embedding(q, positions[None].long())
     want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    rows = rope.rows(positions)
-    both = rope.apply(torch.cat((q, k), 1), rows)
+    rows = rope.rows(positions).cos_sin
+    both = rotate(torch.cat((q, k), 1), rows)
     torch.testing.assert_close(both[:, :3], want[0][0].transpose(0, 1))
     torch.testing.assert_close(both[:, 3:], want[1][0].transpose(0, 1))
-    torch.testing.assert_close(rope.apply(k, rows), both[:, 3:])  # keys alone
+    torch.testing.assert_close(rotate(k, rows), both[:, 3:])  # keys alone

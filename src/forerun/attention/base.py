@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from forerun.kernels.qkv import HeadNorms
 from forerun.kvcache.pools import KVPool
 
 
@@ -68,6 +69,47 @@ class AttentionBatch:
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, rows) a request, exact
 
 
+class Rotation(Protocol):
+    """Where the rows of a forward stand, and the table that turns them there."""
+
+    @property
+    def table(self) -> Tensor:
+        """[P, 2, 1, D]: cos and signed sin."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] integers."""
+
+    @property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """Of the rows, [T, 1, D] each."""
+
+
+class Prologue(ABC):
+    """What lies between a product and the pool: norms over heads, and rotation.
+
+    Its values are for backends that do it in a kernel of their own; `split` is the same in plain
+    PyTorch. Of one layer, the product is [T, (Hq + 2 Hkv) · D]: q heads, k heads, v heads.
+    """
+
+    heads: int  # Hq
+    norms: HeadNorms | None
+
+    @abstractmethod
+    def split(self, product: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """(q [T, Hq, D], k, v [T, Hkv, D]), normed and rotated."""
+
+
+class LayersPrologue(ABC):
+    """The same for K/V of many layers from one product [T, 2 · L · Hkv · D]: all k, then all v."""
+
+    norms: HeadNorms | None  # k: [L, D]
+
+    @abstractmethod
+    def split(self, product: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:
+        """(k, v) [T, Hkv, D] of every layer."""
+
+
 class Plan(ABC):  # noqa: B024 - each backend has its own
     """What a backend prepared for one forward."""
 
@@ -94,23 +136,33 @@ class AttentionBackend(ABC):
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k, v [T, Hkv, D] of the batch's rows in the pool."""
 
+    def rope_write(
+        self, plan: Plan, layer: int, qkv: Tensor, prologue: Prologue, rotation: Rotation
+    ) -> Tensor:
+        """Norms and rotates q and k of `qkv`, stores k and v; returns q [T, Hq, D]."""
+        q, k, v = prologue.split(qkv, rotation)
+        self.write(plan, layer, k, v)
+        return q
+
+    def rope_write_layers(
+        self,
+        plan: Plan,
+        kv: Tensor,
+        prologue: LayersPrologue,
+        rotation: Rotation,
+        new: Tensor | None,
+    ) -> None:
+        """Norms and rotates k of every layer, stores k and v.
+
+        `new` [B] int32: how many of each request's rows will be read again; a backend may leave
+        out the rest. None: all.
+        """
+        for layer, (k, v) in enumerate(prologue.split(kv, rotation)):
+            self.write(plan, layer, k, v)
+
     @abstractmethod
     def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
         """q [T, Hq, D] against the pool; returns [T, Hq, D]."""
-
-    def run(
-        self,
-        plan: Plan,
-        layer: int,
-        mask: LayerMask,
-        scale: float,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> Tensor:
-        """Write, then attend. A backend that can fuse the two overrides this."""
-        self.write(plan, layer, k, v)
-        return self.attend(plan, layer, mask, scale, q)
 
 
 @dataclass(frozen=True)
@@ -121,6 +173,24 @@ class AttentionContext:
     plan: Plan
 
     def run(
-        self, layer: int, mask: LayerMask, scale: float, q: Tensor, k: Tensor, v: Tensor
+        self,
+        layer: int,
+        mask: LayerMask,
+        scale: float,
+        qkv: Tensor,
+        prologue: Prologue,
+        rotation: Rotation,
     ) -> Tensor:
-        return self.backend.run(self.plan, layer, mask, scale, q, k, v)
+        """From a layer's product to what its heads gathered, [T, Hq, D]."""
+        q = self.backend.rope_write(self.plan, layer, qkv, prologue, rotation)
+        return self.backend.attend(self.plan, layer, mask, scale, q)
+
+    def write_layers(
+        self,
+        kv: Tensor,
+        prologue: LayersPrologue,
+        rotation: Rotation,
+        new: Tensor | None = None,
+    ) -> None:
+        """K/V of every layer at once; see `AttentionBackend.rope_write_layers`."""
+        self.backend.rope_write_layers(self.plan, kv, prologue, rotation, new)

@@ -26,12 +26,10 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm_torch(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The twin of `add_rms_norm`."""
     total = residual + sum_parts_torch(x, residual.dtype)
-    if into is not None:
-        total = into.copy_(total)
     return rms_norm_torch(total, weight, eps), total
 
 
@@ -44,25 +42,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, into: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """total = residual + x and its norm.
 
     Args:
         x: [T, N], or float32 partial sums [S, T, N].
         residual: [T, N], any row stride; left as it is.
         weight: [N].
-        into: [T, N] with any row stride, where the sum is to stand (a column block of a wider
-            matrix, say); by default a new tensor.
 
     Returns:
         (normed, total), [T, N] each in residual's dtype.
     """
     if not use_triton(residual):
-        return add_rms_norm_torch(x, residual, weight, eps, into)
+        return add_rms_norm_torch(x, residual, weight, eps)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    total = torch.empty_like(out) if into is None else into
+    total = torch.empty_like(out)
     _launch(x, residual, weight, eps, total, out)
     return out, total
 
@@ -88,7 +82,6 @@ def _launch(
         x.stride(0) if x.dim() == 3 else 0,
         x.stride(-2),
         residual.stride(0) if residual is not None else 0,
-        total.stride(0) if total is not None else 0,
         eps,
         ADD=add,
         PARTS=x.shape[0] if x.dim() == 3 else 1,
@@ -109,7 +102,6 @@ def _rms_norm(
     x_part,
     x_row,
     residual_row,
-    total_row,
     eps,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
@@ -132,7 +124,7 @@ def _rms_norm(
         x += tl.load(residual_ptr + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
         # What the next layer reads is what is normed here.
         x = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + row * total_row + at, x, mask=inside)
+        tl.store(total_ptr + row * size + at, x, mask=inside)
         x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     out = x * scale * weight

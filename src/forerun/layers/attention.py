@@ -7,11 +7,33 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask
+from forerun.attention.base import AttentionContext, LayerMask, Prologue, Rotation
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.qkv import HeadNorms
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rope import Rope, RopeRows
+from forerun.layers.rope import RopeRows, rotate
+
+
+class HeadPrologue(Prologue):
+    """Of one layer. In plain PyTorch q and k heads are normed and rotated together."""
+
+    def __init__(self, heads: int, kv_heads: int, dim: int, norms: HeadNorms | None) -> None:
+        self.heads, self.dim, self.norms = heads, dim, norms
+        self.parts = [heads + kv_heads, kv_heads]  # rotated, and v
+        self.halves = [heads, kv_heads]
+        self.norm: RMSNorm | None = None
+        if norms is not None:
+            stacked = torch.cat((norms.q.expand(heads, -1), norms.k.expand(kv_heads, -1)))
+            self.norm = RMSNorm.of(stacked, norms.eps)
+
+    def split(self, product: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = product.view(product.shape[0], -1, self.dim)
+        qk, v = qkv.split_with_sizes(self.parts, 1)
+        if self.norm is not None:
+            qk = self.norm(qk)
+        q, k = rotate(qk, rotation.cos_sin).split_with_sizes(self.halves, 1)
+        return q, k, v
 
 
 class Attention:
@@ -32,44 +54,30 @@ class Attention:
     ) -> None:
         self.layer, self.mask, self.hidden = layer, mask, config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.parts = [self.heads + self.kv_heads, self.kv_heads]  # rotated, and v
-        self.halves = [self.heads, self.kv_heads]
         self.sizes = [heads * self.dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.scale = 1 / math.sqrt(self.dim)
         self.qkv = Linear(config.hidden_size, sum(self.sizes), dtype, device, config.qkv_bias)
         self.o = Linear(self.sizes[0], config.hidden_size, dtype, device, config.o_bias)
-        # As loaded, one weight for all q heads and one for all k heads; then stacked, one norm.
-        self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
-        self.norm: RMSNorm | None = None
+        self.norms: HeadNorms | None = None
         if qk_norm:
-            eps = config.rms_norm_eps
-            self.head_norms = (
-                RMSNorm(self.dim, eps, dtype, device),
-                RMSNorm(self.dim, eps, dtype, device),
-            )
+            q, k = torch.empty(2, self.dim, dtype=dtype, device=device)
+            self.norms = HeadNorms(q, k, config.rms_norm_eps)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint name -> the view it is copied into."""
         qkv = {f"{prefix}{n}_proj": size for n, size in zip("qkv", self.sizes, strict=True)}
         out = self.qkv.slots(qkv) | self.o.slots({f"{prefix}o_proj": self.hidden})
-        if self.head_norms is not None:
-            for name, norm in zip("qk", self.head_norms, strict=True):
-                out[f"{prefix}{name}_norm.weight"] = norm.weight
+        if self.norms is not None:
+            out[f"{prefix}q_norm.weight"] = self.norms.q
+            out[f"{prefix}k_norm.weight"] = self.norms.k
         return out
 
     def prepare(self) -> None:
         self.qkv.pack()
         self.o.pack()
-        if self.head_norms is not None:
-            q, k = (norm.weight for norm in self.head_norms)
-            stacked = torch.cat((q.expand(self.heads, -1), k.expand(self.kv_heads, -1)))
-            self.norm = RMSNorm.of(stacked, self.head_norms[0].eps)
+        self.prologue = HeadPrologue(self.heads, self.kv_heads, self.dim, self.norms)
 
-    def __call__(self, x: Tensor, rope: Rope, rows: RopeRows, ctx: AttentionContext) -> Tensor:
+    def __call__(self, x: Tensor, rows: RopeRows, ctx: AttentionContext) -> Tensor:
         """x [T, H] -> what the heads gathered [T, Hq · D], before `o`."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.dim)
-        qk, v = qkv.split_with_sizes(self.parts, 1)
-        if self.norm is not None:
-            qk = self.norm(qk)
-        q, k = rope.apply(qk, rows).split_with_sizes(self.halves, 1)
-        return ctx.run(self.layer, self.mask, self.scale, q, k, v).flatten(1)
+        qkv = self.qkv(x)
+        return ctx.run(self.layer, self.mask, self.scale, qkv, self.prologue, rows).flatten(1)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.activation import silu_mul
 from forerun.layers.linear import Linear
 
 
@@ -31,5 +31,4 @@ class MLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> the activation [T, I], before `down`."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return silu_mul(self.gate_up(x), x.dtype)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.norm import add_rms_norm, rms_norm
+
 
 class RMSNorm:
     """Normalises the last dimension, of size `size`.
@@ -48,10 +50,12 @@ class RMSNorm:
             return (x / torch.hypot(length, self._floor)).mul_(scaled)
         weight = self.weight
         if weight.dim() == 1:
-            return F.rms_norm(x, weight.shape, weight, self.eps)
+            return rms_norm(x, weight, self.eps)
         return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual [T, size] -> (normed sum, sum)."""
+        if self._scaled is None:
+            return add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + x
         return self(residual), residual

@@ -9,15 +9,33 @@ operations, on q and k together.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from forerun.config.model_config import RopeConfig
 
-# (cos, signed sin) of the rows of one forward, [T, 1, D] each.
-RopeRows: TypeAlias = tuple[Tensor, Tensor]
+
+@dataclass(frozen=True)
+class RopeRows:
+    """The rows of one forward: kernels look up the table themselves, others gather it once."""
+
+    table: Tensor  # [P, 2, 1, D]
+    positions: Tensor  # [T] int
+
+    @cached_property
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, [T, 1, D] each."""
+        cos, sin = self.table.index_select(0, self.positions).unbind(1)
+        return cos, sin
+
+
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """x [T, heads, D], queries and keys together or keys alone -> the same shape."""
+    cos, sin = cos_sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -60,14 +78,7 @@ class Rope:
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
         self.table = table.unsqueeze(2).to(device, dtype)  # [P, 2, 1, D]
-        self.half = head_dim // 2
 
     def rows(self, positions: Tensor) -> RopeRows:
         """positions [T] int; once a forward."""
-        cos, sin = self.table.index_select(0, positions).unbind(1)
-        return cos, sin
-
-    def apply(self, x: Tensor, rows: RopeRows) -> Tensor:
-        """x [T, heads, D], queries and keys together or keys alone -> the same shape."""
-        cos, sin = rows
-        return torch.addcmul(x * cos, x.roll(self.half, -1), sin)
+        return RopeRows(self.table, positions)

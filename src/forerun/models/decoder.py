@@ -91,12 +91,11 @@ class Decoder:
         self, x: Tensor, positions: Tensor, ctx: AttentionContext, capture: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Embeddings x [T, H] -> as `CausalLM.forward`."""
-        rope = self.rope
-        rows = rope.rows(positions)
+        rows = self.rope.rows(positions)
         residual, outputs = x, {}
         x = self.layers[0].input_norm(x)
         for i, (layer, following) in enumerate(zip(self.layers, self._next, strict=True)):
-            x = layer.attention(x, rope, rows, ctx)
+            x = layer.attention(x, rows, ctx)
             x, residual = _join(layer.attention.o, layer.post_norm, x, residual)
             x = layer.mlp(x)
             x, residual = _join(layer.mlp.down, following, x, residual)

@@ -15,11 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask, Mask
+from forerun.attention.base import (
+    AttentionContext,
+    LayerMask,
+    LayersPrologue,
+    Mask,
+    Rotation,
+)
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
+from forerun.kernels.qkv import HeadNorms
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
+from forerun.layers.rope import rotate
 from forerun.models.checkpoint import Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
 from forerun.models.loader import HARMLESS
@@ -201,6 +209,21 @@ def _optional(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
+class ContextPrologue(LayersPrologue):
+    """Norm and rotation over all layers' k heads at once."""
+
+    def __init__(self, kv_heads: int, norms: HeadNorms) -> None:
+        self.norms = norms
+        self.layers, self.dim = norms.k.shape
+        stacked = norms.k.repeat_interleave(kv_heads, 0)
+        self.norm = RMSNorm.of(stacked, norms.eps)
+
+    def split(self, product: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:
+        k, v = product.view(product.shape[0], -1, self.dim).chunk(2, 1)
+        k = rotate(self.norm(k), rotation.cos_sin)
+        return list(zip(k.chunk(self.layers, 1), v.chunk(self.layers, 1), strict=True))
+
+
 class DFlashDraft:
     """The draft's layers, and the path that makes context K/V.
 
@@ -250,9 +273,9 @@ class DFlashDraft:
             a.qkv.bias.split_with_sizes(a.sizes) for a in attentions if a.qkv.bias is not None
         ]
         bias = torch.cat([b[1] for b in biases] + [b[2] for b in biases]) if biases else None
-        norms = [a.head_norms[1].weight for a in attentions if a.head_norms is not None]
-        stacked = torch.cat([n.expand(self.config.num_kv_heads, -1) for n in norms])
-        self._context_norm = RMSNorm.of(stacked, self.config.model.rms_norm_eps)
+        norms = [a.norms for a in attentions if a.norms is not None]
+        keys = HeadNorms(norms[0].q, torch.stack([n.k for n in norms]), norms[0].eps)
+        self._prologue = ContextPrologue(self.config.num_kv_heads, keys)
         self._context_kv = Linear.of(weight, bias)
         for linear in (self._context_kv, self.fc, *([self.head] if self.head else [])):
             linear.pack()
@@ -263,17 +286,15 @@ class DFlashDraft:
         """Target features [T, n * H_t] -> C [T, H]."""
         return self.hidden_norm(self.fc(features))
 
-    def context_kv(self, c: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """C [T, H] at absolute `positions` [T] -> (k, v), [T, Hkv, D] each, a layer.
+    def write_context(
+        self, features: Tensor, positions: Tensor, ctx: AttentionContext, new: Tensor | None
+    ) -> None:
+        """Stores every layer's context K/V of the rows at absolute `positions` [T].
 
-        One product for all layers' k and v; norm and rotation over all layers' k heads at once.
+        One product makes k and v of all layers. `new` as in `rope_write_layers`.
         """
-        heads, layers = self.config.num_kv_heads, self.config.num_layers
-        both = self._context_kv(c).view(c.shape[0], 2 * layers * heads, self.config.head_dim)
-        k, v = both.chunk(2, 1)
-        rope = self.decoder.rope
-        k = rope.apply(self._context_norm(k), rope.rows(positions))
-        return list(zip(k.chunk(layers, 1), v.chunk(layers, 1), strict=True))
+        kv = self._context_kv(self.context(features))
+        ctx.write_layers(kv, self._prologue, self.decoder.rope.rows(positions), new)
 
     def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         """Embedded block rows x [T, H] -> hidden [T, H] after the final norm."""

@@ -2,7 +2,7 @@
 
 propose: the block `[newest, MASK...]` through the draft, against context K/V made from the target's
 hidden states; one argmax a row. observe: hidden states of the rows the target just ran become
-context K/V. Rows past the committed ones are written too; the next block overwrites them.
+context K/V. Rows past the committed ones may be written too; the next block overwrites them.
 (arXiv 2602.06036, sections 3 and 4.)
 """
 
@@ -97,10 +97,9 @@ class DFlash(SpeculativeAlgorithm):
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
         assert target.features is not None and step.attention is not None
-        attention = step.attention(step.width)
-        context = self._draft.context(target.features)
-        for layer, (k, v) in enumerate(self._draft.context_kv(context, step.positions)):
-            attention.backend.write(attention.plan, layer, k, v)
+        new = None if commit is None else commit.new
+        context = step.attention(step.width)
+        self._draft.write_context(target.features, step.positions, context, new)
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._embedding is None:
