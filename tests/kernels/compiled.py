@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun.kernels.dispatch import Kernel
+
 CUDA, HIP = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950", "gfx1100")
 TARGETS = CUDA + HIP
 SHARED_LIMIT = {  # bytes a program may have
@@ -35,7 +37,7 @@ class Case:
     """One kernel at one set of constants."""
 
     name: str
-    kernel: Any  # a `jit` function
+    kernel: Kernel
     signature: Mapping[str, str]  # argument -> "*bf16", "*i32", "i32", "fp32"; not the constants
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages
@@ -67,7 +69,8 @@ def compile_case(case: Case, target: str) -> Facts:
     wave = 64 if target.startswith("gfx9") else 32
     gpu = GPUTarget("hip", target, wave) if hip else GPUTarget("cuda", int(target[3:]), 32)
     constants = {**case.constants, **(case.hip_constants if hip else {})}
-    signature = {name: case.signature.get(name, "constexpr") for name in case.kernel.arg_names}
+    kernel = case.kernel.load()
+    signature = {name: case.signature.get(name, "constexpr") for name in kernel.arg_names}
     missing = [n for n, kind in signature.items() if kind == "constexpr" and n not in constants]
     assert not missing, f"{case.name}: neither signature nor constants have {missing}"
     aligned = {
@@ -75,7 +78,7 @@ def compile_case(case: Case, target: str) -> Facts:
         for i, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name in case.multiples
     }
-    source = ASTSource(case.kernel, signature, constants, aligned)
+    source = ASTSource(kernel, signature, constants, aligned)
     options = {**case.options, **(case.hip_options if hip else {})}
     built = triton.compile(source, target=gpu, options=options)
     text = built.asm["amdgcn" if hip else "ptx"]

@@ -6,14 +6,26 @@ ahead-of-time compilation has a process of its own (`test_compile.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 makes loop bounds with `int(array)`, which numpy 2.4 no longer takes."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_mend)
 
 
 @pytest.fixture

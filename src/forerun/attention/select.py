@@ -15,8 +15,18 @@ def _torch_native() -> type[AttentionBackend]:
     return TorchNative
 
 
-# Fastest first; a backend's module is imported only when it is asked.
-BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {"torch_native": _torch_native}
+def _triton() -> type[AttentionBackend]:
+    from forerun.attention.triton import TritonAttention
+
+    return TritonAttention
+
+
+# Fastest first, for target and draft alike; a backend's module is imported only when it is asked.
+# On ROCm this order makes `triton` the default: whatever is put before it must refuse ROCm.
+BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
+    "triton": _triton,
+    "torch_native": _torch_native,
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,171 @@
+"""Attention by our own Triton kernels: NVIDIA and AMD GPUs.
+
+A plan of fixed width can be captured into a device graph: lengths and page tables are read on
+the device, and the host's bound sets only into how many splits a context is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionNeed,
+    LayerMask,
+    LayersPrologue,
+    Mask,
+    Plan,
+    Prologue,
+    Rotation,
+)
+from forerun.kernels.attention import BLOCK, CAUSAL, TREE, Sight, choose_splits, paged_attention
+from forerun.kernels.device import gpu_of, have_triton
+from forerun.kernels.paged import pool_rows, write_kv
+from forerun.kernels.prefill_attention import (
+    TileMap,
+    map_tiles,
+    prefill_attention,
+    prefill_tiles,
+)
+from forerun.kernels.qkv import kv_norm_rope_write, qk_norm_rope_write
+
+MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
+MAX_TREE = 64  # rows of a block under a custom mask: the bits of an int64
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class TritonPlan(Plan):
+    """`tree` [T] int64 is set by who verifies a tree: bit j: the row sees row j of its block."""
+
+    batch: AttentionBatch
+    rows: Tensor  # [T] int64: pool row of every query row
+    splits: int
+    tile_map: TileMap | None  # of ragged rows
+    tree: Tensor | None = None
+
+
+class TritonAttention(AttentionBackend):
+    name = "triton"
+
+    @classmethod
+    def why_not(cls, need: AttentionNeed) -> list[str]:
+        reasons = []
+        if not have_triton(need.device):
+            reasons.append(
+                "Triton is not installed; pip install triton"
+                if need.device == "cuda"
+                else f"it needs an NVIDIA or AMD GPU, not {need.device}"
+            )
+        if need.mla:
+            reasons.append("it has no latent (MLA) attention")
+        if need.dtype not in DTYPES:
+            reasons.append(f"it computes in float32, float16 and bfloat16, not {need.dtype}")
+        if not 16 <= need.head_dim <= 256:
+            reasons.append(f"head dim {need.head_dim} is not within 16 to 256")
+        if any(m.mask is Mask.CUSTOM and m.window is not None for m in need.masks):
+            reasons.append("its custom (tree) mask has no window")
+        return reasons
+
+    def plan(self, batch: AttentionBatch) -> TritonPlan:
+        page, dim = self.pool.page_size, self.need.head_dim
+        requests, device = batch.start.shape[0], batch.start.device
+        group = self.need.num_heads // self.need.num_kv_heads
+        if batch.width is not None:
+            total = requests * batch.width
+            rows = pool_rows(batch.page_table, batch.start, None, batch.width, total, page)
+            splits = choose_splits(
+                device,
+                requests,
+                group * batch.width,
+                self.need.num_kv_heads,
+                batch.kv_len_ub,
+                dim,
+            )
+            return TritonPlan(batch, rows, splits, None)
+        assert batch.ragged is not None
+        counts = [rows for _, rows in batch.ragged]
+        ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        first = self._upload(ends)
+        rows = pool_rows(batch.page_table, batch.start, first, max(counts), sum(counts), page)
+        tile_rows = max(1, prefill_tiles(gpu_of(device), dim, self.need.dtype).block_m // group)
+        return TritonPlan(batch, rows, 1, map_tiles(batch.ragged, tile_rows, self._upload))
+
+    def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
+        assert isinstance(plan, TritonPlan)
+        write_kv(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
+
+    def rope_write(
+        self, plan: Plan, layer: int, qkv: Tensor, prologue: Prologue, rotation: Rotation
+    ) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        return qk_norm_rope_write(
+            qkv,
+            prologue.heads,
+            prologue.norms,
+            rotation.table,
+            rotation.positions,
+            plan.rows,
+            self.pool.k[layer],
+            self.pool.v[layer],
+        )
+
+    def rope_write_layers(
+        self,
+        plan: Plan,
+        kv: Tensor,
+        prologue: LayersPrologue,
+        rotation: Rotation,
+        new: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, TritonPlan)
+        kv_norm_rope_write(
+            kv,
+            prologue.norms,
+            rotation.table,
+            rotation.positions,
+            plan.rows,
+            self.pool.data,
+            new,
+        )
+
+    def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        batch, sight = plan.batch, Sight(MASKS[mask.mask], mask.window)
+        k, v = self.pool.k[layer], self.pool.v[layer]
+        if batch.width is not None:
+            return paged_attention(
+                q,
+                k,
+                v,
+                batch.page_table,
+                batch.start,
+                batch.width,
+                sight,
+                scale,
+                plan.splits,
+                plan.tree,
+            )
+        assert batch.ragged is not None
+        return prefill_attention(
+            q,
+            k,
+            v,
+            batch.page_table,
+            batch.start,
+            batch.ragged,
+            plan.tile_map,
+            sight,
+            scale,
+        )
+
+    def _upload(self, host: Tensor) -> Tensor:
+        """To the pool's device; on a GPU through pinned memory, without waiting."""
+        device = self.pool.data.device
+        if device.type == "cpu":
+            return host
+        return host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,39 @@
+"""What kernels choose their tiles by."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Facts of a device."""
+
+    processors: int  # streaming multiprocessors, compute units
+    amd: bool
+    wave: int = 32  # threads a warp; AMD's data centre chips have 64
+    capability: int = 90  # CUDA's, of two digits; means nothing where `amd`
+    interpreted: bool = False
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """In Triton's interpreter: a small imaginary one."""
+    if device.type != "cuda":
+        return Gpu(processors=4, amd=False, interpreted=True)
+    properties = torch.cuda.get_device_properties(device)
+    amd = torch.version.hip is not None
+    capability = 10 * properties.major + properties.minor
+    return Gpu(properties.multi_processor_count, amd, properties.warp_size, capability)
+
+
+def have_triton(device: str) -> bool:
+    """Whether kernels can run on this kind of device ("cuda", also ROCm's; "cpu": interpreted)."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,251 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Paged attention for prompt chunks: many rows a request, as many as each has.
+
+The rows are cut into tiles on the host, which knows their counts exactly; a program takes one
+tile of one K/V head: BLOCK_M / group rows with all query heads that share the head, so that the
+triangle a causal mask wastes stays thin. Tiles with the longest context start first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.attention import (
+    CAUSAL,
+    LOG2E,
+    Sight,
+    Tiles,
+    load_kv,
+    paged_attention_torch,
+    pool_offsets,
+    soft_step,
+    visible,
+)
+from forerun.kernels.device import Gpu, gpu_of
+from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.fp8 import FP8, as_bits
+
+
+def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
+    """Of one program: BLOCK_M rows times heads. For AMD see `short_tiles`."""
+    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+    if gpu.interpreted:
+        return Tiles(16, 16, 4, 1)
+    if dtype == torch.float32:
+        return Tiles(32, 32 if dim <= 128 else 16, 4, 1 if gpu.amd else 2)
+    if gpu.amd and gpu.wave == 32:
+        return Tiles(32, 16, 8, 1) if row_bytes <= 256 else Tiles(16, 16, 8, 1)
+    if gpu.amd:
+        return Tiles(128, 64, 8, 1) if row_bytes <= 256 else Tiles(64, 32, 8, 1)
+    if gpu.capability < 90:
+        return Tiles(128 if row_bytes <= 256 else 64, 32, 8, 3)
+    return Tiles(128, 64, 8, 3) if row_bytes <= 256 else Tiles(128, 32, 8, 2)
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Which rows each program takes.
+
+    `entries` [tiles, 4] int32: request, its first row in the batch, its rows, the tile's first
+    row among them.
+    """
+
+    entries: Tensor
+    rows: int  # rows a tile holds
+
+
+def map_tiles(
+    spans: Sequence[tuple[int, int]], rows: int, upload: Callable[[Tensor], Tensor]
+) -> TileMap:
+    """`spans`: (start, rows) of each request, on the host. `upload`: host tensor to device."""
+    start, count = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
+    tiles = (count + rows - 1) // rows
+    request = torch.repeat_interleave(tiles)
+    first = torch.arange(request.shape[0]) - (tiles.cumsum(0) - tiles)[request]
+    begin = count.cumsum(0) - count
+    entries = torch.stack((request, begin[request], count[request], first * rows), 1)
+    heavy = (start[request] + first * rows).argsort(descending=True, stable=True)
+    return TileMap(upload(entries[heavy].int()), rows)
+
+
+def prefill_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start: Tensor,
+    spans: Sequence[tuple[int, int]],
+    tile_map: TileMap | None,
+    sight: Sight,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Attention of ragged rows; their K/V is in the pool already.
+
+    Args:
+        q: [T, Hq, D]; tokens may be apart in memory.
+        k_pool, v_pool: [pages, P, Hkv, D], any float dtype or float8_e4m3fn.
+        page_table: [B, pages] int32.
+        start: [B] int32, position of each request's first row.
+        spans: host (start, rows) of each request.
+        tile_map: from `map_tiles` with `tiles.block_m // group` rows; the twin needs none.
+        sight: causal, or the whole chunk as one block.
+        scale: of the scores.
+        tiles: instead of the tuned ones.
+
+    Returns:
+        [T, Hq, D] in q's dtype.
+    """
+    if not use_triton(q) or tile_map is None:
+        return prefill_attention_torch(q, k_pool, v_pool, page_table, start, spans, sight, scale)
+    total, heads, dim = q.shape
+    kv_heads = k_pool.shape[2]
+    if tiles is None:
+        tiles = prefill_tiles(gpu_of(q.device), dim, q.dtype)
+    out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
+    _prefill[(kv_heads, tile_map.entries.shape[0])](
+        q,
+        as_bits(k_pool),
+        as_bits(v_pool),
+        out,
+        page_table,
+        start,
+        tile_map.entries,
+        scale * LOG2E,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        ROWS=tile_map.rows,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=k_pool.shape[1],
+        MASK=sight.mask,
+        WINDOW=-1 if sight.window is None else sight.window,
+        FP8=k_pool.dtype == FP8,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out
+
+
+@jit
+def _prefill(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, start_ptr, map_ptr, qk_scale,
+    q_token, q_head, table_row,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    PAGE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)
+    entry = map_ptr + tl.program_id(1) * 4
+    request = tl.load(entry)
+    begin, count, first_row = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    start = tl.load(start_ptr + request)
+    table = table_ptr + request.to(tl.int64) * table_row
+
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    row = first_row + m // GROUP
+    inner = (m < ROWS * GROUP) & (row < count)
+    real = inner[:, None] & (d < DIM)[None, :]
+    token = (begin + row).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=real, other=0)
+
+    # Whole blocks that every row sees are computed without a mask; [low, clear) and what
+    # follows `full` need one.
+    last_row = tl.minimum(first_row + ROWS, count) - 1
+    low, clear, full, high = start * 0, start * 0, start, start + count
+    if MASK == 0:
+        full, high = start + first_row + 1, start + last_row + 1
+        if WINDOW >= 0:
+            low = tl.maximum(start + first_row - WINDOW + 1, 0)
+            clear = tl.maximum(start + last_row - WINDOW + 1, 0)
+    else:
+        full = high
+        if WINDOW >= 0:
+            low = tl.maximum(start - WINDOW, 0)
+            clear = low
+    low_block = low // BLOCK_N * BLOCK_N
+    full = full // BLOCK_N * BLOCK_N
+    clear = tl.minimum(tl.cdiv(clear, BLOCK_N) * BLOCK_N, high)
+    full = tl.maximum(full, clear)
+
+    k_ptr += kv_head * DIM
+    v_ptr += kv_head * DIM
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WINDOW >= 0:
+        for first in range(low_block, clear, BLOCK_N):
+            position = first + tl.arange(0, BLOCK_N)
+            inside = (position >= low) & (position < high)
+            offset = pool_offsets(table, position, inside, first, PAGE, BLOCK_N) * (KV_HEADS * DIM)
+            k = load_kv(k_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
+            v = load_kv(v_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
+            seen = visible(row, position, start, row, count, MASK, WINDOW)
+            top, total, acc = soft_step(q, k, v, seen, qk_scale, top, total, acc)
+    for first in range(clear, full, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        offset = pool_offsets(
+            table, position, position >= 0, first, PAGE, BLOCK_N
+        ) * (KV_HEADS * DIM)  # fmt: skip
+        k = load_kv(k_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        v = load_kv(v_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        new = tl.maximum(top, tl.max(s, 1) * qk_scale)
+        p = tl.exp2(s * qk_scale - new[:, None])
+        fade = tl.exp2(top - new)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = new
+    for first in range(full, high, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        inside = (position >= low) & (position < high)
+        offset = pool_offsets(table, position, inside, first, PAGE, BLOCK_N) * (KV_HEADS * DIM)
+        k = load_kv(k_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        v = load_kv(v_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        seen = visible(row, position, start, row, count, MASK, WINDOW)
+        top, total, acc = soft_step(q, k, v, seen, qk_scale, top, total, acc)
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
+    tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=real)
+
+
+def prefill_attention_torch(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    page_table: Tensor,
+    start: Tensor,
+    spans: Sequence[tuple[int, int]],
+    sight: Sight,
+    scale: float,
+) -> Tensor:
+    """Twin of `prefill_attention`: one request after the other."""
+    assert sight.mask in (CAUSAL, 1)
+    parts, first = [], 0
+    for i, (begin, count) in enumerate(spans):
+        used = -(-(begin + count) // k_pool.shape[1])
+        parts.append(
+            paged_attention_torch(
+                q[first : first + count],
+                k_pool,
+                v_pool,
+                page_table[i : i + 1, :used],
+                start[i : i + 1],
+                count,
+                sight,
+                scale,
+            )
+        )
+        first += count
+    return torch.cat(parts)

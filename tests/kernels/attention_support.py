@@ -1,0 +1,122 @@
+"""Random paged K/V, and attention over it by its definition, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.attention import BLOCK, CAUSAL, Sight
+
+
+@dataclass
+class Paged:
+    """Requests whose pages lie in a shuffled pool; what is past their rows is NaN."""
+
+    q: Tensor  # [T, Hq, D]
+    k_pool: Tensor
+    v_pool: Tensor
+    table: Tensor
+    start: Tensor
+    spans: list[tuple[int, int]]
+    scale: float
+    tree: Tensor | None = None
+
+    def reference(self, sight: Sight) -> Tensor:
+        """[T, Hq, D] float64: every query row by itself."""
+        page = self.k_pool.shape[1]
+        group = self.q.shape[1] // self.k_pool.shape[2]
+        out, t = [], 0
+        for b, (start, count) in enumerate(self.spans):
+            position = torch.arange(start + count, device=self.q.device)
+            index = self.table[b, position // page].long() * page + position % page
+            k, v = (
+                pool.flatten(0, 1)[index].double().repeat_interleave(group, 1)
+                for pool in (self.k_pool.float(), self.v_pool.float())
+            )
+            for row in range(count):
+                seen = sees(position, start, count, row, sight, self._bits(t))
+                s = torch.einsum("hd,nhd->hn", self.q[t].double(), k[seen]) * self.scale
+                out.append(torch.einsum("hn,nhd->hd", s.softmax(1), v[seen]))
+                t += 1
+        return torch.stack(out)
+
+    def _bits(self, t: int) -> int:
+        return 0 if self.tree is None else int(self.tree[t])
+
+
+def sees(position: Tensor, start: int, count: int, row: int, sight: Sight, bits: int) -> Tensor:
+    """Which positions a row attends to."""
+    if sight.mask == CAUSAL:
+        oldest = 0 if sight.window is None else start + row - sight.window + 1
+        return (position >= oldest) & (position <= start + row)
+    if sight.mask == BLOCK:
+        return position >= (0 if sight.window is None else start - sight.window)
+    marked = [start + j for j in range(count) if bits >> j & 1]
+    return (position < start) | torch.isin(position, position.new_tensor(marked))
+
+
+def random_tree(count: int, generator: torch.Generator) -> list[int]:
+    """Ancestor bits of each row, itself included; row 0 is the root."""
+    bits = [1]
+    for row in range(1, count):
+        parent = int(torch.randint(row, (), generator=generator))
+        bits.append(bits[parent] | 1 << row)
+    return [b - (1 << 64) if b >> 63 else b for b in bits]
+
+
+def make_paged(
+    spans: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    padded: int = 0,
+) -> Paged:
+    """`padded`: rows that nobody owns are added, each with start 0 and a page table of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    used = [-(-(start + count) // page) for start, count in spans]
+    ids = torch.randperm(sum(used), generator=generator) + 1
+    table = torch.zeros(len(spans) + padded, max(used) + 1, dtype=torch.int32)
+    total = sum(used) + 1
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    # A token's q is a view into a wider row, as it comes from a QKV product.
+    width = spans[0][1]
+    rows = sum(count for _, count in spans) + padded * width
+    q = normal(rows, heads + 2 * kv_heads, dim).to(dtype)[:, :heads]
+    pools = normal(2, total, page, kv_heads, dim)
+    owned = torch.zeros(total, page, dtype=torch.bool)
+    first = 0
+    for b, (start, count) in enumerate(spans):
+        table[b, : used[b]] = ids[first : first + used[b]]
+        position = torch.arange(start + count)
+        owned[table[b, position // page].long(), position % page] = True
+        first += used[b]
+    owned[0, :] = True
+    pools[:, ~owned] = float("nan")
+    k_pool, v_pool = pools.to(kv_dtype or dtype).to(device).unbind(0)
+    spans = spans + [(0, width)] * padded
+    tree = [b for _, n in spans for b in (random_tree(n, generator) if n <= 64 else [0] * n)]
+    return Paged(
+        q.to(device),
+        k_pool,
+        v_pool,
+        table.to(device),
+        torch.tensor([start for start, _ in spans], dtype=torch.int32, device=device),
+        spans,
+        dim**-0.5,
+        torch.tensor(tree, dtype=torch.int64, device=device),
+    )
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """‖out − expected‖ / ‖expected‖; NaN where either has one."""
+    return float((out.double() - expected).norm() / expected.norm())

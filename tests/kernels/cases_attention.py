@@ -1,0 +1,185 @@
+"""Attention kernels as `test_compile.py` compiles them, with the tiles they run with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from forerun.kernels.attention import Tiles, _combine, _short_block, short_tiles
+from forerun.kernels.device import Gpu
+from forerun.kernels.paged import _pool_rows, _write_kv
+from forerun.kernels.prefill_attention import _prefill, prefill_tiles
+from tests.kernels.compiled import TARGETS, Case
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+POOLS = {torch.uint8: "u8", **NAMES}
+
+
+RDNA = Gpu(96, amd=True)
+GPUS = {  # targets that share their tiles
+    "": (("sm_90", "sm_100"), Gpu(132, amd=False)),
+    ", Ampere": (("sm_80",), Gpu(108, amd=False, capability=80)),
+    ", CDNA": (("gfx942", "gfx950"), Gpu(304, amd=True, wave=64)),
+    ", RDNA": (("gfx1100",), RDNA),
+}
+ONE = ("sm_90", "gfx942")
+
+
+def _on_each(
+    name: str, targets: tuple[str, ...], make: Callable[[str, tuple[str, ...], Gpu], Case]
+) -> list[Case]:
+    chosen = {k: (tuple(t for t in all_ if t in targets), gpu) for k, (all_, gpu) in GPUS.items()}
+    return [make(name + suffix, ts, gpu) for suffix, (ts, gpu) in chosen.items() if ts]
+
+
+def _tiles(tiles: Tiles) -> tuple[dict[str, int], dict[str, int]]:
+    blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    return blocks, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
+    power = 1 << (dim - 1).bit_length()
+    return {
+        "GROUP": group,
+        "KV_HEADS": 8,
+        "DIM": dim,
+        "PAGE": page,
+        "MASK": 0,
+        "WINDOW": -1,
+        "FP8": kv == torch.uint8,
+        "BLOCK_D": power,
+    }
+
+
+def short(
+    name: str,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    kv: torch.dtype | None = None,
+    width: int = 1,
+    page: int = 16,
+    group: int = 4,
+    splits: bool = True,
+    targets: tuple[str, ...] = TARGETS,
+    **more: int,
+) -> list[Case]:
+    kv = kv or dtype
+    q, pool = f"*{NAMES[dtype]}", f"*{POOLS[kv]}"
+    names = (
+        "q_ptr k_ptr v_ptr out_ptr lse_ptr table_ptr start_ptr tree_ptr qk_scale"
+        " q_token q_head table_row"
+    )
+    kinds = [q, pool, pool, "*fp32" if splits else q, "*fp32", "*i32", "*i32", "*i64", "fp32"]
+    signature = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
+    own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, **more}
+
+    def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
+        blocks, options = _tiles(short_tiles(gpu, group * width, dim, dtype))
+        return Case(
+            name,
+            _short_block,
+            signature,
+            own | blocks,
+            options,
+            targets=targets,
+            multiples=("q_token", "q_head"),
+            matrix=dtype != torch.float32,
+            spill_bytes=512 if dim > 128 and gpu == RDNA else 0,  # 16 x 256 is too much for it
+        )
+
+    return _on_each(name, targets, make)
+
+
+def prefill(
+    name: str,
+    dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 16,
+    group: int = 4,
+    targets: tuple[str, ...] = TARGETS,
+    **more: int,
+) -> list[Case]:
+    q = f"*{NAMES[dtype]}"
+    names = (
+        "q_ptr k_ptr v_ptr out_ptr table_ptr start_ptr map_ptr qk_scale q_token q_head table_row"
+    )
+    kinds = [q, q, q, q, "*i32", "*i32", "*i32", "fp32", "i32", "i32", "i32"]
+    signature = dict(zip(names.split(), kinds, strict=True))
+
+    def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
+        blocks, options = _tiles(prefill_tiles(gpu, dim, dtype))
+        rows = {"ROWS": blocks["BLOCK_M"] // group}
+        return Case(
+            name,
+            _prefill,
+            signature,
+            _common(dim, page, group, dtype) | rows | blocks | more,
+            options,
+            targets=targets,
+            multiples=("q_token", "q_head"),
+            matrix=dtype != torch.float32,
+            spill_bytes=512 if dim > 128 and gpu == RDNA else 0,  # 16 x 256 is too much for it
+        )
+
+    return _on_each(name, targets, make)
+
+
+CASES = [
+    *short("decode"),
+    *short("verify 16", width=16, page=64),
+    *short("draft block", width=16, MASK=1, WINDOW=512, targets=ONE),
+    *short("tree", width=16, MASK=2, targets=ONE),
+    *short("decode, head dim 64", dim=64, group=2, targets=ONE),
+    *short("verify, head dim 256", dim=256, width=16, targets=(*ONE, "gfx1100")),
+    *short("decode, float8", kv=torch.uint8, targets=(*ONE, "sm_80")),
+    *short("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
+    *prefill("prefill"),
+    *prefill("prefill, window", page=64, WINDOW=512, targets=ONE),
+    *prefill("prefill, head dim 64", dim=64, group=2, targets=ONE),
+    *prefill("prefill, head dim 256", dim=256, targets=(*ONE, "gfx1100")),
+    *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
+    Case(
+        "combine",
+        _combine,
+        {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "splits": "i32"},
+        {"DIM": 128, "SPLITS": 16, "BLOCK_D": 128},
+        targets=ONE,
+    ),
+    Case(
+        "pool rows",
+        _pool_rows,
+        {
+            "table_ptr": "*i32",
+            "start_ptr": "*i32",
+            "first_ptr": "*i32",
+            "rows_ptr": "*i64",
+            "table_row": "i32",
+            "longest": "i32",
+        },
+        {"PAGE": 16, "RAGGED": True, "BLOCK": 64},
+        wide=False,
+        targets=ONE,
+    ),
+    *(
+        Case(
+            f"write, {pool}",
+            _write_kv,
+            {
+                "k_ptr": "*bf16",
+                "v_ptr": "*bf16",
+                "rows_ptr": "*i64",
+                "k_pool": f"*{pool}",
+                "v_pool": f"*{pool}",
+                "k_row": "i32",
+                "v_row": "i32",
+            },
+            {"SIZE": 1024, "FP8": pool == "u8", "CHUNK": 1024},
+            {"num_warps": 2},
+            multiples=("k_row", "v_row"),
+            targets=TARGETS if pool == "u8" else ONE,
+        )
+        for pool in ("bf16", "u8")
+    ),
+]

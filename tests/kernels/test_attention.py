@@ -1,0 +1,162 @@
+"""Short query blocks: kernel == twin == the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.kernels.attention import (
+    BLOCK,
+    CAUSAL,
+    TREE,
+    Sight,
+    Tiles,
+    choose_splits,
+    paged_attention,
+    paged_attention_torch,
+)
+from tests.kernels.attention_support import Paged, make_paged, relative_error
+
+pytest.importorskip("triton")
+
+BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SIGHTS = [Sight(CAUSAL), Sight(CAUSAL, 5), Sight(BLOCK), Sight(BLOCK, 6), Sight(TREE)]
+
+
+def run(case: Paged, sight: Sight, splits: int, tiles: Tiles | None = None) -> torch.Tensor:
+    return paged_attention(
+        case.q,
+        case.k_pool,
+        case.v_pool,
+        case.table,
+        case.start,
+        case.spans[0][1],
+        sight,
+        case.scale,
+        splits,
+        case.tree,
+        tiles,
+    )
+
+
+def twin(case: Paged, sight: Sight) -> torch.Tensor:
+    args = (case.q, case.k_pool, case.v_pool, case.table, case.start)
+    return paged_attention_torch(*args, case.spans[0][1], sight, case.scale, case.tree)
+
+
+def spans(starts: list[int], width: int) -> list[tuple[int, int]]:
+    return [(start, width) for start in starts]
+
+
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@pytest.mark.parametrize(
+    ("page", "heads", "kv_heads", "dim", "width", "splits"),
+    [
+        (16, 4, 2, 64, 1, 1),
+        (16, 4, 2, 64, 5, 3),
+        (1, 2, 2, 64, 3, 2),
+        (64, 8, 1, 64, 2, 4),
+        (256, 6, 2, 80, 3, 1),
+        (16, 2, 1, 128, 10, 1),
+        (1, 1, 1, 256, 2, 2),
+    ],
+)
+def test_kernel_is_the_definition(
+    page: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    width: int,
+    splits: int,
+    sight: Sight,
+    device: torch.device,
+) -> None:
+    case = make_paged(spans([1, 41], width), heads, kv_heads, dim, page, device=device, padded=1)
+    expected = case.reference(sight)
+    assert relative_error(run(case, sight, splits, Tiles(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(twin(case, sight), expected) < 2e-6
+
+
+@pytest.mark.parametrize("splits", range(1, 9))
+def test_splits_change_nothing(splits: int, device: torch.device) -> None:
+    """Also where there are more splits than blocks, and with several tiles of rows."""
+    case = make_paged(spans([0, 60], 3), 6, 1, 64, 16, device=device)
+    sight = Sight(CAUSAL, 20 if splits % 3 == 0 else None)
+    out = run(case, sight, splits, Tiles(16, 16, 4, 1))
+    assert relative_error(out, case.reference(sight)) < 2e-6
+
+
+def test_default_tiles(device: torch.device) -> None:
+    case = make_paged(spans([3, 140], 16), 4, 1, 64, 16, device=device)
+    for sight in (Sight(), Sight(BLOCK, 20)):
+        assert relative_error(run(case, sight, 2), case.reference(sight)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies the bits of bfloat16")
+    case = make_paged(spans([5, 33], 2), 4, 2, 64, 16, dtype, device=device)
+    out = run(case, Sight(), 2)
+    assert out.dtype == dtype
+    assert relative_error(out, case.reference(Sight())) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_float8_pool(dtype: torch.dtype, device: torch.device) -> None:
+    fp8 = torch.float8_e4m3fn
+    case = make_paged(spans([5, 33], 2), 4, 2, 64, 16, dtype, fp8, device)
+    out = run(case, Sight(), 2)
+    assert relative_error(out, case.reference(Sight())) < BOUND[dtype]
+
+
+def test_a_tree_of_64_rows(device: torch.device) -> None:
+    """Bit 63 is the sign of an int64."""
+    case = make_paged(spans([20], 64), 2, 1, 64, 16, device=device)
+    assert case.tree is not None and bool((case.tree < 0).any())
+    assert relative_error(run(case, Sight(TREE), 1), case.reference(Sight(TREE))) < 2e-6
+
+
+def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
+    few = choose_splits(device, 64, 4, 8, 4096, 128)
+    many = choose_splits(device, 1, 4, 1, 4096, 128)
+    assert few <= many
+    assert choose_splits(device, 1, 4, 1, 10, 128) == 1  # nothing to cut
+
+
+# --- real shapes, on a GPU ----------------------------------------------------------------------
+
+QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sight", [Sight(), Sight(CAUSAL, 300), Sight(BLOCK), Sight(TREE)], ids=str)
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize("shape", [QWEN3_8B, PAIR], ids=["qwen3-8b", "pair"])
+def test_on_gpu(shape: tuple[int, int, int], dtype: torch.dtype, page: int, sight: Sight) -> None:
+    for width, starts in ((1, [0, 1023, 2000]), (16, [0, 511, 1500]), (64, [100])):
+        case = make_paged(spans(starts, width), *shape, page, dtype, device="cuda", padded=1)
+        expected = paged_attention_torch(
+            case.q.double(),
+            case.k_pool.double(),
+            case.v_pool.double(),
+            case.table,
+            case.start,
+            width,
+            sight,
+            case.scale,
+            case.tree,
+        )
+        for splits in (1, 7, 32):
+            assert relative_error(run(case, sight, splits), expected) < BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+def test_float8_on_gpu(dtype: torch.dtype) -> None:
+    fp8 = torch.float8_e4m3fn
+    case = make_paged(spans([0, 1023, 2000], 16), *QWEN3_8B, 16, dtype, fp8, "cuda")
+    wide = (case.q.double(), case.k_pool.double(), case.v_pool.double())
+    expected = paged_attention_torch(*wide, case.table, case.start, 16, Sight(), case.scale)
+    assert relative_error(run(case, Sight(), 4), expected) < BOUND[dtype]

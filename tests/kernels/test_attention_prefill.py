@@ -1,0 +1,103 @@
+"""Prompt chunks: kernel == twin == the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.kernels.attention import BLOCK, CAUSAL, Sight, Tiles
+from forerun.kernels.device import gpu_of
+from forerun.kernels.prefill_attention import (
+    map_tiles,
+    prefill_attention,
+    prefill_attention_torch,
+    prefill_tiles,
+)
+from tests.kernels.attention_support import Paged, make_paged, relative_error
+
+pytest.importorskip("triton")
+
+BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def run(case: Paged, sight: Sight, tiles: Tiles | None = None) -> torch.Tensor:
+    device, dim = case.q.device, case.q.shape[2]
+    shape = tiles or prefill_tiles(gpu_of(device), dim, case.q.dtype)
+    rows = shape.block_m * case.k_pool.shape[2] // case.q.shape[1]
+    tile_map = map_tiles(case.spans, rows, lambda host: host.to(device))
+    args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans)
+    return prefill_attention(*args, tile_map, sight, case.scale, tiles)
+
+
+def twin(case: Paged, sight: Sight) -> torch.Tensor:
+    args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans)
+    return prefill_attention_torch(*args, sight, case.scale)
+
+
+SIGHTS = [Sight(CAUSAL), Sight(CAUSAL, 7), Sight(CAUSAL, 40), Sight(BLOCK), Sight(BLOCK, 9)]
+
+
+@pytest.mark.parametrize(
+    ("page", "heads", "kv_heads", "dim", "sight"),
+    [
+        *((16, 4, 2, 64, sight) for sight in SIGHTS),
+        (1, 2, 2, 64, Sight(CAUSAL, 7)),
+        (64, 8, 1, 80, Sight(CAUSAL)),
+        (256, 3, 1, 128, Sight(BLOCK, 9)),
+        (16, 1, 1, 256, Sight(CAUSAL)),
+    ],
+)
+def test_kernel_is_the_definition(
+    page: int, heads: int, kv_heads: int, dim: int, sight: Sight, device: torch.device
+) -> None:
+    spans = [(0, 1), (0, 25), (47, 6)]
+    case = make_paged(spans, heads, kv_heads, dim, page, device=device)
+    expected = case.reference(sight)
+    assert relative_error(run(case, sight, Tiles(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(twin(case, sight), expected) < 2e-6
+
+
+def test_default_tiles_and_half_precision(device: torch.device) -> None:
+    case = make_paged([(0, 37), (33, 5)], 4, 2, 64, 16, torch.float16, device=device)
+    assert relative_error(run(case, Sight()), case.reference(Sight())) < BOUND[torch.float16]
+
+
+def test_float8_pool(device: torch.device) -> None:
+    case = make_paged([(9, 20)], 2, 1, 64, 16, kv_dtype=torch.float8_e4m3fn, device=device)
+    assert relative_error(run(case, Sight()), case.reference(Sight())) < 2e-6
+
+
+def test_tiles_cover_every_row_once_longest_context_first() -> None:
+    spans = [(0, 5), (100, 1), (7, 12), (0, 4)]
+    entries = map_tiles(spans, 4, lambda host: host).entries.tolist()
+    begins = [0, 5, 6, 18]
+    covered = sorted(
+        begin + first + i
+        for request, begin, count, first in entries
+        for i in range(min(4, count - first))
+    )
+    assert covered == list(range(22))
+    assert all(begin == begins[r] and count == spans[r][1] for r, begin, count, _ in entries)
+    contexts = [spans[r][0] + first for r, _, _, first in entries]
+    assert contexts == sorted(contexts, reverse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sight", [Sight(), Sight(CAUSAL, 300), Sight(BLOCK)], ids=str)
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize("shape", [(32, 8, 128), (4, 2, 64)], ids=["qwen3-8b", "pair"])
+def test_on_gpu(shape: tuple[int, int, int], dtype: torch.dtype, page: int, sight: Sight) -> None:
+    spans = [(0, 700), (0, 1), (1000, 130), (64, 64)]
+    case = make_paged(spans, *shape, page, dtype, device="cuda")
+    expected = prefill_attention_torch(
+        case.q.double(),
+        case.k_pool.double(),
+        case.v_pool.double(),
+        case.table,
+        case.start,
+        spans,
+        sight,
+        case.scale,
+    )
+    assert relative_error(run(case, sight), expected) < BOUND[dtype]

@@ -1,0 +1,68 @@
+"""Pool rows and K/V writes: kernel == twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.kernels.paged import pool_rows, pool_rows_torch, write_kv, write_kv_torch
+
+pytest.importorskip("triton")
+
+FP8 = torch.float8_e4m3fn
+
+
+def table(batch: int, pages: int, device: torch.device) -> torch.Tensor:
+    ids = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1)) + 1
+    return ids.view(batch, pages).int().to(device)
+
+
+@pytest.mark.parametrize("page", [1, 16, 64, 256])
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_rows_of_fixed_width(page: int, width: int, device: torch.device) -> None:
+    start = torch.tensor([0, 3, 2 * page - 1], dtype=torch.int32, device=device)
+    pages = table(3, 2 + (width + page) // page, device)
+    total = 3 * width
+    got = pool_rows(pages, start, None, width, total, page)
+    assert got.tolist() == pool_rows_torch(pages, start, None, width, total, page).tolist()
+    position = int(start[2]) + width - 1  # the last row, by the definition
+    expected = int(pages[2, position // page]) * page + position % page
+    assert got[-1] == expected
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_rows_of_ragged_chunks(page: int, device: torch.device) -> None:
+    spans = [(0, 3), (9, 70), (5, 1)]
+    first = torch.tensor([0, 3, 73, 74], dtype=torch.int32, device=device)
+    start = torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device)
+    pages = table(3, 80, device)
+    got = pool_rows(pages, start, first, 70, 74, page).tolist()
+    assert got == pool_rows_torch(pages, start, first, 70, 74, page).tolist()
+    at = [(b, s + i) for b, (s, n) in enumerate(spans) for i in range(n)]
+    assert got == [int(pages[b, p // page]) * page + p % page for b, p in at]
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (1, 80), (8, 256)])
+def test_write(heads: int, dim: int, pool_dtype: torch.dtype, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    qkv = torch.randn(5, 4 * heads, dim, generator=generator).to(device) * 30
+    k, v = qkv[:, heads : 2 * heads], qkv[:, 3 * heads :]
+    rows = torch.tensor([7, 33, 0, 12, 5], device=device)
+    pools = [torch.zeros(2, 3, 16, heads, dim, device=device).to(pool_dtype) for _ in range(2)]
+    write_kv(k, v, rows, *pools[0])
+    write_kv_torch(k, v, rows, *pools[1])
+    assert torch.equal(pools[0].float(), pools[1].float())
+    assert torch.equal(pools[0][0].flatten(0, 1)[rows].float(), k.to(pool_dtype).float())
+
+
+def test_float8_rounds_as_torch_does(device: torch.device) -> None:
+    """Every float8 value, what lies half way between two, either side of that, and what is over."""
+    values = torch.arange(127, dtype=torch.uint8).view(FP8).float()  # 0 to 448
+    middles = (values[1:] + values[:-1]) / 2
+    edges = (middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1]))
+    x = torch.cat((values, *edges, torch.tensor([449.0, 1e6, 1e-9, 2**-10])))
+    x = torch.cat((x, -x, torch.zeros(64)))[: 16 * 64].view(-1, 1, 64).to(device)
+    pool = torch.zeros(2, x.shape[0], 1, 1, 64, device=device).to(FP8)
+    write_kv(x, x, torch.arange(x.shape[0], device=device), pool[0], pool[1])
+    assert torch.equal(pool[0].float().flatten(), x.clamp(-448, 448).to(FP8).float().flatten())
