@@ -27,7 +27,6 @@ from forerun.speculative.base import (
     TargetOutput,
 )
 from forerun.speculative.simulate import SimulatedAccept
-from forerun.speculative.verify import accept
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,9 @@ class DeviceStep:
         hidden, features = self.model.forward(ids, step.positions, context, self.caps.target_layers)
         logits = self.model.lm_head(hidden).view(slots.shape[0], width, -1)
         drawn = sample(logits, positions + 1, tables.sampling.gather(slots), flags)  # [B, W]
-        new = accept(draft.tokens, drawn)  # [B]
-        if self.simulate is not None:
-            new = self.simulate(slots)
+        forced = None if self.simulate is None else self.simulate(slots)
+        new = tables.commit(draft.tokens, drawn, slots, start, forced)  # [B]
 
-        tables.commit(slots, start, positions, drawn, new)
         step = Step(slots, start, step.positions, ids, width, tables.history, step.attention)
         self.algorithm.observe(step, TargetOutput(hidden, features), Commit(drawn, new))
         return drawn, new

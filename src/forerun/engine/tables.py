@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import StepPlan
+from forerun.kernels.commit import accept_commit
 from forerun.sampling.table import SamplingTable
 
 
@@ -56,21 +57,20 @@ class SlotTables:
         self.sampling.set([a.slot for a in plan.admitted], requests)
 
     def commit(
-        self, slots: Tensor, start: Tensor, positions: Tensor, drawn: Tensor, new: Tensor
-    ) -> None:
-        """Advances the slots by `new` tokens each.
+        self,
+        draft: Tensor,
+        drawn: Tensor,
+        slots: Tensor,
+        start: Tensor,
+        forced: Tensor | None = None,
+    ) -> Tensor:
+        """Accepts what agrees of draft [B, K] and drawn [B, K + 1], and advances the slots.
 
-        Args:
-            slots: [B] int64.
-            start: [B] int32, the committed lengths before.
-            positions: [B, W] int32 of the verified rows.
-            drawn: [B, W] int64; drawn[:, i] stands at positions[:, i] + 1.
-            new: [B] int32.
+        See `accept_commit`; returns new [B] int32.
         """
-        self.kv_len[slots] = start + new
-        self.last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
-        self.history[slots.unsqueeze(1), (positions + 1).long()] = drawn.int()
-        self.kv_len[self.nobody].zero_()  # padded rows never move
+        return accept_commit(
+            draft, drawn, slots, start, self.kv_len, self.last_token, self.history, forced
+        )
 
     def _write_pages(self, plan: StepPlan) -> None:
         rows: list[int] = []

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.dispatch import jit, tl, use_triton
-from forerun.kernels.norm import sum_parts_torch
+from forerun.kernels.norm import sum_parts_torch, vector_warps
 from forerun.kernels.pdl import pdl_options
 
 
@@ -34,7 +34,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         gate_up.stride(-2),
         PARTS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
         BLOCK=block,
-        num_warps=block // 256,
+        num_warps=vector_warps(block, out),
         **pdl_options(out),
     )
     return out

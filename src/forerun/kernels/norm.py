@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.pdl import pdl_options
 
@@ -61,6 +62,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
+def vector_warps(elements: int, tensor: Tensor) -> int:
+    """Warps for a program of so many elements, 8 a thread: 16 bytes of bfloat16."""
+    return min(16, max(1, elements // (8 * gpu_of(tensor.device).wave)))
+
+
 def _launch(
     x: Tensor,
     residual: Tensor | None,
@@ -86,7 +92,7 @@ def _launch(
         ADD=add,
         PARTS=x.shape[0] if x.dim() == 3 else 1,
         BLOCK=block,
-        num_warps=min(16, max(1, block // 256)),
+        num_warps=vector_warps(block, out),
         **pdl_options(out),
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.fp8 import FP8, as_bits, encode_e4m3
-from forerun.kernels.norm import rms_norm_torch, sum_parts_torch
+from forerun.kernels.norm import rms_norm_torch, sum_parts_torch, vector_warps
 from forerun.kernels.paged import write_kv_torch
 from forerun.kernels.pdl import pdl_options
 
@@ -158,7 +158,7 @@ def _launch(
         table,
         positions,
         rows,
-        q,
+        table if q is None else q,  # no q heads: never written
         as_bits(k_pool),
         as_bits(v_pool),
         new,
@@ -175,7 +175,7 @@ def _launch(
         FP8=k_pool.dtype == FP8,
         GROUP=group,
         HALF=half,
-        num_warps=max(1, group * half // 256),
+        num_warps=vector_warps(group * half, x),
         **pdl_options(x),
     )
 

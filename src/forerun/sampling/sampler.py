@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.sampling_params import SamplingParams
+from forerun.kernels.argmax import argmax
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.noise import race
 
@@ -72,7 +73,7 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: Samplin
     if flags.min_tokens:
         logits = _without_stops(logits, positions, rows)
     if not flags.sampled:
-        return logits.argmax(-1)  # float32 holds every half exactly: no need to convert
+        return argmax(logits.flatten(0, 1)).view(logits.shape[:2])
 
     gap = gaps(logits.float())
     temperature = rows.temperature[:, None]

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
+from forerun.kernels.argmax import argmax
 from forerun.kvcache.pools import KVLayout
 from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
 from forerun.speculative.base import (
@@ -92,7 +93,7 @@ class DFlash(SpeculativeAlgorithm):
         hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
         rows = hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)  # [B * K, H]
         head = self._target.lm_head if self._head is None else self._head
-        tokens = self._draft.target_ids(head(rows).argmax(-1))
+        tokens = self._draft.target_ids(argmax(head(rows)))
         return Draft(tokens.view(batch, -1))
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:

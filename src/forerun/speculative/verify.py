@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from forerun.kernels.commit import accept_torch
 
 
 def accept(draft: Tensor, drawn: Tensor) -> Tensor:
@@ -21,5 +22,4 @@ def accept(draft: Tensor, drawn: Tensor) -> Tensor:
     Returns:
         [B] int32: 1 + the length of the longest prefix with draft[:, i] == drawn[:, i].
     """
-    agree = (draft == drawn[:, :-1]).to(torch.int32)
-    return agree.cumprod(-1, dtype=torch.int32).sum(-1, dtype=torch.int32) + 1
+    return accept_torch(draft, drawn)

@@ -1,0 +1,114 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The end of a step: how many drawn tokens are committed, and the slots advanced by them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.pdl import pdl_options
+
+
+def accept_torch(draft: Tensor, drawn: Tensor) -> Tensor:
+    """draft [B, K], drawn [B, K + 1] -> [B] int32: 1 + the length of the agreeing prefix."""
+    agree = (draft == drawn[:, :-1]).to(torch.int32)
+    return agree.cumprod(-1, dtype=torch.int32).sum(-1, dtype=torch.int32) + 1
+
+
+def accept_commit_torch(
+    draft: Tensor,
+    drawn: Tensor,
+    slots: Tensor,
+    start: Tensor,
+    kv_len: Tensor,
+    last_token: Tensor,
+    history: Tensor,
+    forced: Tensor | None = None,
+) -> Tensor:
+    """The twin of `accept_commit`."""
+    new = accept_torch(draft, drawn) if forced is None else forced
+    kv_len[slots] = start + new
+    last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
+    behind = torch.arange(1, drawn.shape[1] + 1, device=drawn.device)
+    history[slots.unsqueeze(1), start.unsqueeze(1) + behind] = drawn.int()
+    kv_len[-1:].zero_()
+    return new
+
+
+def accept_commit(
+    draft: Tensor,
+    drawn: Tensor,
+    slots: Tensor,
+    start: Tensor,
+    kv_len: Tensor,
+    last_token: Tensor,
+    history: Tensor,
+    forced: Tensor | None = None,
+) -> Tensor:
+    """Decides what is committed and writes it to the slots' tables.
+
+    The tables' last row is nobody's, for padded rows: its length stays 0.
+
+    Args:
+        draft: [B, K] int64, K >= 0.
+        drawn: [B, W] int64, W = K + 1; drawn[:, i] stands at position start + i + 1.
+        slots: [B] int64.
+        start: [B] int32, the committed lengths before.
+        kv_len: [slots] int32.
+        last_token: [slots] int64.
+        history: [slots, positions] int32.
+        forced: [B] int32 to commit, whatever agrees.
+
+    Returns:
+        new [B] int32, tokens committed.
+    """
+    if not use_triton(drawn):
+        return accept_commit_torch(draft, drawn, slots, start, kv_len, last_token, history, forced)
+    new = torch.empty_like(start)
+    _accept_commit[(len(slots),)](
+        draft,
+        drawn,
+        slots,
+        start,
+        forced,
+        kv_len,
+        last_token,
+        history,
+        new,
+        draft.stride(0),
+        drawn.stride(0),
+        history.stride(0),
+        kv_len.shape[0] - 1,
+        WIDTH=drawn.shape[1],
+        BLOCK=triton.next_power_of_2(drawn.shape[1]),
+        num_warps=1,
+        **pdl_options(drawn),
+    )
+    return new
+
+
+@jit
+def _accept_commit(
+    draft_ptr, drawn_ptr, slots, start_ptr, forced, kv_len, last_token, history, new_ptr,
+    draft_row, drawn_row, history_row, nobody,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a request."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    drawn = tl.load(drawn_ptr + request * drawn_row + i, mask=i < WIDTH, other=-1)
+    draft = tl.load(draft_ptr + request * draft_row + i, mask=i < WIDTH - 1, other=-2)
+    # The first row that differs; behind the drafts all do.
+    new = tl.min(tl.where(draft == drawn, BLOCK, i), 0) + 1
+    if forced is not None:
+        new = tl.load(forced + request)
+    slot, start = tl.load(slots + request), tl.load(start_ptr + request)
+    tl.store(new_ptr + request, new)
+    tl.store(kv_len + slot, tl.where(slot == nobody, 0, start + new))
+    tl.store(last_token + slot, tl.sum(tl.where(i == new - 1, drawn, 0), 0))
+    place = history + slot * history_row + start + 1 + i
+    tl.store(place, drawn.to(tl.int32), mask=i < WIDTH)
