@@ -73,10 +73,12 @@ def short(
     )
     kinds = [q, pool, pool, "*fp32" if splits else q, "*fp32", "*i32", "*i32", "*i64", "fp32"]
     signature = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
-    own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, **more}
+    own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, "PDL": False, **more}
 
     def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
         blocks, options = _tiles(short_tiles(gpu, group * width, dim, dtype))
+        if not gpu.amd and gpu.capability >= 90:
+            options, blocks = options | {"launch_pdl": True}, blocks | {"PDL": True}
         return Case(
             name,
             _short_block,
@@ -144,7 +146,7 @@ CASES = [
         "combine",
         _combine,
         {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "splits": "i32"},
-        {"DIM": 128, "SPLITS": 16, "BLOCK_D": 128},
+        {"DIM": 128, "SPLITS": 16, "BLOCK_D": 128, "PDL": False},
         targets=ONE,
     ),
     Case(

@@ -20,6 +20,7 @@ from torch import Tensor
 from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.fp8 import FP8, as_bits, decode_e4m3
+from forerun.kernels.pdl import pdl_options
 
 CAUSAL, BLOCK, TREE = 0, 1, 2  # as kernels see masks
 LOG2E = math.log2(math.e)
@@ -142,6 +143,7 @@ def paged_attention(
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **pdl_options(q),
     )
     if splits > 1:
         _combine[(total * heads,)](
@@ -153,6 +155,7 @@ def paged_attention(
             SPLITS=triton.next_power_of_2(splits),
             BLOCK_D=triton.next_power_of_2(dim),
             num_warps=4 if splits > 8 else 2,
+            **pdl_options(q),
         )
     return out
 
@@ -226,8 +229,12 @@ def _short_block(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
     FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of a request's rows, one K/V head, one split of the context."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -290,9 +297,12 @@ def _short_block(
 @jit
 def _combine(
     part_ptr, lse_ptr, out_ptr, splits,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One query row and head: its splits' results, weighted by their sums. part [T, Hq, S, D]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     where = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + where * splits + s, mask=s < splits, other=float("-inf"))

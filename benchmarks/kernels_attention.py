@@ -1,0 +1,261 @@
+"""Paged attention against what the GPU can read and multiply.
+
+    python benchmarks/kernels_attention.py [--json results.json] [--sweep]
+
+Each case is timed as a CUDA graph of one launch a layer over as many layers' pools as exceed the
+L2 cache. Short blocks are compared with a device-to-device copy (bytes read and written) measured
+in the same run; prompt chunks with the FLOPs of the scores that count. `--sweep` tries tiles and
+splits and prints the best of each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from forerun.kernels.attention import (
+    Sight,
+    Tiles,
+    choose_splits,
+    paged_attention,
+)
+from forerun.kernels.device import gpu_of
+from forerun.kernels.prefill_attention import map_tiles, prefill_attention, prefill_tiles
+
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
+SCALE = DIM**-0.5
+ROTATE = 300 << 20  # bytes of K/V that one round of a graph goes through
+SHORT = list(itertools.product((1, 8, 32), (1024, 8192), (1, 16)))  # batch, context, width
+
+
+@dataclass
+class Pools:
+    """K/V of B requests of `context` positions, in shuffled pages, for several layers."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+    table: Tensor
+    start: Tensor
+    q: Tensor
+
+    @classmethod
+    def make(
+        cls, batch: int, context: int, width: int, dtype: torch.dtype, page: int, layers: int | None
+    ) -> Pools:
+        pages = -(-context // page)
+        count = 1 + batch * pages
+        size = 2 * count * page * KV_HEADS * DIM * dtype.itemsize
+        layers = layers or max(1, -(-ROTATE // size))
+        kind = torch.bfloat16
+        k, v = (
+            [
+                torch.randn(count, page, KV_HEADS, DIM, device="cuda", dtype=kind).to(dtype)
+                for _ in range(layers)
+            ]
+            for _ in range(2)
+        )
+        ids = torch.randperm(batch * pages, device="cuda").view(batch, pages) + 1
+        start = torch.full((batch,), context - width, dtype=torch.int32, device="cuda")
+        q = torch.randn(batch * width, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=kind)
+        return cls(k, v, ids.int(), start, q[:, :HEADS])
+
+
+def median_us(run: Callable[[], Any], launches: int, rounds: int = 7) -> float:
+    """Microseconds a launch: median over graph replays."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times[2:])
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large device-to-device copy, bytes read and written."""
+    source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_us(lambda: target.copy_(source), 1) / 1e3
+
+
+def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
+    def run() -> None:
+        for k, v in zip(pools.k, pools.v, strict=True):
+            paged_attention(
+                pools.q,
+                k,
+                v,
+                pools.table,
+                pools.start,
+                width,
+                Sight(),
+                SCALE,
+                splits,
+                tiles=tiles,
+            )
+
+    return median_us(run, len(pools.k))
+
+
+def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
+    pools = Pools.make(batch, context, width, dtype, page, None)
+    group = HEADS // KV_HEADS
+    splits = choose_splits(pools.q.device, batch, group * width, KV_HEADS, context, DIM)
+    took = short(pools, width, splits, None)
+    read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
+    name = f"{'decode' if width == 1 else 'verify'} b{batch} w{width} ctx{context} page{page}"
+    kind = str(dtype).removeprefix("torch.")
+    return {"case": f"{name} {kind}", "splits": splits, "us": took, "gbs": read / took / 1e3}
+
+
+def prefill(pools: Pools, count: int, context: int, tiles: Tiles | None) -> float:
+    """`count` prompts, their last `width` rows at the end of `context`."""
+    width = pools.q.shape[0] // count
+    spans = [(context - width, width)] * count
+    shape = tiles or prefill_tiles(gpu_of(pools.q.device), DIM, pools.q.dtype)
+    rows = shape.block_m * KV_HEADS // HEADS
+    tile_map = map_tiles(spans, rows, lambda host: host.cuda())
+
+    def run() -> None:
+        prefill_attention(
+            pools.q,
+            pools.k[0],
+            pools.v[0],
+            pools.table,
+            pools.start,
+            spans,
+            tile_map,
+            Sight(),
+            SCALE,
+            tiles,
+        )
+
+    return median_us(run, 1)
+
+
+def prefill_case(count: int, width: int, context: int, page: int) -> dict:
+    pools = Pools.make(count, context, width, torch.bfloat16, page, 1)
+    took = prefill(pools, count, context, None)
+    seen = count * (width * (context - width) + width * (width + 1) / 2)
+    flops = 4 * seen * HEADS * DIM
+    name = f"prefill {count} x {width} ctx{context} page{page}"
+    return {"case": name, "us": took, "tflops": flops / took / 1e6}
+
+
+# --- sweeps -------------------------------------------------------------------------------------
+
+
+def short_candidates(width: int) -> Iterator[Tiles]:
+    block_m = max(16, min(64, width * HEADS // KV_HEADS))
+    for n, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5)):
+        fits = (stages - 1) * 2 * n * DIM * 2 <= 160 << 10
+        wide = warps == (4 if block_m == 64 else 2) or warps == (8 if n == 128 else 4)
+        if fits and wide:
+            yield Tiles(block_m, n, warps, stages)
+
+
+def prefill_candidates() -> list[Tiles]:
+    shapes = [(128, 64, 8), (128, 128, 8), (128, 64, 4), (64, 64, 4), (64, 128, 4)]
+    return [Tiles(*shape, stages) for shape in shapes for stages in (2, 3, 4)]
+
+
+def compile_one(job: tuple[str, Tiles, int]) -> None:
+    """In a process of its own: leaves the compiled kernel in Triton's cache."""
+    kind, tiles, width = job
+    torch.cuda.set_per_process_memory_fraction(0.02)
+    try:
+        if kind == "short":
+            pools = Pools.make(2, 512, width, torch.bfloat16, PAGE, 1)
+            for splits in (1, 2):
+                short(pools, width, splits, tiles)
+        else:
+            pools = Pools.make(2, 512, 512, torch.bfloat16, PAGE, 1)
+            prefill(pools, 2, 512, tiles)
+    except OutOfResources:
+        print(f"{kind} {tiles}: too large")
+
+
+def sweep() -> Iterable[dict]:
+    jobs = [("short", tiles, width) for width in (1, 16) for tiles in short_candidates(width)]
+    jobs += [("prefill", tiles, 0) for tiles in prefill_candidates()]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(14, mp_context=spawn) as workers:
+        list(workers.map(compile_one, jobs))
+    for batch, context, width in SHORT:
+        pools = Pools.make(batch, context, width, torch.bfloat16, PAGE, None)
+        per_split = batch * KV_HEADS
+        counts = {min(64, context // 64, -(-f * 132 // per_split)) for f in (1, 2, 4, 8)} | {1}
+        found = []
+        for tiles in short_candidates(width):
+            for splits in sorted(counts) if per_split * max(counts) > 64 else [max(counts)]:
+                if per_split * splits < 64:
+                    continue
+                found.append((_try(lambda: short(pools, width, splits, tiles)), splits, tiles))  # noqa: B023
+        yield from _best(f"b{batch} w{width} ctx{context}", found)
+    pools = Pools.make(8, 1024, 1024, torch.bfloat16, PAGE, 1)
+    tried = [(_try(lambda: prefill(pools, 8, 1024, t)), 1, t) for t in prefill_candidates()]  # noqa: B023
+    yield from _best("prefill 8 x 1024", tried)
+
+
+def _try(run: Callable[[], float]) -> float:
+    try:
+        return run()
+    except OutOfResources:
+        return float("inf")
+
+
+def _best(name: str, found: list[tuple[float, int, Tiles]]) -> Iterator[dict]:
+    for took, splits, tiles in sorted(found, key=lambda f: f[0])[:400]:
+        yield {"case": name, "us": took, "splits": splits, **asdict(tiles)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "copy_gbs": copy_bandwidth()}
+    print(f"{results['gpu']}: copy {results['copy_gbs']:.0f} GB/s")
+    if options.sweep:
+        results["sweep"] = list(sweep())
+        for name, group in itertools.groupby(results["sweep"], lambda r: r["case"]):
+            for row in list(group)[:6]:
+                tile = f"N{row['block_n']} w{row['warps']} s{row['stages']}"
+                print(f"{name:24} {row['us']:8.2f} us  M{row['block_m']} {tile} x{row['splits']}")
+    rows = [short_case(*shape, torch.bfloat16, PAGE) for shape in SHORT]
+    rows += [short_case(32, 8192, 1, torch.float8_e4m3fn, PAGE)]
+    rows += [short_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
+    rows += [prefill_case(32, 1024, 1024, PAGE), prefill_case(8, 1024, 1024, PAGE)]
+    rows += [prefill_case(1, 4096, 8192, PAGE), prefill_case(8, 1024, 1024, 64)]
+    for row in rows:
+        if "gbs" in row:
+            rate = f"{row['gbs']:8.0f} GB/s {row['gbs'] / results['copy_gbs']:6.1%}"
+        else:
+            rate = f"{row['tflops']:8.0f} TFLOP/s"
+        print(f"{row['case']:44} {row['us']:9.2f} us {rate}  splits {row.get('splits', 1)}")
+    results["cases"] = rows
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""As for the kernels: on the GPU where there is one, else in Triton's interpreter."""
+
+from tests.kernels.conftest import _interpreter, device
+
+__all__ = ["_interpreter", "device"]

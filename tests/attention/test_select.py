@@ -1,0 +1,65 @@
+"""Which backend serves what, and what is said where none can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from forerun.attention.base import AttentionNeed, LayerMask, Mask
+from forerun.attention.select import select, survey
+from forerun.core.errors import ConfigError
+
+pytest.importorskip("triton")
+
+GPU = AttentionNeed("cuda", torch.bfloat16, 128, 32, 8, 16, frozenset({LayerMask()}))
+
+
+@pytest.fixture(autouse=True)
+def _not_interpreted(monkeypatch: pytest.MonkeyPatch, _interpreter: None) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.parametrize("hip", [None, "7.0.0"])
+def test_triton_is_the_default_on_every_gpu(
+    hip: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
+    block = frozenset({LayerMask(Mask.BLOCK, 512), LayerMask(window=128)})
+    for need in (GPU, replace(GPU, masks=block, graph=True)):
+        assert select(need, None, "attention_backend").backend.name == "triton"
+
+
+def test_plain_attention_serves_cpus_and_whoever_asks() -> None:
+    choice = select(replace(GPU, device="cpu"), None, "attention_backend")
+    assert choice.backend.name == "torch_native"
+    assert "triton: it needs an NVIDIA or AMD GPU, not cpu" in choice.explain()
+    assert select(GPU, "torch_native", "attention_backend").backend.name == "torch_native"
+
+
+def test_graphs_and_trees_need_triton() -> None:
+    tree = replace(GPU, masks=frozenset({LayerMask(Mask.CUSTOM)}), graph=True)
+    reasons = survey(tree)
+    assert reasons["triton"] == []
+    assert len(reasons["torch_native"]) == 2
+    with pytest.raises(ConfigError, match="attention_backend torch_native cannot serve"):
+        select(tree, "torch_native", "attention_backend")
+
+
+@pytest.mark.parametrize(
+    ("need", "reason"),
+    [
+        (replace(GPU, head_dim=512), "head dim 512 is not within 16 to 256"),
+        (replace(GPU, dtype=torch.float64), "not torch.float64"),
+        (replace(GPU, mla=True), "latent"),
+        (replace(GPU, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "has no window"),
+    ],
+)
+def test_what_triton_refuses(need: AttentionNeed, reason: str) -> None:
+    assert any(reason in said for said in survey(need)["triton"])
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(ConfigError, match="Unknown attention_backend 'tritn'"):
+        select(GPU, "tritn", "attention_backend")

@@ -1,0 +1,143 @@
+"""The Triton backend does what the plain one does, through the same interface."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionNeed,
+    LayerMask,
+    Mask,
+    Plan,
+)
+from forerun.attention.torch_native import TorchNative
+from forerun.attention.triton import TritonAttention
+from forerun.kvcache.pools import KVLayout, KVPool
+
+pytest.importorskip("triton")
+
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 64, 2
+MASKS = [LayerMask(), LayerMask(window=7), LayerMask(Mask.BLOCK), LayerMask(Mask.BLOCK, 9)]
+
+
+def backends(page: int, device: torch.device) -> list[AttentionBackend]:
+    """Triton and the plain one, each with its own pool."""
+    need = AttentionNeed(device.type, torch.float32, DIM, HEADS, KV_HEADS, page, frozenset(MASKS))
+    assert TritonAttention.why_not(need) == []
+    layout = KVLayout(LAYERS, KV_HEADS, DIM, torch.float32)
+    pools = [KVPool(layout, 1 + 3 * 8 * 16 // page, page, device) for _ in range(2)]
+    return [TritonAttention(need, pools[0]), TorchNative(need, pools[1])]
+
+
+def tables(page: int, device: torch.device) -> torch.Tensor:
+    """Three requests of up to 128 positions, and nobody's."""
+    ids = torch.randperm(3 * 128 // page, generator=torch.Generator().manual_seed(3)) + 1
+    table = torch.zeros(4, 128 // page, dtype=torch.int32)
+    table[:3] = ids.view(3, -1)
+    return table.to(device)
+
+
+def qkv(rows: int, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
+    x = torch.randn(rows, HEADS + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    return x.to(device).split_with_sizes([HEADS, KV_HEADS, KV_HEADS], 1)
+
+
+def run(
+    backend: AttentionBackend,
+    plan: Plan,
+    layer: int,
+    mask: LayerMask,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> torch.Tensor:
+    backend.write(plan, layer, k, v)
+    return backend.attend(plan, layer, mask, DIM**-0.5, q)
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_prefill_then_blocks(page: int, device: torch.device) -> None:
+    """Prompts in two chunks, then a verify step beside a padded row, over two layers."""
+    pair, table = backends(page, device), tables(page, device)
+    chunks = [((0, 20), (0, 1), (0, 33)), ((20, 3), (1, 40), (33, 2))]
+    for step, spans in enumerate(chunks):
+        start = torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device)
+        bound = max(s + n for s, n in spans)
+        batch = AttentionBatch(table[:3], start, bound, ragged=spans)
+        _same(pair, batch, sum(n for _, n in spans), MASKS[step : step + 1], device, step)
+    start = torch.tensor([23, 41, 35, 0], dtype=torch.int32, device=device)
+    batch = AttentionBatch(table, start, 41 + 4, width=4)
+    _same(pair, batch, 16, MASKS, device, 9)
+    written = table[:3].long().unique()
+    for layer in range(LAYERS):
+        assert torch.equal(pair[0].pool.k[layer][written], pair[1].pool.k[layer][written])
+        assert torch.equal(pair[0].pool.v[layer][written], pair[1].pool.v[layer][written])
+
+
+def _same(
+    pair: list[AttentionBackend],
+    batch: AttentionBatch,
+    rows: int,
+    masks: list[LayerMask],
+    device: torch.device,
+    seed: int,
+) -> None:
+    plans = [backend.plan(batch) for backend in pair]
+    real = rows if batch.width is None else rows - batch.width  # padded rows are anything
+    for layer in range(LAYERS):
+        q, k, v = qkv(rows, device, seed * 10 + layer)
+        for mask in masks:
+            outs = [
+                run(backend, plan, layer, mask, q, k, v)
+                for backend, plan in zip(pair, plans, strict=True)
+            ]
+            assert outs[0].shape == (rows, HEADS, DIM)
+            torch.testing.assert_close(outs[0][:real], outs[1][:real], rtol=1e-5, atol=1e-5)
+            assert bool(outs[0].isfinite().all())
+
+
+@pytest.mark.gpu
+def test_a_captured_plan_follows_the_device() -> None:
+    """One graph of plan, write and attend, captured at the longest bound, serves every length."""
+    device = torch.device("cuda")
+    (triton, native), table = backends(16, device), tables(16, device)[:3]
+    start = torch.zeros(3, dtype=torch.int32, device=device)
+    q, k, v = qkv(6, device, 1)
+    batch = AttentionBatch(table, start, 128, width=2)
+
+    def step() -> torch.Tensor:
+        return run(triton, triton.plan(batch), 0, LayerMask(), q, k, v)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lengths in ([0, 0, 0], [5, 77, 126], [120, 1, 33]):
+        triton.pool.data.normal_()
+        native.pool.data.copy_(triton.pool.data)
+        start.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        expected = run(native, native.plan(batch), 0, LayerMask(), q, k, v)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    device = torch.device("cuda")
+    (triton, _), table = backends(16, device), tables(16, device)[:3]
+    start = torch.zeros(3, dtype=torch.int32, device=device)
+    q, k, v = qkv(6, device, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for shape in (AttentionBatch(table, start, 128, width=2), _chunks(table, start)):
+            run(triton, triton.plan(shape), 0, LayerMask(), q, k, v)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _chunks(table: torch.Tensor, start: torch.Tensor) -> AttentionBatch:
+    return AttentionBatch(table, start, 3, ragged=((0, 1), (0, 2), (0, 3)))
