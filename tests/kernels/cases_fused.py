@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.kernels import activation, argmax, commit, norm, qkv
+from forerun.kernels import activation, argmax, commit, norm, qkv, sampling
 from tests.kernels.compiled import Case
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -73,6 +73,13 @@ COMMIT = {
     "last_token": I64, "history": I32, "new_ptr": I32,
 }  # fmt: skip
 
+RULES = {"temperature": F32, "top_k": I64, "top_p": F32, "min_p": F32, "key": I64}
+RULE_ROWS = "temperature_row min_p_row key_row"
+CHOOSE = {"tops": F32, "largest": F32, "held": I32, "edge_ptr": I32, "out": I64, **RULES}
+RACE = {"largest": F32, "edge_ptr": I32, "out": I64, "best_ptr": F32, "id_ptr": I32}
+RACE |= {name: RULES[name] for name in ("temperature", "min_p", "key")}
+ROWS = {"logits": B16, "positions": I32}
+
 CASES = [
     norms("add and norm", B16),
     norms("partial sums, add and norm", F32, PARTS=4),
@@ -92,4 +99,15 @@ CASES = [
     case("accept and commit", commit._accept_commit, COMMIT,
          "draft_row drawn_row history_row nobody", {"forced": None, "WIDTH": 16, "BLOCK": 16}, 1,
          wide=False),
+    case("hold stops", sampling._hold_stops, ROWS | {"stop_ids": I64, "min_position": I64},
+         "row_stride* stops_row position_row width count", {"BLOCK": 16}, 1, wide=False),
+    case("scan", sampling._scan, {"logits": B16, "tops": F32}, "vocab* row_stride* groups span*",
+         {"GROUP": 128, "BLOCK": 2048}, 8),
+    case("choose", sampling._choose, ROWS | CHOOSE,
+         f"{RULE_ROWS} top_k_row top_p_row vocab* row_stride* groups width",
+         {"GROUP": 128, "GROUPS": 2048, "BLOCK": 4096, "FEW": 256}, 16),
+    case("race", sampling._race, ROWS | RACE,
+         f"{RULE_ROWS} vocab* row_stride* width span*", {"BLOCK": 2048}, 8),
+    case("finish", sampling._finish, {"best_ptr": F32, "id_ptr": I32, "out": I64}, "parts vocab",
+         {"BLOCK": 128}, 1, wide=False),
 ]  # fmt: skip

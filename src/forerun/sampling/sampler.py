@@ -10,6 +10,8 @@ from torch import Tensor
 
 from forerun.core.sampling_params import SamplingParams
 from forerun.kernels.argmax import argmax
+from forerun.kernels.dispatch import use_triton
+from forerun.kernels.sampling import hold_stops, sample_rows
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.noise import race
 
@@ -62,7 +64,7 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: Samplin
     filtered distribution with noise keyed by (seed, position).
 
     Args:
-        logits: [B, W, V], any float dtype; left as it is.
+        logits: [B, W, V], any float dtype. On a GPU stop ids may be masked in place.
         positions: [B, W] integers: the absolute position of the token to be drawn.
         rows: the rules of the B requests.
         flags: which of them are in use.
@@ -70,6 +72,19 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: Samplin
     Returns:
         [B, W] int64.
     """
+    if not (flags.sampled and use_triton(logits)):
+        return sample_torch(logits, positions, rows, flags)
+    flat, at = logits.flatten(0, 1), positions.flatten()
+    if flags.min_tokens:
+        hold_stops(flat, at, rows.stop_ids, rows.min_position)
+    drawn = sample_rows(flat, at, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key)
+    return drawn.view(positions.shape)
+
+
+def sample_torch(
+    logits: Tensor, positions: Tensor, rows: SamplingRows, flags: SamplingFlags
+) -> Tensor:
+    """`sample` in plain PyTorch, and what the kernels are held to."""
     if flags.min_tokens:
         logits = _without_stops(logits, positions, rows)
     if not flags.sampled:

@@ -1,0 +1,205 @@
+"""The kernels around the products, at Qwen3-8B's shapes: time, bandwidth, and plain PyTorch's time.
+
+    python benchmarks/kernels_fused.py --rows 1 16 128 512 --json results.json
+
+Needs a GPU. Times are per call, of many calls in one CUDA graph; inputs are small enough to stay
+in the L2 cache up to some rows, as they do in a decode step. The copy bandwidth is measured in
+the same run on buffers that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.config.model_config import RopeConfig
+from forerun.core.request import Request
+from forerun.core.sampling_params import SamplingParams
+from forerun.kernels import activation, argmax, commit, norm, qkv
+from forerun.layers.rope import Rope
+from forerun.sampling.sampler import SamplingFlags, sample, sample_torch
+from forerun.sampling.table import SamplingTable
+
+H, INNER, VOCAB, HEADS, KV_HEADS, DIM, PAGE, EPS = 4096, 12288, 151936, 32, 8, 128, 16, 1e-6
+DRAFT_LAYERS, WIDTH = 5, 16
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Result:
+    kernel: str
+    rows: int
+    us: float
+    torch_us: float
+    gbs: float
+    of_copy: float  # share of the measured copy bandwidth
+
+
+def timed(work: Work, calls: int = 20, repeats: int = 9) -> float:
+    """µs a call."""
+    work()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(calls):
+                work()
+        times = []
+        for turn in range(repeats + 2):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                times.append(begin.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def copy_bandwidth() -> float:
+    """GB/s, read and write, of 1 GiB."""
+    source = torch.empty(1 << 29, dtype=DTYPE, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / timed(lambda: target.copy_(source), calls=2) / 1e3
+
+
+def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+
+def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
+    """Name -> (kernel, twin, bytes moved)."""
+    x, residual, weight = normal(rows, H), normal(rows, H), normal(H)
+    parts = normal(4, rows, H, dtype=torch.float32)
+    gate_up, product = normal(rows, 2 * INNER), normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
+    context = normal(rows, 2 * DRAFT_LAYERS * KV_HEADS * DIM)
+    logits = normal(rows, VOCAB)
+    table = Rope(RopeConfig(theta=1e6), DIM, 2048, DTYPE, DEVICE).table
+    positions = torch.randint(0, 2048, (rows,), device=DEVICE, dtype=torch.int32)
+    pages = -(-rows // PAGE) + 1
+    at = torch.randperm(pages * PAGE, device=DEVICE)[:rows]
+    pool = torch.zeros(2, DRAFT_LAYERS, pages, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE)
+    keys = normal(DRAFT_LAYERS, DIM)
+    norms, layer_norms = qkv.HeadNorms(keys[0], keys[1], EPS), qkv.HeadNorms(keys[0], keys, EPS)
+    one = (HEADS, norms, table, positions, at, pool[0, 0], pool[1, 0])
+    every = (layer_norms, table, positions, at, pool)
+    batch = max(1, rows // WIDTH)
+    drawn = torch.zeros(batch, WIDTH, dtype=torch.int64, device=DEVICE)
+    slots = torch.arange(batch, device=DEVICE)
+    start = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    tables = (
+        torch.zeros(batch + 1, dtype=torch.int32, device=DEVICE),
+        torch.zeros(batch + 1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(batch + 1, 4096, dtype=torch.int32, device=DEVICE),
+    )
+    step = (drawn[:, 1:], drawn, slots, start, *tables)
+    return {
+        "norm": (
+            lambda: norm.rms_norm(x, weight, EPS),
+            lambda: norm.rms_norm_torch(x, weight, EPS),
+            2 * x.nbytes,
+        ),
+        "add + norm": (
+            lambda: norm.add_rms_norm(x, residual, weight, EPS),
+            lambda: norm.add_rms_norm_torch(x, residual, weight, EPS),
+            4 * x.nbytes,
+        ),
+        "4 partial sums + add + norm": (
+            lambda: norm.add_rms_norm(parts, residual, weight, EPS),
+            lambda: norm.add_rms_norm_torch(parts, residual, weight, EPS),
+            parts.nbytes + 3 * x.nbytes,
+        ),
+        "silu · mul": (
+            lambda: activation.silu_mul(gate_up, DTYPE),
+            lambda: activation.silu_mul_torch(gate_up, DTYPE),
+            gate_up.nbytes * 3 // 2,
+        ),
+        "q/k norm + rope + write": (
+            lambda: qkv.qk_norm_rope_write(product, *one),
+            lambda: qkv.qk_norm_rope_write_torch(product, *one),
+            2 * product.nbytes,
+        ),
+        "k norm + rope + write, 5 layers": (
+            lambda: qkv.kv_norm_rope_write(context, *every),
+            lambda: qkv.kv_norm_rope_write_torch(context, *every),
+            2 * context.nbytes,
+        ),
+        "argmax": (
+            lambda: argmax.argmax(logits),
+            lambda: argmax.argmax_torch(logits),
+            logits.nbytes,
+        ),
+        "accept + commit": (
+            lambda: commit.accept_commit(*step),
+            lambda: commit.accept_commit_torch(*step),
+            3 * drawn.nbytes,
+        ),
+    }
+
+
+ALL = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
+SAMPLING = {
+    "greedy among sampled": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.6),
+    "top-k 20, top-p 0.95": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    "top-p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
+    "top-p 0.95, flat": SamplingParams(temperature=3.0, top_p=0.95),
+}
+
+
+def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
+    batch = max(1, rows // WIDTH)
+    logits = 4 * normal(batch, rows // batch, VOCAB)
+    positions = torch.randint(0, 2048, logits.shape[:2], device=DEVICE, dtype=torch.int32)
+    found: dict[str, tuple[Work, Work, int]] = {}
+    for name, params in SAMPLING.items():
+        table = SamplingTable(batch, DEVICE)
+        requests = [Request("r", (1, 2), params, i, frozenset((3,))) for i in range(batch)]
+        table.set(range(batch), requests)
+        rules = table.gather(torch.arange(batch, device=DEVICE))
+        found[f"sample: {name}"] = (
+            lambda rules=rules: sample(logits, positions, rules, ALL),
+            lambda rules=rules: sample_torch(logits, positions, rules, ALL),
+            logits.nbytes,
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128, 512])
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: copies at {copy:.0f} GB/s")
+    results = []
+    for rows in options.rows:
+        for name, (kernel, twin, size) in (works(rows) | sampling_works(rows)).items():
+            sampled = name.startswith("sample")
+            us = timed(kernel, 3 if sampled else 20)
+            torch_us = timed(twin, 1 if sampled else 20, 3)
+            gbs = size / us / 1e3
+            result = Result(name, rows, us, torch_us, gbs, gbs / copy)
+            results.append(asdict(result))
+            print(
+                f"{rows:4} rows  {name:32} {us:8.2f} µs  {gbs:6.0f} GB/s {gbs / copy:6.1%} of copy"
+                f"   PyTorch {torch_us:8.2f} µs",
+                flush=True,
+            )
+    if options.json is not None:
+        found = {"device": torch.cuda.get_device_name(), "copy_gbs": copy, "results": results}
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

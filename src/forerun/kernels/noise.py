@@ -1,0 +1,34 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The noise of `forerun.sampling.noise` inside kernels: the same hash, in true uint32."""
+
+from __future__ import annotations
+
+from forerun.kernels.dispatch import jit, tl
+
+
+@jit
+def _mix(x, key):
+    """noise.py's permutation of 32-bit words; `key` enters half-way."""
+    x ^= x >> 16
+    x = (x * 0x21F0AAAD) ^ key
+    x ^= x >> 15
+    x *= 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@jit
+def keyed_noise(key_ptr, positions, row, request, key_row, ids):
+    """log(1 - u) < 0 of every id: minus an Exp(1) variable, keyed by (seed, position, id)."""
+    key = tl.load(key_ptr + request * key_row)
+    at = tl.load(positions + row).to(tl.uint32)
+    none = at ^ at
+    first = _mix(key.to(tl.uint32) ^ at, none)
+    second = _mix((key >> 32).to(tl.uint32) ^ at, none)
+    word = _mix(_mix(ids.to(tl.uint32), none) ^ first, second)
+    y = (word.to(tl.float32) + 0.5) * -2.3283064365386963e-10  # 2^-32
+    y = tl.maximum(y, -0.999999940395355224609375)  # 1 - 2^-24
+    # log1p: the rounding of 1 + y is divided out again.
+    sum_ = 1.0 + y
+    near = y * (1.0 + y * (-0.5 + y * (0.3333333333 + y * (-0.25 + y * 0.2))))
+    far = tl.log(sum_) * (y / tl.where(sum_ == 1.0, -1.0, sum_ - 1.0))
+    return tl.where(y > -0.01, near, far)
