@@ -20,7 +20,7 @@ POOLS = {torch.uint8: "u8", **NAMES}
 RDNA = Gpu(96, amd=True)
 GPUS = {  # targets that share their tiles
     "": (("sm_90", "sm_100"), Gpu(132, amd=False)),
-    ", Ampere": (("sm_80",), Gpu(108, amd=False, capability=80)),
+    ", Ampere": (("sm_80",), Gpu(108, amd=False, capability=80, shared=163 << 10)),
     ", CDNA": (("gfx942", "gfx950"), Gpu(304, amd=True, wave=64)),
     ", RDNA": (("gfx1100",), RDNA),
 }
@@ -48,7 +48,7 @@ def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
         "PAGE": page,
         "MASK": 0,
         "WINDOW": -1,
-        "FP8": kv == torch.uint8,
+        "FP8": int(kv == torch.uint8),
         "BLOCK_D": power,
     }
 
@@ -135,7 +135,8 @@ CASES = [
     *short("tree", width=16, MASK=2, targets=ONE),
     *short("decode, head dim 64", dim=64, group=2, targets=ONE),
     *short("verify, head dim 256", dim=256, width=16, targets=(*ONE, "gfx1100")),
-    *short("decode, float8", kv=torch.uint8, targets=(*ONE, "sm_80")),
+    *short("decode, float8", kv=torch.uint8, targets=("sm_80", "gfx942")),
+    *short("decode, float8", kv=torch.uint8, FP8=2, targets=("sm_90", "sm_100")),
     *short("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
     *prefill("prefill"),
     *prefill("prefill, window", page=64, WINDOW=512, targets=ONE),

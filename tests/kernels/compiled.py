@@ -94,7 +94,7 @@ def _read_cuda(ptx: str, built: Any) -> tuple[bool, bool, int]:
     wide = wide or re.search(
         r"cp\.async\.c[ag]\.shared\.global[\w.:]* *\[[^]]*\], *\[[^]]*\], *(16|0x10)", ptx
     )
-    wide = wide or re.search(r"cp\.async\.bulk", ptx)
+    wide = wide or re.search(r"cp\.async\.bulk(?!\.prefetch)", ptx)
     usage = _cuobjdump(built.asm["cubin"])
     return bool(matrix), bool(wide), usage
 

@@ -67,7 +67,7 @@ def test_float8_pool(device: torch.device) -> None:
     assert relative_error(run(case, Sight()), case.reference(Sight())) < 2e-6
 
 
-def test_tiles_cover_every_row_once_longest_context_first() -> None:
+def test_tiles_cover_every_row_once_long_requests_first() -> None:
     spans = [(0, 5), (100, 1), (7, 12), (0, 4)]
     entries = map_tiles(spans, 4, lambda host: host).entries.tolist()
     begins = [0, 5, 6, 18]
@@ -78,8 +78,8 @@ def test_tiles_cover_every_row_once_longest_context_first() -> None:
     )
     assert covered == list(range(22))
     assert all(begin == begins[r] and count == spans[r][1] for r, begin, count, _ in entries)
-    contexts = [spans[r][0] + first for r, _, _, first in entries]
-    assert contexts == sorted(contexts, reverse=True)
+    assert [r for r, *_ in entries] == [1, 2, 2, 2, 0, 0, 3]  # by their ends: 101, 19, 5, 4
+    assert [first for r, _, _, first in entries if r == 2] == [8, 4, 0]
 
 
 @pytest.mark.gpu

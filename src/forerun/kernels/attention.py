@@ -19,13 +19,13 @@ from torch import Tensor
 
 from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
-from forerun.kernels.fp8 import FP8, as_bits, decode_e4m3
+from forerun.kernels.fp8 import as_bits, decode_e4m3, fp8_mode
 from forerun.kernels.pdl import pdl_options
 
 CAUSAL, BLOCK, TREE = 0, 1, 2  # as kernels see masks
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 64
-MIN_SPAN = 64  # positions worth a split of their own
+MIN_SPAN = 64  # positions worth a split of their own, 128 where a tile has many rows
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ def short_tiles(gpu: Gpu, rows: int, dim: int, dtype: torch.dtype) -> Tiles:
         return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
     if gpu.amd:
         return Tiles(block_m, block_n, 4, 1 if row_bytes > 256 else 2)
-    return Tiles(block_m, block_n, 4, 3 if row_bytes <= 512 else 2)
+    # Page ids are loaded a stage before the rows, so few stages would keep little in flight.
+    room = gpu.shared - 2 * block_m * row_bytes
+    return Tiles(block_m, block_n, 4, max(1, min(5, 1 + room // (2 * block_n * row_bytes))))
 
 
 def choose_splits(
@@ -67,8 +69,9 @@ def choose_splits(
 ) -> int:
     """Splits that fill the device; `rows`: W * group, `longest`: bound of the context."""
     tiles = -(-rows // 64) * batch * kv_heads
-    wanted = -(-2 * gpu_of(device).processors // tiles)
-    return max(1, min(wanted, -(-longest // MIN_SPAN), MAX_SPLITS))
+    wanted = 2 * gpu_of(device).processors // tiles
+    span = MIN_SPAN if rows <= 16 else 2 * MIN_SPAN
+    return max(1, min(wanted, -(-longest // span), MAX_SPLITS))
 
 
 def paged_attention(
@@ -85,6 +88,10 @@ def paged_attention(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Attention of W rows for each of B requests; their K/V is in the pool already.
+
+    Under programmatic dependent launch `start` and `page_table` are read before the kernel waits
+    for its predecessor: a kernel without it (`pool_rows`) must lie between what writes them and
+    this one.
 
     Args:
         q: [B * W, Hq, D]; tokens may be apart in memory.
@@ -137,7 +144,7 @@ def paged_attention(
         MASK=sight.mask,
         WINDOW=-1 if sight.window is None else sight.window,
         SPLIT=splits > 1,
-        FP8=k_pool.dtype == FP8,
+        FP8=fp8_mode(k_pool),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=triton.next_power_of_2(dim),
@@ -193,16 +200,36 @@ def pool_offsets(table, position, inside, first, PAGE: tl.constexpr, BLOCK_N: tl
 
 
 @jit
-def load_kv(pool, offset, inside, d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr):
-    """[N, D] of a pool's rows; zeros outside, for 0 x what lies there may be NaN."""
-    if DIM == BLOCK_D:
+def load_kv(
+    pool, offset, inside, d,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.constexpr, WHOLE: tl.constexpr = False,
+):  # fmt: skip
+    """[N, D] of a pool's rows; zeros outside, for 0 x what lies there may be NaN. WHOLE: all in."""
+    if WHOLE and DIM == BLOCK_D:
+        x = tl.load(pool + offset[:, None] + d[None, :])
+    elif DIM == BLOCK_D:
         x = tl.load(pool + offset[:, None] + d[None, :], mask=inside[:, None], other=0)
     else:
         mask = inside[:, None] & (d < DIM)[None, :]
         x = tl.load(pool + offset[:, None] + d[None, :], mask=mask, other=0)
-    if FP8:
+    if FP8 == 1:
         x = decode_e4m3(x)
+    elif FP8 == 2:
+        x = x.to(tl.float8e4nv, bitcast=True)
     return x
+
+
+@jit
+def to_l2(pointer, BYTES: tl.constexpr):
+    """Asks for BYTES (a multiple of 16) at every pointer to be brought into the L2 cache."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2;",
+        "=r,l,r",
+        [pointer, BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit
@@ -232,25 +259,12 @@ def _short_block(
     PDL: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of a request's rows, one K/V head, one split of the context."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
     request = tl.program_id(2)
     start = tl.load(start_ptr + request)
     table = table_ptr + request.to(tl.int64) * table_row
-
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, d = m // GROUP, tl.arange(0, BLOCK_D)
-    token = request.to(tl.int64) * WIDTH + row
-    head = kv_head * GROUP + m % GROUP
-    real = (m < GROUP * WIDTH)[:, None] & (d < DIM)[None, :]
-    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=real, other=0)
-    bits = row
-    if MASK == 2:
-        bits = tl.load(tree_ptr + token, mask=m < GROUP * WIDTH, other=0)
 
     # Positions any row of the tile can see, cut into equal spans of whole blocks.
     high = start + WIDTH
@@ -268,6 +282,25 @@ def _short_block(
 
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
+    if PDL:  # what the context's first blocks need is on its way while q is still computed
+        tl.extra.cuda.gdc_launch_dependents()
+        soon = tl.minimum(begin + tl.arange(0, 2 * BLOCK_N), end - 1)
+        early = tl.load(table + soon // PAGE).to(tl.int64) * PAGE + soon % PAGE
+        early *= KV_HEADS * DIM
+        to_l2(k_ptr + early, DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        to_l2(v_ptr + early, DIM * v_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        tl.extra.cuda.gdc_wait()
+
+    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, d = m // GROUP, tl.arange(0, BLOCK_D)
+    token = request.to(tl.int64) * WIDTH + row
+    head = kv_head * GROUP + m % GROUP
+    real = (m < GROUP * WIDTH)[:, None] & (d < DIM)[None, :]
+    q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=real, other=0)
+    bits = row
+    if MASK == 2:
+        bits = tl.load(tree_ptr + token, mask=m < GROUP * WIDTH, other=0)
+
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -311,9 +344,10 @@ def _combine(
     weight = tl.where(some, tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)), 0.0)
     part = tl.load(
         part_ptr + ((where * splits + s) * DIM)[:, None] + d[None, :],
-        mask=some[:, None] & (d < DIM)[None, :],
+        mask=(s < splits)[:, None] & (d < DIM)[None, :],  # not `some`: that would wait for lse
         other=0.0,
     )
+    part = tl.where(some[:, None], part, 0.0)
     total = tl.sum(weight, 0)
     out = tl.sum(part * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + where * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from forerun.kernels.dispatch import triton
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -18,6 +20,7 @@ class Gpu:
     amd: bool
     wave: int = 32  # threads a warp; AMD's data centre chips have 64
     capability: int = 90  # CUDA's, of two digits; means nothing where `amd`
+    shared: int = 227 << 10  # bytes of shared memory a program may have
     interpreted: bool = False
 
 
@@ -29,7 +32,9 @@ def gpu_of(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     amd = torch.version.hip is not None
     capability = 10 * properties.major + properties.minor
-    return Gpu(properties.multi_processor_count, amd, properties.warp_size, capability)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return Gpu(properties.multi_processor_count, amd, properties.warp_size, capability, shared)
 
 
 def have_triton(device: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl
 
 FP8 = torch.float8_e4m3fn
@@ -40,6 +41,15 @@ def encode_e4m3(x):
 def encode_e4m3_torch(x: Tensor) -> Tensor:
     """Twin of the encoder, as a float8 tensor."""
     return x.float().clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def fp8_mode(pool: Tensor) -> int:
+    """How kernels read a pool: 0, as it is; 1, by `decode_e4m3`; 2, by the hardware."""
+    if pool.dtype != FP8:
+        return 0
+    facts = gpu_of(pool.device)
+    native = not facts.amd and not facts.interpreted and facts.capability >= 89
+    return 2 if native else 1
 
 
 def as_bits(pool: Tensor) -> Tensor:

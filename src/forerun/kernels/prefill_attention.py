@@ -3,7 +3,8 @@
 
 The rows are cut into tiles on the host, which knows their counts exactly; a program takes one
 tile of one K/V head: BLOCK_M / group rows with all query heads that share the head, so that the
-triangle a causal mask wastes stays thin. Tiles with the longest context start first.
+triangle a causal mask wastes stays thin. Requests run one after the other, so that their K/V stays
+in the L2 cache; the longest comes first, and of each its last tile.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forerun.kernels.attention import (
 )
 from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
-from forerun.kernels.fp8 import FP8, as_bits
+from forerun.kernels.fp8 import as_bits, fp8_mode
 
 
 def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
@@ -41,9 +42,9 @@ def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
         return Tiles(32, 16, 8, 1) if row_bytes <= 256 else Tiles(16, 16, 8, 1)
     if gpu.amd:
         return Tiles(128, 64, 8, 1) if row_bytes <= 256 else Tiles(64, 32, 8, 1)
-    if gpu.capability < 90:
-        return Tiles(128 if row_bytes <= 256 else 64, 32, 8, 3)
-    return Tiles(128, 64, 8, 3) if row_bytes <= 256 else Tiles(128, 32, 8, 2)
+    if gpu.capability < 90 or gpu.shared < 160 << 10:
+        return Tiles(128, 32, 8, 3) if row_bytes <= 256 else Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 2) if row_bytes <= 256 else Tiles(128, 32, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,13 @@ def map_tiles(
 ) -> TileMap:
     """`spans`: (start, rows) of each request, on the host. `upload`: host tensor to device."""
     start, count = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
-    tiles = (count + rows - 1) // rows
-    request = torch.repeat_interleave(tiles)
-    first = torch.arange(request.shape[0]) - (tiles.cumsum(0) - tiles)[request]
     begin = count.cumsum(0) - count
+    order = (start + count).argsort(descending=True, stable=True)
+    tiles = ((count + rows - 1) // rows)[order]
+    request = order.repeat_interleave(tiles)
+    first = tiles.cumsum(0).repeat_interleave(tiles) - 1 - torch.arange(request.shape[0])
     entries = torch.stack((request, begin[request], count[request], first * rows), 1)
-    heavy = (start[request] + first * rows).argsort(descending=True, stable=True)
-    return TileMap(upload(entries[heavy].int()), rows)
+    return TileMap(upload(entries.int()), rows)
 
 
 def prefill_attention(
@@ -126,7 +127,7 @@ def prefill_attention(
         PAGE=k_pool.shape[1],
         MASK=sight.mask,
         WINDOW=-1 if sight.window is None else sight.window,
-        FP8=k_pool.dtype == FP8,
+        FP8=fp8_mode(k_pool),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=triton.next_power_of_2(dim),
@@ -197,8 +198,8 @@ def _prefill(
         offset = pool_offsets(
             table, position, position >= 0, first, PAGE, BLOCK_N
         ) * (KV_HEADS * DIM)  # fmt: skip
-        k = load_kv(k_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        v = load_kv(v_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8).to(q.dtype)
+        k = load_kv(k_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8, True).to(q.dtype)
+        v = load_kv(v_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8, True).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         new = tl.maximum(top, tl.max(s, 1) * qk_scale)
         p = tl.exp2(s * qk_scale - new[:, None])
