@@ -25,14 +25,10 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from forerun.kernels.attention import (
-    Sight,
-    Tiles,
-    choose_splits,
-    paged_attention,
-)
+from forerun.kernels.attention import Sight, paged_attention
+from forerun.kernels.attention_tiles import Tiles, choose_splits, prefill_tiles
 from forerun.kernels.device import gpu_of
-from forerun.kernels.prefill_attention import map_tiles, prefill_attention, prefill_tiles
+from forerun.kernels.prefill_attention import map_tiles, prefill_attention
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
 SCALE = DIM**-0.5

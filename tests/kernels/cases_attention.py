@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from forerun.kernels.attention import Tiles, _combine, _short_block, short_tiles
+from forerun.kernels.attention import _combine, _short_block
+from forerun.kernels.attention_tiles import Tiles, prefill_tiles, short_tiles
 from forerun.kernels.device import Gpu
 from forerun.kernels.paged import _pool_rows, _write_kv
-from forerun.kernels.prefill_attention import _prefill, prefill_tiles
+from forerun.kernels.prefill_attention import _prefill
 from tests.kernels.compiled import TARGETS, Case
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

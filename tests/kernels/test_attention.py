@@ -10,11 +10,10 @@ from forerun.kernels.attention import (
     CAUSAL,
     TREE,
     Sight,
-    Tiles,
-    choose_splits,
     paged_attention,
     paged_attention_torch,
 )
+from forerun.kernels.attention_tiles import Tiles, choose_splits
 from tests.kernels.attention_support import Paged, make_paged, relative_error
 
 pytest.importorskip("triton")

@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.kernels.attention import BLOCK, CAUSAL, Sight, Tiles
+from forerun.kernels.attention import BLOCK, CAUSAL, Sight
+from forerun.kernels.attention_tiles import Tiles, prefill_tiles
 from forerun.kernels.device import gpu_of
-from forerun.kernels.prefill_attention import (
-    map_tiles,
-    prefill_attention,
-    prefill_attention_torch,
-    prefill_tiles,
-)
+from forerun.kernels.prefill_attention import map_tiles, prefill_attention, prefill_attention_torch
 from tests.kernels.attention_support import Paged, make_paged, relative_error
 
 pytest.importorskip("triton")

@@ -22,15 +22,11 @@ from forerun.attention.base import (
     Prologue,
     Rotation,
 )
-from forerun.kernels.attention import BLOCK, CAUSAL, TREE, Sight, choose_splits, paged_attention
+from forerun.kernels.attention import BLOCK, CAUSAL, TREE, Sight, paged_attention
+from forerun.kernels.attention_tiles import choose_splits, prefill_tiles
 from forerun.kernels.device import gpu_of, have_triton
 from forerun.kernels.paged import pool_rows, write_kv
-from forerun.kernels.prefill_attention import (
-    TileMap,
-    map_tiles,
-    prefill_attention,
-    prefill_tiles,
-)
+from forerun.kernels.prefill_attention import TileMap, map_tiles, prefill_attention
 from forerun.kernels.qkv import kv_norm_rope_write, qk_norm_rope_write
 
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.device import Gpu, gpu_of
+from forerun.kernels.attention_tiles import Tiles, short_tiles
+from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.fp8 import as_bits, decode_e4m3, fp8_mode
 from forerun.kernels.pdl import pdl_options
 
 CAUSAL, BLOCK, TREE = 0, 1, 2  # as kernels see masks
 LOG2E = math.log2(math.e)
-MAX_SPLITS = 64
-MIN_SPAN = 64  # positions worth a split of their own, 128 where a tile has many rows
 
 
 @dataclass(frozen=True)
@@ -38,40 +37,6 @@ class Sight:
 
     mask: int = CAUSAL
     window: int | None = None
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Shape of a program's work; chosen per device, dtype and head dim."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-def short_tiles(gpu: Gpu, rows: int, dim: int, dtype: torch.dtype) -> Tiles:
-    """`rows`: W * group. AMD has 64 KiB of shared memory, RDNA few registers besides."""
-    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    block_n = max(16, min(64, (64 << 8) // row_bytes))
-    if gpu.amd and gpu.wave == 32:
-        return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
-    if gpu.amd:
-        return Tiles(block_m, block_n, 4, 1 if row_bytes > 256 else 2)
-    # Page ids are loaded a stage before the rows, so few stages would keep little in flight.
-    room = gpu.shared - 2 * block_m * row_bytes
-    return Tiles(block_m, block_n, 4, max(1, min(5, 1 + room // (2 * block_n * row_bytes))))
-
-
-def choose_splits(
-    device: torch.device, batch: int, rows: int, kv_heads: int, longest: int, dim: int
-) -> int:
-    """Splits that fill the device; `rows`: W * group, `longest`: bound of the context."""
-    tiles = -(-rows // 64) * batch * kv_heads
-    wanted = 2 * gpu_of(device).processors // tiles
-    span = MIN_SPAN if rows <= 16 else 2 * MIN_SPAN
-    return max(1, min(wanted, -(-longest // span), MAX_SPLITS))
 
 
 def paged_attention(

@@ -19,32 +19,16 @@ from forerun.kernels.attention import (
     CAUSAL,
     LOG2E,
     Sight,
-    Tiles,
     load_kv,
     paged_attention_torch,
     pool_offsets,
     soft_step,
     visible,
 )
-from forerun.kernels.device import Gpu, gpu_of
+from forerun.kernels.attention_tiles import Tiles, prefill_tiles
+from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.fp8 import as_bits, fp8_mode
-
-
-def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
-    """Of one program: BLOCK_M rows times heads. For AMD see `short_tiles`."""
-    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
-    if gpu.interpreted:
-        return Tiles(16, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tiles(32, 32 if dim <= 128 else 16, 4, 1 if gpu.amd else 2)
-    if gpu.amd and gpu.wave == 32:
-        return Tiles(32, 16, 8, 1) if row_bytes <= 256 else Tiles(16, 16, 8, 1)
-    if gpu.amd:
-        return Tiles(128, 64, 8, 1) if row_bytes <= 256 else Tiles(64, 32, 8, 1)
-    if gpu.capability < 90 or gpu.shared < 160 << 10:
-        return Tiles(128, 32, 8, 3) if row_bytes <= 256 else Tiles(64, 32, 8, 2)
-    return Tiles(64, 64, 4, 2) if row_bytes <= 256 else Tiles(128, 32, 8, 2)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""How attention is cut up, by GPU, shape and dtype. NVIDIA's numbers were tuned on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from forerun.kernels.device import Gpu, gpu_of
+from forerun.kernels.dispatch import triton
+
+MAX_SPLITS = 64
+MIN_SPAN = 64  # positions worth a split of their own, 128 where a tile has many rows
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shape of a program's work; chosen per device, dtype and head dim."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def short_tiles(gpu: Gpu, rows: int, dim: int, dtype: torch.dtype) -> Tiles:
+    """`rows`: W * group. AMD has 64 KiB of shared memory, RDNA few registers besides."""
+    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_n = max(16, min(64, (64 << 8) // row_bytes))
+    if gpu.amd and gpu.wave == 32:
+        return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
+    if gpu.amd:
+        return Tiles(block_m, block_n, 4, 1 if row_bytes > 256 else 2)
+    # Page ids are loaded a stage before the rows, so few stages would keep little in flight.
+    room = gpu.shared - 2 * block_m * row_bytes
+    return Tiles(block_m, block_n, 4, max(1, min(5, 1 + room // (2 * block_n * row_bytes))))
+
+
+def choose_splits(
+    device: torch.device, batch: int, rows: int, kv_heads: int, longest: int, dim: int
+) -> int:
+    """Splits that fill the device; `rows`: W * group, `longest`: bound of the context."""
+    tiles = -(-rows // 64) * batch * kv_heads
+    wanted = 2 * gpu_of(device).processors // tiles
+    span = MIN_SPAN if rows <= 16 else 2 * MIN_SPAN
+    return max(1, min(wanted, -(-longest // span), MAX_SPLITS))
+
+
+def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
+    """Of one program: BLOCK_M rows times heads. For AMD see `short_tiles`."""
+    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+    if gpu.interpreted:
+        return Tiles(16, 16, 4, 1)
+    if dtype == torch.float32:
+        return Tiles(32, 32 if dim <= 128 else 16, 4, 1 if gpu.amd else 2)
+    if gpu.amd and gpu.wave == 32:
+        return Tiles(32, 16, 8, 1) if row_bytes <= 256 else Tiles(16, 16, 8, 1)
+    if gpu.amd:
+        return Tiles(128, 64, 8, 1) if row_bytes <= 256 else Tiles(64, 32, 8, 1)
+    if gpu.capability < 90 or gpu.shared < 160 << 10:
+        return Tiles(128, 32, 8, 3) if row_bytes <= 256 else Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 2) if row_bytes <= 256 else Tiles(128, 32, 8, 2)
