@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from forerun.kernels import activation, argmax, commit, norm, qkv, sampling
-from tests.kernels.compiled import Case
+from tests.kernels.compiled import TARGETS, Case
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 
@@ -80,7 +81,7 @@ RACE = {"largest": F32, "edge_ptr": I32, "out": I64, "best_ptr": F32, "id_ptr": 
 RACE |= {name: RULES[name] for name in ("temperature", "min_p", "key")}
 ROWS = {"logits": B16, "positions": I32}
 
-CASES = [
+_CASES = [
     norms("add and norm", B16),
     norms("partial sums, add and norm", F32, PARTS=4),
     norms("norm", B16, ADD=False),
@@ -105,9 +106,12 @@ CASES = [
          {"GROUP": 128, "BLOCK": 2048}, 8),
     case("choose", sampling._choose, ROWS | CHOOSE,
          f"{RULE_ROWS} top_k_row top_p_row vocab* row_stride* groups width",
-         {"GROUP": 128, "GROUPS": 2048, "BLOCK": 4096, "FEW": 256}, 16),
+         {"GROUP": 128, "GROUPS": 2048, "BLOCK": 4096, "KEEP": 2048, "FEW": 256}, 16),
     case("race", sampling._race, ROWS | RACE,
          f"{RULE_ROWS} vocab* row_stride* width span*", {"BLOCK": 2048}, 8),
     case("finish", sampling._finish, {"best_ptr": F32, "id_ptr": I32, "out": I64}, "parts vocab",
          {"BLOCK": 128}, 1, wide=False),
 ]  # fmt: skip
+RDNA = ("gfx1100",)  # waves of 32, as CUDA's
+CASES = [replace(c, targets=tuple(t for t in TARGETS if t not in RDNA)) for c in _CASES]
+CASES += [replace(c, targets=RDNA, hip_options={}) for c in _CASES]

@@ -67,7 +67,7 @@ def _best_of_part(
     at = part * span + tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     ids = at
-    for first in range(0, span, BLOCK):
+    for first in tl.range(0, span, BLOCK, num_stages=4):
         column = at + first
         x = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         ids = tl.where(x > best, column, ids)

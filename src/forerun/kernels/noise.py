@@ -27,8 +27,6 @@ def keyed_noise(key_ptr, positions, row, request, key_row, ids):
     word = _mix(_mix(ids.to(tl.uint32), none) ^ first, second)
     y = (word.to(tl.float32) + 0.5) * -2.3283064365386963e-10  # 2^-32
     y = tl.maximum(y, -0.999999940395355224609375)  # 1 - 2^-24
-    # log1p: the rounding of 1 + y is divided out again.
-    sum_ = 1.0 + y
-    near = y * (1.0 + y * (-0.5 + y * (0.3333333333 + y * (-0.25 + y * 0.2))))
-    far = tl.log(sum_) * (y / tl.where(sum_ == 1.0, -1.0, sum_ - 1.0))
-    return tl.where(y > -0.01, near, far)
+    # log1p: what rounding took from 1 + y is put back, over 1 + y (to first order: it is tiny).
+    whole = 1.0 + y
+    return tl.log(whole) + (y - (whole - 1.0)) * (2.0 - whole)

@@ -196,9 +196,12 @@ def _kernel(
     V_FIRST: tl.constexpr = HEADS + LAYERS * KV_HEADS
     token = tl.program_id(0)
     first = tl.program_id(1) * GROUP
+    # All loads come before the first use of one.
+    position, row = tl.load(positions + token).to(tl.int64), tl.load(rows + token)
     i = tl.arange(0, HALF)[None, :]
     head = tl.arange(0, GROUP)[:, None]
-    inside = (i < DIM // 2) & (head < GROUP)
+    real = i < DIM // 2
+    inside = real & (head < GROUP)
     if new is not None:
         inside &= token % width < tl.load(new + token // width)
     lower = head * DIM + i  # the half of a head that pairs with the other, DIM / 2 on
@@ -211,17 +214,19 @@ def _kernel(
         b += tl.load(x_ptr + lower + DIM // 2, mask=inside, other=0.0)
 
     if first < V_FIRST:
+        turn = table + position * (2 * DIM) + i
+        cos = tl.load(turn, mask=real, other=0.0).to(tl.float32)
+        # The upper half of the sines keeps its sign.
+        sin = tl.load(turn + DIM + DIM // 2, mask=real, other=0.0).to(tl.float32)
         if k_norm is not None:
             weight = k_norm + tl.maximum(first - K_FIRST, 0) // KV_HEADS * DIM
             if HEADS > 0 and first < K_FIRST:
                 weight = q_norm
-            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM + eps)[:, None]
-            a *= scale * tl.load(weight + i, mask=i < DIM // 2, other=0.0).to(tl.float32)
-            b *= scale * tl.load(weight + DIM // 2 + i, mask=i < DIM // 2, other=0.0).to(tl.float32)
-        turn = table + tl.load(positions + token).to(tl.int64) * (2 * DIM) + i
-        cos = tl.load(turn, mask=i < DIM // 2, other=0.0).to(tl.float32)
-        # The upper half of the sines keeps its sign.
-        sin = tl.load(turn + DIM + DIM // 2, mask=i < DIM // 2, other=0.0).to(tl.float32)
+            upper = tl.load(weight + DIM // 2 + i, mask=real, other=0.0).to(tl.float32)
+            under = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / DIM + eps)[:, None]
+            a *= scale * under
+            b *= scale * upper
         a, b = a * cos - b * sin, b * cos + a * sin
 
     if first < K_FIRST:
@@ -230,7 +235,7 @@ def _kernel(
         tl.store(place + DIM // 2, b.to(q_ptr.dtype.element_ty), mask=inside)
     else:
         # Page id times page size and offset is the row; k and v are laid out alike.
-        at = tl.load(rows + token) * (KV_HEADS * DIM) + lower
+        at = row * (KV_HEADS * DIM) + lower
         if first < V_FIRST:
             _store(k_pool, first - K_FIRST, at, a, b, inside, layer_stride, KV_HEADS, DIM, FP8)
         else:

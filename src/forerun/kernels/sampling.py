@@ -27,7 +27,8 @@ from forerun.kernels.pdl import pdl_options
 
 GROUP = 128  # logits that share a maximum
 BLOCK = 2048  # columns a program reads at once
-MANY = 4096  # the same where one program has a row for itself; candidates it keeps in registers
+MANY = 4096  # the same where one program has a row for itself
+KEEP = 2048  # candidates that it keeps in registers
 FEW = 256  # block maxima that bound the candidates, at most
 
 
@@ -79,7 +80,7 @@ def sample_rows(
         GROUP=GROUP, BLOCK=BLOCK, num_warps=warps, **options,
     )  # fmt: skip
     padded = triton.next_power_of_2(groups)
-    held, edge = scratch(padded + 2 * MANY, torch.int32), scratch(2, torch.int32)
+    held, edge = scratch(padded + 2 * KEEP, torch.int32), scratch(2, torch.int32)
     out = torch.empty(rows, dtype=torch.int64, device=device)
     width = rows // len(key)
     _choose[(rows,)](
@@ -87,7 +88,7 @@ def sample_rows(
         temperature, top_k, top_p, min_p, key,
         temperature.stride(0), top_k.stride(0), top_p.stride(0), min_p.stride(0), key.stride(0),
         vocab, logits.stride(0), groups, width,
-        GROUP=GROUP, GROUPS=padded, BLOCK=MANY, FEW=FEW,
+        GROUP=GROUP, GROUPS=padded, BLOCK=MANY, KEEP=KEEP, FEW=FEW,
         num_warps=vector_warps(MANY, logits), **options,
     )  # fmt: skip
     best, ids = scratch(parts, torch.float32), scratch(parts, torch.int32)
@@ -132,7 +133,7 @@ def _scan(
     logits += row * row_stride
     group = tl.arange(0, BLOCK // GROUP)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    for first in range(0, span, BLOCK):
+    for first in tl.range(0, span, BLOCK, num_stages=4):
         column = begin + first + at
         x = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
         index = (begin + first) // GROUP + group
@@ -145,8 +146,8 @@ def _choose(
     temperature, top_k, top_p, min_p, key,
     temperature_row, top_k_row, top_p_row, min_p_row, key_row,
     vocab, row_stride, groups, width,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
+    FEW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out: the token, or -1 where the whole row has to race; edge: (bits, id) of the last kept."""
     if PDL:
@@ -162,7 +163,7 @@ def _choose(
     group = tl.arange(0, GROUPS)
     top = tl.load(tops + row * groups + group, mask=group < groups, other=float("-inf"))
     most = tl.max(top, 0)
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(0, KEEP)
     token = tl.full((), -1, tl.int32)
     edge, last = tl.full((), 0x7FFFFFFF, tl.int32), vocab
     if heat <= 0:
@@ -173,20 +174,20 @@ def _choose(
     else:
         has_k, has_p = (few > 0) & (few < vocab), share < 1.0
         if (has_k & (few <= FEW)) | (has_p & ((few <= 0) | (few >= vocab))):
-            held += row * (GROUPS + 2 * BLOCK)
-            wanted = tl.where(has_k, few, FEW)
+            held += row * (GROUPS + 2 * KEEP)
+            wanted = tl.where(has_k, few, FEW).to(tl.int32)
             least_gap = tl.abs(most - top).to(tl.int32, bitcast=True)
             real = group < groups
-            bound = _pivot(least_gap, real.to(tl.int64), wanted)
-            count = _gather(logits, held, most, least_gap, real, bound, vocab, GROUP, GROUPS, BLOCK)
-            if count <= BLOCK:
+            bound = _pivot(least_gap, real.to(tl.int32), wanted)
+            count = _gather(logits, held, most, least_gap, real, bound, vocab, GROUP, GROUPS, KEEP)
+            if count <= KEEP:
                 inside = j < count
                 bits = tl.load(held + GROUPS + j, mask=inside, other=0x7FFFFFFF)
-                ids = tl.load(held + GROUPS + BLOCK + j, mask=inside, other=vocab - 1)
+                ids = tl.load(held + GROUPS + KEEP + j, mask=inside, other=vocab - 1)
                 weight = tl.where(inside, _weight(bits, heat), 0.0)
                 kept, enough = inside, count > 0
                 if has_k:
-                    kept &= _first(bits, inside.to(tl.int64), few)
+                    kept &= _first(bits, inside.to(tl.int32), few.to(tl.int32))
                 if has_p:
                     mass = _mass(tl.where(kept, weight, 0.0))
                     have = tl.sum(mass, 0)
@@ -220,19 +221,19 @@ def _choose(
 @jit
 def _gather(
     logits, held, most, bits, real, bound, vocab,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Gap bits up to `bound` and their ids into `held`, ids ascending; returns how many (or more
-    than BLOCK, then they are not all there)."""
+    than KEEP, then they are not all there)."""
     group = tl.arange(0, GROUPS)
     chosen = real & (bits <= bound)
     tl.store(held + tl.cumsum(chosen.to(tl.int32), 0) - 1, group, mask=chosen)
     blocks = tl.sum(chosen.to(tl.int32), 0)
     tl.debug_barrier()
     count = tl.full((), 0, tl.int32)
-    j = tl.arange(0, BLOCK)
-    for first in range(0, blocks, BLOCK // GROUP):
-        if count <= BLOCK:
+    j = tl.arange(0, KEEP)
+    for first in range(0, blocks, KEEP // GROUP):
+        if count <= KEEP:
             index = first + j // GROUP
             block = tl.load(held + index, mask=index < blocks, other=0)
             at = block * GROUP + j % GROUP
@@ -241,9 +242,9 @@ def _gather(
             gap = tl.abs(most - x).to(tl.int32, bitcast=True)
             found = there & (gap <= bound)
             place = count + tl.cumsum(found.to(tl.int32), 0) - 1
-            fits = found & (place < BLOCK)
+            fits = found & (place < KEEP)
             tl.store(held + GROUPS + place, gap, mask=fits)
-            tl.store(held + GROUPS + BLOCK + place, at, mask=fits)
+            tl.store(held + GROUPS + KEEP + place, at, mask=fits)
             count += tl.sum(found.to(tl.int32), 0)
     tl.debug_barrier()
     return count
@@ -253,7 +254,7 @@ def _gather(
 def _weight(bits, heat):
     """exp(-gap / temperature); 1 for the largest, whatever the temperature."""
     gap = bits.to(tl.float32, bitcast=True)
-    return tl.where(bits == 0, 1.0, tl.exp(-gap / heat))
+    return tl.where(bits == 0, 1.0, tl.exp(gap * (-1.0 / heat)))
 
 
 @jit
@@ -305,7 +306,7 @@ def _values(logits, first, most, heat, vocab, edge, last, MASS: tl.constexpr, BL
 def _sum(logits, most, heat, vocab, edge, last, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Of the values up to (edge, last) whose bits are below `limit`."""
     total = tl.zeros((BLOCK,), tl.int64)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=4):
         bits, _, value = _values(logits, first, most, heat, vocab, edge, last, MASS, BLOCK)
         total += tl.where(bits < limit, value, 0)
     return tl.sum(total, 0)
@@ -315,13 +316,21 @@ def _sum(logits, most, heat, vocab, edge, last, limit, MASS: tl.constexpr, BLOCK
 def _cut(logits, most, heat, vocab, edge, last, target, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """(bits, id) of the last token that stays: as `_first`, over the whole row."""
     pivot = tl.full((), 0, tl.int32)
-    for i in range(31):
-        trial = pivot + (1 << (30 - i))
-        below = _sum(logits, most, heat, vocab, edge, last, trial, MASS, BLOCK)
-        pivot = tl.where(below < target, trial, pivot)
+    for i in range(16):  # two bits a time, 30 to 0
+        step = 1 << tl.maximum(29 - 2 * i, 0)
+        one = tl.zeros((BLOCK,), tl.int64)
+        two, three = one, one
+        for first in tl.range(0, vocab, BLOCK, num_stages=4):
+            bits, _, value = _values(logits, first, most, heat, vocab, edge, last, MASS, BLOCK)
+            beyond = bits - pivot
+            one += tl.where(beyond < step, value, 0)
+            two += tl.where(beyond < 2 * step, value, 0)
+            three += tl.where(beyond < 3 * step, value, 0)
+        reached = (tl.sum(one, 0) < target).to(tl.int32) + (tl.sum(two, 0) < target).to(tl.int32)
+        pivot += step * (reached + (tl.sum(three, 0) < target).to(tl.int32))
     room = target - _sum(logits, most, heat, vocab, edge, last, pivot, MASS, BLOCK)
     end = tl.full((), -1, tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in tl.range(0, vocab, BLOCK, num_stages=4):
         bits, at, value = _values(logits, first, most, heat, vocab, edge, last, MASS, BLOCK)
         tied = tl.where(bits == pivot, value, 0)
         stays = (bits == pivot) & (at < vocab) & (tl.cumsum(tied, 0) - tied < room)
@@ -349,7 +358,7 @@ def _race(
         edge, last = tl.load(edge_ptr + 2 * row), tl.load(edge_ptr + 2 * row + 1)
         best = tl.full((BLOCK,), float("inf"), tl.float32)
         ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
-        for first in range(part * span, part * span + span, BLOCK):
+        for first in tl.range(part * span, part * span + span, BLOCK, num_stages=3):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
             bits = tl.abs(most - x).to(tl.int32, bitcast=True)
