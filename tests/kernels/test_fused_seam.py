@@ -1,0 +1,63 @@
+"""The fused seam of the attention backends: Triton's against the default, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionNeed,
+    LayerMask,
+)
+from forerun.attention.torch_native import TorchNative
+from forerun.attention.triton import TritonAttention
+from forerun.config.model_config import RopeConfig
+from forerun.kernels.qkv import HeadNorms
+from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.layers.attention import HeadPrologue
+from forerun.layers.rope import Rope
+from forerun.models.dflash import ContextPrologue
+
+HEADS, KV_HEADS, DIM, LAYERS, PAGE, WIDTH = 4, 2, 32, 3, 4, 4
+NEW = (2, 4)  # rows committed of each request
+
+
+def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(what layer 1 gathers, the pool after all layers' K/V were written)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    float32 = torch.float32
+    need = AttentionNeed(device.type, float32, DIM, HEADS, KV_HEADS, PAGE, frozenset({LayerMask()}))
+    backend = kind(need, KVPool(KVLayout(LAYERS, KV_HEADS, DIM, float32), 9, PAGE, device))
+    table = torch.randperm(8, generator=generator).view(2, 4).int() + 1
+    start = torch.tensor([3, 7], dtype=torch.int32, device=device)
+    batch = AttentionBatch(table.to(device), start, 12, width=WIDTH)
+    context = AttentionContext(backend, backend.plan(batch))
+    positions = (start[:, None] + torch.arange(WIDTH, device=device)).flatten().int()
+    rows = Rope(RopeConfig(theta=1e4), DIM, 64, float32, device).rows(positions)
+    tokens = len(positions)
+
+    heads = HeadPrologue(HEADS, KV_HEADS, DIM, HeadNorms(normal(DIM), normal(DIM), 1e-6))
+    qkv = normal(tokens, (HEADS + 2 * KV_HEADS) * DIM)
+    gathered = context.run(1, LayerMask(), 0.2, qkv, heads, rows)
+
+    norms = HeadNorms(normal(DIM), normal(LAYERS, DIM), 1e-6)
+    kv = normal(tokens, 2 * LAYERS * KV_HEADS * DIM)
+    new = torch.tensor(NEW, dtype=torch.int32, device=device)
+    context.write_layers(kv, ContextPrologue(KV_HEADS, norms), rows, new)
+    return gathered, backend.pool.data
+
+
+def test_backends_agree(device: torch.device) -> None:
+    want, want_pool = run(TorchNative, device)
+    got, pool = run(TritonAttention, device)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    # The default writes rejected rows too: of the first request the last two.
+    same = (pool - want_pool).abs().amax((0, 1, 4, 5)) < 1e-5
+    assert int((~same).sum()) == 2 * WIDTH - sum(NEW)
