@@ -1,3 +1,4 @@
+# ruff: noqa: B023  closures over loop variables run within the iteration
 """Products with few rows: tunes `gemm_table.py`, and times a whole decode step's worth of them.
 
     python benchmarks/kernels_gemm.py --tune --chain --out results.json
@@ -10,7 +11,6 @@ them, in one graph, and compares forms of fusion with the bandwidth measured in 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import statistics
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl
 from forerun.kernels.gemm import (
     GemmConfig,
@@ -36,8 +37,10 @@ from forerun.kernels.gemm import (
     gemm_argmax,
     gemm_partials,
     gemm_silu,
+    most_parts,
     rows_block,
 )
+from forerun.kernels.gemm_table import choose, default
 from forerun.kernels.pdl import pdl_options
 
 H, INNER, QKV, VOCAB, LAYERS, EPS = 4096, 12288, 6144, 151936, 36, 1e-6  # Qwen3-8B
@@ -51,51 +54,38 @@ SHAPES = {
     "fc": (H, 5 * H, "plain"),
     "context_kv": (10240, H, "plain"),
 }
-SPLITS = (1, 2, 3, 4, 6, 8)
-
 
 # ---------------------------------------------------------------- candidates
 
 
 # (block_n, block_k, stages, warps) worth trying, by bucket: without and with W on the left.
 FEW = (
-    [(16, 256, 6, 4), (32, 128, 6, 4), (32, 256, 3, 4), (32, 256, 4, 4), (64, 64, 6, 4),
-     (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (64, 256, 3, 4), (64, 256, 3, 8),
-     (128, 64, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8)],
-    [(64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4), (64, 256, 3, 4),
-     (128, 64, 4, 4), (128, 64, 6, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8)],
+    [(32, 256, 5, 4), (64, 64, 8, 4), (64, 128, 6, 4), (64, 128, 4, 4), (64, 256, 3, 8)],
+    [(64, 64, 6, 4), (64, 64, 10, 4), (64, 128, 3, 4), (64, 128, 5, 4), (64, 128, 6, 4),
+     (64, 256, 2, 4), (128, 64, 5, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8)],
 )  # fmt: skip
 SOME = (
-    [(32, 256, 3, 4), (64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4), (128, 64, 4, 4)],
+    [(64, 128, 4, 4)],
     [(64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 3, 8)],
 )
-MANY = (
-    [(64, 64, 4, 4), (64, 128, 3, 4), (128, 64, 4, 8), (128, 128, 3, 8)],
-    [(64, 64, 4, 4), (64, 128, 3, 4), (128, 64, 4, 4), (128, 64, 4, 8), (128, 128, 3, 8)],
-)
-TILES = {16: FEW, 32: SOME, 64: SOME, 128: MANY}
+TILES = {16: FEW, 32: SOME, 64: SOME}
 
 
-def tiles(bucket: int, silu: bool) -> Iterator[GemmConfig]:
-    """Tile shapes worth trying, whatever the matrix."""
+def candidates(name: str, bucket: int) -> Iterator[GemmConfig]:
+    """Programs fill the multiprocessors evenly, or are a whole number a tile."""
+    n, k, _ = SHAPES[name]
+    units = torch.cuda.get_device_properties(0).multi_processor_count
     for swap, shapes in enumerate(TILES[bucket]):
-        for n, k, stages, warps in shapes:
-            if (n * (1 + silu) + bucket) * k * 2 * stages <= 220_000:
-                yield GemmConfig(n, k, 1, warps, stages, bool(swap))
-
-
-def candidates(name: str, bucket: int) -> list[GemmConfig]:
-    n, k, form = SHAPES[name]
-    out_n = n // 2 if form == "silu" else n
-    found = []
-    for tile, split in itertools.product(tiles(bucket, form == "silu"), SPLITS):
-        programs = -(-out_n // tile.block_n) * split
-        if k % (tile.block_k * split) or k // (tile.block_k * split) < 3:
-            continue
-        if programs < 120 or (split > 1 and programs > 800):
-            continue
-        found.append(replace(tile, split=split))
-    return found
+        for block_n, block_k, stages, warps in shapes:
+            shared = (block_n + bucket) * block_k * 2 * (stages - 1 + swap)
+            tiles = -(-n // block_n)
+            counts = {units * i for i in (1, 2, 3)} | {tiles * i for i in (1, 2, 4)}
+            for programs in sorted(counts):
+                each = -(-programs // units)
+                if not 0.9 * units <= programs or programs * 2 > tiles * (k // block_k):
+                    continue
+                if each <= 3 and each * (shared + 1024) <= 232_000 and each * shared >= 60_000:
+                    yield GemmConfig(block_n, block_k, programs, warps, stages, bool(swap))
 
 
 def call(form: str, x: Tensor, m: Matrix, residual: Tensor, config: GemmConfig) -> Any:
@@ -120,14 +110,24 @@ def scaled(x: Tensor) -> Scaled:
     return Scaled(x, x.new_ones(64, x.shape[0], dtype=torch.float32), EPS)
 
 
-Job = tuple[str, int, GemmConfig]  # form, rows, configuration
+Job = tuple[str, int, GemmConfig, str]  # form, rows, configuration, shape
+
+
+def kernel_of(job: Job) -> Any:
+    """Equal for jobs that Triton compiles once."""
+    form, rows, config, shape = job
+    n, k, _ = SHAPES[shape]
+    tiles, chunks = n // config.block_n, k // config.block_k
+    parts = most_parts(config.programs, tiles, chunks)
+    same = tiles == config.programs if form == "partials" else None
+    return form, rows, replace(config, programs=parts, prefetch=0), same
 
 
 def compile_one(job: Job) -> str | None:
     """In a worker: fills Triton's cache on disk."""
-    form, rows, config = job
+    form, rows, config, shape = job
     device = torch.device("cuda", 0)
-    n, k = 4 * config.block_n, config.block_k * config.split * 4
+    n, k, _ = SHAPES[shape]
     m = Matrix.of(torch.zeros(n, k, dtype=torch.bfloat16, device=device))
     x = torch.zeros(rows, k, dtype=torch.bfloat16, device=device)
     try:
@@ -141,10 +141,12 @@ def compile_one(job: Job) -> str | None:
 def compile_all(pool: ProcessPoolExecutor, jobs: set[Job]) -> set[Job]:
     """Compiles side by side; returns those that cannot be."""
     began = time.perf_counter()
-    ordered = sorted(jobs, key=repr)
-    errors = list(pool.map(compile_one, ordered, chunksize=2))
-    broken = {job for job, error in zip(ordered, errors, strict=True) if error}
-    print(f"compiled {len(jobs)} in {time.perf_counter() - began:.0f} s, {len(broken)} refused")
+    kinds: dict[Any, list[Job]] = {}
+    for job in sorted(jobs, key=repr):
+        kinds.setdefault(kernel_of(job), []).append(job)
+    errors = list(pool.map(compile_one, [same[0] for same in kinds.values()]))
+    broken = {j for same, e in zip(kinds.values(), errors, strict=True) if e for j in same}
+    print(f"compiled {len(kinds)} in {time.perf_counter() - began:.0f} s, {len(broken)} refused")
     print(*{e for e in errors if e}, sep="\n", flush=True)
     return broken
 
@@ -158,6 +160,11 @@ class Timer:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
+        self.anchor = torch.cuda.CUDAGraph()  # keeps the pool alive between graphs
+        with torch.cuda.stream(self.stream):
+            self.anchor.capture_begin(pool=self.pool)
+            self.held = torch.zeros(1, device="cuda")
+            self.anchor.capture_end()
 
     def __call__(self, work: Callable[[], object], repeats: int = 7) -> float:
         with torch.cuda.stream(self.stream):
@@ -185,7 +192,7 @@ class Copies:
         self.n, self.k = n, k
         device = torch.device("cuda", 0)
         self.matrices = [
-            Matrix.of((torch.randn(n, k, device=device, dtype=torch.bfloat16) / k**0.5))
+            Matrix.of(torch.randn(n, k, device=device, dtype=torch.bfloat16) / k**0.5)
             for _ in range(self.count)
         ]
 
@@ -217,6 +224,20 @@ def library(form: str, x: Tensor, m: Matrix, residual: Tensor) -> Tensor:
     return F.linear(x, m.weight)
 
 
+def table(report: dict[str, Any]) -> str:
+    """`gemm_table.py`'s entries for this GPU."""
+    lines = []
+    for name, buckets in report["tuned"].items():
+        n, k, _ = SHAPES[name]
+        lines.append(f"({n}, {k}): {{  # {name}")
+        for bucket, entry in buckets.items():
+            best = {key: value for key, value in entry["best"][0].items() if key != "us"}
+            ours = entry["best"][0]["us"] < entry["library"]
+            lines.append(f"    {bucket}: {GemmConfig(**best) if ours else None},")
+        lines.append("},")
+    return "\n".join(lines)
+
+
 def bandwidth(timer: Timer) -> dict[str, float]:
     """TB/s of a read and of a copy of 4 GB."""
     a = torch.randint(0, 100, (1 << 30,), dtype=torch.int32, device="cuda")
@@ -234,8 +255,6 @@ def bandwidth(timer: Timer) -> dict[str, float]:
         "read": size / timer(read) / 1e6,
         "copy": 2 * size / timer(lambda: b.copy_(a)) / 1e6,
     }
-    del a, b
-    torch.cuda.empty_cache()
     return result
 
 
@@ -258,7 +277,7 @@ def tune(
     buckets: list[int],
     report: dict[str, Any],
 ) -> None:
-    jobs = {(SHAPES[s][2], b, c) for b in buckets for s in names for c in candidates(s, b)}
+    jobs = {(SHAPES[s][2], b, c, s) for b in buckets for s in names for c in candidates(s, b)}
     broken = compile_all(pool, jobs)
     for name in names:
         n, k, form = SHAPES[name]
@@ -269,11 +288,11 @@ def tune(
             lib = copies.time(timer, lambda m: library(form, x, m, residual))
             found = []
             for config in candidates(name, bucket):
-                if (form, bucket, config) not in broken:
+                if (form, bucket, config, name) not in broken:
                     us = copies.time(timer, lambda m: call(form, x, m, residual, config))
                     found.append((us, config))
             found.sort(key=lambda pair: pair[0])
-            for _, base in found[:3]:
+            for _, base in found[:4]:
                 for prefetch in (0, 256, 1024, 2048):
                     config = replace(base, prefetch=prefetch)
                     us = copies.time(timer, lambda m: call(form, x, m, residual, config))
@@ -452,12 +471,22 @@ CHAINED = {
     "down": ("add and norm", "add", "partials"),
     "head": ("plain after norm", "ids after norm", "plain"),
 }
-KEPT = 5  # best of each shape alone, tried in the chain
+KEPT = 8  # best of each shape alone, tried in the chain
 
 
 def kept(report: dict[str, Any], name: str, bucket: int) -> list[GemmConfig]:
-    best = report["tuned"][name][bucket]["best"][:KEPT]
-    return [GemmConfig(**{k: v for k, v in entry.items() if k != "us"}) for entry in best]
+    """The best found alone; without a search, the table's and what differs in the overlap."""
+    if name in report["tuned"]:
+        best = report["tuned"][name][bucket]["best"][:KEPT]
+        return [GemmConfig(**{k: v for k, v in entry.items() if k != "us"}) for entry in best]
+    n, k, _ = SHAPES[name]
+    gpu = gpu_of(torch.device("cuda", 0))
+    first = choose(n, k, bucket, gpu) or default(bucket, gpu)
+    found = [first]
+    for stages in dict.fromkeys((first.stages, min(first.stages, 5))):
+        for prefetch in (0, 256, 512, 1024):
+            found.append(replace(first, stages=stages, prefetch=prefetch, early=False))
+    return found
 
 
 def chain(
@@ -467,12 +496,11 @@ def chain(
     compile_all(
         pool,
         {
-            (form, bucket, replace(config, prefetch=prefetch))
+            (form, bucket, config, name)
             for name, forms in CHAINED.items()
             for bucket in buckets
             for config in kept(report, name, bucket)
             for form in forms
-            for prefetch in {0, config.prefetch}
         },
     )
     links = Chain()
@@ -508,16 +536,21 @@ def chain(
             "library, separate kernels": run(lambda: links.separate(x, None)),
             "products alone": run(lambda: links.products(x, chosen)),
             "separate kernels": run(lambda: links.separate(x, chosen)),
-            "partials": run(lambda: links.partials(x, chosen)),
             "fused": run(lambda: links.fused(x, chosen)),
             "fused, own choice": run(lambda: links.fused(x, own)),
             "fused, ids": run(lambda: links.fused(x, chosen, ids=True)),
             "fused, no prefetch": run(lambda: links.fused(x, small)),
         }
+        whole = {
+            s: [c for c in kept(report, s, bucket) if c.programs % (H // c.block_n) == 0]
+            for s in ("o", "down")
+        }
+        if all(whole.values()):
+            parted = chosen | {s: found[0] for s, found in whole.items()}
+            entry["partials"] = run(lambda: links.partials(x, parted))
         if rows == 16:
             pdl(False)
             entry["fused, no overlap"] = run(lambda: links.fused(x, small))
-            entry["partials, no overlap"] = run(lambda: links.partials(x, small))
             entry["separate, no overlap"] = run(lambda: links.separate(x, small))
             entry["products alone, no overlap"] = run(lambda: links.products(x, small))
             pdl(True)
@@ -555,7 +588,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 1, 8, 32, 64, 128])
     parser.add_argument("--tuned", type=Path, help="an earlier --out, instead of --tune")
@@ -578,6 +611,7 @@ def main() -> None:
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         if arguments.tune:
             tune(timer, pool, arguments.shapes, arguments.buckets, report)
+            print(table(report))
         if arguments.chain:
             chain(timer, pool, arguments.rows, report)
     save(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.kernels import gemm
+from forerun.kernels import gemm_kernels
 from tests.kernels.compiled import CUDA, Case
 
 TENSORS = {"x": "*bf16", "w": "*bf16", "locks": "*i32"}
@@ -12,7 +12,8 @@ ABSENT = dict.fromkeys(
     ("bias", "squares", "residual", "norm_weight", "out", "scaled", "out_squares", "best",
      "best_ids", "partial")
 )  # fmt: skip
-SCALARS = {"M": "i32", "N": "i32", "K": "i32", "stride_x": "i32", "P": "i32", "eps": "fp32"}
+SCALARS = dict.fromkeys(("M", "N", "K", "stride_x", "P", "units", "prefetch"), "i32")
+SCALARS["eps"] = "fp32"
 OUT = {"out": "*bf16"}
 PARTIAL = {"partial": "*fp32"}
 SQUARES = {"squares": "*fp32"}
@@ -22,39 +23,39 @@ BEST = {"best": "*fp32", "best_ids": "*i32"}
 
 def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
     base = {
-        "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT": 1, "SWAP": False, "PAIRED": False,
-        "PARTIALS": False, "EVEN_K": True, "PREFETCH": 0, "THREADS": 128, "PDL": False,
+        "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "PARTS": 1, "EARLY": True, "SWAP": False,
+        "PAIRED": False, "PARTIALS": False, "EVEN_K": True, "THREADS": 128, "PDL": False,
     }  # fmt: skip
     absent = {name: None for name in ABSENT if name not in tensors}
     return Case(
         name,
-        gemm._gemm_kernel,
+        gemm_kernels.gemm_kernel,
         TENSORS | tensors | SCALARS,
         absent | base | constants,
         options={"num_warps": 4, "num_stages": 4},
         hip_constants={"BLOCK_K": 64},
         hip_options={"num_stages": 2},
-        multiples=("N", "K", "stride_x"),
+        multiples=("N", "K", "stride_x", "prefetch"),
         matrix=True,
     )
 
 
 CASES = [
     case("gemm plain", OUT),
-    case("gemm partials", PARTIAL, SPLIT=4, PARTIALS=True),
-    case("gemm uneven, bias", OUT | PARTIAL | {"bias": "*bf16"}, SPLIT=2, EVEN_K=False),
-    case("gemm residual and norm", OUT | PARTIAL | SUM, SPLIT=4),
-    case("gemm silu after norm", OUT | SQUARES, PAIRED=True, BLOCK_N=32),
+    case("gemm partials", PARTIAL, PARTS=4, PARTIALS=True),
+    case("gemm uneven, bias", OUT | PARTIAL | {"bias": "*bf16"}, PARTS=2, EVEN_K=False),
+    case("gemm residual and norm", OUT | PARTIAL | SUM, PARTS=4),
+    case("gemm silu after norm", OUT | SQUARES, PAIRED=True),
     case("gemm argmax", SQUARES | BEST, BLOCK_M=64),
     case("gemm swapped", OUT, SWAP=True),
     replace(
-        case("gemm overlapped", OUT, PDL=True, PREFETCH=512),
+        case("gemm overlapped", OUT, PDL=True, EARLY=False),
         targets=CUDA[1:],
         options={"num_warps": 4, "num_stages": 4, "launch_pdl": True},
     ),
     Case(
         "gemm best of tiles",
-        gemm._best_kernel,
+        gemm_kernels.best_kernel,
         {"best": "*fp32", "best_ids": "*i32", "out": "*i64", "M": "i32", "tiles": "i32"},
         {"BLOCK": 1024, "PDL": False},
         wide=False,  # a column of a matrix

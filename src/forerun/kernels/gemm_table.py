@@ -1,49 +1,61 @@
 """Which product serves how many rows: a tuned configuration, or the vendor's library.
 
 `TABLE` is what `benchmarks/kernels_gemm.py --tune` found. Shapes it does not know take a default
-up to 64 rows, and the library above.
+up to 32 rows, and the library above.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
-
+from forerun.kernels.device import Gpu
 from forerun.kernels.gemm import GemmConfig, rows_block
 
-DEFAULT_ROWS = 64  # the default serves no more
+DEFAULT_ROWS = 32  # the default serves no more
 
-# family -> (N, K) -> rows bucket -> configuration; None: the library is faster.
-TABLE: dict[str, dict[tuple[int, int], dict[int, GemmConfig | None]]] = {}
+Choice = GemmConfig | None  # None: the library is faster
+
+# Compute capability -> (N, K) -> rows bucket -> choice.
+TABLE: dict[int, dict[tuple[int, int], dict[int, Choice]]] = {
+    # On one H200: the layers, the head and the block draft of Qwen3-8B.
+    90: {
+        (6144, 4096): {
+            16: GemmConfig(64, 128, 132, stages=6, swap=True),
+            32: GemmConfig(64, 64, 192, stages=6, swap=True),
+        },
+        (4096, 4096): {
+            16: GemmConfig(64, 128, 128, stages=6, swap=True),
+            32: GemmConfig(64, 128, 128, stages=4, swap=True),
+        },
+        (24576, 4096): {
+            16: GemmConfig(64, 128, 384, stages=3, swap=True),
+            32: GemmConfig(64, 128, 384, stages=3, swap=True, prefetch=0),
+        },
+        (4096, 12288): {
+            16: GemmConfig(64, 128, 128, stages=6, swap=True),
+            32: GemmConfig(64, 128, 256, stages=4, swap=True, prefetch=0),
+        },
+        (151936, 4096): {
+            16: GemmConfig(128, 128, 1187, warps=8, stages=4, swap=True, prefetch=0),
+            32: GemmConfig(64, 128, 2374, stages=3, swap=True, prefetch=0),
+        },
+        (4096, 20480): {
+            16: GemmConfig(64, 128, 128, stages=6, swap=True, prefetch=512),
+            32: GemmConfig(64, 128, 256, stages=4, swap=True, prefetch=512),
+        },
+        (10240, 4096): {16: None, 32: None},
+    }
+}
 
 
-def choose(n: int, k: int, rows: int, device: torch.device) -> GemmConfig | None:
-    """How to compute `rows` rows times a bfloat16 matrix [n, k]; None: with the library."""
-    family = device_family(device.type, device.index)
-    tuned = TABLE.get(family, {}).get((n, k))
+def choose(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
+    """How to compute `rows` rows times a bfloat16 matrix [n, k]."""
     bucket = rows_block(rows)
+    tuned = TABLE.get(0 if gpu.amd else gpu.capability, {}).get((n, k))
     if tuned is not None:
         return tuned.get(bucket)
-    return default(n, k, bucket, family) if bucket <= DEFAULT_ROWS else None
+    return default(bucket, gpu) if bucket <= DEFAULT_ROWS else None
 
 
-def default(n: int, k: int, bucket: int, family: str) -> GemmConfig:
-    """Enough programs to fill a GPU, and tiles that fit everywhere (64 KiB of LDS on AMD)."""
-    amd = family.startswith("gfx")
-    block_k = 64 if amd or bucket > 32 else 128
-    tiles, split = -(-n // 64), 1
-    while tiles * split < 200 and k >= 2 * split * 4 * block_k:
-        split *= 2
-    return GemmConfig(64, block_k, split, stages=2 if amd else 4)
-
-
-@cache
-def device_family(kind: str, index: int | None) -> str:
-    """ "sm_90", "gfx942", ...; "" on a CPU."""
-    if kind != "cuda":
-        return ""
-    if torch.version.hip is not None:
-        return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}"
+def default(bucket: int, gpu: Gpu) -> GemmConfig:
+    """Two programs a multiprocessor, in tiles that fit everywhere (64 KiB of LDS on AMD)."""
+    block_k = 64 if gpu.amd else 128
+    return GemmConfig(64, block_k, 2 * gpu.processors, stages=2 if gpu.amd else 4)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Prologue, Rotation
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.gemm import Scaled
 from forerun.kernels.qkv import HeadNorms
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
@@ -77,7 +78,7 @@ class Attention:
         self.o.pack()
         self.prologue = HeadPrologue(self.heads, self.kv_heads, self.dim, self.norms)
 
-    def __call__(self, x: Tensor, rows: RopeRows, ctx: AttentionContext) -> Tensor:
+    def __call__(self, x: Tensor | Scaled, rows: RopeRows, ctx: AttentionContext) -> Tensor:
         """x [T, H] -> what the heads gathered [T, Hq · D], before `o`."""
         qkv = self.qkv(x)
         return ctx.run(self.layer, self.mask, self.scale, qkv, self.prologue, rows).flatten(1)

@@ -8,6 +8,9 @@ with weights reordered once is faster at every row count. Measured on 2 AVX2 cor
 an 8M-parameter model, 1 / 16 / 80 rows: `F.linear` 2.9 / 9.1 / 15.0 ms, packed 2.5 / 4.9 / 12.0 ms.
 There a packed product also gives a row the same bits whatever rows stand beside it (`F.linear` does
 not), so a verify pass of many rows computes what single decode steps would.
+
+On a GPU in bfloat16, few rows go to the kernels of `kernels.gemm` where `gemm_table.choose` says so
+and what surrounds the product goes into it; other row counts to the vendor's library.
 """
 
 from __future__ import annotations
@@ -18,6 +21,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from forerun.kernels.activation import silu_mul
+from forerun.kernels.device import gpu_of
+from forerun.kernels.gemm import (
+    GemmConfig,
+    Matrix,
+    Scaled,
+    gemm,
+    gemm_add,
+    gemm_add_scaled,
+    gemm_argmax,
+    gemm_silu,
+)
+from forerun.kernels.gemm_table import choose
 
 # Rows for which oneDNN is asked to lay a weight out. Hints of 32 and more serve 1 to 256 rows
 # alike; hints of 1 to 16 make some other row count up to three times slower.
@@ -35,6 +52,11 @@ def can_pack(weight: Tensor) -> bool:
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
     )
+
+
+def can_stream(weight: Tensor) -> bool:
+    """Whether the kernels for few rows take this weight: bfloat16 on a GPU."""
+    return weight.is_cuda and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
 
 
 class _Packed:
@@ -64,12 +86,13 @@ class Linear:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: _Packed | None = None
+        self._matrix: Matrix | None = None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Over an existing matrix [out, in], which it shares until packed."""
         linear = cls.__new__(cls)
-        linear.weight, linear.bias, linear._packed = weight, bias, None
+        linear.weight, linear.bias, linear._packed, linear._matrix = weight, bias, None, None
         return linear
 
     def slots(self, parts: Mapping[str, int]) -> dict[str, Tensor]:
@@ -92,15 +115,34 @@ class Linear:
         if self._packed is None and can_pack(weight) and not too_large:
             self._packed = _Packed(weight)
             self.weight = weight.new_empty(0, weight.shape[1])
+        if self._matrix is None and can_stream(weight):
+            self._matrix = Matrix.of(weight, self.bias)
+
+    def _few(self, x: Tensor | Scaled) -> tuple[Matrix, GemmConfig] | None:
+        """The kernel's operand and configuration, if it serves so many rows."""
+        matrix = self._matrix
+        if matrix is None:
+            return None
+        n, k = matrix.weight.shape
+        rows = (x.x if isinstance(x, Scaled) else x).shape[0]
+        config = choose(n, k, rows, gpu_of(matrix.weight.device))
+        return None if config is None else (matrix, config)
+
+    def takes_scaled(self, x: Tensor) -> bool:
+        """Whether a product with as many rows as `x` has can finish an RMSNorm (`Scaled`)."""
+        return self._few(x) is not None
 
     @property
     def fuses_add(self) -> bool:
         """Whether `add` costs no more than the product alone."""
         return self._packed is not None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Scaled) -> Tensor:
         """x [T, in] -> [T, out]."""
-        packed = self._packed
+        few, packed = self._few(x), self._packed
+        if few is not None:
+            return gemm(x, *few)
+        x = _whole(x)
         if packed is None:
             return F.linear(x, self.weight, self.bias)
         y: Tensor = packed.product(x, packed.weight, self.bias, "none", [], "")
@@ -108,8 +150,36 @@ class Linear:
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, in], residual [T, out] -> residual + x Wᵀ + b, a new tensor."""
-        packed = self._packed
+        few, packed = self._few(x), self._packed
+        if few is not None:
+            return gemm_add(x, few[0], residual, few[1])
         if packed is None:
             return residual + F.linear(x, self.weight, self.bias)
         y: Tensor = packed.product_add(x, residual, packed.weight, self.bias, "add")
         return y
+
+    def add_scaled(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Scaled, Tensor]:
+        """`add`, and its RMSNorm but for the last step. Only where `takes_scaled`."""
+        few = self._few(x)
+        assert few is not None
+        return gemm_add_scaled(x, few[0], residual, norm, eps, few[1])
+
+    def silu_mul(self, x: Tensor | Scaled) -> Tensor:
+        """[gate | up] = x Wᵀ + b -> silu(gate) · up, [T, out / 2]."""
+        few = self._few(x)
+        if few is not None:
+            return gemm_silu(x, *few)
+        gate_up = self(x)
+        return silu_mul(gate_up, gate_up.dtype)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """[T] int64: the id of each row's largest output, the lowest of equals."""
+        few = self._few(x)
+        return self(x).argmax(-1) if few is None else gemm_argmax(x, *few)
+
+
+def _whole(x: Tensor | Scaled) -> Tensor:
+    assert isinstance(x, Tensor), "only where `takes_scaled`"
+    return x

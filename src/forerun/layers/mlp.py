@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.activation import silu_mul
+from forerun.kernels.gemm import Scaled
 from forerun.layers.linear import Linear
 
 
@@ -29,6 +29,6 @@ class MLP:
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Scaled) -> Tensor:
         """x [T, H] -> the activation [T, I], before `down`."""
-        return silu_mul(self.gate_up(x), x.dtype)
+        return self.gate_up.silu_mul(x)

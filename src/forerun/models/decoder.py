@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.gemm import Scaled
 from forerun.layers.attention import Attention
 from forerun.layers.linear import Linear
 from forerun.layers.mlp import MLP
@@ -48,7 +49,18 @@ class DecoderLayer:
             part.prepare()
 
 
-def _join(linear: Linear, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def _join(
+    linear: Linear, norm: RMSNorm, reader: Linear, x: Tensor, residual: Tensor
+) -> tuple[Tensor | Scaled, Tensor]:
+    """(norm(sum), sum) of residual + linear(x), where `reader` alone takes the normed rows."""
+    if linear.takes_scaled(x) and reader.takes_scaled(x):
+        return linear.add_scaled(x, residual, norm.weight, norm.eps)
+    return _join_whole(linear, norm, x, residual)
+
+
+def _join_whole(
+    linear: Linear, norm: RMSNorm, x: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
     """(norm(sum), sum) of residual + linear(x); the sum is fused into one or the other."""
     if linear.fuses_add:
         residual = linear.add(x, residual)
@@ -84,8 +96,6 @@ class Decoder:
         for layer in self.layers:
             layer.prepare()
         self.norm.prepare()
-        # The norm that follows each layer: the next one's first, at the end the final one.
-        self._next = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
 
     def run(
         self, x: Tensor, positions: Tensor, ctx: AttentionContext, capture: tuple[int, ...] = ()
@@ -93,12 +103,19 @@ class Decoder:
         """Embeddings x [T, H] -> as `CausalLM.forward`."""
         rows = self.rope.rows(positions)
         residual, outputs = x, {}
-        x = self.layers[0].input_norm(x)
-        for i, (layer, following) in enumerate(zip(self.layers, self._next, strict=True)):
-            x = layer.attention(x, rows, ctx)
-            x, residual = _join(layer.attention.o, layer.post_norm, x, residual)
-            x = layer.mlp(x)
-            x, residual = _join(layer.mlp.down, following, x, residual)
+        normed: Tensor | Scaled = self.layers[0].input_norm(x)
+        for i, layer in enumerate(self.layers):
+            attention, mlp = layer.attention, layer.mlp
+            x = attention(normed, rows, ctx)
+            normed, residual = _join(attention.o, layer.post_norm, mlp.gate_up, x, residual)
+            x = mlp(normed)
+            if i + 1 < len(self.layers):
+                after = self.layers[i + 1]
+                normed, residual = _join(
+                    mlp.down, after.input_norm, after.attention.qkv, x, residual
+                )
+            else:
+                x, residual = _join_whole(mlp.down, self.norm, x, residual)
             if i in capture:
                 outputs[i] = residual
         return x, torch.cat([outputs[i] for i in capture], 1) if capture else None
