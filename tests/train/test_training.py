@@ -1,4 +1,4 @@
-"""The training package on sizes that take a second: masks, labels, generation, accept length, files."""
+"""The training package on sizes of a second: masks, labels, generation, accept length, files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ SHAPE = TargetShape(
     num_key_value_heads=1, head_dim=16,
 )  # fmt: skip
 DRAFT = DraftShape(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-    head_dim=16, vocab_size=64, num_target_layers=3, block_size=4, mask_token_id=3, target_layer_ids=(0, 1),
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, vocab_size=64, num_target_layers=3, block_size=4,
+    mask_token_id=3, target_layer_ids=(0, 1),
 )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_anchors_stay_where_a_next_token_is_known() -> None:
 
 
 def test_a_draft_block_cannot_see_its_own_answer(target) -> None:  # type: ignore[no-untyped-def]
-    """Changing the text at and after an anchor changes nothing in that anchor's predictions but its own token."""
+    """New text after an anchor changes nothing in that anchor's predictions."""
     torch.manual_seed(1)
     draft = Draft(DRAFT).eval()
     ids = torch.randint(4, 64, (1, 12))
@@ -143,7 +144,7 @@ def test_greedy_batches_agree_with_one_at_a_time(target) -> None:  # type: ignor
 
 
 def test_verified_answers_are_greedy_answers(target) -> None:  # type: ignore[no-untyped-def]
-    """Text that is not the target's own is cut at the first difference and closed by the target's token."""
+    """Text not the target's own is cut at the first difference, closed by the target's token."""
     rng = np.random.default_rng(0)
     row = np.concatenate(
         [[1, 20], rng.integers(10, 60, 4), [2, 1, 9, 10], rng.integers(10, 60, 30), [2]]

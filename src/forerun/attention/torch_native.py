@@ -50,7 +50,8 @@ class TorchNative(AttentionBackend):
             reasons.append("it has no latent (MLA) attention")
         if need.graph:
             reasons.append(
-                "it gathers as many pages as the host bounds, which a graph would freeze (disable_cuda_graph lets it serve)"
+                "it gathers as many pages as the host bounds, which a graph would freeze "
+                "(disable_cuda_graph lets it serve)"
             )
         if any(m.mask is Mask.CUSTOM for m in need.masks):
             reasons.append("it has no custom (tree) mask")

@@ -1,7 +1,7 @@
 """Grade-school word problems with checkable answers, generated without end.
 
-The bundled target model is trained on these and scored on seeds it has never seen. Pure Python, deterministic:
-the same ``seed`` and position give the same problem on every machine.
+The bundled target model is trained on these and scored on seeds it has never seen. Pure Python,
+deterministic: the same ``seed`` and position give the same problem on every machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TRAIN_SEEDS: Final = range(0, 1_000_000)
 TEST_SEEDS: Final = range(1_000_000, 2_000_000)
 """Seeds that training never uses."""
 TEST_SEED: Final = TEST_SEEDS[0]
-"""The seed of the published scores. Training also leaves out every exact question of its first problems."""
+"""The seed of the published scores.
+
+Training also leaves out every exact question of its first problems.
+"""
 
 TEMPLATES: Final = (*word_templates_a.TEMPLATES, *word_templates_b.TEMPLATES)
 

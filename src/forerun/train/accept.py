@@ -1,7 +1,8 @@
 """Accept length without a serving loop.
 
-Greedy verification accepts a draft token exactly when the target's own greedy text has it. So one pass gives the draft's
-block at every position of that text, and the steps a server would take are a walk along it.
+Greedy verification accepts a draft token exactly when the target's own greedy text has it. So one
+pass gives the draft's block at every position of that text, and the steps a server would take are a
+walk along it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class AcceptScore:
 
     @property
     def per_position(self) -> list[float]:
-        """Share of steps whose draft token j (1-based) was accepted, as served (all before it accepted too)."""
+        """Share of steps that accepted draft token j (1-based) and, as served, all before it."""
         return [a / max(o, 1) for a, o in zip(self.accepted, self.offered, strict=True)]
 
 
@@ -39,7 +40,7 @@ class AcceptScore:
 def matches(
     draft: Draft, target: Qwen3ForCausalLM, ids: Tensor, prompt: int, end: int, chunk: int = 64
 ) -> list[int]:
-    """How many draft tokens match at each anchor ``prompt … end - 1`` of one text ``ids`` [length]."""
+    """How many draft tokens match at each anchor ``prompt … end - 1`` of ``ids`` [length]."""
     features = target_features(target, ids[None, :end], draft.shape.target_layer_ids)
     found: list[int] = []
     ahead = torch.arange(1, draft.shape.block_size, device=ids.device)
@@ -53,9 +54,10 @@ def matches(
 
 
 def walk(found: list[int], block: int) -> tuple[int, list[int]]:
-    """Steps a server takes over a response, given the matches at each of its tokens; also how often each draft row held.
+    """Steps a server takes over a response, and how often each draft row held.
 
-    The first token comes out of prefill; every step then starts at the newest token and adds its matches and a bonus.
+    ``found`` has the matches at each of the response's tokens. The first token comes out of
+    prefill; every step then starts at the newest token and adds its matches and a bonus.
     """
     at, steps, held = 0, 0, [0] * (block - 1)
     while at < len(found) - 1:

@@ -1,7 +1,7 @@
 """The Python text the target learns from: the standard library and permissively licensed packages.
 
-One story: wheels and the running interpreter in, two compressed document files out (training, held out), with a
-table of sources and licences. Documents are whole source files, joined by NUL.
+One story: wheels and the running interpreter in, two compressed document files out (training, held
+out), with a table of sources and licences. Documents are whole source files, joined by NUL.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def _wheel(name: str, wheels: Path) -> Iterator[Document]:
     found = sorted(wheels.glob(f"{name}-*.whl"))
     if not found:
         raise FileNotFoundError(
-            f"no wheel of {name} in {wheels}; get it with: pip download --no-deps -d {wheels} {name}"
+            f"no wheel of {name} in {wheels}; "
+            f"get it with: pip download --no-deps -d {wheels} {name}"
         )
     with zipfile.ZipFile(found[-1]) as archive:
         for path in sorted(archive.namelist()):

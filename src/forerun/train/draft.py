@@ -28,7 +28,7 @@ class DraftRun:
     anchors: int = 16
     gamma: float = 7.0
     dpace: float = 0.0
-    """Above 0: weigh positions by how likely a step gets there (D-PACE's alpha) instead of by gamma."""
+    """Above 0: weigh positions by how likely a step gets there (D-PACE's alpha), not by gamma."""
     lr: float = 1.5e-3
     final_lr: float = 0.01
     warmup: float = 0.04
@@ -38,7 +38,10 @@ class DraftRun:
 
 
 def target_features(target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
-    """``[b, s, K·H]``: the outputs of the target's layers ``layer_ids`` (Hugging Face index: l + 1), concatenated."""
+    """``[b, s, K·H]``: the outputs of the target's layers ``layer_ids``, concatenated.
+
+    Hugging Face's ``hidden_states`` has the output of layer l at l + 1.
+    """
     outputs = list(causal_layers(target, ids))
     return torch.cat([outputs[layer] for layer in layer_ids], dim=-1)
 
@@ -46,7 +49,7 @@ def target_features(target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int,
 def sample_anchors(
     prompt: Tensor, end: Tensor, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """``[b, count]`` positions spread over each response; the token after each is in the response too."""
+    """``[b, count]`` positions spread over each response, which has the token after each too."""
     jitter = torch.rand((len(end), count), generator=generator, device=end.device)
     share = (torch.arange(count, device=end.device) + jitter) / count
     return prompt[:, None] + (share * (end - 1 - prompt)[:, None]).long()
@@ -75,11 +78,15 @@ def draft_logits(
     s, (b, n) = draft.shape, anchors.shape
     blocks = target.model.embed_tokens(block_inputs(ids, anchors, s.block_size, s.mask_token_id))
     hidden = draft(blocks, features, anchors).view(b, n, s.block_size, -1)[:, :, 1:]
-    return target.lm_head(hidden)
+    logits: Tensor = target.lm_head(hidden)
+    return logits
 
 
 def position_weights(losses: Tensor, inside: Tensor, run: DraftRun) -> Tensor:
-    """Weights ``[b, n, block - 1]``, detached: early draft tokens count more, since all later ones hang on them."""
+    """Weights ``[b, n, block - 1]``, detached.
+
+    Early draft tokens count more, since all later ones hang on them.
+    """
     if run.dpace > 0:
         likely = torch.exp(-losses.detach()) * (1 - run.dpace) + run.dpace
         reached = (likely * inside).cumprod(-1)
@@ -89,7 +96,7 @@ def position_weights(losses: Tensor, inside: Tensor, run: DraftRun) -> Tensor:
 
 
 class Pool:
-    """Samples on the device, padded to one length, handed out in shuffled order, again and again."""
+    """Samples on the device, padded to one length, handed out shuffled, again and again."""
 
     def __init__(
         self, samples: Samples, batch: int, length: int, generator: torch.Generator
@@ -123,7 +130,10 @@ def train_draft(
     log: Path,
     save: Callable[[], None],
 ) -> dict[str, float]:
-    """Train in place until the steps or the seconds are used up, with a ``save`` now and then. The target is frozen."""
+    """Train in place until the steps or the seconds are used up, with a ``save`` now and then.
+
+    The target is frozen.
+    """
     device = next(draft.parameters()).device.type
     generator = torch.Generator(device).manual_seed(run.seed)
     length = max(s.ids.shape[1] for s in samples)

@@ -1,6 +1,7 @@
-"""The DFlash draft as it is trained: a few Qwen3 layers over blocks of masks, fed with the target's hidden states.
+"""The DFlash draft as it is trained: Qwen3 layers over blocks of masks.
 
-A block row attends to the projected target features of every position before its anchor, and to its whole block.
+They are fed with the target's hidden states: a block row attends to the projected target features
+of every position before its anchor, and to its whole block.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class DraftShape:
 def block_mask(anchors: Tensor, length: int, block: int) -> Tensor:
     """Who sees whom: bool ``[b, 1, n·block, length + n·block]`` for ``anchors`` [b, n].
 
-    Rows of anchor a see context positions strictly before a, and the rows of their own block, all of them.
+    Rows of anchor a see context positions strictly before a, and all rows of their own block.
     """
     b, n = anchors.shape
     place = torch.arange(length, device=anchors.device)
@@ -61,7 +62,10 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(s.head_dim, s.rms_norm_eps)
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``x`` [b, q, H], ``context`` [b, c, H], ``mask`` [b, 1, q, c + q], ``cos``/``sin`` [b, 1, c + q, head_dim]."""
+        """Attention of ``x`` [b, q, H] over ``context`` [b, c, H] and itself.
+
+        ``mask`` [b, 1, q, c + q], ``cos``, ``sin`` [b, 1, c + q, head_dim].
+        """
         s, (b, n, _), c = self.s, x.shape, context.shape[1]
         both = torch.cat([context, x], dim=1)
         q = self.q_norm(self.q_proj(x).view(b, n, -1, s.head_dim)).transpose(1, 2)
@@ -71,7 +75,8 @@ class Attention(nn.Module):
         groups = s.num_attention_heads // s.num_key_value_heads
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         o = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, attn_mask=mask)
-        return self.o_proj(o.transpose(1, 2).flatten(2))
+        mixed: Tensor = self.o_proj(o.transpose(1, 2).flatten(2))
+        return mixed
 
 
 class Mlp(nn.Module):
@@ -82,7 +87,8 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
 
 
 class Layer(nn.Module):
@@ -95,7 +101,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, mask, cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Draft(nn.Module):
@@ -115,7 +122,10 @@ class Draft(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, blocks: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """Hidden rows ``[b, n·B, H]`` for embedded ``blocks`` [b, n·B, H], target ``features`` [b, c, K·H], ``anchors`` [b, n]."""
+        """Hidden rows ``[b, n·B, H]`` for embedded ``blocks`` [b, n·B, H].
+
+        Target ``features`` [b, c, K·H], ``anchors`` [b, n].
+        """
         s, c = self.shape, features.shape[1]
         context = self.hidden_norm(self.fc(features))
         offset = torch.arange(s.block_size, device=anchors.device)
@@ -129,7 +139,8 @@ class Draft(nn.Module):
         x = blocks
         for layer in self.layers:
             x = layer(x, context, mask, cos, sin)
-        return self.norm(x)
+        hidden: Tensor = self.norm(x)
+        return hidden
 
 
 def save_draft(model: Draft, folder: Path) -> None:

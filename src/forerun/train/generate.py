@@ -42,6 +42,15 @@ def rope_table(
     return angle.cos(), angle.sin()
 
 
+def rope_theta(model: Qwen3ForCausalLM) -> float:
+    """The base of the rotary frequencies. ValueError where the config has none."""
+    parameters = model.config.rope_parameters
+    theta = None if parameters is None else parameters["rope_theta"]
+    if theta is None:
+        raise ValueError("the target's config has no rope_theta in rope_parameters")
+    return theta
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on the last dimension; ``cos``, ``sin`` broadcast against ``x``."""
     a, b = x.chunk(2, dim=-1)
@@ -54,9 +63,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 def layer_outputs(
     model: Qwen3ForCausalLM, ids: Tensor, cos: Tensor, sin: Tensor, attend: Attend
 ) -> Iterator[Tensor]:
-    """The residual stream ``[batch, n, H]`` after every layer. ``attend(layer, q, k, v)`` supplies the attention.
+    """The residual stream ``[batch, n, H]`` after every layer.
 
-    The same for training, features and generation, so that it compiles as one graph and no caller depends on hooks.
+    ``attend(layer, q, k, v)`` supplies the attention. The same for training, features and
+    generation, so that it compiles as one graph and no caller depends on hooks.
     """
     c, (b, n) = model.config, ids.shape
     x = model.model.embed_tokens(ids)
@@ -82,7 +92,7 @@ def layer_outputs(
 def causal_layers(model: Qwen3ForCausalLM, ids: Tensor) -> Iterator[Tensor]:
     """``layer_outputs`` over whole texts from position 0, without a cache."""
     c = model.config
-    cos, sin = rope_table(ids.shape[1], c.head_dim, c.rope_parameters["rope_theta"], ids.device)
+    cos, sin = rope_table(ids.shape[1], c.head_dim, rope_theta(model), ids.device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -92,15 +102,18 @@ def causal_layers(model: Qwen3ForCausalLM, ids: Tensor) -> Iterator[Tensor]:
 
 def head(model: Qwen3ForCausalLM, x: Tensor) -> Tensor:
     """Logits of the last layer's output."""
-    return model.lm_head(
-        F.rms_norm(x, x.shape[-1:], model.model.norm.weight, model.config.rms_norm_eps)
-    )
+    normed = F.rms_norm(x, x.shape[-1:], model.model.norm.weight, model.config.rms_norm_eps)
+    logits: Tensor = model.lm_head(normed)
+    return logits
 
 
 def forward_cached(
     model: Qwen3ForCausalLM, ids: Tensor, cache: Cache, start: int, rope: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Logits ``[batch, V]`` after ``ids`` [batch, n] at positions ``start …``; n > 1 only from position 0."""
+    """Logits ``[batch, V]`` after ``ids`` [batch, n] at positions ``start …``.
+
+    n > 1 only from position 0.
+    """
     n, end = ids.shape[1], start + ids.shape[1]
 
     def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,9 +121,8 @@ def forward_cached(
         keys, values = cache.k[i, :, :, :end], cache.v[i, :, :, :end]
         if n > 1:
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-        grouped = q.view(
-            len(q), keys.shape[1], -1, q.shape[-1]
-        )  # the query heads of one K/V head, as its query rows
+        # the query heads of one K/V head, as its query rows
+        grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
         return F.scaled_dot_product_attention(grouped, keys, values).view_as(q)
 
     *_, x = layer_outputs(model, ids, rope[0][start:end], rope[1][start:end], attend)
@@ -123,13 +135,14 @@ def greedy(
 ) -> tuple[Tensor, Tensor]:
     """Continue ``prompts`` [batch, p], padded behind their ``lengths`` [batch].
 
-    Gives ids ``[batch, p + new_tokens]`` and the end (exclusive, eos counted) of each. All rows stand at the same position
-    in every step; a row still inside its prompt is fed the prompt, so nothing needs a mask.
+    Gives ids ``[batch, p + new_tokens]`` and the end (exclusive, eos counted) of each. All rows
+    stand at the same position in every step; a row still inside its prompt is fed the prompt, so
+    nothing needs a mask.
     """
     (b, p), device = prompts.shape, prompts.device
     total, first = p + new_tokens, int(lengths.min())
     c = model.config
-    rope = rope_table(total, c.head_dim, c.rope_parameters["rope_theta"], device)
+    rope = rope_table(total, c.head_dim, rope_theta(model), device)
     cache = Cache.make(model, b, total)
     out = torch.full((b, total), eos[-1], dtype=torch.long, device=device)
     out[:, :p] = prompts

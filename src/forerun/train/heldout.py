@@ -1,4 +1,4 @@
-"""Picking the held-out Python prompts that ship with the package: real code the target never saw."""
+"""Picking the held-out Python prompts that ship with the package: code the target never saw."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m forerun.train.recipe --stage all --out runs/pair --wheels wheels
 
-Every stage reads and writes files under ``--out`` and is skipped where its result is there already (``--again`` redoes it).
-Settings and results are kept in ``recipe.json``.
+Every stage reads and writes files under ``--out`` and is skipped where its result is there already
+(``--again`` redoes it). Settings and results are kept in ``recipe.json``.
 """
 
 from __future__ import annotations
@@ -129,10 +129,18 @@ def target_stage(s: Settings) -> dict[str, Any]:
         TargetShape,
         build_target,
         load_target,
+        move,
         save_target,
         train_target,
     )
-    from forerun.train.tokenizer import END_OF_TEXT, IM_END, IM_START, load_tokenizer, special_ids
+    from forerun.train.tokenizer import (
+        END_OF_TEXT,
+        IM_END,
+        IM_START,
+        assistant_id,
+        load_tokenizer,
+        special_ids,
+    )
     from forerun.train.tokens import TokenStream
 
     torch.manual_seed(0)
@@ -141,12 +149,14 @@ def target_stage(s: Settings) -> dict[str, Any]:
     if s.tiny:
         run = TargetRun(seconds=s.target_seconds, batch=4, length=128, compile=False)
     tokenizer = load_tokenizer(s.target)
-    ids, assistant = special_ids(tokenizer), tokenizer.token_to_id("assistant")
+    ids, assistant = special_ids(tokenizer), assistant_id(tokenizer)
     streams = [TokenStream.load(s.data / f"{name}_tokens.npz") for name in ("python", "chat")]
     warm = s.warm and (s.target / "model.safetensors").exists()
-    model = (
-        load_target(s.target, s.device, torch.float32) if warm else build_target(shape).to(s.device)
-    )
+    if warm:
+        model = load_target(s.target, s.device, torch.float32)
+    else:
+        model = build_target(shape)
+        move(model, s.device)
     facts = train_target(
         model,
         RowSampler(streams[0], streams[1], run, s.device),
@@ -165,11 +175,17 @@ def regen_stage(s: Settings) -> dict[str, Any]:
 
     from forerun.train.regen import joined, python_prompts, regenerate, verified_chats
     from forerun.train.target import load_target
-    from forerun.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
+    from forerun.train.tokenizer import (
+        END_OF_TEXT,
+        IM_END,
+        assistant_id,
+        load_tokenizer,
+        special_ids,
+    )
     from forerun.train.tokens import TokenStream
 
     tokenizer = load_tokenizer(s.target)
-    ids, assistant = special_ids(tokenizer), tokenizer.token_to_id("assistant")
+    ids, assistant = special_ids(tokenizer), assistant_id(tokenizer)
     eos = [ids[IM_END], ids[END_OF_TEXT]]
     model = load_target(s.target, s.device, torch.bfloat16 if s.device == "cuda" else torch.float32)
     started = time.perf_counter()
@@ -233,9 +249,8 @@ def draft_stage(s: Settings) -> dict[str, Any]:
     warm = s.warm and (s.draft / "model.safetensors").exists()
     draft = load_draft(s.draft, s.device) if warm else Draft(shape).to(s.device)
     if not warm:
-        with (
-            torch.no_grad()
-        ):  # the head that follows is the target's, so start from the norm it knows
+        # the head that follows is the target's, so start from the norm it knows
+        with torch.no_grad():
             draft.norm.weight.copy_(target.model.norm.weight)
     run = DraftRun(
         seconds=s.draft_seconds, lr=s.draft_lr, dpace=s.dpace, compile=s.device == "cuda"

@@ -20,7 +20,10 @@ from forerun.train.tokens import TokenStream
 
 @dataclass(frozen=True)
 class Samples:
-    """``ids`` [n, length] uint16, padded; ``prompt`` and ``end`` [n]: the response is ``ids[prompt:end]``."""
+    """``ids`` [n, length] uint16, padded; ``prompt`` and ``end`` [n].
+
+    The response is ``ids[prompt:end]``.
+    """
 
     ids: npt.NDArray[np.uint16]
     prompt: npt.NDArray[np.int32]
@@ -48,7 +51,10 @@ def regenerate(
     batch: int,
     seconds: float = math.inf,
 ) -> Samples:
-    """Greedy responses to all prompts, in the order of the prompts; those not begun after ``seconds`` stay empty."""
+    """Greedy responses to all prompts, in the order of the prompts.
+
+    Those not begun after ``seconds`` stay empty.
+    """
     device = model.lm_head.weight.device
     ids = np.full((len(prompts), length), eos[-1], dtype=np.uint16)
     prompt = np.array([len(p) for p in prompts], dtype=np.int32)
@@ -95,8 +101,9 @@ def verified_chats(
 ) -> Samples:
     """The target's own greedy answers to ``count`` problems, found without generating them.
 
-    The target almost always writes the worked solution it was trained on. One forward pass over that text shows where its
-    argmax first differs; the text up to there, closed by the argmax, is what greedy decoding gives.
+    The target almost always writes the worked solution it was trained on. One forward pass over
+    that text shows where its argmax first differs; the text up to there, closed by the argmax, is
+    what greedy decoding gives.
     """
     device = model.lm_head.weight.device
     starts = stream.starts[stream.starts < len(stream.tokens) - length][:count]
@@ -105,7 +112,7 @@ def verified_chats(
         rows = stream.tokens[starts[i : i + batch, None] + np.arange(length)].astype(np.int64)
         ids = torch.from_numpy(rows).to(device)
         place = torch.arange(length, device=device)
-        # the first answer: from behind "<|im_start|>assistant\n" to its "<|im_end|>", which is counted
+        # the first answer: from behind "<|im_start|>assistant\n" to its "<|im_end|>", counted
         opened = (ids == answer_opens).int().argmax(1)
         prompt = opened + 2
         closes = ((ids == im_end) & (place >= prompt[:, None])).int()

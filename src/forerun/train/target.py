@@ -89,7 +89,10 @@ class RowSampler:
 
 
 def label_weights(rows: Tensor, im_start: int, assistant: int) -> Tensor:
-    """Weights ``[batch, length]`` of the labels ``rows[:, 1:]``: low inside turns that are not the assistant's."""
+    """Weights ``[batch, length]`` of the labels ``rows[:, 1:]``.
+
+    Low inside turns that are not the assistant's.
+    """
     place = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
     turn = torch.where(rows == im_start, place, -1).cummax(dim=1).values
     role = rows.gather(1, (turn + 1).clamp(max=rows.shape[1] - 1))
@@ -106,7 +109,10 @@ def train_target(
     assistant: int,
     log: Path,
 ) -> dict[str, float]:
-    """Train in place until the steps or the seconds are used up; the learning rate follows whichever is nearer."""
+    """Train in place until the steps or the seconds are used up.
+
+    The learning rate follows whichever is nearer.
+    """
     device = next(model.parameters()).device.type
     optimizer = _optimizer(model, run, device)
 
@@ -219,4 +225,11 @@ def load_target(folder: Path, device: str, dtype: torch.dtype) -> Qwen3ForCausal
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"{folder}: missing {missing}, unexpected {unexpected}")
     model.tie_weights()
-    return model.to(device, dtype).eval()
+    move(model, device, dtype)
+    model.eval()
+    return model
+
+
+def move(module: nn.Module, device: str, dtype: torch.dtype | None = None) -> None:
+    """In place, through ``nn.Module``: transformers' wrapped ``to`` has a wrong type."""
+    module.to(device, dtype)

@@ -23,8 +23,11 @@ CHAT_TEMPLATE: Final = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
-# Words take one leading space or sign with them, digits stand alone, newlines take the blanks before them.
-_SPLIT = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Words take a leading space or sign with them, digits stand alone, newlines take the blanks before.
+_SPLIT = (
+    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
@@ -70,12 +73,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    ids = {name: tokenizer.token_to_id(name) for name in SPECIALS}
-    if None in ids.values():
-        raise ValueError(
-            f"the tokenizer lacks special tokens: {[n for n, i in ids.items() if i is None]}"
-        )
+    ids = {name: i for name in SPECIALS if (i := tokenizer.token_to_id(name)) is not None}
+    if missing := [name for name in SPECIALS if name not in ids]:
+        raise ValueError(f"the tokenizer lacks special tokens: {missing}")
     return ids
+
+
+def assistant_id(tokenizer: Tokenizer) -> int:
+    """The token ``assistant``: behind ``<|im_start|>`` it opens an answer."""
+    token: int | None = tokenizer.token_to_id("assistant")
+    if token is None:
+        raise ValueError("the tokenizer has no token for the whole word 'assistant'")
+    return token
 
 
 def render_chat(messages: Sequence[tuple[str, str]], *, generation_prompt: bool = False) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ _SYSTEM = (
 )
 
 Tokens = npt.NDArray[np.uint16]
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class TokenStream:
 
 
 def python_stream(texts: Sequence[str], folder: Path, workers: int) -> TokenStream:
-    """Source files one after another, each closed by ``<|endoftext|>``; rows start at unindented lines."""
+    """Source files, each closed by ``<|endoftext|>``; rows start at unindented lines."""
     tokenizer = load_tokenizer(folder)
     chunks = [texts[i : i + 64] for i in range(0, len(texts), 64)]
     tokens = np.concatenate(_in_parallel(partial(_encode_files, folder), chunks, workers))
@@ -120,7 +123,7 @@ def _line_tables(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.bool_], npt.NDArr
     return ends, opens
 
 
-def _in_parallel(work, jobs, workers: int):  # type: ignore[no-untyped-def]
+def _in_parallel(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> list[Result]:
     if workers <= 1:
         return [work(job) for job in jobs]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
