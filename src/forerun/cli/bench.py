@@ -18,9 +18,11 @@ from forerun.bench.environment import Environment, environment
 from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch, random_prompts
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import print_json
-from forerun.cli.settings import with_speculation, without_speculation
+from forerun.cli.settings import bundled_algorithm, with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
+from forerun.llm.bundled import preset as bundled_preset
+from forerun.speculative.registry import get_algorithm
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -72,11 +74,17 @@ def one_batch_command(
     random_input: Annotated[
         bool, typer.Option("--random-input", help="Random token ids instead of Python text")
     ] = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
+    ] = None,
     repetitions: Annotated[int, typer.Option(help="Runs of each batch, both ways")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
     engine: Values,
 ) -> None:
     """Prefill time, step time and decoding speed of one static batch."""
+    if preset is not None:
+        engine, random_input = with_preset(preset, engine), True
     shapes = [Shape(b, i, o) for b in batch_size for i in input_len for o in output_len]
     check(shapes, repetitions, random_input, engine)
     settings = fill_in(engine, shapes, random_input)
@@ -106,6 +114,16 @@ def one_batch_command(
     chosen = where["engine"]
     line = Environment.here(chosen["device"]).line()
     console.print(f"{chosen['dtype']}, {line}", style="dim", soft_wrap=True)
+
+
+def with_preset(name: str, engine: Values) -> dict[str, Any]:
+    """Random weights in the shapes of a known pair; what was given otherwise stays."""
+    target, draft = bundled_preset(name)
+    settings = {"model_path": str(target), "load_format": "dummy", **engine}
+    settings.setdefault("speculative_algorithm", bundled_algorithm())
+    if get_algorithm(settings["speculative_algorithm"]).bundled_draft:
+        settings.setdefault("speculative_draft_model_path", str(draft))
+    return settings
 
 
 def check(shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Values) -> None:

@@ -48,6 +48,7 @@ class StepGraphs:
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._pool: Any = None
 
+    @torch.inference_mode()
     def capture(self, progress: Callable[[str], Any] | None = None) -> None:
         """Captures every bucket, the largest first so that the others fit into its memory."""
         self._pool = torch.cuda.graph_pool_handle()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, nearest
 
-PAIR = Path(__file__).resolve().parent.parent / "assets" / "pair"
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+PAIR, PRESETS = ASSETS / "pair", ASSETS / "presets"
 
 
 def bundled(name: str) -> Path:
@@ -17,3 +18,13 @@ def bundled(name: str) -> Path:
             f"The bundled model {name!r} is not in this installation ({folder}); give a model_path."
         )
     return folder
+
+
+def preset(name: str) -> tuple[Path, Path]:
+    """Config-only folders of a known target and its draft, for benchmarks with random weights."""
+    known = sorted(folder.name for folder in PRESETS.iterdir() if folder.is_dir())
+    if name not in known:
+        raise ConfigError(
+            f"Unknown preset {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
+        )
+    return PRESETS / name / "target", PRESETS / name / "draft"
