@@ -29,7 +29,8 @@ def test_json(forerun) -> None:
     assert [] in report["devices"][0]["attention"]["target"].values()
 
 
-def test_reasons_are_listed(forerun) -> None:
+def test_reasons_are_listed(forerun, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # one line a reason
     report = json.loads(forerun("doctor", "--json").out)
     shown = forerun("doctor").out
     for verdicts in report["devices"][0]["attention"].values():
