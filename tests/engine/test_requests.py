@@ -86,6 +86,33 @@ def test_leaving_a_stream_gives_everything_back(llm: LLM) -> None:
     assert not llm.engine._requests
 
 
+def test_two_streams_at_once_both_arrive(llm: LLM) -> None:
+    alone = [llm.generate(input_ids=c["prompt"], sampling_params=GREEDY) for c in CASES[:2]]
+    streams = [
+        llm.generate(input_ids=c["prompt"], sampling_params=GREEDY, stream=True) for c in CASES[:2]
+    ]
+    last: dict[int, list[int]] = {}
+    for pair in itertools.zip_longest(*streams):
+        for i, out in enumerate(pair):
+            if out is not None:
+                last[i] = out.output_ids
+    assert [last[0], last[1]] == [o.output_ids for o in alone]
+
+
+def test_a_stream_that_was_never_read_costs_nothing(llm: LLM) -> None:
+    llm.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
+    assert not llm.engine.has_work and not llm.engine._requests
+
+
+def test_streamed_outputs_say_whose_they_are(llm: LLM) -> None:
+    prompts = [c["prompt"] for c in CASES[:3]]
+    params = {"temperature": 1.0, "n": 2, "max_new_tokens": 4, "ignore_eos": True}
+    stream = llm.generate(input_ids=prompts, sampling_params=params, stream=True)
+    done = {(o.prompt_index, o.index): o for o in stream if o.finished}
+    assert set(done) == {(p, i) for p in range(3) for i in range(2)}
+    assert all(done[p, 0].prompt_token_ids == prompts[p] for p in range(3))
+
+
 def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(llm: LLM) -> None:
     params = {"temperature": 1.5, "n": 3, "sampling_seed": 2**63 - 2, "max_new_tokens": 16}
     first = llm.generate(input_ids=PROMPT, sampling_params={**params, "ignore_eos": True})

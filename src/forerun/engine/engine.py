@@ -76,8 +76,6 @@ class Engine:
         if params.stop and self._stopper.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
         rid = rid if rid is not None else f"request-{next(self._ids)}"
-        if rid in self._requests:
-            raise RequestError(f"A request with id {rid!r} is running already.")
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         check_stop_ids(params, stop_ids)
@@ -89,7 +87,13 @@ class Engine:
         return request
 
     def submit(self, request: Request) -> None:
-        """Queues a request made by `make_request`."""
+        """Queues a request made by `make_request`.
+
+        Raises:
+            RequestError: another with its id is running.
+        """
+        if request.rid in self._requests:
+            raise RequestError(f"A request with id {request.rid!r} is running already.")
         self._requests[request.rid] = request
         self._stopper.open(request)
         self.scheduler.add(request)

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun import LLM, RequestOutput, SamplingParams
-from forerun.core.request import State
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import WORDS, Prompt
 from forerun.evals.word_problems import extract_answer
-from forerun.llm.output import make_output
 
 Progress = Callable[[], None]  # called when a prompt is done
 
@@ -58,18 +56,14 @@ def run_all(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, done: Progress = lambda: None
 ) -> list[RequestOutput]:
     """The outputs in the order of the prompts; all are queued before the first step."""
-    engine = llm.engine
-    requests = [engine.make_request(list(p.ids), params) for p in prompts]
-    for request in requests:
-        engine.submit(request)
-    finished: dict[str, RequestOutput] = {}
-    while len(finished) < len(requests):
-        for request in engine.step():
-            if request.state is State.FINISHED and request.rid not in finished:
-                text = engine.close_request(request)
-                finished[request.rid] = make_output(request, text, index=0)
-                done()
-    return [finished[request.rid] for request in requests]
+    finished: dict[int, RequestOutput] = {}
+    for output in llm.generate(
+        input_ids=[p.ids for p in prompts], sampling_params=params, stream=True
+    ):
+        if output.finished:
+            finished[output.prompt_index] = output
+            done()
+    return [finished[i] for i in range(len(prompts))]
 
 
 def evaluate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -99,6 +100,8 @@ class LLM:
         stream: bool = False,
     ) -> Any:
         """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`."""
+        import jinja2  # what transformers renders templates with
+
         tokenizer = self._need_tokenizer("chat")
         if not messages:
             raise RequestError("messages is empty; give at least one message.")
@@ -109,9 +112,16 @@ class LLM:
             for message in conversation:
                 if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
                     raise RequestError(f"A message needs 'role' and 'content', got {message!r}.")
-            text = tokenizer.apply_chat_template(
-                list(conversation), add_generation_prompt=True, tokenize=False
-            )
+            try:
+                text = tokenizer.apply_chat_template(
+                    list(conversation), add_generation_prompt=True, tokenize=False
+                )
+            except (ValueError, jinja2.TemplateError) as error:  # none there, or it refuses
+                reason = str(error).splitlines()[0]
+                raise RequestError(
+                    f"The chat template does not take these messages: {reason} Use generate for"
+                    " plain text."
+                ) from error
             ids.append(tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._run(ids, single, sampling_params, stream)
 
@@ -126,38 +136,38 @@ class LLM:
     ) -> Any:
         params = _params_per_prompt(sampling_params, len(prompts))
         # All are checked before any is queued: a list is refused as a whole.
-        requests = [
-            (self.engine.make_request(list(ids), p, seed_offset=index), index)
-            for ids, p in zip(prompts, params, strict=True)
+        jobs = [
+            _Job(self.engine.make_request(list(ids), p, seed_offset=index), at, index)
+            for at, (ids, p) in enumerate(zip(prompts, params, strict=True))
             for index in range(p.n)
         ]
-        for request, _ in requests:
-            self.engine.submit(request)
         if stream:
-            return self._stream(requests)
-        outputs = {o.meta_info["id"]: o for o in self._stream(requests, partial=False)}
-        ordered = [outputs[request.rid] for request, _ in requests]
+            return self._stream(jobs)
+        outputs = {o.meta_info["id"]: o for o in self._stream(jobs, partial=False)}
+        ordered = [outputs[job.request.rid] for job in jobs]
         return ordered[0] if single and len(ordered) == 1 else ordered
 
-    def _stream(
-        self, requests: list[tuple[Request, int]], partial: bool = True
-    ) -> Iterator[RequestOutput]:
-        mine = {request.rid: (request, index) for request, index in requests}
+    def _stream(self, jobs: list[_Job], partial: bool = True) -> Iterator[RequestOutput]:
+        """Steps the engine until the jobs are done. Others' requests run along, and may have been
+        run by others: so the requests are looked at, not what a step returns."""
+        open_jobs = {job.request.rid: job for job in jobs}
         try:
-            while mine:
-                for request in self.engine.step():
-                    if request.rid not in mine:
-                        continue
-                    index = mine[request.rid][1]
+            for job in jobs:
+                self.engine.submit(job.request)
+            while open_jobs:
+                self.engine.step()
+                for job in list(open_jobs.values()):
+                    request = job.request
                     if request.state is State.FINISHED:
-                        del mine[request.rid]
-                        yield make_output(request, self.engine.close_request(request), index)
-                    elif partial:
-                        yield make_output(request, self.engine.text(request), index)
+                        del open_jobs[request.rid]
+                        yield job.output(self.engine.close_request(request))
+                    elif partial and len(request.output) > job.given:
+                        job.given = len(request.output)
+                        yield job.output(self.engine.text(request))
         finally:  # the caller left the stream, or a step failed: nothing stays behind
-            for request, _ in mine.values():
-                self.engine.abort(request.rid)
-                self.engine.close_request(request)
+            for job in open_jobs.values():
+                self.engine.abort(job.request.rid)
+                self.engine.close_request(job.request)
 
     def _prompt_ids(
         self,
@@ -187,6 +197,19 @@ class LLM:
         return self.tokenizer
 
 
+@dataclass
+class _Job:
+    """A request of one call: sample `index` of prompt `prompt_index`."""
+
+    request: Request
+    prompt_index: int
+    index: int
+    given: int = 0  # tokens the caller has seen
+
+    def output(self, text: str) -> RequestOutput:
+        return make_output(self.request, text, self.prompt_index, self.index)
+
+
 def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
     if isinstance(given, Sequence):
         if len(given) != count:
@@ -199,8 +222,6 @@ def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> l
 
 def _with_bundled(config: EngineConfig) -> tuple[EngineConfig, Path]:
     """Fills in the bundled target, and beside it the algorithm's bundled draft."""
-    from dataclasses import replace
-
     if config.model_path is not None:
         folder = Path(config.model_path).expanduser()
         if not folder.is_dir():

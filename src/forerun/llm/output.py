@@ -22,14 +22,15 @@ class RequestOutput:
     finish_reason: dict[str, Any] | None  # None while running
     meta_info: dict[str, Any]
     prompt_token_ids: list[int]
-    index: int = 0  # among the n samples of one prompt
+    prompt_index: int = 0  # which of the call's prompts
+    index: int = 0  # which of its n samples
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
-def make_output(request: Request, text: str, index: int) -> RequestOutput:
+def make_output(request: Request, text: str, prompt_index: int, index: int) -> RequestOutput:
     reason = request.finish.as_dict() if request.finish else None
     return RequestOutput(
         text=text,
@@ -37,6 +38,7 @@ def make_output(request: Request, text: str, index: int) -> RequestOutput:
         finish_reason=reason,
         meta_info=meta_info(request),
         prompt_token_ids=list(request.prompt),
+        prompt_index=prompt_index,
         index=index,
     )
 
