@@ -17,10 +17,10 @@ from torch import Tensor
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
+from forerun.kernels.commit import accept
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample
 from forerun.sampling.table import SamplingTable
-from forerun.speculative.verify import accept
 
 V, LENGTH, PROMPT = 4, 3, 2
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]  # draft, drawn, logits -> new [B]

@@ -7,6 +7,7 @@ the device, and the host's bound sets only into how many splits a context is cut
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from forerun.kernels.device import gpu_of, have_triton
 from forerun.kernels.paged import pool_rows, write_kv
 from forerun.kernels.prefill_attention import TileMap, map_tiles, prefill_attention
 from forerun.kernels.qkv import kv_norm_rope_write, qk_norm_rope_write
+from forerun.platform.device import upload
 
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
 MAX_TREE = 64  # rows of a block under a custom mask: the bits of an int64
@@ -86,10 +88,12 @@ class TritonAttention(AttentionBackend):
         assert batch.ragged is not None
         counts = [rows for _, rows in batch.ragged]
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        first = self._upload(ends)
+        first = upload(ends, device)
         rows = pool_rows(batch.page_table, batch.start, first, max(counts), sum(counts), page)
         tile_rows = max(1, prefill_tiles(gpu_of(device), dim, self.need.dtype).block_m // group)
-        return TritonPlan(batch, rows, 1, map_tiles(batch.ragged, tile_rows, self._upload))
+        return TritonPlan(
+            batch, rows, 1, map_tiles(batch.ragged, tile_rows, partial(upload, device=device))
+        )
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, TritonPlan)
@@ -158,10 +162,3 @@ class TritonAttention(AttentionBackend):
             sight,
             scale,
         )
-
-    def _upload(self, host: Tensor) -> Tensor:
-        """To the pool's device; on a GPU through pinned memory, without waiting."""
-        device = self.pool.data.device
-        if device.type == "cpu":
-            return host
-        return host.pin_memory().to(device, non_blocking=True)

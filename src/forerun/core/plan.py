@@ -39,7 +39,6 @@ class Admission:
 class StepPlan:
     """One step, launched as a whole: admissions, page-table writes, decode rows, prefill chunks."""
 
-    step_id: int
     admitted: list[Admission] = field(default_factory=list)
     # (slot, first index in its page-table row, page ids)
     page_writes: list[tuple[int, int, list[int]]] = field(default_factory=list)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 import time
 from collections import deque
@@ -20,8 +19,6 @@ from forerun.engine.runner import StepFuture
 from forerun.engine.text import Stopper, Tokenizer
 from forerun.sampling.table import check_stop_ids
 from forerun.scheduler.scheduler import Scheduler
-
-log = logging.getLogger("forerun")
 
 
 class Engine:

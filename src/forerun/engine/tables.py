@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.core.plan import StepPlan
 from forerun.kernels.commit import accept_commit
+from forerun.platform.device import upload
 from forerun.sampling.table import SamplingTable
 
 
@@ -31,11 +32,8 @@ class SlotTables:
         self.states: list[Tensor] = []  # rows that the algorithm keeps
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
-        """Host integers to the device; on a GPU through pinned memory, without waiting."""
-        tensor = torch.tensor(values, dtype=dtype)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        """Host integers to the device, without waiting for it."""
+        return upload(torch.tensor(values, dtype=dtype), self.device)
 
     def apply(self, plan: StepPlan) -> None:
         """Admissions and page-table writes of a plan, before its rows run."""

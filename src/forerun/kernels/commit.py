@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The end of a step: how many drawn tokens are committed, and the slots advanced by them."""
+"""The end of a step: how many drawn tokens are committed, and the slots advanced by them.
+
+The accept rule is sample and match, lossless for any deterministic draft (`accept`).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,21 @@ from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.pdl import pdl_options
 
 
-def accept_torch(draft: Tensor, drawn: Tensor) -> Tensor:
-    """draft [B, K], drawn [B, K + 1] -> [B] int32: 1 + the length of the agreeing prefix."""
+def accept(draft: Tensor, drawn: Tensor) -> Tensor:
+    """How many tokens a step commits: the drafts that the target drew too, and one more.
+
+    Row i of the verify pass draws y_i ~ p_i given that the drafts before it stand. While draft and
+    draw agree the next row's condition holds; the first y that differs is itself a valid draw, and
+    what comes after it was computed under a false condition. The output follows the target's
+    distribution exactly, and with keyed noise it is the text of plain decoding.
+
+    Args:
+        draft: [B, K] int64, K >= 0.
+        drawn: [B, K + 1] int64.
+
+    Returns:
+        [B] int32: 1 + the length of the longest prefix with draft[:, i] == drawn[:, i].
+    """
     agree = (draft == drawn[:, :-1]).to(torch.int32)
     return agree.cumprod(-1, dtype=torch.int32).sum(-1, dtype=torch.int32) + 1
 
@@ -27,7 +43,7 @@ def accept_commit_torch(
     forced: Tensor | None = None,
 ) -> Tensor:
     """The twin of `accept_commit`."""
-    new = accept_torch(draft, drawn) if forced is None else forced
+    new = accept(draft, drawn) if forced is None else forced
     kv_len[slots] = start + new
     last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
     behind = torch.arange(1, drawn.shape[1] + 1, device=drawn.device)

@@ -116,6 +116,13 @@ def memory(device: torch.device) -> tuple[int, int]:
     return free, total
 
 
+def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on `device`; on a GPU through pinned memory, without waiting."""
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def device_name(device: torch.device) -> str:
     """What the maker calls it."""
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from torch import Tensor
 from forerun.core.errors import RequestError
 from forerun.core.request import Request
 from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from forerun.platform.device import upload
 from forerun.sampling.noise import seed_key
 from forerun.sampling.sampler import SamplingRows
 
@@ -49,10 +50,11 @@ class SamplingTable:
             return
         floats = [_float_row(r) for r in requests]
         ints = [[slot, *_int_row(r)] for slot, r in zip(slots, requests, strict=True)]
-        packed = self._upload(torch.tensor(ints, dtype=torch.int64))
+        packed = upload(torch.tensor(ints, dtype=torch.int64), self.device)
         index = packed[:, 0]
         self._ints.index_copy_(0, index, packed[:, 1:])
-        self._floats.index_copy_(0, index, self._upload(torch.tensor(floats, dtype=torch.float32)))
+        values = upload(torch.tensor(floats, dtype=torch.float32), self.device)
+        self._floats.index_copy_(0, index, values)
 
     def gather(self, slots: Tensor) -> SamplingRows:
         """The rules of `slots` [B] int64."""
@@ -67,11 +69,6 @@ class SamplingTable:
             stop_ids=ints[:, _STOP_IDS:],
             min_position=ints[:, _MIN_POSITION],
         )
-
-    def _upload(self, host: Tensor) -> Tensor:
-        if self.device.type != "cuda":
-            return host.to(self.device)
-        return host.pin_memory().to(self.device, non_blocking=True)
 
 
 def _float_row(request: Request) -> list[float]:

@@ -69,7 +69,6 @@ class Scheduler:
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._rewrites: list[tuple[Request, int, list[int]]] = []  # page-table rows to renew
-        self._step_id = 0
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -114,14 +113,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing that can run now."""
-        plan = StepPlan(self._step_id)
+        plan = StepPlan()
         self._plan_decode(plan)
         self._plan_prefill(plan)
         if not (plan.decode or plan.prefill):
             return None
         plan.page_writes[:0] = [(r.slot, first, pages) for r, first, pages in self._rewrites]
         self._rewrites.clear()
-        self._step_id += 1
         return plan
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
