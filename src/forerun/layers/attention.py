@@ -40,8 +40,9 @@ class HeadPrologue(Prologue):
 class Attention:
     """Layer `layer` of a model: [q heads | k heads | v heads] come out of one matrix.
 
-    `qk_norm`: RMSNorm over every q and k head before the rotation (Qwen3). `o` is left to the
-    caller, who fuses the residual.
+    `qk_norm`: RMSNorm over every q and k head before the rotation (Qwen3). `inputs`: columns of
+    the rows it reads, where that is not the hidden size. `o` is left to the caller, who fuses the
+    residual.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Attention:
         qk_norm: bool,
         dtype: torch.dtype,
         device: torch.device,
+        inputs: int | None = None,
     ) -> None:
         self.layer, self.mask, self.hidden = layer, mask, config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.sizes = [heads * self.dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.scale = 1 / math.sqrt(self.dim)
-        self.qkv = Linear(config.hidden_size, sum(self.sizes), dtype, device, config.qkv_bias)
+        columns = inputs or config.hidden_size
+        self.qkv = Linear(columns, sum(self.sizes), dtype, device, config.qkv_bias)
         self.o = Linear(self.sizes[0], config.hidden_size, dtype, device, config.o_bias)
         self.norms: HeadNorms | None = None
         if qk_norm:
@@ -79,6 +82,6 @@ class Attention:
         self.prologue = HeadPrologue(self.heads, self.kv_heads, self.dim, self.norms)
 
     def __call__(self, x: Tensor | Scaled, rows: RopeRows, ctx: AttentionContext) -> Tensor:
-        """x [T, H] -> what the heads gathered [T, Hq · D], before `o`."""
+        """x [T, inputs] -> what the heads gathered [T, Hq · D], before `o`."""
         qkv = self.qkv(x)
         return ctx.run(self.layer, self.mask, self.scale, qkv, self.prologue, rows).flatten(1)

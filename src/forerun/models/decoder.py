@@ -49,18 +49,16 @@ class DecoderLayer:
             part.prepare()
 
 
-def _join(
+def join(
     linear: Linear, norm: RMSNorm, reader: Linear, x: Tensor, residual: Tensor
 ) -> tuple[Tensor | Scaled, Tensor]:
     """(norm(sum), sum) of residual + linear(x), where `reader` alone takes the normed rows."""
     if linear.takes_scaled(x) and reader.takes_scaled(x):
         return linear.add_scaled(x, residual, norm.weight, norm.eps)
-    return _join_whole(linear, norm, x, residual)
+    return join_whole(linear, norm, x, residual)
 
 
-def _join_whole(
-    linear: Linear, norm: RMSNorm, x: Tensor, residual: Tensor
-) -> tuple[Tensor, Tensor]:
+def join_whole(linear: Linear, norm: RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """(norm(sum), sum) of residual + linear(x); the sum is fused into one or the other."""
     if linear.fuses_add:
         residual = linear.add(x, residual)
@@ -107,15 +105,15 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             attention, mlp = layer.attention, layer.mlp
             x = attention(normed, rows, ctx)
-            normed, residual = _join(attention.o, layer.post_norm, mlp.gate_up, x, residual)
+            normed, residual = join(attention.o, layer.post_norm, mlp.gate_up, x, residual)
             x = mlp(normed)
             if i + 1 < len(self.layers):
                 after = self.layers[i + 1]
-                normed, residual = _join(
+                normed, residual = join(
                     mlp.down, after.input_norm, after.attention.qkv, x, residual
                 )
             else:
-                x, residual = _join_whole(mlp.down, self.norm, x, residual)
+                x, residual = join_whole(mlp.down, self.norm, x, residual)
             if i in capture:
                 outputs[i] = residual
         return x, torch.cat([outputs[i] for i in capture], 1) if capture else None

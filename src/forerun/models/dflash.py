@@ -30,12 +30,16 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import rotate
 from forerun.models.checkpoint import Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
+from forerun.models.draft_vocab import (
+    OFFSETS,
+    OWN_EMBEDDING,
+    OWN_HEAD,
+    UNUSED,
+    check_offsets,
+    own_parts,
+)
 from forerun.models.loader import HARMLESS
 from forerun.models.registry import check_layers
-
-# Stored by speculators and not needed: the target's own parts, and the inverse of d2t.
-UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
-OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -254,14 +258,14 @@ class DFlashDraft:
         self.embedding = place(OWN_EMBEDDING, (vocab, model.hidden_size), dtype)
         head = place(OWN_HEAD, (pruned, model.hidden_size), dtype)
         self.head = None if head is None else Linear.of(head)
-        self.d2t = place("d2t", (pruned,), torch.int64)  # offsets: target id = d + d2t[d]
+        self.d2t = place(OFFSETS, (pruned,), torch.int64)
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name -> the view it is copied into."""
         out = {"fc.weight": self.fc.weight, "hidden_norm.weight": self.hidden_norm.weight}
         out |= self.decoder.weights("")
         head = None if self.head is None else self.head.weight
-        own = {OWN_EMBEDDING: self.embedding, OWN_HEAD: head, "d2t": self.d2t}
+        own = {OWN_EMBEDDING: self.embedding, OWN_HEAD: head, OFFSETS: self.d2t}
         return out | {name: slot for name, slot in own.items() if slot is not None}
 
     def prepare(self) -> None:
@@ -329,23 +333,11 @@ def load_draft(
         draft.prepare()
         return draft
     checkpoint = Checkpoint(folder)
-    own = frozenset(n for n in (OWN_EMBEDDING, OWN_HEAD, "d2t") if n in checkpoint)
-    pruned = config.draft_vocab_size < config.vocab_size
-    if pruned and not {OWN_HEAD, "d2t"} <= own:
-        raise ConfigError(
-            f"{folder}: a draft vocabulary of {config.draft_vocab_size} out of {config.vocab_size}"
-            " needs lm_head.weight and d2t; the checkpoint is incomplete."
-        )
+    own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     draft = DFlashDraft(config, dtype, device, max_positions, window, own)
     checkpoint.read_into(
         draft.weights(), (*HARMLESS, *UNUSED), hint="Is config.json the one of these weights?"
     )
-    if draft.d2t is not None:
-        ids = torch.arange(config.draft_vocab_size, device=device) + draft.d2t
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
-            raise ConfigError(
-                f"{folder}: d2t leads outside the vocabulary of {config.vocab_size}; it must hold"
-                " offsets (target id = draft id + offset)."
-            )
+    check_offsets(folder, draft.d2t, config.vocab_size)
     draft.prepare()
     return draft

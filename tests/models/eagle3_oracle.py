@@ -1,0 +1,101 @@
+"""EAGLE-3 in a page of plain torch and transformers' own Llama parts: no cache, dense masks.
+
+A draft's chain is laid out as a list of rows (position, token, hidden state) and every row is
+computed anew from all rows before it, so nothing is remembered between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+
+
+@dataclass
+class Oracle:
+    weights: dict[str, Tensor]  # all of the draft's, embedding and head too
+    config: LlamaConfig
+    prefix: str  # of the layer's tensors
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    aux: int = 3
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        norm = LlamaRMSNorm(x.shape[-1], self.config.rms_norm_eps)
+        norm.weight.data = self.weights[name + ".weight"]
+        return norm(x)
+
+    def heads(self, x: Tensor, name: str) -> Tensor:
+        """[1, heads, n, D], normed where the checkpoint has a norm."""
+        p = f"{self.prefix}self_attn.{name}"
+        bias = self.weights.get(f"{p}_proj.bias")
+        y = F.linear(x, self.weights[f"{p}_proj.weight"], bias)
+        y = y.view(1, len(x), -1, self.config.head_dim)
+        if f"{p}_norm.weight" in self.weights:
+            y = self.norm(y, f"{p}_norm")
+        return y.transpose(1, 2)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if "input_norm.weight" in self.weights:
+            features = self.norm(features, "input_norm")
+        if "fc_norm.0.weight" in self.weights:
+            parts = features.chunk(self.aux, -1)
+            normed = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
+            features = torch.cat(normed, -1)
+        return features @ self.weights["fc.weight"].T
+
+    def rows(self, ids: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows at positions 0 … n - 1, causal -> (normed, fed back), [n, H] each."""
+        n, p = len(ids), self.prefix
+        embedded = self.norm(self.weights["embed_tokens.weight"][ids], p + "input_layernorm")
+        normed = self.norm(h, p + "hidden_norm")
+        residual = normed if self.norm_before_residual else h
+        x = torch.cat((embedded, normed), -1)
+        q, k, v = (self.heads(x, name) for name in "qkv")
+        cos, sin = LlamaRotaryEmbedding(self.config)(x, torch.arange(n)[None])
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        k, v = repeat_kv(k, group), repeat_kv(v, group)
+        scores = q @ k.transpose(2, 3) / self.config.head_dim**0.5
+        seen = torch.ones(n, n, dtype=torch.bool).tril()
+        out = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(n, -1)
+        o = p + "self_attn.o_proj."
+        residual = residual + F.linear(
+            out, self.weights[o + "weight"], self.weights.get(o + "bias")
+        )
+        mlp = LlamaMLP(self.config)
+        names = {name: self.weights[f"{p}mlp.{name}"] for name in mlp.state_dict()}
+        mlp.load_state_dict(names)
+        residual = residual + mlp(self.norm(residual, p + "post_attention_layernorm"))
+        last = self.norm(residual, "norm")
+        return last, last if self.norm_output else residual
+
+    @torch.inference_mode()
+    def chain(self, ids: Tensor, features: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """Drafts after ids [n], of which the target has run all but the last.
+
+        Returns:
+            (target's token ids [steps], logits [steps, V_d]); features are [n - 1, aux * H_t].
+        """
+        tokens, h = ids[1:], self.fuse(features)
+        drafts, logits = [], []
+        for _ in range(steps):
+            normed, again = self.rows(tokens, h)
+            row = normed[-1] @ self.weights["lm_head.weight"].T
+            column = row.argmax()
+            token = column + self.weights["d2t"][column] if "d2t" in self.weights else column
+            drafts.append(token)
+            logits.append(row)
+            tokens = torch.cat((tokens, token[None]))
+            h = torch.cat((h, again[-1:]))
+        return torch.stack(drafts), torch.stack(logits)

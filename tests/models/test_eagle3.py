@@ -1,0 +1,369 @@
+"""The EAGLE-3 draft against transformers' parts without a cache, in both checkpoint formats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from forerun.attention.base import AttentionContext, LayerMask, Mask
+from forerun.core.errors import ConfigError
+from forerun.kvcache.pools import KVLayout
+from forerun.models.eagle3 import (
+    Eagle3Draft,
+    default_target_layers,
+    load_eagle3,
+    load_eagle3_config,
+    parse_eagle3_config,
+)
+from tests.models.eagle3_oracle import Oracle
+from tests.models.support import CPU, Loop
+
+HIDDEN, TARGET_HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, PRUNED = 32, 24, 4, 2, 16, 48, 96, 31
+STEPS, AUX = 5, 3
+
+LAYER: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+}
+SPECFORGE: dict[str, Any] = {
+    **LAYER,
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": PRUNED,
+    "target_hidden_size": TARGET_HIDDEN,
+    "tie_word_embeddings": False,
+}
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": LAYER,
+    "draft_vocab_size": PRUNED,
+    "target_hidden_size": TARGET_HIDDEN,
+    "norm_before_residual": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x/y"}},
+}
+NEW = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+QWEN = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+
+# name -> (config, the layer's prefix)
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "specforge": (SPECFORGE, "midlayer."),
+    "specforge-3.1": ({**SPECFORGE, "fc_norm": True, "norm_output": True}, "midlayer."),
+    "specforge-rope": ({**SPECFORGE, "rope_scaling": LINEAR_ROPE}, "midlayer."),
+    "specforge-bias": ({**SPECFORGE, "attention_bias": True}, "midlayer."),
+    "speculators": (SPECULATORS, "layers.0."),
+    "speculators-normed": ({**SPECULATORS, **NEW}, "layers.0."),
+    "speculators-qwen3": ({**QWEN, "norm_before_residual": True}, "layers.0."),
+}
+
+
+def random_weights(config: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+    q, kv, wide = HEADS * DIM, KV_HEADS * DIM, AUX * TARGET_HIDDEN
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, wide),
+        "norm.weight": (HIDDEN,),
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (PRUNED, HIDDEN),
+        f"{prefix}self_attn.o_proj.weight": (HIDDEN, q),
+        f"{prefix}mlp.gate_proj.weight": (INNER, HIDDEN),
+        f"{prefix}mlp.up_proj.weight": (INNER, HIDDEN),
+        f"{prefix}mlp.down_proj.weight": (HIDDEN, INNER),
+    }
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        shapes[f"{prefix}{name}.weight"] = (HIDDEN,)
+    for name, size in {"q": q, "k": kv, "v": kv}.items():
+        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, 2 * HIDDEN)
+        if config.get("attention_bias"):
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
+    if config.get("attention_bias"):
+        shapes[f"{prefix}self_attn.o_proj.bias"] = (HIDDEN,)
+    if config.get("transformer_layer_config", {}).get("model_type") == "qwen3":
+        shapes |= {f"{prefix}self_attn.{n}_norm.weight": (DIM,) for n in "qk"}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (wide,)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (TARGET_HIDDEN,) for i in range(AUX)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+    ids = torch.arange(0, VOCAB, 3)[:PRUNED]
+    return weights | {
+        "d2t": ids - torch.arange(PRUNED),
+        "t2d": torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True),
+    }
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def absent(_: Tensor) -> Tensor:
+    raise AssertionError("the draft has its own")
+
+
+def load(folder: Path, **kwargs: Any) -> Eagle3Draft:
+    return load_eagle3(folder, torch.float32, CPU, 128, absent, absent, **kwargs)
+
+
+def expected(config: dict[str, Any], prefix: str, weights: dict[str, Tensor]) -> Oracle:
+    layer = dict(config.get("transformer_layer_config", config))
+    shape = {k: layer[k] for k in LAYER if k not in ("model_type", "rope_theta")}
+    rope = layer.get("rope_scaling") or {"rope_type": "default", "rope_theta": layer["rope_theta"]}
+    return Oracle(
+        weights,
+        LlamaConfig(**shape, rope_parameters=rope),
+        prefix,
+        bool(config.get("norm_before_residual")),
+        bool(config.get("norm_output")),
+    )
+
+
+@dataclass
+class Case:
+    draft: Eagle3Draft
+    oracle: Oracle
+    loop: Loop
+
+    @classmethod
+    def of(cls, folder: Path, name: str, requests: int = 2) -> Case:
+        config, prefix = FORMS[name]
+        weights = random_weights(config, prefix)
+        draft = load(write(folder, config, weights))
+        layout = draft.config.kv_layout(torch.float32)
+
+        def forward(ids: Tensor, positions: Tensor, ctx: AttentionContext, h: Tensor) -> Any:
+            return draft.forward(ids, h, positions, ctx)
+
+        loop = Loop.over(forward, layout, draft.layer_masks, HEADS, requests)
+        return cls(draft, expected(config, prefix, weights), loop)
+
+    def extend(self, starts: list[int], ids: list[Tensor], features: list[Tensor]) -> list[Any]:
+        """Rows that the target has run, from positions `starts` on, ragged; results by request."""
+        h = self.draft.fuse(torch.cat(features))
+        results = self.loop.ragged(list(zip(starts, ids, strict=True)), h)
+        sizes = [len(x) for x in ids]
+        return list(zip(*(r.split(sizes) for r in results), strict=True))
+
+    def chain(self, starts: list[int], normed: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """`STEPS` drafts from the last rows [B, H] of every request; the next row is at `starts`.
+
+        Returns:
+            (target's ids [STEPS, B], logits [STEPS, B, V_d]).
+        """
+        drafts, logits = [], []
+        for step in range(STEPS):
+            logits.append(self.draft.logits(normed))
+            drafts.append(self.draft.target_ids(logits[-1].argmax(-1)))
+            normed, h = self.loop.fixed([s + step for s in starts], drafts[-1], h)
+        return torch.stack(drafts), torch.stack(logits)
+
+
+def text(length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """ids [length] and the target's features of all but the last."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (length,), generator=generator)
+    return ids, torch.randn(length - 1, AUX * TARGET_HIDDEN, generator=generator)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_chains_of_two_requests(tmp_path: Path, name: str) -> None:
+    """Prompt rows in two pieces, a chain, its verified rows over the chain's, another chain."""
+    case = Case.of(tmp_path, name)
+    texts = [text(24, seed=1), text(17, seed=2)]
+    known = [14, 9]  # ids of the first chain's context; the target has run all but the last
+    first = [5, 3]
+    case.extend([0, 0], [t[1 : n + 1] for (t, _), n in zip(texts, first, strict=True)],
+                [f[:n] for (_, f), n in zip(texts, first, strict=True)])  # fmt: skip
+    for ends in (known, [24, 17]):
+        rows = case.extend(
+            first,
+            [t[s + 1 : e] for (t, _), s, e in zip(texts, first, ends, strict=True)],
+            [f[s : e - 1] for (_, f), s, e in zip(texts, first, ends, strict=True)],
+        )
+        normed, h = (torch.stack([r[i][-1] for r in rows]) for i in (0, 1))
+        drafts, logits = case.chain([e - 1 for e in ends], normed, h)
+        for i, ((ids, features), end) in enumerate(zip(texts, ends, strict=True)):
+            want, rows_want = case.oracle.chain(ids[:end], features[: end - 1], STEPS)
+            close(logits[:, i], rows_want)
+            assert torch.equal(drafts[:, i], want)
+        first = [e - 1 for e in ends]
+
+
+def test_fixed_rows_equal_ragged_rows(tmp_path: Path) -> None:
+    """Verified rows may come at a fixed width too, junk behind the accepted ones."""
+    case, (ids, features) = Case.of(tmp_path, "specforge", requests=1), text(20, seed=3)
+    want, _ = case.oracle.rows(ids[1:], case.oracle.fuse(features))
+    case.extend([0], [ids[1:13]], [features[:12]])
+    junk = torch.randn(4, AUX * TARGET_HIDDEN)
+    h = case.draft.fuse(torch.cat((features[12:15], junk)))
+    got, _ = case.loop.fixed([12], torch.cat((ids[13:16], ids[:4])), h)
+    close(got[:3], want[12:15])
+    got, _ = case.loop.fixed([15], ids[16:20], case.draft.fuse(features[15:19]))
+    close(got, want[15:19])
+
+
+def test_fuse(tmp_path: Path) -> None:
+    for name in FORMS:
+        case = Case.of(tmp_path / name, name)
+        features = torch.randn(6, AUX * TARGET_HIDDEN)
+        close(case.draft.fuse(features), case.oracle.fuse(features))
+
+
+def test_both_formats_say_the_same() -> None:
+    aux = {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}
+    one = parse_eagle3_config({**SPECFORGE, "eagle_config": aux})
+    two = parse_eagle3_config(SPECULATORS)
+    for config in (one, two):
+        assert config.target_layers(12) == (1, 5, 8)
+        assert config.feature_size == AUX * TARGET_HIDDEN
+        assert (config.draft_vocab_size, config.vocab_size) == (PRUNED, VOCAB)
+        assert config.kv_layout(torch.bfloat16) == KVLayout(1, KV_HEADS, DIM, torch.bfloat16)
+        assert config.layer_masks == (LayerMask(Mask.CAUSAL),)
+        flags = (config.norm_before_residual, config.norm_before_fc, config.fc_norm)
+        assert not any((*flags, config.norm_output, config.qk_norm))
+
+
+def test_variants_of_the_config() -> None:
+    assert parse_eagle3_config(SPECFORGE).target_layers(36) == (1, 17, 32)
+    assert default_target_layers(12) == (1, 5, 8)
+    inner = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": []}
+    assert parse_eagle3_config({**SPECFORGE, "eagle_config": inner}).target_layers(12) == (1, 5, 8)
+    whole = parse_eagle3_config({**SPECFORGE, "draft_vocab_size": None, "target_hidden_size": None})
+    assert (whole.draft_vocab_size, whole.target_hidden_size) == (VOCAB, HIDDEN)
+    sliding = {**LAYER, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+    config = parse_eagle3_config({**SPECULATORS, "transformer_layer_config": sliding})
+    assert config.layer_masks == (LayerMask(Mask.CAUSAL, 7),)
+    with pytest.raises(ConfigError, match=r"layers \(1, 5, 8\), but the target has 8 layers"):
+        parse_eagle3_config(SPECULATORS).target_layers(8)
+    with pytest.raises(ConfigError, match="but the target has 3 layers"):
+        parse_eagle3_config(SPECFORGE).target_layers(3)
+
+
+def test_pruned_vocabulary(tmp_path: Path) -> None:
+    config, prefix = FORMS["specforge"]
+    draft = load(write(tmp_path, config, random_weights(config, prefix)))
+    assert torch.equal(draft.draft_tokens_of_columns, torch.arange(PRUNED) * 3)
+    columns = torch.tensor([[4, 0], [30, 7]])
+    assert torch.equal(draft.target_ids(columns), columns * 3)
+
+
+def test_the_targets_embedding_and_head_serve(tmp_path: Path) -> None:
+    config = {**SPECFORGE, "draft_vocab_size": None, "target_hidden_size": HIDDEN}
+    weights = random_weights(config, "midlayer.")
+    for name in ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"):
+        del weights[name]
+    weights["fc.weight"] = torch.zeros(HIDDEN, AUX * HIDDEN)
+    table = torch.randn(VOCAB, HIDDEN)
+    draft = load_eagle3(
+        write(tmp_path, config, weights),
+        torch.float32,
+        CPU,
+        64,
+        embed=lambda ids: table[ids],
+        lm_head=lambda x: x @ table.T,
+    )
+    ids = torch.tensor([3, 5])
+    assert torch.equal(draft.embed(ids), table[ids])
+    assert torch.equal(draft.logits(table[ids]), table[ids] @ table.T)
+    assert torch.equal(draft.target_ids(ids), ids)
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SPECFORGE))
+    draft = load(tmp_path, load_format="dummy")
+    assert draft.logits(torch.randn(2, HIDDEN)).shape == (2, PRUNED)
+    assert torch.equal(draft.target_ids(torch.tensor([30])), torch.tensor([30]))
+
+
+def bad(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**base, **changes}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a target": (bad(SPECFORGE, architectures=["LlamaForCausalLM"]), "is not an EAGLE-3 draft"),
+    "other speculator": (bad(SPECULATORS, speculators_model_type="dflash"), "'dflash' model"),
+    "last layer only": (
+        bad(SPECFORGE, eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state is false",
+    ),
+    "two layers": (bad(SPECFORGE, num_hidden_layers=2), "2 layers is not supported"),
+    "a bias of fc": (bad(SPECFORGE, bias=True), "bias is not supported"),
+    "parallel": (bad(SPECFORGE, parallel_drafting=True), "parallel_drafting is not supported"),
+    "below 0": (
+        bad(SPECULATORS, eagle_aux_hidden_state_layer_ids=[0, 2, 4]),
+        r"ids \(-1, 1, 3\) start below 0",
+    ),
+    "vocabulary": (bad(SPECFORGE, draft_vocab_size=VOCAB + 1), "over the target's 96"),
+    "family": (
+        bad(SPECULATORS, transformer_layer_config={**LAYER, "model_type": "gpt_oss"}),
+        "family 'gpt_oss' is not supported; known: llama, qwen3",
+    ),
+    "no size": (
+        {k: v for k, v in SPECFORGE.items() if k != "hidden_size"},
+        "lacks 'hidden_size'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_config(tmp_path: Path, name: str) -> None:
+    config, message = BAD[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_eagle3_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_draft_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a folder; give the path of the draft"):
+        load_eagle3_config(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("fc.weight"), r"lacks 1 tensor: fc\.weight"),
+        (lambda w: w.update({"fc.weight": torch.zeros(HIDDEN, 9)}), r"expected \[32, 72\]"),
+        (lambda w: w.pop("d2t"), r"needs lm_head\.weight and d2t"),
+        (lambda w: w.pop("embed_tokens.weight"), "hidden size 32 is not the target's 24"),
+        (lambda w: w.update(d2t=w["d2t"] + VOCAB), "d2t leads outside the vocabulary of 96"),
+        (lambda w: w.update(extra=torch.zeros(1)), "holds 1 tensor: extra"),
+    ],
+)
+def test_bad_weights(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    folder = write(tmp_path, SPECFORGE, random_weights(SPECFORGE, "midlayer."))
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
