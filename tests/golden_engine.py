@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun import LLM
 from forerun.core.request import Request
 
@@ -46,7 +48,8 @@ def poison_on_release(llm: LLM) -> None:
     def poisoned_free(pages: list[int]) -> None:
         free(pages)
         for pool in pools:
-            pool.data[:, :, list(pages)] = POISON
+            largest = torch.finfo(pool.data.dtype).max
+            pool.data[:, :, list(pages)] = min(POISON, largest)
 
     scheduler._release = poisoned_release  # type: ignore[method-assign]
     parts.allocator.free = poisoned_free  # type: ignore[method-assign, assignment]

@@ -52,12 +52,18 @@ def test_graphs_and_trees_need_triton() -> None:
     [
         (replace(GPU, head_dim=512), "head dim 512 is not within 16 to 256"),
         (replace(GPU, dtype=torch.float64), "not torch.float64"),
+        (replace(GPU, kv_dtype=torch.float8_e5m2), "float8_e4m3fn, not torch.float8_e5m2"),
         (replace(GPU, mla=True), "latent"),
         (replace(GPU, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "has no window"),
     ],
 )
 def test_what_triton_refuses(need: AttentionNeed, reason: str) -> None:
     assert any(reason in said for said in survey(need)["triton"])
+
+
+def test_kv_of_any_kept_dtype_is_served() -> None:
+    for kv in (None, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        assert survey(replace(GPU, kv_dtype=kv)) == {"triton": [], "torch_native": []}
 
 
 def test_an_unknown_name() -> None:

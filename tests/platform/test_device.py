@@ -148,3 +148,11 @@ def test_versions_name_what_is_missing(monkeypatch) -> None:
     found = machine.versions()
     assert found["torch"] == torch.__version__
     assert found["no-such-package"] is None
+
+
+def test_dtype_of_stored_kv() -> None:
+    assert machine.resolve_kv_dtype("auto", torch.bfloat16) == torch.bfloat16
+    assert machine.resolve_kv_dtype("float32", torch.bfloat16) == torch.float32
+    assert machine.resolve_kv_dtype("fp8_e4m3", torch.bfloat16) == torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="auto, bfloat16, float32, fp8_e4m3, got 'int8'"):
+        machine.resolve_kv_dtype("int8", torch.bfloat16)

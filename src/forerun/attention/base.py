@@ -52,6 +52,7 @@ class AttentionNeed:
     masks: frozenset[LayerMask]
     graph: bool = False  # will be captured into a device graph
     mla: bool = False
+    kv_dtype: torch.dtype | None = None  # of stored K/V; None: `dtype`
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,11 @@ class Plan(ABC):  # noqa: B024 - each backend has its own
 
 
 class AttentionBackend(ABC):
-    """Writes K/V to the pool and attends. One instance serves one model and its pool."""
+    """Writes K/V to the pool and attends. One instance serves one model and its pool.
+
+    The pool's dtype may be another than the model's: K/V is converted when it is written and when
+    it is read, never scaled.
+    """
 
     name: ClassVar[str]
 

@@ -20,6 +20,8 @@ from forerun.attention.base import (
     Mask,
     Plan,
 )
+from forerun.kernels.fp8 import as_bits
+from forerun.kernels.paged import write_kv_torch
 
 
 @dataclass
@@ -82,8 +84,7 @@ class TorchNative(AttentionBackend):
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, NativePlan)
-        self.pool.k[layer].flatten(0, 1).index_copy_(0, plan.rows, k)
-        self.pool.v[layer].flatten(0, 1).index_copy_(0, plan.rows, v)
+        write_kv_torch(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
 
     def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
         assert isinstance(plan, NativePlan)
@@ -100,8 +101,8 @@ class TorchNative(AttentionBackend):
         heads, dim = q.shape[1], q.shape[2]
         kv_heads = self.pool.layout.num_kv_heads
         group = heads // kv_heads
-        k = self._gather(self.pool.k[layer], seg)  # [B, Hkv, L, D]
-        v = self._gather(self.pool.v[layer], seg)
+        k = self._gather(self.pool.k[layer], seg, q.dtype)  # [B, Hkv, L, D]
+        v = self._gather(self.pool.v[layer], seg, q.dtype)
         bias = seg.masks.get(mask)
         if bias is None:
             bias = self._mask(seg, mask, k.shape[2], q.dtype)
@@ -114,9 +115,9 @@ class TorchNative(AttentionBackend):
         out = out.view(seg.batch, kv_heads, group, seg.width, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(seg.batch * seg.width, heads, dim)
 
-    def _gather(self, pool: Tensor, seg: _Segment) -> Tensor:
-        """Pages [pages, P, Hkv, D] of a segment as [B, Hkv, L, D]."""
-        rows = pool.index_select(0, seg.pages)
+    def _gather(self, pool: Tensor, seg: _Segment, dtype: torch.dtype) -> Tensor:
+        """Pages [pages, P, Hkv, D] of a segment as [B, Hkv, L, D] of `dtype`."""
+        rows = as_bits(pool).index_select(0, seg.pages).view(pool.dtype).to(dtype)
         return rows.view(seg.batch, -1, pool.shape[2], pool.shape[3]).transpose(1, 2)
 
     @staticmethod

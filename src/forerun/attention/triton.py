@@ -26,6 +26,7 @@ from forerun.attention.base import (
 from forerun.kernels.attention import BLOCK, CAUSAL, TREE, Sight, paged_attention
 from forerun.kernels.attention_tiles import choose_splits, prefill_tiles
 from forerun.kernels.device import gpu_of, have_triton
+from forerun.kernels.fp8 import FP8
 from forerun.kernels.paged import pool_rows, write_kv
 from forerun.kernels.prefill_attention import TileMap, map_tiles, prefill_attention
 from forerun.kernels.qkv import kv_norm_rope_write, qk_norm_rope_write
@@ -63,6 +64,8 @@ class TritonAttention(AttentionBackend):
             reasons.append("it has no latent (MLA) attention")
         if need.dtype not in DTYPES:
             reasons.append(f"it computes in float32, float16 and bfloat16, not {need.dtype}")
+        if need.kv_dtype not in (None, FP8, *DTYPES):
+            reasons.append(f"it reads K/V in those and float8_e4m3fn, not {need.kv_dtype}")
         if not 16 <= need.head_dim <= 256:
             reasons.append(f"head dim {need.head_dim} is not within 16 to 256")
         if any(m.mask is Mask.CUSTOM and m.window is not None for m in need.masks):

@@ -31,6 +31,11 @@ class EngineConfig:
         "Of weights and K/V; auto: the checkpoint's, float32 where the CPU lacks fast bfloat16",
         ("auto", "bfloat16", "float32"),
     )
+    kv_cache_dtype: str = _setting(
+        "auto",
+        "Of stored K/V, target and draft; auto: dtype's. fp8_e4m3 holds twice the tokens",
+        ("auto", "bfloat16", "float32", "fp8_e4m3"),
+    )
     device: str = _setting("auto", "auto, cpu, or cuda (NVIDIA and AMD), with an index if wanted")
     context_length: int | None = _setting(None, "Tokens of prompt and output; none: the model's")
     page_size: int = _setting(16, "Tokens a K/V page", (1, 16, 64, 256))
@@ -71,6 +76,11 @@ class EngineConfig:
     algorithm_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
+        if self.kv_cache_dtype == "fp8_e5m2":
+            raise ConfigError(
+                "kv_cache_dtype fp8_e5m2 is not supported: two bits of mantissa lose more of K/V"
+                " than its range wins; use fp8_e4m3."
+            )
         for spec in self.settings():
             value, choices = getattr(self, spec.name), spec.metadata.get("choices")
             if choices and value not in choices:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,18 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.engine.graphs import StepGraphs, capture_with_bar
-from forerun.engine.memory import KVBudget, kv_budget
+from forerun.engine.memory import KVBudget, MemoryLog, Rehearsal, kv_budget, rehearse
 from forerun.engine.runner import Runner
 from forerun.engine.step import DeviceStep
 from forerun.engine.tables import SlotTables
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.pools import KVPool
+from forerun.kvcache.pools import KVLayout, KVPool
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
-from forerun.platform.device import resolve_device, resolve_dtype
+from forerun.platform.device import dtype_name, resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.scheduler import Limits
-from forerun.speculative.base import DraftContext, SpecCaps, TargetHandle
+from forerun.speculative.base import DraftContext, SpecCaps, SpeculativeAlgorithm, TargetHandle
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import SimulatedAccept
 
@@ -44,68 +44,141 @@ class Parts:
     explain: dict[str, Any]
 
 
-def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> Parts:
-    """Cheap checks first: what cannot work fails before any weight is read."""
-    device = resolve_device(config.device)
-    target = load_model_config(model_path)
-    dtype = resolve_dtype(config.dtype, target.dtype, device)
-    algorithm = get_algorithm(config.speculative_algorithm)()
-    caps = algorithm.resolve(config, target, dtype)
-    _check_draft_settings(config, caps)
-    limits = _limits(config, target, caps, device, overlap_depth)
-    positions = limits.context_length + limits.overshoot + 1
+@dataclass(frozen=True)
+class _Settings:
+    """What was asked for, and what it means for this model on this machine."""
 
-    model = load_target(model_path, dtype, device, config.load_format, positions)
-    layouts = [model.kv_layout(dtype)] + ([caps.draft_kv] if caps.draft_kv else [])
+    config: EngineConfig
+    target: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    caps: SpecCaps
+    limits: Limits
+
+    @property
+    def positions(self) -> int:
+        """Rows a request can touch, and one."""
+        return self.limits.context_length + self.limits.overshoot + 1
+
+    @property
+    def graphs(self) -> bool:
+        """Whether steps are captured."""
+        return self.device.type == "cuda" and not self.config.disable_cuda_graph
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """Of the target or the draft: what it needs, who serves it, and the K/V it keeps."""
+
+    need: AttentionNeed
+    choice: Choice
+    layout: KVLayout
+
+    @classmethod
+    def of(
+        cls,
+        settings: _Settings,
+        layout: KVLayout,
+        heads: int,
+        masks: tuple[LayerMask, ...],
+        flag: str,
+    ) -> _Attention:
+        """`flag`: the setting that may name a backend."""
+        need = AttentionNeed(
+            device=settings.device.type,
+            dtype=settings.dtype,
+            head_dim=layout.head_dim,
+            num_heads=heads,
+            num_kv_heads=layout.num_kv_heads,
+            page_size=settings.config.page_size,
+            masks=frozenset(masks),
+            graph=settings.graphs,
+            kv_dtype=layout.dtype,
+        )
+        return cls(need, select(need, getattr(settings.config, flag), flag), layout)
+
+    def over(self, pages: int, device: torch.device) -> AttentionBackend:
+        pool = KVPool(self.layout, pages, self.need.page_size, device)
+        return self.choice.backend(self.need, pool)
+
+
+def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> Parts:
+    """Cheap checks first: what cannot work fails before any weight is read.
+
+    Raises:
+        ConfigError: settings that cannot work, a broken folder, too little memory.
+    """
+    algorithm = get_algorithm(config.speculative_algorithm)()
+    settings = _resolve(config, model_path, algorithm, overlap_depth)
+    device, caps, limits = settings.device, settings.caps, settings.limits
+    memory = MemoryLog(device)
+    with memory.stage("weights", "use a device with more, or stop what else uses it"):
+        model = load_target(
+            model_path, settings.dtype, device, config.load_format, settings.positions
+        )
+        algorithm.load(_draft_context(settings, model))
+    attention = _attention(settings, model)
+    with memory.stage("slot tables", "lower max_running_requests or context_length"):
+        pages = limits.pages(settings.positions)
+        tables = SlotTables(limits.slots, settings.positions, pages, device)
+        tables.states += algorithm.create_future_map(limits.slots + 1, device).rows.values()
+        simulate = _simulated(settings)
+
+    def over(pages: int) -> DeviceStep:
+        target, *draft = (each.over(pages, device) for each in attention)
+        own = draft[0] if draft else None
+        return DeviceStep(model, algorithm, caps, tables, target, own, simulate)
+
+    seen = Rehearsal()
+    if device.type == "cuda":
+        mend = "lower chunked_prefill_size, max_running_requests or cuda_graph_max_bs"
+        with memory.stage("largest steps", mend):
+            step = over(pages=1)
+            seen = rehearse(step, limits, _graphs(settings, step))
+            del step
     budget = kv_budget(
         config,
-        layouts,
+        [each.layout for each in attention],
         device,
         tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
         tokens_least=1 + limits.overshoot,
+        seen=seen,
     )
-    tables = SlotTables(limits.slots, positions, limits.pages(positions), device)
-    choice, attention = _attention(
-        config,
-        model,
-        device,
-        dtype,
-        KVPool(layouts[0], budget.num_pages, config.page_size, device),
-    )
-    draft_choice, draft_attention = _draft_attention(config, caps, budget, device, dtype)
-    algorithm.load(
-        DraftContext(
-            config=config,
-            caps=caps,
-            target=TargetHandle(target, model.embed, model.lm_head),
-            device=device,
-            dtype=dtype,
-            max_positions=positions,
-            slots=limits.slots,
-            pool=draft_attention.pool if draft_attention else None,
-        )
-    )
-    tables.states += algorithm.create_future_map(limits.slots + 1, device).rows.values()
-    simulate = None
-    if config.speculative_simulate_accept_length is not None:
-        mean = config.speculative_simulate_accept_length
-        simulate = SimulatedAccept(mean, caps.width, limits.slots + 1, device)
-    step = DeviceStep(model, algorithm, caps, tables, attention, draft_attention, simulate)
-    graphs = None
-    if _wants_graphs(config, device):
-        largest = min(limits.slots, config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
-        graphs = StepGraphs(step, positions, largest)
-        capture_with_bar(graphs, quiet=not sys.stderr.isatty())
-    runner = Runner(step, graphs)
+    with memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
+        step = over(budget.num_pages)
+    graphs = _graphs(settings, step)
+    if graphs is not None:
+        mend = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
+        with memory.stage("graphs", mend):
+            capture_with_bar(graphs, quiet=not sys.stderr.isatty())
     allocator = PageAllocator(budget.num_pages)
     prefix: PrefixStore = (
         NoPrefixCache()
         if config.disable_radix_cache
         else PrefixCache(allocator, config.page_size, caps.prefix_lookahead)
     )
-    explain = _explain(config, target, device, dtype, limits, budget, choice, draft_choice)
+    explain = _explain(settings, attention, budget, memory, seen)
     log.info("engine: %s", explain)
-    return Parts(runner, limits, allocator, prefix, explain)
+    return Parts(Runner(step, graphs), limits, allocator, prefix, explain)
+
+
+def _resolve(
+    config: EngineConfig,
+    model_path: Path,
+    algorithm: SpeculativeAlgorithm,
+    overlap_depth: int | None,
+) -> _Settings:
+    device = resolve_device(config.device)
+    target = load_model_config(model_path)
+    dtype = resolve_dtype(config.dtype, target.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    caps = algorithm.resolve(config, target, dtype)
+    if caps.draft_kv is not None:
+        caps = replace(caps, draft_kv=replace(caps.draft_kv, dtype=kv_dtype))
+    _check_draft_settings(config, caps)
+    limits = _limits(config, target, caps, device, overlap_depth)
+    return _Settings(config, target, device, dtype, kv_dtype, caps, limits)
 
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
@@ -151,75 +224,66 @@ def _limits(
     )
 
 
-def _wants_graphs(config: EngineConfig, device: torch.device) -> bool:
-    return device.type == "cuda" and not config.disable_cuda_graph
-
-
-def _attention(
-    config: EngineConfig,
-    model: CausalLM,
-    device: torch.device,
-    dtype: torch.dtype,
-    pool: KVPool,
-) -> tuple[Choice, AttentionBackend]:
-    need = AttentionNeed(
-        device=device.type,
-        dtype=dtype,
-        head_dim=model.config.head_dim,
-        num_heads=model.config.num_heads,
-        num_kv_heads=model.config.num_kv_heads,
-        page_size=config.page_size,
-        masks=frozenset(model.layer_masks),
-        graph=_wants_graphs(config, device),
+def _draft_context(settings: _Settings, model: CausalLM) -> DraftContext:
+    return DraftContext(
+        config=settings.config,
+        caps=settings.caps,
+        target=TargetHandle(settings.target, model.embed, model.lm_head),
+        device=settings.device,
+        dtype=settings.dtype,
+        max_positions=settings.positions,
+        slots=settings.limits.slots,
     )
-    choice = select(need, config.attention_backend, "attention_backend")
-    return choice, choice.backend(need, pool)
 
 
-def _draft_attention(
-    config: EngineConfig,
-    caps: SpecCaps,
-    budget: KVBudget,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Choice | None, AttentionBackend | None]:
-    if caps.draft_kv is None:
-        return None, None
-    masks: frozenset[LayerMask] = frozenset(caps.draft_attention)
-    need = AttentionNeed(
-        device=device.type,
-        dtype=dtype,
-        head_dim=caps.draft_kv.head_dim,
-        num_heads=caps.draft_heads,
-        num_kv_heads=caps.draft_kv.num_kv_heads,
-        page_size=config.page_size,
-        masks=masks,
-        graph=_wants_graphs(config, device),
-    )
-    wanted = config.speculative_draft_attention_backend
-    choice = select(need, wanted, "speculative_draft_attention_backend")
-    pool = KVPool(caps.draft_kv, budget.num_pages, config.page_size, device)
-    return choice, choice.backend(need, pool)
+def _attention(settings: _Settings, model: CausalLM) -> list[_Attention]:
+    """The target's and, where there is one, the draft's."""
+    layout, heads = model.kv_layout(settings.kv_dtype), model.config.num_heads
+    out = [_Attention.of(settings, layout, heads, model.layer_masks, "attention_backend")]
+    caps = settings.caps
+    if caps.draft_kv is not None:
+        flag = "speculative_draft_attention_backend"
+        args = (caps.draft_kv, caps.draft_heads, caps.draft_attention, flag)
+        out.append(_Attention.of(settings, *args))
+    return out
+
+
+def _simulated(settings: _Settings) -> SimulatedAccept | None:
+    mean = settings.config.speculative_simulate_accept_length
+    if mean is None:
+        return None
+    return SimulatedAccept(mean, settings.caps.width, settings.limits.slots + 1, settings.device)
+
+
+def _graphs(settings: _Settings, step: DeviceStep) -> StepGraphs | None:
+    """Of `step`, not captured yet."""
+    if not settings.graphs:
+        return None
+    largest = min(settings.limits.slots, settings.config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
+    return StepGraphs(step, settings.positions, largest)
 
 
 def _explain(
-    config: EngineConfig,
-    target: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    limits: Limits,
+    settings: _Settings,
+    attention: list[_Attention],
     budget: KVBudget,
-    choice: Choice,
-    draft_choice: Choice | None,
+    memory: MemoryLog,
+    seen: Rehearsal,
 ) -> dict[str, Any]:
+    limits, (target, *draft) = settings.limits, attention
+    rows = budget.num_pages * limits.page_size
+    kv = {"kv_target": target.layout.cell_bytes * rows}
+    if draft:
+        kv["kv_draft"] = draft[0].layout.cell_bytes * rows
     return {
-        "architecture": target.architecture,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "algorithm": config.speculative_algorithm or "NONE",
+        "architecture": settings.target.architecture,
+        "device": str(settings.device),
+        "dtype": dtype_name(settings.dtype),
+        "kv_cache_dtype": dtype_name(settings.kv_dtype),
+        "algorithm": settings.config.speculative_algorithm or "NONE",
         "rows_per_step": limits.width,
-        "attention": choice.explain(),
-        "draft_attention": draft_choice.explain() if draft_choice else None,
+        "attention": target.choice.explain(),
+        "draft_attention": draft[0].choice.explain() if draft else None,
         "slots": limits.slots,
         "page_size": limits.page_size,
         "context_length": limits.context_length,
@@ -227,4 +291,5 @@ def _explain(
         "kv_pages": budget.num_pages - 1,
         "kv": budget.describe(limits.page_size),
         "kv_bytes_per_token": budget.cell_bytes,
+        "memory_bytes": kv | memory.report(seen),
     }

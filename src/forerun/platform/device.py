@@ -15,6 +15,11 @@ import torch
 
 from forerun.core.errors import ConfigError
 
+KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -82,7 +87,7 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and K/V for a `dtype` setting.
+    """The dtype of weights and of all products for a `dtype` setting.
 
     "auto" takes the checkpoint's; half precision of either kind becomes bfloat16 where that is
     fast and float32 elsewhere.
@@ -102,6 +107,25 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
     if name not in ("bfloat16", "float32"):
         raise ConfigError(f"dtype must be one of auto, bfloat16, float32, got {name!r}.")
     return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module: "bfloat16" for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype K/V is stored in for a `kv_cache_dtype` setting; "auto" is `dtype`, the model's.
+
+    Raises:
+        ConfigError: a dtype no pool is kept in.
+    """
+    if name == "auto":
+        return dtype
+    if name not in KV_DTYPES:
+        known = ", ".join(("auto", *KV_DTYPES))
+        raise ConfigError(f"kv_cache_dtype must be one of {known}, got {name!r}.")
+    return KV_DTYPES[name]
 
 
 def memory(device: torch.device) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
-from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.kvcache.pools import KVLayout
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class TargetHandle:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What `load` gets: devices, the target, and the draft's own pool and attention."""
+    """What `load` gets. Attention over the draft's own pool comes with every step."""
 
     config: EngineConfig
     caps: SpecCaps
@@ -73,7 +73,6 @@ class DraftContext:
     dtype: torch.dtype
     max_positions: int  # positions a request can reach, reserve included
     slots: int
-    pool: KVPool | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,124 @@
+"""Where the memory goes at start, and what is said when it does not suffice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.engine import build, memory
+from forerun.engine.memory import SLACK, MemoryLog, Rehearsal, kv_budget
+from forerun.engine.runner import Runner
+from forerun.kvcache.pools import KVLayout
+from tests.golden_engine import CASES, golden_llm
+
+GPU, GIB = torch.device("cuda", 0), 2**30
+LAYOUTS = [KVLayout(36, 8, 128, torch.bfloat16), KVLayout(5, 8, 128, torch.bfloat16)]
+CELL = sum(layout.cell_bytes for layout in LAYOUTS)
+
+
+def tokens(free: int, total: int, seen: Rehearsal, monkeypatch: Any, **settings: Any) -> int:
+    monkeypatch.setattr(memory, "memory", lambda device: (free, total))
+    budget = kv_budget(EngineConfig(**settings), LAYOUTS, GPU, 10**9, 17, seen)
+    return (budget.num_pages - 1) * 16
+
+
+def test_the_static_share_is_kept_where_steps_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Rehearsal(activations=2 * GIB, graphs=GIB)
+    got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch)
+    assert got * CELL == pytest.approx(48 * GIB, abs=33 * CELL)  # 60 - 15 % of 80
+    more = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=0.9)
+    assert (more - got) * CELL == pytest.approx(4 * GIB, abs=17 * CELL)
+
+
+def test_steps_and_graphs_get_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Rehearsal(activations=12 * GIB, graphs=3 * GIB)
+    for share in (0.85, 0.95):
+        got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=share)
+        assert got * CELL == pytest.approx(45 * GIB - SLACK, abs=33 * CELL)
+    with pytest.raises(ConfigError, match=r"holds 0 tokens .* raise mem_fraction_static"):
+        tokens(15 * GIB, 80 * GIB, seen, monkeypatch)
+
+
+def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's page counts too."""
+    monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
+    config = EngineConfig(mem_fraction_static=0.5)
+    budget = kv_budget(config, LAYOUTS, torch.device("cpu"), 10**9, 17, Rehearsal())
+    assert budget.num_pages == 100
+
+
+def test_the_largest_steps_run_on_one_page() -> None:
+    """Prompts longer than the context are spread; nobody's row is as before."""
+    with golden_llm("DFLASH", context_length=64, chunked_prefill_size=200) as llm:
+        parts = llm.engine.parts
+        step, nobody = parts.runner.step, parts.runner.tables.nobody
+        plans = list(memory._largest_steps(llm.engine.limits, nobody))
+        assert sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill) == 200
+        assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
+        for plan in plans:
+            Runner(step).launch(plan).result()
+        pages = step.attention.pool.data.transpose(0, 2).flatten(1).any(1)
+        assert pages.nonzero().tolist() == [[0]]
+        assert parts.runner.tables.kv_len[nobody] == 0
+        params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+        out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=params)
+        assert out.output_ids == CASES[0]["output"][:5]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        MemoryError(),
+    ],
+)
+def test_running_out_is_one_line_with_the_mend(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "KVPool", fail)
+    with pytest.raises(
+        ConfigError, match=r"out of memory for the K/V pools: .* lower mem_frac"
+    ) as e:
+        golden_llm()
+    assert "\n" not in str(e.value)
+
+
+def test_other_errors_pass() -> None:
+    with (
+        pytest.raises(RuntimeError, match="shape"),
+        MemoryLog(torch.device("cpu")).stage("weights", "buy"),
+    ):
+        raise RuntimeError("shape mismatch")
+
+
+@pytest.mark.gpu
+def test_memory_is_accounted_for() -> None:
+    """What the stages took is what is gone, and the estimate for the graphs covers them."""
+    free = torch.cuda.mem_get_info()[0]
+    with golden_llm("DFLASH", device="cuda", max_running_requests=32) as llm:
+        took = llm.explain()["memory_bytes"]
+        gone = sum(took[name] for name in took if name not in ("activations", "free"))
+        torch.cuda.synchronize()
+        assert free - took["free"] == pytest.approx(gone, abs=64 << 20)
+        share = took["free"] / torch.cuda.mem_get_info()[1]
+        assert share > 0.14  # mem_fraction_static is 0.85
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_room_says_so() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-5)
+    try:
+        with pytest.raises(ConfigError, match=r"cuda:0 ran out of memory for the"):
+            golden_llm("DFLASH", device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
