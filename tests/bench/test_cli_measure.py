@@ -56,10 +56,20 @@ def test_one_batch_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = (*shape, "--repetitions", "1", "--dtype", "float32", "--json")
     out = call(capsys, "bench", "one-batch", *args)
     assert [r["batch_size"] for r in out["results"]] == [1, 3]
+    assert out["ceilings"]["dtype"] == "float32"
     for result in out["results"]:
         assert result["identical"] is True
         assert result["plain"]["steps"] == 7  # the first token came with the prefill
         assert result["spec"]["steps"] <= 7
+        for half in (result["plain"], result["spec"]):
+            size = half["weight_bytes"] + half["kv_bytes"]
+            read = out["ceilings"]["read_bytes_per_second"]
+            assert half["floor_seconds"] == pytest.approx(size / read)
+            ratio = half["step_seconds_median"] / half["floor_seconds"]
+            assert half["ratio_to_floor"] == pytest.approx(ratio)
+            assert half["gemm_seconds"] > 0
+            assert half["host_gap"] is None  # no GPU was asked for
+        assert result["spec"]["weight_bytes"] > result["plain"]["weight_bytes"]
         assert result["acceptance"]["completion_tokens"] == 8 * result["batch_size"]
 
 
@@ -92,7 +102,12 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "accuracy" in capsys.readouterr().out
     shape = ("--input-len", "8", "--output-len", "4", "--repetitions", "1")
     assert run(("bench", "one-batch", *shape)) == 0
-    assert "same" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    shown = " ".join(lines)
+    assert "Measured ceilings" in lines[0]
+    for word in ("same", "floor", "gemms", "gap", "accept", "yes"):
+        assert word in shown
+    assert "…" not in shown
 
 
 @pytest.mark.parametrize(
@@ -101,6 +116,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo --repetitions 0", "--repetitions must be >= 1"),
         ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
+        ("bench one-batch --device cpu --profile p", "--profile draws what runs on a GPU"),
         ("bench one-batch --load-format dummy --model-path m", "add --random-input"),
         ("eval python --num-examples 0", "--num-examples must be >= 1"),
     ],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
+import pytest
+from rich.console import Console
+
+from forerun.bench.bounds import Bounds
 from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts
-from forerun.cli.bench import LISTS, Shape, check, fill_in, repeat_flag, table
+from forerun.cli.bench import COLUMNS, LISTS, Shape, check, fill_in, repeat_flag, table
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import windows
@@ -49,6 +53,21 @@ def test_result_shows_both_ways() -> None:
     assert alone.speedup is None
     assert alone.as_dict()["spec"] is None
     assert table([alone], None).row_count == 1
+
+
+def test_table_fits_its_columns() -> None:
+    """The widest figures that a large model on a GPU gives."""
+    plain = BatchTiming(0.7831, 0.01752, 0.03211, 11234.0, 10)
+    bounds = Bounds(1, 2, 3, floor_seconds=0.01534, gemm_seconds=0.01678, host_gap=0.1234)
+    result = OneBatch(32, 1024, 128, plain, plain, TRACE.acceptance, True, bounds, bounds)
+    screen = Console(width=COLUMNS, file=io.StringIO())
+    screen.print(table([result], "DFLASH"))
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    assert "…" not in shown
+    row = " ".join(shown.splitlines()[-2].split())
+    assert row == "DFLASH 783 17.52 32.11 11234 15.34 1.14 16.78 12.3% 1.00 2.50 yes"
+    assert result.as_dict()["spec"]["ratio_to_floor"] == pytest.approx(17.52 / 15.34)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from forerun import LLM, SamplingParams
+from forerun.bench.bounds import Bounds
 from forerun.bench.timing import interleaved, median, quantile
 from forerun.core.request import Request, State
 from forerun.engine.engine import Engine
@@ -81,6 +82,13 @@ class OneBatch:
     spec: BatchTiming | None = None
     acceptance: Acceptance | None = None
     identical: bool | None = None  # greedy texts, token for token
+    plain_bounds: Bounds | None = None
+    spec_bounds: Bounds | None = None
+
+    @property
+    def context(self) -> int:
+        """K/V rows of a request in the middle of its decoding."""
+        return self.input_len + self.output_len // 2
 
     @property
     def speedup(self) -> float | None:
@@ -92,13 +100,18 @@ class OneBatch:
             "batch_size": self.batch_size,
             "input_len": self.input_len,
             "output_len": self.output_len,
-            "plain": asdict(self.plain),
-            "spec": asdict(self.spec) if self.spec else None,
+            "plain": _half(self.plain, self.plain_bounds),
+            "spec": _half(self.spec, self.spec_bounds) if self.spec else None,
             "speedup": self.speedup,
             "accept_length": self.acceptance.accept_length if self.acceptance else None,
             "acceptance": self.acceptance.as_dict() if self.acceptance else None,
             "identical": self.identical,
         }
+
+
+def _half(timing: BatchTiming, bounds: Bounds | None) -> dict[str, Any]:
+    beside = bounds.as_dict(timing.step_seconds_median) if bounds else {}
+    return {**asdict(timing), **beside}
 
 
 def one_batch(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -14,18 +16,23 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 from forerun import LLM
+from forerun.bench.bounds import Bounds, Work
+from forerun.bench.ceilings import Ceilings
 from forerun.bench.environment import Environment, environment
 from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch, random_prompts
+from forerun.bench.profile import keep, profile_steps
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import print_json
 from forerun.cli.settings import bundled_algorithm, with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset
+from forerun.platform.device import resolve_device
 from forerun.speculative.registry import get_algorithm
 
 app = typer.Typer(no_args_is_help=True)
 
+COLUMNS = 100  # that a table needs
 SPARE = 256  # K/V rows a request may need beyond its text: drafts, steps in flight, a page
 
 
@@ -79,37 +86,55 @@ def one_batch_command(
         typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
     ] = None,
     repetitions: Annotated[int, typer.Option(help="Runs of each batch, both ways")] = 3,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep traces, figures and kernel tables of some steady steps (GPU)",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
     engine: Values,
 ) -> None:
-    """Prefill time, step time and decoding speed of one static batch."""
+    """Prefill time, step time and decoding speed of one static batch, beside what bounds them."""
     if preset is not None:
         engine, random_input = with_preset(preset, engine), True
     shapes = [Shape(b, i, o) for b in batch_size for i in input_len for o in output_len]
     check(shapes, repetitions, random_input, engine)
+    if profile is not None:
+        prepare_folder(profile, str(engine.get("device", "auto")))
     settings = fill_in(engine, shapes, random_input)
     with ExitStack() as stack:
         plain = stack.enter_context(LLM(**without_speculation(settings)))
         spec = None
         if settings.get("speculative_algorithm"):
             spec = stack.enter_context(LLM(**settings))
-        results = []
-        for shape in shapes:
-            prompts = make_prompts(plain, shape, random_input)
-            results.append(one_batch(plain, spec, prompts, shape.output_len, repetitions))
         where = environment(spec or plain)
+        batches = [make_prompts(plain, shape, random_input) for shape in shapes]
+        results = [
+            one_batch(plain, spec, prompts, shape.output_len, repetitions)
+            for shape, prompts in zip(shapes, batches, strict=True)
+        ]
+        device, dtype = torch.device(where["device"]), vars(torch)[where["engine"]["dtype"]]
+        ceilings = Ceilings.measure(device, dtype)
+        results = [
+            with_bounds(result, plain, spec, prompts, ceilings, device, profile)
+            for result, prompts in zip(results, batches, strict=True)
+        ]
     if as_json:
         print_json(
             {
                 "settings": settings,
                 "input": "random" if random_input else "python",
                 "repetitions": repetitions,
+                "ceilings": ceilings.as_dict(),
                 "results": [result.as_dict() for result in results],
                 "environment": where,
             }
         )
         return
-    console = Console()
+    console = Console(width=max(COLUMNS, Console().width))  # a pipe would get 80, and dots
+    console.print(ceilings.line(), style="dim", soft_wrap=True)
     console.print(table(results, settings.get("speculative_algorithm")))
     chosen = where["engine"]
     line = Environment.here(chosen["device"]).line()
@@ -160,21 +185,68 @@ def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
     return windows(text, shape.batch_size, shape.input_len)
 
 
+def with_bounds(
+    result: OneBatch,
+    plain: LLM,
+    spec: LLM | None,
+    prompts: Sequence[Sequence[int]],
+    ceilings: Ceilings,
+    device: torch.device,
+    folder: Path | None,
+) -> OneBatch:
+    """Adds what bounds the step. Comes after all timing: a profiler leaves launches slower."""
+
+    def bounds(name: str, llm: LLM) -> Bounds:
+        work = Work.of(llm.engine, result.batch_size, result.context)
+        found = Bounds.of(work, ceilings, device)
+        if device.type != "cuda":
+            return found
+        stem = f"{name}-{result.batch_size}x{result.input_len}"
+        trace = folder / f"{stem}.trace.json.gz" if folder else None
+        timeline = profile_steps(llm.engine, prompts, result.output_len, trace)
+        if folder is not None:
+            algorithm = llm.explain()["algorithm"]
+            how = "plain" if llm is plain else algorithm
+            title = f"{how}, batch {result.batch_size}, context {result.input_len}"
+            keep(timeline, folder, stem, f"{title}, {torch.cuda.get_device_name(device)}")
+        return replace(found, host_gap=timeline.host_gap)
+
+    return replace(
+        result,
+        plain_bounds=bounds("plain", plain),
+        spec_bounds=bounds("spec", spec) if spec is not None else None,
+    )
+
+
+def prepare_folder(folder: Path, device: str) -> None:
+    """Raises ConfigError where a profile cannot be made or kept."""
+    if resolve_device(device).type != "cuda":
+        raise ConfigError("--profile draws what runs on a GPU; drop it here, or use one.")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--profile {folder} is a file; name a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+HEADS = (
+    "prefill\nms", "step\nms", "p90\nms", "decode\ntok/s",
+    "floor\nms", "x\nfloor", "gemms\nms", "host\ngap",
+)  # fmt: skip
+
+
 def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
-    """A line for plain decoding and one for speculation, for every shape; 80 columns are enough."""
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    """A line for plain decoding and one for speculation, for every shape, in 100 columns."""
+    out = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     out.add_column("batch x\nin + out", no_wrap=True)
     out.add_column("drafts\nby", no_wrap=True)
-    figures = ("prefill\nms", "step\nms", "p90\nms", "decode\ntok/s", "speed\nup", "accept\nlength")
-    for name in figures:
+    for name in (*HEADS, "speed\nup", "accept\nlength"):
         out.add_column(name, justify="right", no_wrap=True)
     out.add_column("same\ntext", no_wrap=True)
     for r in results:
         shape = f"{r.batch_size} x {r.input_len} + {r.output_len}"
-        out.add_row(shape, "-", *_figures(r.plain), "", "", "")
+        out.add_row(shape, "-", *_figures(r.plain, r.plain_bounds), "", "", "")
         if r.spec is not None and r.acceptance is not None:
             out.add_row(
-                *("", algorithm, *_figures(r.spec)),
+                *("", algorithm, *_figures(r.spec, r.spec_bounds)),
                 f"{r.speedup:.2f}",
                 f"{r.acceptance.accept_length or 0:.2f}",
                 "yes" if r.identical else "no",
@@ -182,7 +254,17 @@ def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
     return out
 
 
-def _figures(t: BatchTiming) -> tuple[str, str, str, str]:
-    times = (t.prefill_seconds, t.step_seconds_median, t.step_seconds_p90)
-    prefill, step, p90 = (f"{1000 * seconds:.2f}" for seconds in times)
-    return prefill, step, p90, f"{t.decode_tok_s:.0f}"
+def _figures(t: BatchTiming, bounds: Bounds | None) -> list[str]:
+    times = [_ms(s) for s in (t.prefill_seconds, t.step_seconds_median, t.step_seconds_p90)]
+    figures = [*times, f"{t.decode_tok_s:.0f}"]
+    if bounds is None:
+        return [*figures, "", "", "", ""]
+    ratio = t.step_seconds_median / bounds.floor_seconds
+    gap = "-" if bounds.host_gap is None else f"{bounds.host_gap:.1%}"
+    return [*figures, _ms(bounds.floor_seconds), f"{ratio:.2f}", _ms(bounds.gemm_seconds), gap]
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with three or more digits."""
+    ms = 1000 * seconds
+    return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"

@@ -14,6 +14,7 @@ and what surrounds the product goes into it; other row counts to the vendor's li
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,6 +63,20 @@ def can_stream(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
 
 
+@dataclass(frozen=True)
+class Product:
+    """`rows` rows times a matrix [n, k]: what a step has to compute, however it is computed."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    rows: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.n * self.k * self.dtype.itemsize
+
+
 class _Packed:
     """A weight in oneDNN's own layout and, if it is small, transposed for single rows."""
 
@@ -103,6 +118,7 @@ class Linear:
     ) -> None:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.out_features = out_features  # packing empties `weight`
         self._packed: _Packed | None = None
         self._matrix: Matrix | None = None
 
@@ -111,7 +127,12 @@ class Linear:
         """Over an existing matrix [out, in], which it shares until packed."""
         linear = cls.__new__(cls)
         linear.weight, linear.bias, linear._packed, linear._matrix = weight, bias, None, None
+        linear.out_features = weight.shape[0]
         return linear
+
+    def product(self, rows: int) -> Product:
+        """What a call with so many rows computes."""
+        return Product(self.out_features, self.weight.shape[1], self.weight.dtype, rows)
 
     def slots(self, parts: Mapping[str, int]) -> dict[str, Tensor]:
         """Checkpoint name -> view, for named parts (name -> rows) that follow one another."""

@@ -25,7 +25,7 @@ from forerun.attention.base import (
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
 from forerun.kernels.qkv import HeadNorms
-from forerun.layers.linear import Linear
+from forerun.layers.linear import Linear, Product
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import rotate
 from forerun.models.checkpoint import Checkpoint, fill_dummy
@@ -285,6 +285,11 @@ class DFlashDraft:
             linear.pack()
         self.hidden_norm.prepare()
         self.decoder.prepare()
+
+    def products(self, block: int, context: int) -> list[Product]:
+        """Of `forward` with `block` rows and `write_context` with `context` rows; no head."""
+        made = [linear.product(context) for linear in (self.fc, self._context_kv)]
+        return [*self.decoder.products(block), *made]
 
     def context(self, features: Tensor) -> Tensor:
         """Target features [T, n * H_t] -> C [T, H]."""

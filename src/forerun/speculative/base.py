@@ -21,6 +21,7 @@ from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.kvcache.pools import KVLayout
+from forerun.layers.linear import Product
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,10 @@ class SpeculativeAlgorithm(ABC):
     def supports_target_verify_for_draft(self) -> bool:
         """Whether the draft's forward has the fixed-width verify shape."""
         return False
+
+    def products(self, batch: int) -> list[Product]:
+        """What `propose` and `observe` multiply in a decode step, for benchmarks to count."""
+        return []
 
     @abstractmethod
     def propose(self, step: Step) -> Draft:

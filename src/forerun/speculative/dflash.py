@@ -18,6 +18,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.argmax import argmax
 from forerun.kvcache.pools import KVLayout
+from forerun.layers.linear import Product
 from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
 from forerun.speculative.base import (
     Commit,
@@ -83,6 +84,17 @@ class DFlash(SpeculativeAlgorithm):
 
     def supports_target_verify_for_draft(self) -> bool:
         return self._first == 1
+
+    def products(self, batch: int) -> list[Product]:
+        drafts = batch * (self._block - self._first)
+        own, config = self._head, self._target.config
+        head = (
+            Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, drafts)
+            if own is None
+            else own.product(drafts)
+        )
+        width = self._block - self._first + 1
+        return [*self._draft.products(batch * self._block, batch * width), head]
 
     def propose(self, step: Step) -> Draft:
         assert step.width is not None and step.attention is not None

@@ -1,0 +1,118 @@
+"""What this machine can do at best, measured in the run that is compared with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.bench.timing import median
+from forerun.kernels.stream import read_sums
+from forerun.layers.linear import Product
+
+READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # far more than any cache holds
+SQUARE = {"cuda": 8192, "cpu": 1024}  # side of the matrices of a large product
+ROTATED_BYTES = 2 << 30  # weights of `product_seconds`: enough that none is found in a cache
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of one device."""
+
+    read_bytes_per_second: float
+    flops: float  # of a large product in `dtype`
+    dtype: str
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
+        return cls(
+            read_bandwidth(device), product_flops(device, dtype), str(dtype).removeprefix("torch.")
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """One line for above a table."""
+        read, flops = self.read_bytes_per_second / 1e12, self.flops / 1e12
+        return f"Measured ceilings: read {read:.3g} TB/s, {self.dtype} products {flops:.3g} TFLOP/s"
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second, of a kernel (on a CPU: a sum) that reads a long row of numbers."""
+    numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    return numbers.nbytes / seconds_of(lambda: read_sums(numbers), device)
+
+
+def product_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a square product in the vendor's library."""
+    side = SQUARE[device.type]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * side**3 / seconds_of(lambda: torch.mm(a, b, out=out), device)
+
+
+def product_seconds(products: Sequence[Product], device: torch.device) -> float:
+    """The products of a step by themselves, one after the other, in the vendor's library.
+
+    On a GPU all are in one graph. Weights are slices of one buffer of random numbers, as large as
+    all of them together or `ROTATED_BYTES`, so that they come out of memory as in a step.
+    """
+    dtype = products[0].dtype
+    sizes = [p.n * p.k for p in products]
+    length = max(max(sizes), min(sum(sizes), ROTATED_BYTES // dtype.itemsize))
+    buffer = torch.empty(length, dtype=dtype, device=device).normal_()
+    inputs = {(p.rows, p.k): buffer.new_empty(p.rows, p.k).normal_() for p in products}
+    outputs = {(p.rows, p.n): buffer.new_empty(p.rows, p.n) for p in products}
+    calls: list[tuple[Tensor, Tensor, Tensor]] = []
+    at = 0
+    for p, size in zip(products, sizes, strict=True):
+        at = 0 if at + size > length else at
+        weight = buffer[at : at + size].view(p.n, p.k)
+        calls.append((inputs[p.rows, p.k], weight.t(), outputs[p.rows, p.n]))
+        at += size
+
+    def run() -> None:
+        for x, weight, out in calls:
+            torch.mm(x, weight, out=out)
+
+    return seconds_of(run, device)
+
+
+@torch.inference_mode()
+def seconds_of(work: Callable[[], object], device: torch.device, repetitions: int = 9) -> float:
+    """Median of the device's time for `work`; on a GPU as one graph."""
+    if device.type != "cuda":
+        return _host_seconds(work, repetitions)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # libraries set themselves up outside the graph
+        work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for turn in range(repetitions + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if turn >= 2:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return median(times)
+
+
+def _host_seconds(work: Callable[[], object], repetitions: int) -> float:
+    work()
+    times = []
+    for _ in range(repetitions):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return median(times)

@@ -1,0 +1,104 @@
+"""A profiler's trace cut into decode steps: what ran on the GPU, and the gaps between the steps.
+
+A step's work is what its graph holds; without graphs, all that was launched while the host was in
+the step. From its end to the start of the next step's work is the host's gap: copies of results
+and table updates that run there do not shorten it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+STEP = "decode step"  # the annotation around every step of a trace
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime")
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or copy. Microseconds."""
+
+    name: str
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """All launches of one kernel, per step."""
+
+    name: str
+    count: float
+    us: float  # where kernels overlap, the sum over kernels is more than the step
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Consecutive steps of one engine."""
+
+    steps: tuple[tuple[Span, ...], ...]  # each by start, never empty
+    between: tuple[Span, ...] = ()  # copies and updates outside the graphs
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> Timeline:
+        """From a Chrome trace's events; steps without any work on the device are left out."""
+        complete = [event for event in events if event.get("ph") == "X"]
+        marks = sorted(
+            (e["ts"], e["ts"] + e["dur"])
+            for e in complete
+            if e.get("cat") == "user_annotation" and e["name"] == STEP
+        )
+        launched: dict[int, list[Span]] = {}
+        for event in complete:
+            if event.get("cat") in ON_DEVICE:
+                span = Span(event["name"], event["ts"], event["dur"])
+                launched.setdefault(event["args"]["correlation"], []).append(span)
+        launches = [e for e in complete if e.get("cat") in LAUNCHES]
+        steps = []
+        for begin, end in marks:
+            inside = [e for e in launches if begin <= e["ts"] <= end]
+            graphs = [e for e in inside if e["name"].endswith("GraphLaunch")]
+            spans = [
+                span
+                for event in graphs or inside
+                for span in launched.pop(event["args"]["correlation"], ())
+            ]
+            if spans:
+                steps.append(tuple(sorted(spans, key=lambda span: span.start)))
+        rest = sorted((s for group in launched.values() for s in group), key=lambda s: s.start)
+        return cls(tuple(steps), tuple(rest))
+
+    @property
+    def gaps(self) -> list[float]:
+        """Microseconds from the end of each step but the last to the start of the next."""
+        ends = [max(span.end for span in step) for step in self.steps]
+        starts = [step[0].start for step in self.steps]
+        return [max(0.0, start - end) for end, start in zip(ends, starts[1:], strict=False)]
+
+    @property
+    def periods(self) -> list[float]:
+        """Microseconds from the start of a step to the start of the next."""
+        return [after[0].start - before[0].start for before, after in pairwise(self.steps)]
+
+    @property
+    def host_gap(self) -> float | None:
+        """Share of the time that is gap; None for fewer than two steps."""
+        return sum(self.gaps) / sum(self.periods) if self.periods else None
+
+    def kernels(self) -> list[KernelRow]:
+        """Where the time goes, the largest first."""
+        found: dict[str, list[float]] = {}
+        for span in (*(s for step in self.steps for s in step), *self.between):
+            found.setdefault(span.name, []).append(span.duration)
+        count = max(1, len(self.steps))
+        rows = [KernelRow(n, len(d) / count, sum(d) / count) for n, d in found.items()]
+        return sorted(rows, key=lambda row: -row.us)

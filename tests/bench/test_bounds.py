@@ -1,0 +1,139 @@
+"""What a step must read and compute: counted as declared, and declared as it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import LLM, SamplingParams
+from forerun.attention.base import LayerMask
+from forerun.bench import ceilings
+from forerun.bench.bounds import Bounds, Work, kv_bytes
+from forerun.bench.ceilings import Ceilings, product_seconds
+from forerun.kvcache.pools import KVLayout
+from forerun.layers.linear import Linear, Product
+from forerun.llm.bundled import PAIR
+
+pytestmark = pytest.mark.skipif(
+    not (PAIR / "target" / "model.safetensors").exists(), reason="the bundled pair is not there"
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def speculating() -> Iterator[LLM]:
+    with LLM(device="cpu", dtype="float32", speculative_algorithm="DFLASH") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[LLM]:
+    with LLM(device="cpu", dtype="float32") as llm:
+        yield llm
+
+
+def watched(llm: LLM, batch: int, monkeypatch: pytest.MonkeyPatch) -> list[Product]:
+    """The products of one decode step, as they are called."""
+    engine, seen = llm.engine, []
+    params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
+    requests = [engine.make_request([5, 6, 7 + i], params) for i in range(batch)]
+    for request in requests:
+        engine.submit(request)
+    while not all(request.output for request in requests):
+        engine.step()
+
+    def watch(name: str) -> None:
+        method = getattr(Linear, name)
+
+        def call(self: Linear, x: torch.Tensor, *rest: Any) -> Any:
+            seen.append(self.product(x.shape[0]))
+            return method(self, x, *rest)
+
+        monkeypatch.setattr(Linear, name, call)
+
+    watch("__call__")  # `silu_mul` and `argmax` come through it on a CPU
+    watch("add")
+    engine.step()
+    monkeypatch.undo()
+    for request in requests:
+        engine.abort(request.rid)
+    while engine.has_work:
+        engine.step()
+    for request in requests:
+        engine.close_request(request)
+    return seen
+
+
+def by_shape(products: Any) -> list[tuple[int, int, int]]:
+    return sorted((p.n, p.k, p.rows) for p in products)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["plain", "speculating"])
+def test_declared_products_are_those_of_a_step(
+    kind: str, batch: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = request.getfixturevalue(kind)
+    declared = Work.of(llm.engine, batch, 10).products
+    assert by_shape(declared) == by_shape(watched(llm, batch, monkeypatch))
+    assert {p.dtype for p in declared} == {torch.float32}
+
+
+def test_bytes_of_the_bundled_pair(plain: LLM, speculating: LLM) -> None:
+    work, both = Work.of(plain.engine, 2, 100), Work.of(speculating.engine, 2, 100)
+    config = plain.engine.model_config
+    inner, hidden = config.intermediate_size, config.hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = hidden * (2 * q + 2 * kv + 3 * inner)
+    assert work.weight_bytes == 4 * (config.num_layers * layer + config.vocab_size * hidden)
+    assert work.kv_bytes == 2 * 100 * plain.explain()["kv_bytes_per_token"]
+    assert both.kv_bytes == 2 * 100 * speculating.explain()["kv_bytes_per_token"]
+    assert work.flops == 2 * 2 * work.weight_bytes // 4  # one row a request, two requests
+    assert both.weight_bytes > work.weight_bytes + 4 * config.vocab_size * hidden  # two heads
+
+
+def test_windows_hide_keys() -> None:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
+    masks = (LayerMask(), LayerMask(window=10), LayerMask(window=500))
+    assert kv_bytes(layout, masks, 100) == (100 + 10 + 100) * 2 * 2 * 4 * 2
+
+
+def test_bounds_are_bytes_over_bandwidth() -> None:
+    work = Work((Product(64, 32, torch.float32, 2), Product(16, 32, torch.float32, 2)), 1000)
+    bounds = Bounds.of(work, Ceilings(1e6, 1e9, "float32"), CPU)
+    assert bounds.floor_seconds == pytest.approx((4 * (64 * 32 + 16 * 32) + 1000) / 1e6)
+    assert bounds.gemm_seconds > 0
+    assert bounds.host_gap is None
+    assert bounds.as_dict(2 * bounds.floor_seconds)["ratio_to_floor"] == pytest.approx(2)
+
+
+def test_products_are_computed_at_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More weights than the buffer holds: it is used again, from the start."""
+    products = [Product(n, 8, torch.float32, 3) for n in (4, 16, 6, 16)]
+    monkeypatch.setattr(ceilings, "ROTATED_BYTES", 4 * 8 * 20)
+    seen: list[tuple[Any, Any, int]] = []
+    mm = torch.mm
+
+    def watch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        seen.append((tuple(a.shape), tuple(b.shape), b.storage_offset() // 8))
+        mm(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", watch)
+    product_seconds(products, CPU)
+    shapes = [((3, 8), (8, p.n)) for p in products]
+    assert [call[:2] for call in seen[:4]] == shapes
+    assert [call[2] for call in seen[:4]] == [0, 4, 0, 0]
+
+
+def test_ceilings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(ceilings, "SQUARE", {"cpu": 64})
+    found = Ceilings.measure(CPU, torch.float32)
+    assert found.read_bytes_per_second > 1e6
+    assert found.flops > 1e6
+    assert "float32" in replace(found, flops=5e12).line()
+    assert "5 TFLOP/s" in replace(found, flops=5e12).line()

@@ -1,0 +1,104 @@
+"""A trace cut into steps: whose kernel is whose, where the gaps are, and the figure of it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+
+from forerun.bench.figure import GAP, draw
+from forerun.bench.profile import kernel_table, shorten
+from forerun.bench.timeline import STEP, KernelRow, Span, Timeline
+
+Event = dict[str, Any]
+
+
+def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = None) -> Event:
+    args = {} if correlation is None else {"correlation": correlation}
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def graph_step(number: int, host: float, device: float) -> list[Event]:
+    """A graph of two kernels of 40 µs with 5 µs between them, and a copy of its result after."""
+    graph, copy = 2 * number, 2 * number + 1
+    return [
+        event("user_annotation", STEP, host, 50),
+        event("cuda_runtime", "cudaGraphLaunch", host + 5, 10, graph),
+        event("cuda_runtime", "cudaMemcpyAsync", host + 20, 2, copy),
+        # Not in order: traces are not sorted.
+        event("kernel", "second", device + 45, 40, graph),
+        event("kernel", "first", device, 40, graph),
+        event("gpu_memcpy", "Memcpy DtoH", device + 86, 2, copy),
+    ]
+
+
+TRACE = [
+    {"ph": "M", "name": "process_name"},
+    *graph_step(1, 0, 100),
+    *graph_step(2, 60, 195),  # 10 µs after the end of the first
+    *graph_step(3, 160, 300),  # 20 µs after the second
+    event("user_annotation", "something else", 0, 1000),
+]
+
+
+def test_gaps_lie_between_graphs() -> None:
+    timeline = Timeline.of(TRACE)
+    assert [[span.name for span in step] for step in timeline.steps] == [["first", "second"]] * 3
+    assert timeline.gaps == [10, 20]  # the copies that run in them do not shorten them
+    assert timeline.periods == [95, 105]
+    assert timeline.host_gap == pytest.approx(30 / 200)
+    assert [span.name for span in timeline.between] == ["Memcpy DtoH"] * 3
+
+
+def test_without_graphs_a_step_is_what_it_launched() -> None:
+    eager = [
+        {**e, "name": "cudaLaunchKernel"} if e["name"] == "cudaGraphLaunch" else e for e in TRACE
+    ]
+    timeline = Timeline.of(eager)
+    assert [span.name for span in timeline.steps[0]] == ["first", "second", "Memcpy DtoH"]
+    assert timeline.gaps == [7, 17]
+    assert timeline.between == ()
+
+
+def test_steps_that_overlap_on_the_device_have_no_gap() -> None:
+    early = [Span("a", 0, 10)], [Span("b", 8, 10)]  # launched while its predecessor runs out
+    assert Timeline(tuple(map(tuple, early))).gaps == [0]
+
+
+def test_too_few_steps_say_nothing() -> None:
+    assert Timeline.of([]).host_gap is None
+    one = Timeline.of(graph_step(1, 0, 100))
+    assert (one.host_gap, one.gaps, one.periods) == (None, [], [])
+    draw(one, "one step")
+    draw(Timeline(()), "nothing")
+
+
+def test_kernels_per_step_by_time() -> None:
+    rows = Timeline.of(TRACE).kernels()
+    assert rows == [
+        KernelRow("first", 1, 40),
+        KernelRow("second", 1, 40),
+        KernelRow("Memcpy DtoH", 1, 2),
+    ]
+    table = kernel_table(rows, "title")
+    assert "| `first` | 1.0 | 40.0 |" in table.splitlines()
+
+
+def test_kernel_names_fit_a_table() -> None:
+    assert "|" not in shorten("void f<a || b>(int)")
+    assert len(shorten("x" * 300)) == 90
+
+
+def test_figure_marks_every_gap_to_scale() -> None:
+    tree = ET.fromstring(draw(Timeline.of(TRACE), "a < b & c"))
+    paths = [e for e in tree.iter() if e.tag.endswith("path")]
+    marked = [e.attrib["d"] for e in paths if e.attrib["fill"] == GAP]
+    assert [d.count("M") for d in marked] == [2, 1, 1]  # all steps, then each gap from near
+    widths = [float(part.split("h")[1].split("v")[0]) for part in marked[0].split("M")[1:]]
+    assert widths[1] == pytest.approx(2 * widths[0], abs=0.02)
+    assert widths[0] == pytest.approx(912 * 10 / 285, abs=0.01)  # 3 steps take 285 µs
+    said = " ".join(e.text or "" for e in tree.iter())
+    assert "a < b & c" in said
+    assert "gap 2 from near: 20.0 µs" in said
+    assert "15.00%" in said

@@ -1,0 +1,17 @@
+"""The reader that measures bandwidth."""
+
+from __future__ import annotations
+
+from forerun.kernels import stream
+from tests.kernels.compiled import Case
+
+CASES = [
+    Case(
+        "read_sum",
+        stream._read_sum,
+        {"x": "*fp32", "out": "*fp32"},
+        {"BLOCK": stream.BLOCK, "EACH": stream.EACH},
+        options={"num_warps": 8},
+        hip_options={"num_warps": 4},
+    )
+]
