@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,14 +119,63 @@ def test_dummy_weights_need_a_config_only(original: Path, folder: Path) -> None:
     assert not torch.allclose(first, logits(original))
 
 
+@pytest.mark.parametrize("terminal", [True, False])
 def test_progress_bar_for_large_files(
-    original: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: bool,
+    original: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     want = logits(original)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich: treat it as one
     capsys.readouterr()
     monkeypatch.setattr(checkpoint, "SHOW_PROGRESS_FROM", 0)
     assert torch.equal(logits(original), want)
-    assert capsys.readouterr().out == ""  # standard output belongs to the user's text
+    shown = capsys.readouterr()
+    assert shown.out == ""  # standard output belongs to the user's text
+    assert ("Loading weights" in shown.err) == terminal
+    assert terminal or shown.err == ""
+
+
+PEAK_OF_A_LOAD = """
+import sys
+from pathlib import Path
+import torch
+from forerun.models.checkpoint import Checkpoint
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":")) << 10
+
+checkpoint = Checkpoint(Path(sys.argv[1]))
+slots = {name: torch.ones(checkpoint.shape(name)) for name in checkpoint.headers}
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = status("VmRSS")
+checkpoint.read_into(slots)
+print(status("VmHWM") - before, all((slot == 2).all() for slot in slots.values()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_load_holds_one_shard_at_a_time(stored: torch.dtype, tmp_path: Path) -> None:
+    """Pages of the mapped file count; four shards at once, or a copy of any, would show."""
+    shards, each, rows = 4, 4, 2048  # float32: 4 tensors of 8 MiB a shard
+    weight_map = {}
+    for i in range(shards):
+        tensors = {f"{i}.{j}": torch.full((rows, 1024), 2.0, dtype=stored) for j in range(each)}
+        save_file(tensors, tmp_path / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(tensors, f"model-{i}.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    command = [sys.executable, "-c", PEAK_OF_A_LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    grown, right = done.stdout.split()
+    tensor = rows * 1024 * stored.itemsize
+    assert right == "True"
+    assert int(grown) < (each + 1) * tensor + (6 << 20)
 
 
 def drop(name: str) -> Callable[[Path], None]:

@@ -69,6 +69,9 @@ class Checkpoint:
     ) -> None:
         """Copies every tensor named in `slots` into its view, one at a time, converting floats.
 
+        A tensor goes from its mapped file to the view's device and is let go; a file is unmapped
+        before the next is opened. So at most one tensor is held twice, and on the host nothing.
+
         Args:
             slots: name -> destination view.
             harmless: endings of names that may be in the files without a slot.
@@ -204,14 +207,18 @@ def _listing(names: list[str], noun: str = "tensor") -> str:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """A bar on standard error for checkpoints that take a while; yields `advance(bytes)`."""
-    if total < SHOW_PROGRESS_FROM:
-        yield lambda count: None
-        return
+    """A bar for checkpoints that take a while, where standard error is a terminal.
+
+    Yields `advance(bytes)`.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    if total < SHOW_PROGRESS_FROM or not console.is_terminal:
+        yield lambda count: None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("Loading weights", total=total)
         yield lambda count: bar.advance(task, count)
 
