@@ -12,14 +12,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forerun.train.accept import matches, walk  # noqa: E402
+from forerun.train.anchors import block_labels, sample_anchors, target_features  # noqa: E402
 from forerun.train.draft import (  # noqa: E402
     DraftRun,
+    block_guesses,
     block_inputs,
-    block_labels,
     draft_logits,
     position_weights,
-    sample_anchors,
-    target_features,
     train_draft,
 )
 from forerun.train.draft_model import Draft, DraftShape, block_mask, load_draft, save_draft  # noqa: E402
@@ -182,12 +181,12 @@ def test_walk_is_the_step_loop(target) -> None:  # type: ignore[no-untyped-def]
             truth = head(target, x)[0, at:].argmax(-1)
             took = int((guess == truth[:-1]).long().cumprod(0).sum())
             at, steps = at + took + 1, steps + 1
-    assert walk(matches(draft, target, text, 6, end, chunk=5), DRAFT.block_size)[0] == steps
+    assert walk(matches(block_guesses(draft, target), text, 6, end, chunk=5), 3)[0] == steps
 
 
 def test_walk_counts() -> None:
-    assert walk([2, 0, 0, 1, 0, 0], 4) == (2, [2, 1, 0])
-    assert walk([0], 4) == (0, [0, 0, 0])
+    assert walk([2, 0, 0, 1, 0, 0], 3) == (2, [2, 1, 0])
+    assert walk([0], 3) == (0, [0, 0, 0])
 
 
 def test_draft_learns(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -204,7 +203,7 @@ def test_draft_learns(target, tmp_path: Path) -> None:  # type: ignore[no-untype
     assert lines[0]["step"] == 20
     assert len(saved) == 2
     text = torch.arange(4, 44)
-    assert sum(matches(draft.eval(), target, text, 6, 40)) > 34
+    assert sum(matches(block_guesses(draft.eval(), target), text, 6, 40)) > 34
 
 
 def test_files_round_trip(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

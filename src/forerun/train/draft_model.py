@@ -80,11 +80,11 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, s: DraftShape) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -95,7 +95,7 @@ class Layer(nn.Module):
     def __init__(self, s: DraftShape) -> None:
         super().__init__()
         self.self_attn = Attention(s)
-        self.mlp = Mlp(s)
+        self.mlp = Mlp(s.hidden_size, s.intermediate_size)
         self.input_layernorm = nn.RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(s.hidden_size, s.rms_norm_eps)
 

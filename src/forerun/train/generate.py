@@ -100,10 +100,14 @@ def causal_layers(model: Qwen3ForCausalLM, ids: Tensor) -> Iterator[Tensor]:
     return layer_outputs(model, ids, cos, sin, attend)
 
 
+def normed(model: Qwen3ForCausalLM, x: Tensor) -> Tensor:
+    """The last layer's output after the final norm."""
+    return F.rms_norm(x, x.shape[-1:], model.model.norm.weight, model.config.rms_norm_eps)
+
+
 def head(model: Qwen3ForCausalLM, x: Tensor) -> Tensor:
     """Logits of the last layer's output."""
-    normed = F.rms_norm(x, x.shape[-1:], model.model.norm.weight, model.config.rms_norm_eps)
-    logits: Tensor = model.lm_head(normed)
+    logits: Tensor = model.lm_head(normed(model, x))
     return logits
 
 

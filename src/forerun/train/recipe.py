@@ -1,4 +1,4 @@
-"""The whole recipe: corpus → tokenizer → token streams → target → responses → draft → scores.
+"""The whole recipe: corpus → tokenizer → token streams → target → responses → drafts → scores.
 
     python -m forerun.train.recipe --stage all --out runs/pair --wheels wheels
 
@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-STAGES = ("corpus", "tokenizer", "tokens", "target", "regen", "draft", "eval")
+STAGES = ("corpus", "tokenizer", "tokens", "target", "regen", "draft", "eagle3", "eval")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ class Settings:
     draft_layers: int
     draft_lr: float
     dpace: float
+    eagle_seconds: float
+    eagle_lr: float
+    eagle_steps: int
+    eagle_vocab: int
     warm: bool
 
     @property
@@ -53,6 +57,10 @@ class Settings:
     @property
     def draft(self) -> Path:
         return self.out / "draft"
+
+    @property
+    def eagle3(self) -> Path:
+        return self.out / "eagle3"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -271,6 +279,48 @@ def draft_stage(s: Settings) -> dict[str, Any]:
     return {**facts, "parameters": parameters, "run": vars(run), "shape": vars(draft.shape)}
 
 
+def eagle3_stage(s: Settings) -> dict[str, Any]:
+    import torch
+
+    from forerun.train.eagle import EagleRun, frequent_tokens, start_from_target, train_eagle
+    from forerun.train.eagle_model import Eagle, EagleShape, load_eagle, save_eagle
+    from forerun.train.regen import Samples
+    from forerun.train.target import load_target
+
+    torch.manual_seed(2)
+    target = load_target(s.target, s.device, torch.float32)
+    layers = target.config.num_hidden_layers
+    samples = [Samples.load(s.data / f"{name}_samples.npz") for name in ("chat", "python")]
+    shape = EagleShape(
+        draft_vocab_size=s.eagle_vocab,
+        target_layer_ids=(2, 6, 10) if layers == 12 else (0, 1, layers - 1),
+    )
+    if s.warm and (s.eagle3 / "model.safetensors").exists():
+        draft = load_eagle(s.eagle3, s.device)
+    else:
+        ids = frequent_tokens(samples, shape.vocab_size, shape.draft_vocab_size)
+        draft = Eagle(shape, ids).to(s.device)
+        start_from_target(draft, target)
+    run = EagleRun(
+        seconds=s.eagle_seconds, lr=s.eagle_lr, steps=s.eagle_steps, compile=s.device == "cuda"
+    )
+    if s.tiny:
+        run = EagleRun(
+            seconds=s.eagle_seconds, steps=s.eagle_steps, batch=(4, 4), anchors=4, compile=False
+        )
+    facts = train_eagle(
+        draft,
+        target,
+        samples,
+        run,
+        s.out / "eagle3_log.jsonl",
+        save=lambda: save_eagle(draft, s.eagle3),
+    )
+    save_eagle(draft, s.eagle3)
+    parameters = sum(p.numel() for p in draft.parameters())
+    return {**facts, "parameters": parameters, "run": vars(run), "shape": vars(draft.shape)}
+
+
 def eval_stage(s: Settings) -> dict[str, Any]:
     from forerun.train.scores import score_pair
 
@@ -279,7 +329,7 @@ def eval_stage(s: Settings) -> dict[str, Any]:
         if s.tiny
         else {}
     )
-    facts = score_pair(s.target, s.draft, s.device, **sizes)
+    facts = score_pair(s.target, s.draft, s.eagle3, s.device, eagle_steps=s.eagle_steps, **sizes)
     (s.out / "scores.json").write_text(json.dumps(facts, indent=1) + "\n")
     return facts
 
@@ -291,6 +341,7 @@ _STAGES: dict[str, tuple[Callable[[Settings], dict[str, Any] | None], str]] = {
     "target": (target_stage, "target/model.safetensors"),
     "regen": (regen_stage, "data/python_samples.npz"),
     "draft": (draft_stage, "draft/model.safetensors"),
+    "eagle3": (eagle3_stage, "eagle3/model.safetensors"),
     "eval": (eval_stage, "scores.json"),
 }
 
@@ -332,6 +383,10 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="alpha of D-PACE position weights; 0: exp(-(j-1)/7)",
     )
+    p.add_argument("--eagle-seconds", type=float, default=200.0)
+    p.add_argument("--eagle-lr", type=float, default=2e-3)
+    p.add_argument("--eagle-steps", type=int, default=7, help="tokens a chain, also in the eval")
+    p.add_argument("--eagle-vocab", type=int, default=4096, help="tokens the head can say")
     return p
 
 

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen3ForCausalLM
 
 from forerun.evals.word_problems import TEST_SEED, extract_answer, generate
-from forerun.train.accept import AcceptScore, accept_score
+from forerun.train.accept import AcceptScore, Guess, accept_score
+from forerun.train.draft import block_guesses
 from forerun.train.draft_model import load_draft
+from forerun.train.eagle import chain_guesses
+from forerun.train.eagle_model import load_eagle
 from forerun.train.regen import Samples, regenerate
 from forerun.train.target import load_target
 from forerun.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
@@ -24,13 +28,16 @@ from forerun.train.tokens import prompt_text
 def score_pair(
     target_folder: Path,
     draft_folder: Path,
+    eagle_folder: Path,
     device: str,
     *,
+    eagle_steps: int = 7,
     problems: int = 1024,
     accept_problems: int = 256,
     code_prompts: int = 60,
     code_tokens: int = 160,
 ) -> dict[str, Any]:
+    """Drafts that are not there are left out."""
     tokenizer = load_tokenizer(target_folder)
     ids = special_ids(tokenizer)
     eos = [ids[IM_END], ids[END_OF_TEXT]]
@@ -48,20 +55,35 @@ def score_pair(
         "wrong": [p.question for p, ok in zip(asked, right, strict=True) if not ok][:10],
         "word_problem_tokens": float((chats.end - chats.prompt).mean()),
     }
-    if not (draft_folder / "model.safetensors").exists():
-        return facts
-    draft = load_draft(draft_folder, device).eval()
     first = Samples(
         chats.ids[:accept_problems], chats.prompt[:accept_problems], chats.end[:accept_problems]
     )
-    facts["word_problems"] = _facts(accept_score(draft, target, first))
     code = [
         tokenizer.encode(text, add_special_tokens=False).ids
         for text in python_prompts()[:code_prompts]
     ]
     programs = regenerate(target, code, new_tokens=code_tokens, length=400, eos=eos, batch=64)
-    facts["python"] = _facts(accept_score(draft, target, programs))
+    for name, (guess, drafts) in _drafts(target, draft_folder, eagle_folder, eagle_steps).items():
+        facts[name] = {
+            skill: _facts(accept_score(guess, drafts, texts, target.lm_head.weight.device))
+            for skill, texts in (("word_problems", first), ("python", programs))
+        }
     return facts
+
+
+def _drafts(
+    target: Qwen3ForCausalLM, draft_folder: Path, eagle_folder: Path, eagle_steps: int
+) -> dict[str, tuple[Guess, int]]:
+    """Name -> what it drafts, and how many tokens a step."""
+    device = str(target.lm_head.weight.device)
+    found: dict[str, tuple[Guess, int]] = {}
+    if (draft_folder / "model.safetensors").exists():
+        draft = load_draft(draft_folder, device).eval()
+        found["draft"] = block_guesses(draft, target), draft.shape.block_size - 1
+    if (eagle_folder / "model.safetensors").exists():
+        eagle = load_eagle(eagle_folder, device).eval()
+        found["eagle3"] = chain_guesses(eagle, target, eagle_steps), eagle_steps
+    return found
 
 
 def python_prompts() -> list[str]:

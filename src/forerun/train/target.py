@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from forerun.train.generate import causal_layers, head
+from forerun.train.loop import Run, adamw, train
 from forerun.train.tokens import TokenStream
 
 PROMPT_WEIGHT = 0.1
@@ -34,19 +33,15 @@ class TargetShape:
     max_position_embeddings: int = 4096
 
 
-@dataclass(frozen=True)
-class TargetRun:
-    seconds: float = 400.0
-    max_steps: int = 100_000
+@dataclass(frozen=True, kw_only=True)
+class TargetRun(Run):
     batch: int = 64
     length: int = 1024
     python_share: float = 0.55
     lr: float = 3e-3
     final_lr: float = 0.02
-    warmup_steps: int = 300
+    warmup: float = 0.03
     weight_decay: float = 0.1
-    compile: bool = True
-    seed: int = 0
 
 
 def build_target(shape: TargetShape) -> Qwen3ForCausalLM:
@@ -109,14 +104,10 @@ def train_target(
     assistant: int,
     log: Path,
 ) -> dict[str, float]:
-    """Train in place until the steps or the seconds are used up.
-
-    The learning rate follows whichever is nearer.
-    """
+    """Train in place."""
     device = next(model.parameters()).device.type
-    optimizer = _optimizer(model, run, device)
 
-    def loss_of(rows: Tensor) -> Tensor:
+    def loss_of(rows: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             *_, x = causal_layers(model, rows[:, :-1])
             logits = head(model, x)
@@ -124,59 +115,12 @@ def train_target(
             logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
         )
         weights = label_weights(rows, im_start, assistant).flatten()
-        return (losses * weights).sum() / weights.sum()
+        return (losses * weights).sum() / weights.sum(), losses.new_empty(0)
 
-    step_loss = torch.compile(loss_of) if run.compile else loss_of
     model.train()
-    started, step, shown = 0.0, 0, []
-    with log.open("w") as lines:
-        while True:
-            if step == 5 or (step == 0 and not run.compile):  # compiling is not training time
-                started = time.perf_counter()
-            done = max(
-                step / run.max_steps,
-                (time.perf_counter() - started) / run.seconds if started else 0.0,
-            )
-            if done >= 1:
-                break
-            rate = run.lr * min(1, (step + 1) / run.warmup_steps) * cosine(done, run.final_lr)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            loss = step_loss(sampler.next())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            shown.append(loss.detach())
-            step += 1
-            if step % 250 == 0 or step == 20:
-                mean = torch.stack(shown).mean().item()
-                shown.clear()
-                spent = time.perf_counter() - started
-                line = {
-                    "step": step,
-                    "seconds": round(spent, 1),
-                    "loss": round(mean, 4),
-                    "lr": rate,
-                }
-                lines.write(json.dumps(line) + "\n")
-                print("target", line, flush=True)
-    spent = time.perf_counter() - started
-    return {"steps": step, "seconds": round(spent, 1), "tokens": step * run.batch * run.length}
-
-
-def cosine(done: float, final: float) -> float:
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-
-def _optimizer(model: nn.Module, run: TargetRun, device: str) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": run.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=run.lr, betas=(0.9, 0.95), fused=device == "cuda")
+    optimizer = adamw(model.parameters(), run.lr, run.weight_decay)
+    facts = train(run, optimizer, lambda: (sampler.next(),), loss_of, name="target", log=log)
+    return facts | {"tokens": facts["steps"] * run.batch * run.length}
 
 
 def save_target(

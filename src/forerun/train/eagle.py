@@ -1,0 +1,123 @@
+"""Training the EAGLE-3 draft on the target's own responses (arXiv 2503.01840, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from forerun.train.accept import Guess
+from forerun.train.anchors import Mixture, accept_means, block_labels, target_features
+from forerun.train.eagle_model import Eagle
+from forerun.train.generate import causal_layers, normed
+from forerun.train.loop import Run, adamw, train
+from forerun.train.regen import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleRun(Run):
+    steps: int = 7
+    """Rows of a chain, the first from the target's features, the others from the draft's own."""
+    decay: float = 0.9
+    """Loss weight of a step over that of the step before it."""
+    batch: tuple[int, ...] = (40, 120)
+    """Rows of each pool in a step: worked sums, Python."""
+    anchors: int = 32
+
+
+def frequent_tokens(samples: Sequence[Samples], vocab: int, count: int) -> Tensor:
+    """The ``count`` tokens most frequent in responses, every pool weighing the same: ids, rising.
+
+    Ties go to the lower id.
+    """
+    share = np.zeros(vocab)
+    for pool in samples:
+        place = np.arange(pool.ids.shape[1])
+        inside = (place >= pool.prompt[:, None]) & (place < pool.end[:, None])
+        seen = np.bincount(pool.ids[inside], minlength=vocab)
+        share += seen / seen.sum()
+    chosen = np.argsort(-share, kind="stable")[:count]
+    return torch.from_numpy(np.sort(chosen).astype(np.int64))
+
+
+def start_from_target(draft: Eagle, target: Qwen3ForCausalLM) -> None:
+    """The head that the target has, for the tokens that the draft knows, and its norm."""
+    with torch.no_grad():
+        draft.lm_head.weight.copy_(target.lm_head.weight[draft.ids])
+        draft.norm.weight.copy_(target.model.norm.weight)
+
+
+def chain_guesses(draft: Eagle, target: Qwen3ForCausalLM, steps: int) -> Guess:
+    """Chains behind some anchors of a text, ``steps`` long.
+
+    Every row reads the text's token and not the draft's own: up to the first mismatch, where the
+    count ends, they are the same.
+    """
+
+    def guess(ids: Tensor, anchors: Tensor) -> Tensor:
+        features = target_features(target, ids, draft.shape.target_layer_ids)
+        chain = draft(target.model.embed_tokens(ids), features, anchors, steps)
+        columns = torch.stack([draft.lm_head(row)[0].argmax(-1) for row in chain], dim=-1)
+        return draft.ids[columns]
+
+    return guess
+
+
+def known_run(labels: Tensor, inside: Tensor, known: Tensor) -> Tensor:
+    """The steps of each chain that can be right: up to a label outside the draft's vocabulary."""
+    return (inside & known[labels]).long().cumprod(-1).bool()
+
+
+def train_eagle(
+    draft: Eagle,
+    target: Qwen3ForCausalLM,
+    samples: Sequence[Samples],
+    run: EagleRun,
+    log: Path,
+    save: Callable[[], None],
+) -> dict[str, float]:
+    """Train in place. Every step is to give the target's distribution over the draft's tokens.
+
+    The target is frozen.
+    """
+    device = next(draft.parameters()).device.type
+    mixture = Mixture(samples, run.batch, run.anchors, run.seed, device)
+    target.requires_grad_(False)
+    head = target.lm_head.weight[draft.ids].detach()
+
+    def loss_of(ids: Tensor, anchors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+        labels, inside = block_labels(ids, anchors, end, run.steps + 1)
+        counted = known_run(labels, inside, draft.t2d)
+        losses, right = [], []
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            with torch.no_grad():
+                outputs = list(causal_layers(target, ids))
+                features = torch.cat([outputs[i] for i in draft.shape.target_layer_ids], -1)
+                last = normed(target, outputs[-1])
+            embedded = target.model.embed_tokens(ids)
+            for j, row in enumerate(draft(embedded, features, anchors, run.steps)):
+                place = (anchors + j).clamp(max=ids.shape[1] - 1)
+                with torch.no_grad():
+                    wanted = F.linear(_at(last, place), head).float().softmax(-1)
+                logits = draft.lm_head(row).float()
+                losses.append(-(wanted * logits.log_softmax(-1)).sum(-1))
+                right.append(draft.ids[logits.argmax(-1)] == labels[..., j])
+        weights = run.decay ** torch.arange(run.steps, device=ids.device) * counted
+        loss = (torch.stack(losses, -1) * weights).sum() / weights.sum()
+        return loss, accept_means(torch.stack(right, -1) & inside, run.batch)
+
+    draft.train()
+    optimizer = adamw(draft.parameters(), run.lr)
+    facts = train(run, optimizer, mixture.next, loss_of, name="eagle3", log=log, save=save)
+    return facts | {"chains": facts["steps"] * sum(run.batch) * run.anchors}
+
+
+def _at(x: Tensor, place: Tensor) -> Tensor:
+    """Rows of x [b, s, H] at ``place`` [b, n]."""
+    return x.gather(1, place[..., None].expand(*place.shape, x.shape[-1]))
