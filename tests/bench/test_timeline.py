@@ -9,7 +9,7 @@ import pytest
 
 from forerun.bench.figure import GAP, draw
 from forerun.bench.profile import kernel_table, shorten
-from forerun.bench.timeline import STEP, KernelRow, Span, Timeline
+from forerun.bench.timeline import STEP, KernelRow, Span, Timeline, own
 
 Event = dict[str, Any]
 
@@ -77,12 +77,25 @@ def test_too_few_steps_say_nothing() -> None:
 def test_kernels_per_step_by_time() -> None:
     rows = Timeline.of(TRACE).kernels()
     assert rows == [
-        KernelRow("first", 1, 40),
-        KernelRow("second", 1, 40),
-        KernelRow("Memcpy DtoH", 1, 2),
+        KernelRow("first", 1, 40, 40),
+        KernelRow("second", 1, 40, 40),
+        KernelRow("Memcpy DtoH", 1, 2, 2),
     ]
     table = kernel_table(rows, "title")
-    assert "| `first` | 1.0 | 40.0 |" in table.splitlines()
+    assert "| `first` | 1.0 | 40.0 | 40.0 |" in table.splitlines()
+    assert "| all | 3.0 | 82.0 | |" in table.splitlines()
+
+
+def test_time_of_overlapping_kernels_adds_up() -> None:
+    """Launched early, a kernel waits for its predecessor: that time is the predecessor's."""
+    spans = (Span("a", 0, 10), Span("b", 4, 10), Span("c", 5, 2), Span("a", 30, 10))
+    assert own(spans) == [Span("a", 0, 10), Span("b", 10, 4), Span("c", 7, 0), Span("a", 30, 10)]
+    rows = Timeline((spans,)).kernels()
+    assert rows == [
+        KernelRow("a", 2, 20, 20),
+        KernelRow("b", 1, 4, 10),
+        KernelRow("c", 1, 0, 2),
+    ]
 
 
 def test_kernel_names_fit_a_table() -> None:

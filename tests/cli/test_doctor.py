@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from forerun.attention.select import BACKENDS
+from forerun.cli.doctor import ROWS, _show_products, gemm_choices, model_shapes
+from forerun.kernels.device import Gpu
+from forerun.kernels.gemm_table import TABLE, choose
+from forerun.llm.bundled import preset
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
 
@@ -54,3 +60,45 @@ def test_a_missing_pair_is_said(forerun, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(doctor, "PAIR", tmp_path)
     assert json.loads(forerun("doctor", "--json").out)["bundled"]["present"] is False
     assert "not in this installation" in forerun("doctor").out
+
+
+QWEN3_8B = {(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096)}
+
+
+def test_matrices_of_a_model_come_from_its_config() -> None:
+    assert set(model_shapes(preset("qwen3-8b")[0])) == QWEN3_8B
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [Gpu(132, amd=False), Gpu(108, amd=False, capability=80), Gpu(304, amd=True, wave=64)],
+    ids=["sm_90", "sm_80", "gfx942"],
+)
+def test_choices_are_those_of_the_table(gpu: Gpu) -> None:
+    found = gemm_choices(gpu, [(1000, 512), *QWEN3_8B])
+    shapes = {(m["n"], m["k"]): m for m in found["matrices"]}
+    tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
+    assert set(shapes) == {(1000, 512), *QWEN3_8B, *tuned}
+    for (n, k), entry in shapes.items():
+        assert entry["tuned"] == ((n, k) in tuned)
+        for rows in ROWS:
+            mine = choose(n, k, rows, gpu) is not None
+            assert (entry["choices"][str(rows)] is not None) == mine
+    screen = Console(file=io.StringIO(), width=100)
+    _show_products({"library": "cuBLAS", "programmatic_launch": True, **found}, screen)
+    assert isinstance(screen.file, io.StringIO)
+    shown = screen.file.getvalue()
+    assert "programmatic dependent launch: on" in shown
+    rows = {line.split("  ")[1]: line.split()[3:] for line in shown.splitlines() if " x " in line}
+    for (n, k), entry in shapes.items():
+        said = rows[f"{n} x {k}"]
+        expected = ["library" if c is None else "own" for c in entry["choices"].values()]
+        assert [word.replace("default", "own").removesuffix("+TMA") for word in said] == expected
+
+
+def test_one_model_at_a_time(forerun) -> None:
+    result = forerun("doctor", "--preset", "qwen3-8b", "--model-path", "x")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "give one of them" in result.err
+    assert "Unknown preset" in forerun("doctor", "--preset", "qwen").err
+    assert forerun("doctor", "--preset", "qwen3-8b").code == 0

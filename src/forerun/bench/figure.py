@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from forerun.bench.timeline import Span, Timeline
+from forerun.bench.timeline import Span, Timeline, own
 
 WIDTH, MARGIN = 960, 24
 INNER = WIDTH - 2 * MARGIN
 BAND, LOWER = 44, 14  # heights of the lane of the steps' kernels and of the one below it
+PITCH = 100  # from a lane to the next
 NEAR = 60.0  # µs to either side of a gap in the close view
 COLOURS = ("#3b6fb6", "#d98032", "#4f9d69", "#b65d9e", "#8c7a3f", "#5aa7b8")
 OTHERS, GAP = "#9aa3ad", "#c8102e"
@@ -35,12 +36,12 @@ def draw(timeline: Timeline, title: str) -> str:
         begin, end = shown.steps[0][0].start, _end(shown.steps[-1])
         out += _lane(shown, begin, end, y, colours, f"{len(shown.steps)} steps")
     for number, gap in enumerate(shown.gaps, 1):
-        y += 116
+        y += PITCH
         middle = shown.steps[number][0].start - gap / 2
         half = gap / 2 + NEAR
         said = f"gap {number} from near: {gap:.1f} µs"
         out += _lane(shown, middle - half, middle + half, y, colours, said)
-    y += 116
+    y += PITCH
     out += _legend(timeline, colours, y)
     height = y + 24 * ((len(colours) + 2) // 2) + 8
     return (
@@ -73,7 +74,7 @@ def _lane(
         _text(WIDTH - MARGIN, y - 8, _span(end - begin), anchor="end"),
     ]
     out.append(f'<rect x="{MARGIN}" y="{y:g}" width="{INNER}" height="{BAND}" fill="#eef1f4"/>')
-    spans = [span for step in timeline.steps for span in step]
+    spans = own(span for step in timeline.steps for span in step)
     for colour in dict.fromkeys((*colours.values(), OTHERS)):
         chosen = [span for span in spans if colours.get(span.name, OTHERS) == colour]
         out.append(bars(chosen, y, BAND, colour))

@@ -49,7 +49,7 @@ def _record(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, p
         engine.step()
     for _ in range(WARM):
         engine.step()
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(STEPS):
             if steady():
                 with torch.profiler.record_function(STEP):
@@ -73,9 +73,14 @@ def keep(timeline: Timeline, folder: Path, name: str, title: str) -> list[Path]:
 
 
 def kernel_table(rows: Sequence[KernelRow], title: str) -> str:
-    """Markdown."""
-    lines = [f"{title}; per step", "", "| kernel | launches | µs |", "|---|---:|---:|"]
-    lines += [f"| `{shorten(row.name)}` | {row.count:.1f} | {row.us:.1f} |" for row in rows]
+    """Markdown. µs: alone on the GPU, which adds up; then from start to end."""
+    lines = [f"{title}; per step", "", "| kernel | launches | µs | start to end |"]
+    lines.append("|---|---:|---:|---:|")
+    lines += [
+        f"| `{shorten(r.name)}` | {r.count:.1f} | {r.us:.1f} | {r.span_us:.1f} |" for r in rows
+    ]
+    total, launches = sum(row.us for row in rows), sum(row.count for row in rows)
+    lines.append(f"| all | {launches:.1f} | {total:.1f} | |")
     return "\n".join(lines) + "\n"
 
 

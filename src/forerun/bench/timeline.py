@@ -7,6 +7,7 @@ and table updates that run there do not shorten it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,7 +39,18 @@ class KernelRow:
 
     name: str
     count: float
-    us: float  # where kernels overlap, the sum over kernels is more than the step
+    us: float  # its own: not shared with a kernel that started before it; adds up to the busy time
+    span_us: float  # from start to end; one that waits inside for its predecessor counts twice
+
+
+def own(spans: Iterable[Span]) -> list[Span]:
+    """By start, each without what lies under those before it; nothing left has duration 0."""
+    out, latest = [], float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        start = max(span.start, min(latest, span.end))
+        out.append(Span(span.name, start, span.end - start))
+        latest = max(latest, span.end)
+    return out
 
 
 @dataclass(frozen=True)
@@ -96,9 +108,19 @@ class Timeline:
 
     def kernels(self) -> list[KernelRow]:
         """Where the time goes, the largest first."""
-        found: dict[str, list[float]] = {}
-        for span in (*(s for step in self.steps for s in step), *self.between):
-            found.setdefault(span.name, []).append(span.duration)
+        spans = [*(span for step in self.steps for span in step), *self.between]
         count = max(1, len(self.steps))
-        rows = [KernelRow(n, len(d) / count, sum(d) / count) for n, d in found.items()]
+        launches = Counter(span.name for span in spans)
+        whole, alone = _totals(spans), _totals(own(spans))
+        rows = [
+            KernelRow(name, launches[name] / count, alone[name] / count, whole[name] / count)
+            for name in launches
+        ]
         return sorted(rows, key=lambda row: -row.us)
+
+
+def _totals(spans: Iterable[Span]) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for span in spans:
+        out[span.name] = out.get(span.name, 0.0) + span.duration
+    return out

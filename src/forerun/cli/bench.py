@@ -110,9 +110,10 @@ def one_batch_command(
         if settings.get("speculative_algorithm"):
             spec = stack.enter_context(LLM(**settings))
         where = environment(spec or plain)
+        simulated = "speculative_simulate_accept_length" in settings
         batches = [make_prompts(plain, shape, random_input) for shape in shapes]
         results = [
-            one_batch(plain, spec, prompts, shape.output_len, repetitions)
+            one_batch(plain, spec, prompts, shape.output_len, repetitions, simulated)
             for shape, prompts in zip(shapes, batches, strict=True)
         ]
         device, dtype = torch.device(where["device"]), vars(torch)[where["engine"]["dtype"]]
@@ -249,7 +250,7 @@ def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
                 *("", algorithm, *_figures(r.spec, r.spec_bounds)),
                 f"{r.speedup:.2f}",
                 f"{r.acceptance.accept_length or 0:.2f}",
-                "yes" if r.identical else "no",
+                "-" if r.identical is None else "yes" if r.identical else "no",
             )
     return out
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,27 +17,56 @@ from forerun import __version__
 from forerun.attention.base import AttentionNeed, LayerMask, Mask
 from forerun.attention.select import survey
 from forerun.cli.output import print_json
-from forerun.llm.bundled import PAIR
+from forerun.config.model_config import load_model_config
+from forerun.core.errors import ConfigError
+from forerun.kernels.device import Gpu, gpu_of, have_triton
+from forerun.kernels.gemm_table import TABLE, choose
+from forerun.kernels.pdl import pdl_options
+from forerun.layers.linear import can_pack, can_stream
+from forerun.llm.bundled import PAIR, preset
+from forerun.models.registry import model_class
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
 
 GIB = 2**30
 
 
+ROWS = (16, 32, 64, 128, 256, 512)  # the largest of each bucket that is shown
+
+Shape = tuple[int, int]
+
+
 def doctor(
+    model_path: Annotated[
+        Path | None, typer.Option(help="A model folder: who computes its products, and why")
+    ] = None,
+    preset_name: Annotated[
+        str | None, typer.Option("--preset", help="The same for a known model: qwen3-8b")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
-    """Devices, dtypes, attention backends with the reasons against them, versions, models."""
-    report = survey_machine()
+    """Devices, dtypes, attention backends with the reasons against them, products, versions."""
+    if model_path is not None and preset_name is not None:
+        raise ConfigError("--model-path and --preset name two models; give one of them.")
+    folder = preset(preset_name)[0] if preset_name is not None else model_path
+    report = survey_machine(model_shapes(folder) if folder is not None else ())
     if json:
         print_json(report)
     else:
         _show(report, Console(highlight=False))
 
 
-def survey_machine() -> dict[str, Any]:
-    """Everything that is shown, as JSON values."""
-    devices = [_device(device) for device in _devices()]
+def model_shapes(folder: Path) -> list[Shape]:
+    """The matrices [N, K] of a target, from its config alone."""
+    config = load_model_config(folder)
+    model = model_class(config)(config, torch.bfloat16, torch.device("meta"), 1)
+    return list(dict.fromkeys((p.n, p.k) for p in model.products(1)))
+
+
+def survey_machine(shapes: Iterable[Shape] = ()) -> dict[str, Any]:
+    """Everything that is shown, as JSON values; `shapes`: matrices to choose products for."""
+    shapes = list(shapes)
+    devices = [_device(device) | {"products": _products(device, shapes)} for device in _devices()]
     return {
         "forerun": __version__,
         "versions": machine.versions(),
@@ -95,6 +126,31 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
     )
 
 
+def _products(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
+    """Who multiplies by weights: the library or own kernels, by row count and matrix."""
+    if device.type != "cuda":
+        return {"library": "oneDNN, weights packed" if can_pack(torch.empty(1, 8)) else "plain"}
+    library = {"library": "hipBLAS" if machine.is_rocm() else "cuBLAS"}
+    probe = torch.empty(1, 8, dtype=torch.bfloat16, device=device)
+    if not have_triton("cuda") or not can_stream(probe):
+        return library
+    launch = bool(pdl_options(probe)["PDL"])
+    return library | {"programmatic_launch": launch} | gemm_choices(gpu_of(device), shapes)
+
+
+def gemm_choices(gpu: Gpu, shapes: list[Shape]) -> dict[str, Any]:
+    """For `shapes` and those tuned for this GPU: a configuration by rows; None: the library."""
+    tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
+    out: list[dict[str, Any]] = []
+    used: list[dict[str, Any]] = []
+    for n, k in dict.fromkeys((*shapes, *tuned)):
+        chosen = {rows: choose(n, k, rows, gpu) for rows in ROWS}
+        choices = {str(rows): asdict(c) if c else None for rows, c in chosen.items()}
+        out.append({"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices})
+        used += [config for config in choices.values() if config]
+    return {"tma": any(c.get("tma") for c in used), "matrices": out}
+
+
 def _bundled() -> dict[str, Any]:
     """Which bundled models this installation has."""
     models = sorted(path.parent.name for path in PAIR.glob("*/config.json"))
@@ -128,6 +184,32 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
     for backend in entry["attention"][ASKS[0].name]:
         table.add_row(backend, *(_verdict(entry["attention"][ask.name][backend]) for ask in ASKS))
     console.print(table)
+    _show_products(entry["products"], console)
+
+
+def _show_products(products: dict[str, Any], console: Console) -> None:
+    console.print(f"  products  {products['library']}")
+    if "matrices" not in products:
+        return
+    for said, on in (
+        ("programmatic dependent launch", products["programmatic_launch"]),
+        ("bulk copies by descriptor (TMA)", products["tma"]),
+    ):
+        console.print(f"  {said}: {'[green]on[/]' if on else '[yellow]off[/]'}")
+    table = Table(box=None, padding=(0, 1, 0, 2))
+    for head in ("rows up to", *map(str, ROWS)):
+        table.add_column(head, no_wrap=True)
+    for entry in products["matrices"]:
+        shape = f"{entry['n']} x {entry['k']}"
+        table.add_row(shape, *(_who(c, entry["tuned"]) for c in entry["choices"].values()))
+    console.print(table)
+    console.print("  own: a kernel tuned for this matrix; default: the same kernel, untuned")
+
+
+def _who(config: dict[str, Any] | None, tuned: bool) -> str:
+    if config is None:
+        return "library"
+    return f"[green]{'own' if tuned else 'default'}{'+TMA' if config.get('tma') else ''}[/]"
 
 
 def _verdict(reasons: list[str]) -> str:
