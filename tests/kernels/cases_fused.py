@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels import activation, argmax, commit, norm, qkv, sampling
+from forerun.kernels import activation, argmax, commit, norm, nucleus, prepare, qkv, sampling
 from tests.kernels.compiled import TARGETS, Case
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -23,13 +23,15 @@ def case(
     """`numbers`: integer arguments; those that are strides of aligned rows end in `*`."""
     names = numbers.split()
     signature = pointers | {n.rstrip("*"): "i32" for n in names}
+    if "mean" in signature:
+        signature["mean"] = "i64"
     if "eps" in kernel.fn.__code__.co_varnames:
         signature["eps"] = "fp32"
     return Case(
         name,
         kernel,
         signature,
-        {"PDL": False, **constants},
+        constants | ({"PDL": False} if "PDL" in kernel.fn.__code__.co_varnames else {}),
         options={"num_warps": warps},
         hip_options={"num_warps": max(1, warps // 2)},  # waves of 64
         multiples=tuple(n.rstrip("*") for n in names if n.endswith("*")),
@@ -57,7 +59,7 @@ def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
     }  # fmt: skip
     all_ = {
         "new": None, "PARTS": 1, "HEADS": 32, "LAYERS": 1, "KV_HEADS": 8, "DIM": 128,
-        "FP8": pool == "*u8", "GROUP": 8, "HALF": 64, **constants,
+        "FP8": pool == "*u8", "TOKENS": 1, "GROUP": 8, "HALF": 64, **constants,
     }  # fmt: skip
     if all_["LAYERS"] > 1:
         all_["HEADS"] = 0
@@ -65,21 +67,49 @@ def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
         pointers["new"] = I32
     for absent in [n for n in pointers if n in all_]:
         del pointers[absent]
-    numbers = "x_part* x_row* layer_stride* width"
-    return case(name, qkv._kernel, pointers, numbers, all_, all_["GROUP"] * all_["HALF"] // 256)
+    numbers = "tokens x_part* x_row* layer_stride* width"
+    warps = all_["TOKENS"] * all_["GROUP"] * all_["HALF"] // 256
+    return case(name, qkv._kernel, pointers, numbers, all_, warps)
 
 
 COMMIT = {
     "draft_ptr": I64, "drawn_ptr": I64, "slots": I64, "start_ptr": I32, "kv_len": I32,
     "last_token": I64, "history": I32, "new_ptr": I32,
 }  # fmt: skip
+COMMIT_ROWS = "draft_row drawn_row history_row nobody mean"
+PREPARE = {
+    "slots": I64, "kv_len": I32, "last_token": I64, "page_table": I32, "start_ptr": I32,
+    "last_ptr": I64, "positions": I32, "next_positions": I32, "rows_ptr": I64, "page_rows": I32,
+}  # fmt: skip
 
-RULES = {"temperature": F32, "top_k": I64, "top_p": F32, "min_p": F32, "key": I64}
-RULE_ROWS = "temperature_row min_p_row key_row"
+RULES = {"slots": I64, "floats": F32, "ints": I64}
+RULE_ROWS = "vocab* row_stride* floats_row ints_row groups width"
+NUCLEUS = {"sums": I64, "state": I64, "masses": I64, "counts": I32}
 CHOOSE = {"tops": F32, "largest": F32, "held": I32, "edge_ptr": I32, "out": I64, **RULES}
-RACE = {"largest": F32, "edge_ptr": I32, "out": I64, "best_ptr": F32, "id_ptr": I32}
-RACE |= {name: RULES[name] for name in ("temperature", "min_p", "key")}
+RACE = {"tops": F32, "edge_ptr": I32, "out": I64, "best_ptr": F32, "id_ptr": I32, **RULES}
 ROWS = {"logits": B16, "positions": I32}
+EDGES = {
+    "logits": B16, "slots": I64, "floats": F32, "largest": F32, "edge_ptr": I32, "state": I64,
+}  # fmt: skip
+EDGE_ROWS = "vocab* row_stride* floats_row width span*"
+
+
+def choose(name: str, **constants: Any) -> Case:
+    all_ = {
+        "GROUP": 128, "GROUPS": 2048, "BLOCK": 4096, "KEEP": 2048, "FEW": 256, "NUCLEUS": True,
+        "PARTS": 64, "BINS": 4096, "STATE": 6, "LAST": 16, **constants,
+    }  # fmt: skip
+    pointers = ROWS | CHOOSE | NUCLEUS
+    if not all_["NUCLEUS"]:
+        pointers = ROWS | CHOOSE
+        all_ |= dict.fromkeys(NUCLEUS)
+    return case(name, sampling._choose, pointers, f"{RULE_ROWS} parts", all_, 16)
+
+
+def digit(level: int) -> Case:
+    constants = {"LEVEL": level, "BINS": 4096, "STATE": 6, "BLOCK": 2048}
+    return case(f"digit {level}", nucleus._digit, EDGES | {"masses": I64}, EDGE_ROWS, constants, 8)
+
 
 _CASES = [
     norms("add and norm", B16),
@@ -93,24 +123,35 @@ _CASES = [
     heads("heads, float8 pool", pool="*u8"),
     heads("heads of 256 without norm", q_norm=None, k_norm=None, DIM=256, HALF=128, GROUP=4),
     heads("keys of 5 layers", LAYERS=5),
-    case("argmax", argmax._best_of_part, {"logits": B16, "best_ptr": F32, "id_ptr": I32},
-         "vocab* row_stride* span*", {"BLOCK": 2048}, 8),
-    case("argmax, second", argmax._best_part, {"best_ptr": F32, "id_ptr": I32, "out": I64},
+    heads("heads of many tokens", TOKENS=4),
+    case("argmax", argmax._best_of_part, {"logits": B16, "keys": I64},
+         "vocab* row_stride* parts", {"BLOCK": 8192}, 8),
+    case("argmax, second", argmax._best_part, {"keys": I64, "out": I64},
          "parts", {"BLOCK": 128}, 1, wide=False),
-    case("accept and commit", commit._accept_commit, COMMIT,
-         "draft_row drawn_row history_row nobody", {"forced": None, "WIDTH": 16, "BLOCK": 16}, 1,
-         wide=False),
-    case("hold stops", sampling._hold_stops, ROWS | {"stop_ids": I64, "min_position": I64},
-         "row_stride* stops_row position_row width count", {"BLOCK": 16}, 1, wide=False),
+    case("prepare", prepare._prepare, PREPARE, "table_row* pages*",
+         {"WIDTH": 16, "PAGE": 16, "ROWS": 16, "BLOCK": 1024}, 4),
+    case("accept and commit", commit._accept_commit, COMMIT, COMMIT_ROWS,
+         {"forced": None, "PACE": False, "WIDTH": 16, "BLOCK": 16}, 1, wide=False),
+    case("commit at a pace", commit._accept_commit, COMMIT | {"forced": I64}, COMMIT_ROWS,
+         {"PACE": True, "WIDTH": 16, "BLOCK": 16}, 1, wide=False),
+    case("hold stops", sampling._hold_stops, ROWS | {"slots": I64, "ints": I64},
+         "row_stride* ints_row width count", {"BLOCK": 16}, 1, wide=False),
     case("scan", sampling._scan, {"logits": B16, "tops": F32}, "vocab* row_stride* groups span*",
          {"GROUP": 128, "BLOCK": 2048}, 8),
-    case("choose", sampling._choose, ROWS | CHOOSE,
-         f"{RULE_ROWS} top_k_row top_p_row vocab* row_stride* groups width",
-         {"GROUP": 128, "GROUPS": 2048, "BLOCK": 4096, "KEEP": 2048, "FEW": 256}, 16),
-    case("race", sampling._race, ROWS | RACE,
-         f"{RULE_ROWS} vocab* row_stride* width span*", {"BLOCK": 2048}, 8),
+    case("sum of a part", nucleus.sum_of_part, {"logits": B16, "tops": F32, **RULES, "sums": I64},
+         f"{RULE_ROWS} span*", {"GROUPS": 2048, "BLOCK": 2048}, 8),
+    choose("choose"),
+    choose("choose without top-p", NUCLEUS=False),
+    digit(0),
+    digit(1),
+    case("edge", nucleus._edge, EDGES | {"counts": I32}, EDGE_ROWS,
+         {"PARTS": 64, "LAST": 16, "STATE": 6, "BLOCK": 2048}, 8),
+    case("race", sampling._race, ROWS | RACE, f"{RULE_ROWS} span*",
+         {"FILTERED": True, "GROUPS": 2048, "BLOCK": 2048}, 8),
+    case("race of all", sampling._race, ROWS | RACE, f"{RULE_ROWS} span*",
+         {"FILTERED": False, "GROUPS": 2048, "BLOCK": 2048}, 8),
     case("finish", sampling._finish, {"best_ptr": F32, "id_ptr": I32, "out": I64}, "parts vocab",
-         {"BLOCK": 128}, 1, wide=False),
+         {"FILTERED": True, "BLOCK": 128}, 1, wide=False),
 ]  # fmt: skip
 RDNA = ("gfx1100",)  # waves of 32, as CUDA's
 CASES = [replace(c, targets=tuple(t for t in TARGETS if t not in RDNA)) for c in _CASES]

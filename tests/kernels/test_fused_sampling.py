@@ -10,7 +10,7 @@ from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.kernels import sampling as kernels
 from forerun.sampling.noise import log1m_uniform, noise_bits
-from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample_torch
+from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample, sample_torch
 from forerun.sampling.table import SamplingTable
 
 ALL = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
@@ -30,10 +30,10 @@ PARAMS = [
 ]
 
 
-def rules(device: torch.device) -> SamplingRows:
+def rules(device: torch.device, params: list[SamplingParams] = PARAMS) -> SamplingRows:
     requests = [
         Request("r", tuple(range(3)), p, 17 * i - 3, frozenset((5, 6, 40 + i)))
-        for i, p in enumerate(PARAMS)
+        for i, p in enumerate(params)
     ]
     table = SamplingTable(len(requests), device)
     table.set(range(len(requests)), requests)
@@ -48,17 +48,15 @@ def check(logits: Tensor, slack: float = 0.0) -> None:
     positions = torch.arange(batch * width, device=device).view(batch, width) % 23
     want = sample_torch(logits.clone(), positions, rows, ALL)
     flat, at = logits.flatten(0, 1), positions.flatten()
-    kernels.hold_stops(flat, at, rows.stop_ids, rows.min_position)
-    got = kernels.sample_rows(
-        flat, at, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key
-    )
+    kernels.hold_stops(flat, at, rows.slots, rows.ints)
+    got = kernels.sample_rows(flat, at, rows.slots, rows.floats, rows.ints)
     wrong = (got.view(batch, width) != want).nonzero().tolist()
     assert len(wrong) <= slack * batch * width, wrong
 
 
 # 2200 columns are more than FEW groups hold, so that candidates are picked out of blocks.
 @pytest.mark.parametrize("vocab", [97, 2200])
-@pytest.mark.parametrize("scene", ["normal", "peaked", "tied", "flat"])
+@pytest.mark.parametrize("scene", ["normal", "peaked", "tied", "flat", "near"])
 def test_tokens(
     vocab: int, scene: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +73,30 @@ def _scene(name: str, width: int, vocab: int, dtype: torch.dtype, device: torch.
         x = (2 * x).round() / 2
     elif name == "flat":
         x = torch.zeros_like(x)
+    elif name == "near":  # gaps too small for the bins of top-p
+        x = 1e-12 * x
     return x.to(device, dtype)
+
+
+@pytest.mark.parametrize("vocab", [97, 2200])
+def test_without_top_k_and_top_p(vocab: int, device: torch.device) -> None:
+    """The host says that nobody filters: no row is looked at on its own."""
+    params = [p for p in PARAMS if p.top_k <= 0 and p.top_p >= 1]
+    rows, flags = rules(device, params), SamplingFlags.of(params)
+    assert flags.sampled and not flags.top_k and not flags.top_p
+    logits = _scene("tied", 2, vocab, torch.float32, device)[: len(params)]
+    positions = torch.arange(2 * len(params), device=device).view(-1, 2)
+    want = sample_torch(logits.clone(), positions, rows, flags)
+    assert torch.equal(sample(logits, positions, rows, flags), want)
+
+
+def test_greedy_rows_cost_no_rules(device: torch.device) -> None:
+    """Nothing but the argmax: the tables are not even there."""
+    logits = _scene("tied", 2, 97, torch.float32, device)
+    positions = torch.zeros(logits.shape[:2], dtype=torch.int32, device=device)
+    nothing = torch.empty(0, device=device)
+    drawn = sample(logits, positions, SamplingRows(nothing, nothing, nothing), SamplingFlags())
+    assert torch.equal(drawn, logits.argmax(-1))
 
 
 @pytest.mark.gpu
@@ -85,16 +106,17 @@ def test_tokens_real(scene: str, dtype: torch.dtype, device: torch.device) -> No
     check(_scene(scene, 16, 151_936, dtype, device), slack=0.01)
 
 
-def test_noise(device: torch.device) -> None:
+@pytest.mark.parametrize("filtered", [False, True])
+def test_noise(filtered: bool, device: torch.device) -> None:
     """A race between equals shows the noise itself: the winner is the largest noise."""
     vocab, rows = 3000, 6
     key = torch.tensor([3, -(2**40) - 7, 2**62 + 5], device=device)
     positions = torch.arange(rows, device=device) * 7
-    one = torch.ones(3, device=device)
-    off = torch.full((3,), -1, device=device)
-    got = kernels.sample_rows(
-        torch.zeros(rows, vocab, device=device), positions, one, off, one, 0 * one, key
-    )
+    slots = torch.arange(3, device=device)
+    floats = torch.tensor([1.0, 1.0, 0.0], device=device).repeat(3, 1)
+    ints = torch.stack((key, torch.full_like(key, -1), 0 * key), 1)
+    logits = torch.zeros(rows, vocab, device=device)
+    got = kernels.sample_rows(logits, positions, slots, floats, ints, filtered, filtered)
     tokens = torch.arange(vocab, device=device)
     bits = noise_bits(key.repeat_interleave(2), positions, tokens)
     want = log1m_uniform(bits).argmax(-1)

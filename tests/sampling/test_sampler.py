@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,7 +61,7 @@ def scene(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
-    return SamplingRows(*(getattr(rows, f.name)[index] for f in dataclasses.fields(rows)))
+    return SamplingRows(rows.floats, rows.ints, rows.slots[index])
 
 
 @settings(max_examples=120, deadline=None)

@@ -11,7 +11,8 @@ from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.norm import vector_warps
 from forerun.kernels.pdl import pdl_options
 
-BLOCK = 2048  # columns a program reads at once
+BLOCK = 2048  # columns that a program of the sampler reads at once
+SHORT, LONG = 1024, 8192  # columns a program of argmax reads: few rows, and many
 
 
 def argmax_torch(logits: Tensor) -> Tensor:
@@ -24,24 +25,20 @@ def argmax(logits: Tensor) -> Tensor:
     if not use_triton(logits):
         return argmax_torch(logits)
     rows, vocab = logits.shape
-    parts, span = split_rows(logits)
-    best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    # Two programs a processor at least; beyond that, longer ones have more loads in flight.
+    block = triton.next_power_of_2(rows * vocab // (2 * gpu_of(logits.device).processors) + 1)
+    block = min(max(block // 2, SHORT), LONG)
+    parts = triton.cdiv(vocab, block)
+    keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     options = pdl_options(logits)
-    _best_of_part[(rows, parts)](
-        logits,
-        best,
-        ids,
-        vocab,
-        logits.stride(0),
-        span,
-        BLOCK=BLOCK,
-        num_warps=vector_warps(BLOCK, logits),
-        **options,
-    )
+    _best_of_part[(parts, rows)](
+        logits, keys, vocab, logits.stride(0), parts,
+        BLOCK=block, num_warps=min(8, vector_warps(block, logits)), **options,
+    )  # fmt: skip
+    padded = triton.next_power_of_2(parts)
     _best_part[(rows,)](
-        best, ids, out, parts, BLOCK=triton.next_power_of_2(parts), num_warps=1, **options
+        keys, out, parts, BLOCK=padded, num_warps=1 if padded <= 128 else 4, **options
     )
     return out
 
@@ -56,36 +53,32 @@ def split_rows(logits: Tensor) -> tuple[int, int]:
 
 
 @jit
-def _best_of_part(
-    logits, best_ptr, id_ptr, vocab, row_stride, span, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A program: BLOCK columns of a row, into one key."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, part = tl.program_id(0), tl.program_id(1)
-    logits += row.to(tl.int64) * row_stride
-    at = part * span + tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    ids = at
-    for first in tl.range(0, span, BLOCK, num_stages=4):
-        column = at + first
-        x = tl.load(logits + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-        ids = tl.where(x > best, column, ids)
-        best = tl.where(x > best, x, best)
-    top = tl.max(best, 0)
-    index = row.to(tl.int64) * tl.num_programs(1) + part
-    tl.store(best_ptr + index, top)
-    tl.store(id_ptr + index, tl.min(tl.where(best == top, ids, 0x7FFFFFFF), 0))
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf"))
+    top = tl.max(x.to(tl.float32), 0)
+    # Where all are NaN none is equal: then any id of this part.
+    place = tl.min(tl.where(x.to(tl.float32) == top, at, part * BLOCK + BLOCK), 0)
+    place = tl.minimum(place, vocab - 1)
+    top = tl.where(top == top, top, float("-inf"))
+    bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)  # -0 equals 0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order like these integers
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+    tl.store(keys + row * parts + part, key)
 
 
 @jit
-def _best_part(best_ptr, id_ptr, out, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best_part(keys, out, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The largest key: of equal logits the lowest id."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    best = tl.load(best_ptr + row * parts + i, mask=i < parts, other=float("-inf"))
-    ids = tl.load(id_ptr + row * parts + i, mask=i < parts, other=0x7FFFFFFF)
-    winner = tl.min(tl.where(best == tl.max(best, 0), ids, 0x7FFFFFFF), 0)
-    tl.store(out + row, winner.to(tl.int64))
+    key = tl.load(keys + row * parts + i, mask=i < parts, other=-0x7FFFFFFFFFFFFFFF)
+    tl.store(out + row, 0x7FFFFFFF - (tl.max(key, 0) & 0x7FFFFFFF))

@@ -6,11 +6,38 @@ The accept rule is sample and match, lossless for any deterministic draft (`acce
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.pdl import pdl_options
+
+_POINT = 32  # fraction bits of `Pace.mean`
+_NUDGE = 1 << 16  # whole products of a mean like 1.2 must not fall short of themselves
+
+
+@dataclass(frozen=True)
+class Pace:
+    """For benchmarks: how many tokens a step commits, whatever agrees.
+
+    Step i of a slot commits floor((i + 1) · mean) - floor(i · mean), in fixed point.
+    """
+
+    steps: Tensor  # [slots] int64: those that a slot has made; counted on
+    mean: int  # tokens a step, times 2^32
+
+    @classmethod
+    def of(cls, mean: float, slots: int, device: torch.device) -> Pace:
+        return cls(torch.zeros(slots, dtype=torch.int64, device=device), round(mean * 2**_POINT))
+
+    def next(self, slots: Tensor) -> Tensor:
+        """slots [B] int64 -> [B] int32, and their steps are counted. The twin of the kernel's."""
+        steps = self.steps[slots]
+        self.steps[slots] = steps + 1
+        before = (steps * self.mean + _NUDGE) >> _POINT
+        return (((steps + 1) * self.mean + _NUDGE >> _POINT) - before).int()
 
 
 def accept(draft: Tensor, drawn: Tensor) -> Tensor:
@@ -40,9 +67,11 @@ def accept_commit_torch(
     kv_len: Tensor,
     last_token: Tensor,
     history: Tensor,
-    forced: Tensor | None = None,
+    forced: Tensor | Pace | None = None,
 ) -> Tensor:
     """The twin of `accept_commit`."""
+    if isinstance(forced, Pace):
+        forced = forced.next(slots)
     new = accept(draft, drawn) if forced is None else forced
     kv_len[slots] = start + new
     last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
@@ -60,7 +89,7 @@ def accept_commit(
     kv_len: Tensor,
     last_token: Tensor,
     history: Tensor,
-    forced: Tensor | None = None,
+    forced: Tensor | Pace | None = None,
 ) -> Tensor:
     """Decides what is committed and writes it to the slots' tables.
 
@@ -74,7 +103,7 @@ def accept_commit(
         kv_len: [slots] int32.
         last_token: [slots] int64.
         history: [slots, positions] int32.
-        forced: [B] int32 to commit, whatever agrees.
+        forced: to commit whatever agrees: [B] int32, or by the slots' own pace.
 
     Returns:
         new [B] int32, tokens committed.
@@ -87,7 +116,7 @@ def accept_commit(
         drawn,
         slots,
         start,
-        forced,
+        forced.steps if isinstance(forced, Pace) else forced,
         kv_len,
         last_token,
         history,
@@ -96,6 +125,8 @@ def accept_commit(
         drawn.stride(0),
         history.stride(0),
         kv_len.shape[0] - 1,
+        forced.mean if isinstance(forced, Pace) else 0,
+        PACE=isinstance(forced, Pace),
         WIDTH=drawn.shape[1],
         BLOCK=triton.next_power_of_2(drawn.shape[1]),
         num_warps=1,
@@ -107,8 +138,8 @@ def accept_commit(
 @jit
 def _accept_commit(
     draft_ptr, drawn_ptr, slots, start_ptr, forced, kv_len, last_token, history, new_ptr,
-    draft_row, drawn_row, history_row, nobody,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    draft_row, drawn_row, history_row, nobody, mean,
+    PACE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a request."""
     if PDL:
@@ -120,9 +151,14 @@ def _accept_commit(
     draft = tl.load(draft_ptr + request * draft_row + i, mask=i < WIDTH - 1, other=-2)
     # The first row that differs; behind the drafts all do.
     new = tl.min(tl.where(draft == drawn, BLOCK, i), 0) + 1
-    if forced is not None:
-        new = tl.load(forced + request)
     slot, start = tl.load(slots + request), tl.load(start_ptr + request)
+    if PACE:  # `Pace.next`
+        steps = tl.load(forced + slot)
+        after = (steps + 1) * mean + 65536 >> 32
+        new = (after - (steps * mean + 65536 >> 32)).to(tl.int32)
+        tl.store(forced + slot, steps + 1)
+    elif forced is not None:
+        new = tl.load(forced + request)
     tl.store(new_ptr + request, new)
     tl.store(kv_len + slot, tl.where(slot == nobody, 0, start + new))
     tl.store(last_token + slot, tl.sum(tl.where(i == new - 1, drawn, 0), 0))

@@ -17,10 +17,9 @@ def _mix(x, key):
 
 
 @jit
-def keyed_noise(key_ptr, positions, row, request, key_row, ids):
+def keyed_noise(key, position, ids):
     """log(1 - u) < 0 of every id: minus an Exp(1) variable, keyed by (seed, position, id)."""
-    key = tl.load(key_ptr + request * key_row)
-    at = tl.load(positions + row).to(tl.uint32)
+    at = position.to(tl.uint32)
     none = at ^ at
     first = _mix(key.to(tl.uint32) ^ at, none)
     second = _mix((key >> 32).to(tl.uint32) ^ at, none)

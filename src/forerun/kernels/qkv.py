@@ -4,6 +4,9 @@
 The product may come as float32 partial sums [S, T, N]. Everything between the load and the store
 is float32. The same kernel serves one layer's [q heads | k heads | v heads] and the keys and
 values of many layers at once, [k of all layers | v of all layers].
+
+Positions and rows are read before the kernel waits for its predecessor (pdl.py): a kernel without
+programmatic dependence must lie between what writes them and this one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from forerun.kernels.paged import write_kv_torch
 from forerun.kernels.pdl import pdl_options
 
 GROUP = 8  # heads a program takes, at most
+FEW, MANY = 64, 4  # up to FEW tokens: one a program, else MANY
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,8 @@ def _launch(
     tokens = x.shape[-2]
     group = next(g for g in (GROUP, 4, 2, 1) if heads % g == 0 and kv_heads % g == 0)
     half = triton.next_power_of_2(dim // 2)
-    _kernel[(tokens, (heads + 2 * layers * kv_heads) // group)](
+    together = 1 if tokens <= FEW else MANY
+    _kernel[(triton.cdiv(tokens, together), (heads + 2 * layers * kv_heads) // group)](
         x,
         None if norms is None else norms.q,
         None if norms is None else norms.k,
@@ -162,6 +167,7 @@ def _launch(
         as_bits(k_pool),
         as_bits(v_pool),
         new,
+        tokens,
         x.stride(0) if x.dim() == 3 else 0,
         x.stride(-2),
         k_pool.stride(0) if layers > 1 else 0,
@@ -173,9 +179,10 @@ def _launch(
         KV_HEADS=kv_heads,
         DIM=dim,
         FP8=k_pool.dtype == FP8,
+        TOKENS=together,
         GROUP=group,
         HALF=half,
-        num_warps=vector_warps(group * half, x),
+        num_warps=vector_warps(together * group * half, x),
         **pdl_options(x),
     )
 
@@ -183,48 +190,57 @@ def _launch(
 @jit
 def _kernel(
     x_ptr, q_norm, k_norm, table, positions, rows, q_ptr, k_pool, v_pool, new,
-    x_part, x_row, layer_stride, width, eps,
+    tokens, x_part, x_row, layer_stride, width, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr, FP8: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    PDL: tl.constexpr,
+    DIM: tl.constexpr, FP8: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr,
+    HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program: GROUP heads of a token, all q's, or k's or v's of one layer."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """A program: GROUP heads of TOKENS tokens, all q's, or k's or v's of one layer.
+
+    Tiles are [TOKENS, GROUP, HALF].
+    """
     K_FIRST: tl.constexpr = HEADS
     V_FIRST: tl.constexpr = HEADS + LAYERS * KV_HEADS
-    token = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     first = tl.program_id(1) * GROUP
-    # All loads come before the first use of one.
-    position, row = tl.load(positions + token).to(tl.int64), tl.load(rows + token)
-    i = tl.arange(0, HALF)[None, :]
-    head = tl.arange(0, GROUP)[:, None]
+    there = token < tokens
+    i = tl.arange(0, HALF)[None, None, :]
+    head = tl.arange(0, GROUP)[None, :, None]
     real = i < DIM // 2
-    inside = real & (head < GROUP)
+    # Positions, rows and the table are older than the kernel before this one.
+    position = tl.load(positions + token, mask=there, other=0).to(tl.int64)
+    row = tl.load(rows + token, mask=there, other=0)
+    turn = table + position * (2 * DIM) + i
+    cos = tl.load(turn, mask=real, other=0.0).to(tl.float32)
+    # The upper half of the sines keeps its sign.
+    sin = tl.load(turn + DIM + DIM // 2, mask=real, other=0.0).to(tl.float32)
+    if k_norm is not None:
+        layer = tl.minimum(tl.maximum(first - K_FIRST, 0) // KV_HEADS, LAYERS - 1)
+        weight = k_norm + layer * DIM
+        if HEADS > 0 and first < K_FIRST:
+            weight = q_norm
+        upper = tl.load(weight + DIM // 2 + i, mask=real, other=0.0).to(tl.float32)
+        under = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    inside = there & real & (head < GROUP)
     if new is not None:
-        inside &= token % width < tl.load(new + token // width)
+        inside &= token % width < tl.load(new + token // width, mask=there, other=0)
     lower = head * DIM + i  # the half of a head that pairs with the other, DIM / 2 on
-    x_ptr += token.to(tl.int64) * x_row + first * DIM
-    a = tl.load(x_ptr + lower, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + lower + DIM // 2, mask=inside, other=0.0).to(tl.float32)
+    source = x_ptr + token.to(tl.int64) * x_row + first * DIM + lower
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + DIM // 2, mask=inside, other=0.0).to(tl.float32)
     for _ in tl.static_range(1, PARTS):
-        x_ptr += x_part
-        a += tl.load(x_ptr + lower, mask=inside, other=0.0)
-        b += tl.load(x_ptr + lower + DIM // 2, mask=inside, other=0.0)
+        source += x_part
+        a += tl.load(source, mask=inside, other=0.0)
+        b += tl.load(source + DIM // 2, mask=inside, other=0.0)
 
     if first < V_FIRST:
-        turn = table + position * (2 * DIM) + i
-        cos = tl.load(turn, mask=real, other=0.0).to(tl.float32)
-        # The upper half of the sines keeps its sign.
-        sin = tl.load(turn + DIM + DIM // 2, mask=real, other=0.0).to(tl.float32)
         if k_norm is not None:
-            weight = k_norm + tl.maximum(first - K_FIRST, 0) // KV_HEADS * DIM
-            if HEADS > 0 and first < K_FIRST:
-                weight = q_norm
-            upper = tl.load(weight + DIM // 2 + i, mask=real, other=0.0).to(tl.float32)
-            under = tl.load(weight + i, mask=real, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / DIM + eps)[:, None]
+            scale = tl.rsqrt(tl.sum(a * a + b * b, 2) / DIM + eps)[:, :, None]
             a *= scale * under
             b *= scale * upper
         a, b = a * cos - b * sin, b * cos + a * sin

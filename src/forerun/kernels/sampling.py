@@ -2,16 +2,18 @@
 """A token for every row: temperature, top-k, top-p, min-p, and the race of keyed noise.
 
 The rules are those of `forerun.sampling` (filters.py, noise.py), number for number: gaps to the
-largest logit, order by (bits of the gap, id), integer masses, the same hash. Four launches:
+largest logit, order by (bits of the gap, id), integer masses, the same hash. The launches:
 
-    1. _scan    reads all logits once and leaves the largest of every 128.
-    2. _choose  one program a row. Greedy: found in the one block that holds the maximum. Top-k up
-                to `FEW`, and top-p where the mass lies in few tokens: the k-th largest block
-                maximum bounds the k-th largest logit, so a few blocks hold all candidates; these
-                are filtered and raced in registers. Else the edge of what is kept is found by
-                bisection over the whole row (slow, for flat distributions), or there is none.
-    3. _race    the race over whole rows, for those that are not done.
-    4. _finish  the best of a row's parts.
+    _scan          reads all logits once and leaves the largest of every 128.
+    sum_of_part    with top-p: the mass of a row's parts.
+    _choose        with top-k or top-p, one program a row. Greedy: found in the one block that holds
+                   the maximum. Top-k up to `FEW`, and top-p where the mass lies in few tokens: the
+                   k-th largest block maximum bounds the k-th largest logit, so a few blocks hold
+                   all candidates; these are filtered and raced in registers. Other top-k: by
+                   bisection over the whole row (slow).
+    find_edges     with top-p: the edge of what is kept where it is not among few (nucleus.py).
+    _race          the race over whole rows, for those that are not done.
+    _finish        the best of a row's parts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,23 @@ from forerun.kernels.argmax import split_rows
 from forerun.kernels.dispatch import jit, tl, triton
 from forerun.kernels.noise import keyed_noise
 from forerun.kernels.norm import vector_warps
+from forerun.kernels.nucleus import (
+    BINS,
+    LAST,
+    STATE,
+    Nucleus,
+    cut_row,
+    find_edges,
+    mass_of,
+    sum_of_part,
+    sum_row,
+    weight_of,
+)
 from forerun.kernels.pdl import pdl_options
+
+# Columns of a request's rules, float32 and int64; `_rules` and others here know the numbers.
+TEMPERATURE, TOP_P, MIN_P, FLOATS = 0, 1, 2, 3
+KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
 
 GROUP = 128  # logits that share a maximum
 BLOCK = 2048  # columns a program reads at once
@@ -32,15 +50,15 @@ KEEP = 2048  # candidates that it keeps in registers
 FEW = 256  # block maxima that bound the candidates, at most
 
 
-def hold_stops(logits: Tensor, positions: Tensor, stop_ids: Tensor, min_position: Tensor) -> None:
-    """In place: -inf at the stop ids [B, N] in rows [R] whose position is below `min_position` [B].
+def hold_stops(logits: Tensor, positions: Tensor, slots: Tensor, ints: Tensor) -> None:
+    """In place: -inf at the requests' stop ids in rows [R] below their `MIN_POSITION`.
 
-    Rows of a request follow one another, R / B each. Triton only.
+    Arguments as in `sample_rows`. Triton only.
     """
-    batch, count = stop_ids.shape
+    count = ints.shape[1] - STOP_IDS
     _hold_stops[(len(logits),)](
-        logits, positions, stop_ids, min_position,
-        logits.stride(0), stop_ids.stride(0), min_position.stride(0), len(logits) // batch, count,
+        logits, positions, slots, ints, logits.stride(0), ints.stride(0),
+        len(logits) // len(slots), count,
         BLOCK=triton.next_power_of_2(count), num_warps=1, **pdl_options(logits),
     )  # fmt: skip
 
@@ -48,57 +66,72 @@ def hold_stops(logits: Tensor, positions: Tensor, stop_ids: Tensor, min_position
 def sample_rows(
     logits: Tensor,
     positions: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    key: Tensor,
+    slots: Tensor,
+    floats: Tensor,
+    ints: Tensor,
+    top_k: bool = True,
+    top_p: bool = True,
 ) -> Tensor:
     """Draws a token at every row. Triton only; the twin is `forerun.sampling.sampler.sample`.
 
     Args:
         logits: [R, V], any float dtype and row stride.
         positions: [R] integers, of the tokens to be drawn.
-        temperature, top_p, min_p: [B] float32; temperature 0 is greedy, from 1 top-p is off.
-        top_k: [B] int64; below 1 is off.
-        key: [B] int64, `seed_key` of the request's seed.
+        slots: [B] int64, the requests' rows in the tables; R / B rows of logits each, in order.
+        floats: [S, 3] float32: temperature, top-p, min-p. Temperature 0 is greedy, from 1 top-p
+            is off.
+        ints: [S, 3 + n] int64: key, top-k (below 1: off), position from which stop ids may come,
+            stop ids. The key is `seed_key` of the request's seed.
+        top_k, top_p: whether any row may use these.
 
     Returns:
-        [R] int64; rows of a request follow one another, R / B each.
+        [R] int64.
     """
     rows, vocab = logits.shape
     groups, device = triton.cdiv(vocab, GROUP), logits.device
+    padded, width = triton.next_power_of_2(groups), rows // len(slots)
     parts, span = split_rows(logits)
     warps, options = vector_warps(BLOCK, logits), pdl_options(logits)
+    rules = (slots, floats, ints)
+    strides = (logits.stride(0), floats.stride(0), ints.stride(0))
 
     def scratch(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
-    tops, largest = scratch(groups, torch.float32), scratch(1, torch.float32)
+    tops = scratch(groups, torch.float32)
     _scan[(rows, parts)](
         logits, tops, vocab, logits.stride(0), groups, span,
         GROUP=GROUP, BLOCK=BLOCK, num_warps=warps, **options,
     )  # fmt: skip
-    padded = triton.next_power_of_2(groups)
-    held, edge = scratch(padded + 2 * KEEP, torch.int32), scratch(2, torch.int32)
     out = torch.empty(rows, dtype=torch.int64, device=device)
-    width = rows // len(key)
-    _choose[(rows,)](
-        logits, tops, largest, held, edge, out, positions,
-        temperature, top_k, top_p, min_p, key,
-        temperature.stride(0), top_k.stride(0), top_p.stride(0), min_p.stride(0), key.stride(0),
-        vocab, logits.stride(0), groups, width,
-        GROUP=GROUP, GROUPS=padded, BLOCK=MANY, KEEP=KEEP, FEW=FEW,
-        num_warps=vector_warps(MANY, logits), **options,
-    )  # fmt: skip
+    largest, edge = scratch(1, torch.float32), scratch(2, torch.int32)
+    nucleus = Nucleus.of(logits, parts) if top_p else None
+    if nucleus is not None:
+        sum_of_part[(rows, parts)](
+            logits, tops, *rules, nucleus.sums, vocab, *strides, groups, width, span,
+            GROUPS=padded, BLOCK=BLOCK, num_warps=warps, **options,
+        )  # fmt: skip
+    if top_k or top_p:
+        held = scratch(padded + 2 * KEEP, torch.int32)
+        _choose[(rows,)](
+            logits, tops, largest, held, edge, out, positions, *rules,
+            *((None,) * 4 if nucleus is None
+              else (nucleus.sums, nucleus.state, nucleus.masses, nucleus.counts)),
+            vocab, *strides, groups, width, parts,
+            GROUP=GROUP, GROUPS=padded, BLOCK=MANY, KEEP=KEEP, FEW=FEW,
+            NUCLEUS=top_p, PARTS=triton.next_power_of_2(parts), BINS=BINS, STATE=STATE, LAST=LAST,
+            num_warps=vector_warps(MANY, logits), **options,
+        )  # fmt: skip
+    if nucleus is not None:
+        find_edges(logits, slots, floats, largest, edge, nucleus)
     best, ids = scratch(parts, torch.float32), scratch(parts, torch.int32)
     _race[(rows, parts)](
-        logits, largest, edge, out, positions, temperature, min_p, key, best, ids,
-        temperature.stride(0), min_p.stride(0), key.stride(0),
-        vocab, logits.stride(0), width, span, BLOCK=BLOCK, num_warps=warps, **options,
+        logits, tops, edge, out, positions, *rules, best, ids,
+        vocab, *strides, groups, width, span,
+        FILTERED=top_k or top_p, GROUPS=padded, BLOCK=BLOCK, num_warps=warps, **options,
     )  # fmt: skip
     _finish[(rows,)](
-        best, ids, out, parts, vocab,
+        best, ids, out, parts, vocab, FILTERED=top_k or top_p,
         BLOCK=triton.next_power_of_2(parts), num_warps=1, **options,
     )  # fmt: skip
     return out
@@ -106,18 +139,17 @@ def sample_rows(
 
 @jit
 def _hold_stops(
-    logits, positions, stop_ids, min_position, row_stride, stops_row, position_row, width, count,
+    logits, positions, slots, ints, row_stride, ints_row, width, count,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    request = row // width
+    ints += tl.load(slots + row // width) * ints_row
     i = tl.arange(0, BLOCK)
-    early = tl.load(positions + row) < tl.load(min_position + request * position_row)
-    held = (i < count) & early
-    ids = tl.load(stop_ids + request * stops_row + i, mask=held, other=0)
+    held = (i < count) & (tl.load(positions + row) < tl.load(ints + 2))
+    ids = tl.load(ints + 3 + i, mask=held, other=0)
     tl.store(logits + row * row_stride + ids, float("-inf"), mask=held)
 
 
@@ -141,31 +173,38 @@ def _scan(
 
 
 @jit
+def _rules(slots, floats, ints, row, width, floats_row, ints_row):
+    """(temperature, top-p, min-p, key, top-k) of a row's request."""
+    slot = tl.load(slots + row // width)
+    floats += slot * floats_row
+    ints += slot * ints_row
+    heat, share, least = tl.load(floats), tl.load(floats + 1), tl.load(floats + 2)
+    return heat, share.to(tl.float64), least, tl.load(ints), tl.load(ints + 1)
+
+
+@jit
 def _choose(
-    logits, tops, largest, held, edge_ptr, out, positions,
-    temperature, top_k, top_p, min_p, key,
-    temperature_row, top_k_row, top_p_row, min_p_row, key_row,
-    vocab, row_stride, groups, width,
+    logits, tops, largest, held, edge_ptr, out, positions, slots, floats, ints,
+    sums, state, masses, counts,
+    vocab, row_stride, floats_row, ints_row, groups, width, parts,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
-    FEW: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, NUCLEUS: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
+    STATE: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out: the token, or -1 where the whole row has to race; edge: (bits, id) of the last kept."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    request = row // width
     logits += row * row_stride
-    heat = tl.load(temperature + request * temperature_row)
-    few = tl.load(top_k + request * top_k_row)
-    share = tl.load(top_p + request * top_p_row).to(tl.float64)
-    least = tl.load(min_p + request * min_p_row)
+    heat, share, least, key, few = _rules(slots, floats, ints, row, width, floats_row, ints_row)
     group = tl.arange(0, GROUPS)
     top = tl.load(tops + row * groups + group, mask=group < groups, other=float("-inf"))
     most = tl.max(top, 0)
     j = tl.arange(0, KEEP)
     token = tl.full((), -1, tl.int32)
     edge, last = tl.full((), 0x7FFFFFFF, tl.int32), vocab
+    target = tl.full((), 0, tl.int64)  # mass that is left to be found
     if heat <= 0:
         first = tl.min(tl.where(top == most, group, groups - 1), 0)
         at = first * GROUP + tl.arange(0, GROUP)
@@ -173,7 +212,12 @@ def _choose(
         token = tl.min(tl.where(x == most, at, vocab - 1), 0)
     else:
         has_k, has_p = (few > 0) & (few < vocab), share < 1.0
-        if (has_k & (few <= FEW)) | (has_p & ((few <= 0) | (few >= vocab))):
+        if NUCLEUS:  # noqa: SIM102 - decided when compiled
+            if has_p & (has_k == 0):
+                part = tl.arange(0, PARTS)
+                mass = tl.load(sums + row * parts + part, mask=part < parts, other=0)
+                target = _target(share, tl.sum(mass, 0))
+        if (has_k & (few <= FEW)) | (target > 0):
             held += row * (GROUPS + 2 * KEEP)
             wanted = tl.where(has_k, few, FEW).to(tl.int32)
             least_gap = tl.abs(most - top).to(tl.int32, bitcast=True)
@@ -184,38 +228,42 @@ def _choose(
                 inside = j < count
                 bits = tl.load(held + GROUPS + j, mask=inside, other=0x7FFFFFFF)
                 ids = tl.load(held + GROUPS + KEEP + j, mask=inside, other=vocab - 1)
-                weight = tl.where(inside, _weight(bits, heat), 0.0)
+                weight = tl.where(inside, weight_of(bits, heat), 0.0)
                 kept, enough = inside, count > 0
                 if has_k:
                     kept &= _first(bits, inside.to(tl.int32), few.to(tl.int32))
                 if has_p:
-                    mass = _mass(tl.where(kept, weight, 0.0))
+                    mass = mass_of(tl.where(kept, weight, 0.0))
                     have = tl.sum(mass, 0)
-                    total = have
-                    if (few <= 0) | (few >= vocab):
-                        total = _sum(logits, most, heat, vocab, edge, last, edge, True, BLOCK)
-                    target = _target(share, total)
-                    enough &= have >= target
-                    kept &= _first(bits, mass, target)
+                    among = tl.where(has_k, _target(share, have), target)
+                    enough &= have >= among
+                    if enough:
+                        kept &= _first(bits, mass, among)
                 if enough:
                     kept &= weight >= least
-                    noise = keyed_noise(key, positions, row, request, key_row, ids)
+                    noise = keyed_noise(key, tl.load(positions + row), ids)
                     score = tl.where(kept, weight / noise, float("inf"))
                     token = tl.min(tl.where(score == tl.min(score, 0), ids, vocab - 1), 0)
-        if token < 0:
-            if has_k:
-                edge, last = _cut(logits, most, heat, vocab, edge, last, few, False, BLOCK)
+        if (token < 0) & has_k:
+            edge, last = cut_row(logits, most, heat, vocab, edge, last, few, False, BLOCK)
             if has_p:
-                total = _sum(
-                    logits, most, heat, vocab, edge, last, tl.full((), 0x7FFFFFFF, tl.int32),
-                    True, BLOCK,
-                )  # fmt: skip
-                target = _target(share, total)
-                edge, last = _cut(logits, most, heat, vocab, edge, last, target, True, BLOCK)
+                all_bits = tl.full((), 0x7FFFFFFF, tl.int32)
+                mass = sum_row(logits, most, heat, vocab, edge, last, all_bits, True, BLOCK)
+                target = _target(share, mass)
     tl.store(out + row, token.to(tl.int64))
     tl.store(largest + row, most)
     tl.store(edge_ptr + 2 * row, edge)
     tl.store(edge_ptr + 2 * row + 1, last)
+    if NUCLEUS:  # nucleus.py's scratch
+        target = tl.where(token < 0, target, 0)
+        tl.store(state + row * STATE, target)
+        if target > 0:
+            i = tl.arange(0, BINS)
+            tl.store(state + row * STATE + 3 + i, 0, mask=i < 3)
+            tl.store(masses + row * 2 * BINS + i, 0)
+            tl.store(masses + row * 2 * BINS + BINS + i, 0)
+            for first in range(0, parts * LAST, BINS):
+                tl.store(counts + row * parts * LAST + first + i, 0, mask=first + i < parts * LAST)
 
 
 @jit
@@ -251,19 +299,6 @@ def _gather(
 
 
 @jit
-def _weight(bits, heat):
-    """exp(-gap / temperature); 1 for the largest, whatever the temperature."""
-    gap = bits.to(tl.float32, bitcast=True)
-    return tl.where(bits == 0, 1.0, tl.exp(gap * (-1.0 / heat)))
-
-
-@jit
-def _mass(weight):
-    """Fixed point, 2^40: sums do not depend on their order."""
-    return (weight * 1099511627776.0).to(tl.int64)
-
-
-@jit
 def _target(share, total):
     return tl.maximum(tl.ceil(share * total.to(tl.float64)).to(tl.int64), 1)
 
@@ -290,82 +325,44 @@ def _first(bits, value, target):
 
 
 @jit
-def _values(logits, first, most, heat, vocab, edge, last, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """(bits, ids, values) of BLOCK columns: 1 or the mass of what is up to (edge, last), else 0."""
-    at = first + tl.arange(0, BLOCK)
-    x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-    bits = tl.abs(most - x).to(tl.int32, bitcast=True)
-    kept = (at < vocab) & ((bits < edge) | ((bits == edge) & (at <= last)))
-    value = kept.to(tl.int64)
-    if MASS:
-        value = _mass(tl.where(kept, _weight(bits, heat), 0.0))
-    return bits, at, value
-
-
-@jit
-def _sum(logits, most, heat, vocab, edge, last, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the values up to (edge, last) whose bits are below `limit`."""
-    total = tl.zeros((BLOCK,), tl.int64)
-    for first in tl.range(0, vocab, BLOCK, num_stages=4):
-        bits, _, value = _values(logits, first, most, heat, vocab, edge, last, MASS, BLOCK)
-        total += tl.where(bits < limit, value, 0)
-    return tl.sum(total, 0)
-
-
-@jit
-def _cut(logits, most, heat, vocab, edge, last, target, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """(bits, id) of the last token that stays: as `_first`, over the whole row."""
-    pivot = tl.full((), 0, tl.int32)
-    for i in range(16):  # two bits a time, 30 to 0
-        step = 1 << tl.maximum(29 - 2 * i, 0)
-        one = tl.zeros((BLOCK,), tl.int64)
-        two, three = one, one
-        for first in tl.range(0, vocab, BLOCK, num_stages=4):
-            bits, _, value = _values(logits, first, most, heat, vocab, edge, last, MASS, BLOCK)
-            beyond = bits - pivot
-            one += tl.where(beyond < step, value, 0)
-            two += tl.where(beyond < 2 * step, value, 0)
-            three += tl.where(beyond < 3 * step, value, 0)
-        reached = (tl.sum(one, 0) < target).to(tl.int32) + (tl.sum(two, 0) < target).to(tl.int32)
-        pivot += step * (reached + (tl.sum(three, 0) < target).to(tl.int32))
-    room = target - _sum(logits, most, heat, vocab, edge, last, pivot, MASS, BLOCK)
-    end = tl.full((), -1, tl.int32)
-    for first in tl.range(0, vocab, BLOCK, num_stages=4):
-        bits, at, value = _values(logits, first, most, heat, vocab, edge, last, MASS, BLOCK)
-        tied = tl.where(bits == pivot, value, 0)
-        stays = (bits == pivot) & (at < vocab) & (tl.cumsum(tied, 0) - tied < room)
-        end = tl.maximum(end, tl.max(tl.where(stays, at, -1), 0))
-        room -= tl.sum(tied, 0)
-    return pivot, tl.where(pivot == edge, tl.minimum(end, last), end)
-
-
-@jit
 def _race(
-    logits, largest, edge_ptr, out, positions, temperature, min_p, key, best_ptr, id_ptr,
-    temperature_row, min_p_row, key_row, vocab, row_stride, width, span,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, tops, edge_ptr, out, positions, slots, floats, ints, best_ptr, id_ptr,
+    vocab, row_stride, floats_row, ints_row, groups, width, span,
+    FILTERED: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """FILTERED: `_choose` was here."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(out + row) < 0:
-        request = row // width
+    todo = True
+    if FILTERED:
+        todo = tl.load(out + row) < 0
+    if todo:
         logits += row * row_stride
-        heat = tl.load(temperature + request * temperature_row)
-        least = tl.load(min_p + request * min_p_row)
-        most = tl.load(largest + row)
-        edge, last = tl.load(edge_ptr + 2 * row), tl.load(edge_ptr + 2 * row + 1)
+        heat, _, least, key, _ = _rules(slots, floats, ints, row, width, floats_row, ints_row)
+        position = tl.load(positions + row)
+        group = tl.arange(0, GROUPS)
+        top = tl.load(tops + row * groups + group, mask=group < groups, other=float("-inf"))
+        most = tl.max(top, 0)
         best = tl.full((BLOCK,), float("inf"), tl.float32)
         ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
         for first in tl.range(part * span, part * span + span, BLOCK, num_stages=3):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-            bits = tl.abs(most - x).to(tl.int32, bitcast=True)
-            weight = _weight(bits, heat)
-            kept = (at < vocab) & ((bits < edge) | ((bits == edge) & (at <= last)))
-            noise = keyed_noise(key, positions, row, request, key_row, at)
-            score = tl.where(kept & (weight >= least), weight / noise, float("inf"))
+            gap = tl.abs(most - x)
+            bits, kept = gap.to(tl.int32, bitcast=True), at < vocab
+            if FILTERED:
+                edge, last = tl.load(edge_ptr + 2 * row), tl.load(edge_ptr + 2 * row + 1)
+                kept &= (bits < edge) | ((bits == edge) & (at <= last))
+            weight = weight_of(bits, heat)
+            score = weight / keyed_noise(key, position, at)
+            if FILTERED:
+                kept &= weight >= least
+            else:  # greedy rows: the gap itself
+                kept &= weight >= tl.where(heat > 0, least, -1.0)
+                score = tl.where(heat > 0, score, gap)
+            score = tl.where(kept, score, float("inf"))
             ids = tl.where(score < best, at, ids)
             best = tl.minimum(score, best)
         top = tl.min(best, 0)
@@ -375,12 +372,18 @@ def _race(
 
 
 @jit
-def _finish(best_ptr, id_ptr, out, parts, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _finish(
+    best_ptr, id_ptr, out, parts, vocab,
+    FILTERED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(out + row) < 0:
+    todo = True
+    if FILTERED:
+        todo = tl.load(out + row) < 0
+    if todo:
         i = tl.arange(0, BLOCK)
         best = tl.load(best_ptr + row * parts + i, mask=i < parts, other=float("inf"))
         ids = tl.load(id_ptr + row * parts + i, mask=i < parts, other=0x7FFFFFFF)

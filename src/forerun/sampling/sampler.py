@@ -11,7 +11,17 @@ from torch import Tensor
 from forerun.core.sampling_params import SamplingParams
 from forerun.kernels.argmax import argmax
 from forerun.kernels.dispatch import use_triton
-from forerun.kernels.sampling import hold_stops, sample_rows
+from forerun.kernels.sampling import (
+    KEY,
+    MIN_P,
+    MIN_POSITION,
+    STOP_IDS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    hold_stops,
+    sample_rows,
+)
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.noise import race
 
@@ -46,15 +56,46 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The rules of B requests, gathered from the slots; all on the device."""
+    """The rules of B requests: rows of the slots' tables, gathered when they are asked for."""
 
-    temperature: Tensor  # [B] float32; 0: greedy
-    top_k: Tensor  # [B] integers; -1: off
-    top_p: Tensor  # [B] float32; 1: off
-    min_p: Tensor  # [B] float32; 0: off
-    key: Tensor  # [B] int64: `seed_key` of the request's seed
-    stop_ids: Tensor  # [B, MAX_STOP_IDS] int64, padded with a repeated (or any valid) id
-    min_position: Tensor  # [B] integers; positions below may not draw a stop id; 0: off
+    floats: Tensor  # [S, 3] float32, columns as in kernels/sampling.py
+    ints: Tensor  # [S, 3 + MAX_STOP_IDS] int64
+    slots: Tensor  # [B] int64
+
+    @property
+    def temperature(self) -> Tensor:
+        """[B] float32; 0: greedy."""
+        return self.floats[self.slots, TEMPERATURE]
+
+    @property
+    def top_k(self) -> Tensor:
+        """[B] int64; -1: off."""
+        return self.ints[self.slots, TOP_K]
+
+    @property
+    def top_p(self) -> Tensor:
+        """[B] float32; 1: off."""
+        return self.floats[self.slots, TOP_P]
+
+    @property
+    def min_p(self) -> Tensor:
+        """[B] float32; 0: off."""
+        return self.floats[self.slots, MIN_P]
+
+    @property
+    def key(self) -> Tensor:
+        """[B] int64: `seed_key` of the request's seed."""
+        return self.ints[self.slots, KEY]
+
+    @property
+    def stop_ids(self) -> Tensor:
+        """[B, MAX_STOP_IDS] int64, padded with a repeated (or any valid) id."""
+        return self.ints[self.slots, STOP_IDS:]
+
+    @property
+    def min_position(self) -> Tensor:
+        """[B] int64; positions below may not draw a stop id; 0: off."""
+        return self.ints[self.slots, MIN_POSITION]
 
 
 def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: SamplingFlags) -> Tensor:
@@ -72,12 +113,14 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: Samplin
     Returns:
         [B, W] int64.
     """
-    if not (flags.sampled and use_triton(logits)):
+    if not use_triton(logits):
         return sample_torch(logits, positions, rows, flags)
     flat, at = logits.flatten(0, 1), positions.flatten()
     if flags.min_tokens:
-        hold_stops(flat, at, rows.stop_ids, rows.min_position)
-    drawn = sample_rows(flat, at, rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.key)
+        hold_stops(flat, at, rows.slots, rows.ints)
+    if not flags.sampled:
+        return argmax(flat).view(positions.shape)
+    drawn = sample_rows(flat, at, rows.slots, rows.floats, rows.ints, flags.top_k, flags.top_p)
     return drawn.view(positions.shape)
 
 

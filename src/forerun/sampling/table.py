@@ -1,4 +1,4 @@
-"""Sampling rules per slot: written once on admission, gathered on the device in every step."""
+"""Sampling rules per slot: written once on admission, read on the device in every step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from torch import Tensor
 from forerun.core.errors import RequestError
 from forerun.core.request import Request
 from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from forerun.kernels.sampling import FLOATS, STOP_IDS
 from forerun.platform.device import upload
 from forerun.sampling.noise import seed_key
 from forerun.sampling.sampler import SamplingRows
-
-# Columns of the two tables.
-_TEMPERATURE, _TOP_P, _MIN_P, _FLOATS = 0, 1, 2, 3
-_KEY, _TOP_K, _MIN_POSITION, _STOP_IDS = 0, 1, 2, 3
-_INTS = _STOP_IDS + MAX_STOP_IDS
 
 
 def check_stop_ids(params: SamplingParams, stop_ids: Collection[int]) -> None:
@@ -38,8 +34,8 @@ class SamplingTable:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
-        self._floats = torch.zeros(slots, _FLOATS, dtype=torch.float32, device=device)
-        self._ints = torch.zeros(slots, _INTS, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(slots, FLOATS, dtype=torch.float32, device=device)
+        self._ints = torch.zeros(slots, STOP_IDS + MAX_STOP_IDS, dtype=torch.int64, device=device)
 
     def set(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Write the rules of `requests` to their slots; each slot at most once a call.
@@ -57,21 +53,12 @@ class SamplingTable:
         self._floats.index_copy_(0, index, values)
 
     def gather(self, slots: Tensor) -> SamplingRows:
-        """The rules of `slots` [B] int64."""
-        floats = self._floats.index_select(0, slots)
-        ints = self._ints.index_select(0, slots)
-        return SamplingRows(
-            temperature=floats[:, _TEMPERATURE],
-            top_k=ints[:, _TOP_K],
-            top_p=floats[:, _TOP_P],
-            min_p=floats[:, _MIN_P],
-            key=ints[:, _KEY],
-            stop_ids=ints[:, _STOP_IDS:],
-            min_position=ints[:, _MIN_POSITION],
-        )
+        """The rules of `slots` [B] int64; nothing is read or launched yet."""
+        return SamplingRows(self._floats, self._ints, slots)
 
 
 def _float_row(request: Request) -> list[float]:
+    """In the order of the columns in kernels/sampling.py, like `_int_row`."""
     params = request.params
     return [0.0 if params.greedy else params.temperature, params.top_p, params.min_p]
 
