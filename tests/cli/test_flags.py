@@ -99,6 +99,7 @@ def test_an_option_that_an_algorithm_declares_is_a_flag(monkeypatch, capsys) -> 
 
     call(command, "--speculative-toy-depth", "5")
     assert seen == [{"speculative_toy_depth": 5}]
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)  # one line a flag
     call(command, "--help")
     assert "How deep the toy looks" in capsys.readouterr().out
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache
 from forerun.scheduler.scheduler import Limits, Scheduler
+from forerun.scheduler.width import FixedWidth, WidthPolicy, ladder
 
 EOS = 6
 
@@ -47,6 +49,17 @@ def take(request: Request, tokens: list[int]) -> None:
             request.finish = FinishReason("length", length=len(request.output))
         if request.finish:
             return
+
+
+class AnyWidth(WidthPolicy):
+    """Widths without rhyme or reason."""
+
+    def __init__(self, full: int, rng: random.Random) -> None:
+        super().__init__(ladder(full, True))
+        self.rng = rng
+
+    def _choose(self, requests: Sequence[Request], most: int) -> int:
+        return self.widths[self.rng.randint(0, most)]
 
 
 class Device:
@@ -80,12 +93,12 @@ class Device:
                 assert page != 0
                 self.table[slot][first + i] = page
         return StepResult(
-            [self._decode(r.slot, r.kv_len_ub) for r in plan.decode],
+            [self._decode(r.slot, r.kv_len_ub, plan.width) for r in plan.decode],
             [self._prefill(c.slot, c.start, c.tokens, c.request, c.last) for c in plan.prefill],
         )
 
-    def _decode(self, slot: int, bound: int) -> list[int]:
-        tokens, width = self.tokens[slot], self.limits.width
+    def _decode(self, slot: int, bound: int, width: int) -> list[int]:
+        tokens = self.tokens[slot]
         kv_len = len(tokens) - 1
         assert kv_len <= bound
         self.read(slot, tokens, kv_len)
@@ -124,10 +137,11 @@ def make(
     cache: bool = True,
     seed: int = 0,
 ) -> tuple[Scheduler, Device]:
-    limits = Limits(slots, page_size, width, width, width - 1, chunk, 64, depth)
+    limits = Limits(slots, page_size, width, width, chunk, 64, depth)
     allocator = PageAllocator(pages + 1)
     prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
-    return Scheduler(limits, allocator, prefix, take), Device(limits, random.Random(seed))
+    widths = AnyWidth(width, random.Random(seed + 1))
+    return Scheduler(limits, allocator, prefix, take, widths), Device(limits, random.Random(seed))
 
 
 def request(rid: int, prompt: tuple[int, ...], limit: int, eos: bool = True) -> Request:
@@ -236,6 +250,7 @@ def test_a_warm_prefix_is_not_computed_again() -> None:
 
 def test_figures_add_up() -> None:
     scheduler, device = make(width=5)
+    scheduler.widths = FixedWidth((1, 5))
     requests = [request(i, (i, i + 1), 40) for i in range(5)]
     run(scheduler, device, requests, random.Random(3))
     for item in requests:

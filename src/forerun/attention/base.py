@@ -67,6 +67,9 @@ class AttentionBatch:
     start: Tensor  # [B] int32, device: position of the first query row
     kv_len_ub: int  # host: upper bound of start + rows over the batch
     width: int | None = None  # W, the same for every request
+    # [B, W] int64, device: bit j of row i says whether it sees row j. Causal layers then see the
+    # context and these rows, and not all before them.
+    tree: Tensor | None = None
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, rows) a request, exact
 
 

@@ -33,6 +33,7 @@ class _Segment:
     width: int
     start: Tensor  # [B, 1] int64
     pages: Tensor  # [B * n] page ids to gather
+    tree: Tensor | None = None  # [B, W] int64, of AttentionBatch
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # [B, 1, rows, n * P] additive
 
 
@@ -55,8 +56,6 @@ class TorchNative(AttentionBackend):
                 "it gathers as many pages as the host bounds, which a graph would freeze "
                 "(disable_cuda_graph lets it serve)"
             )
-        if any(m.mask is Mask.CUSTOM for m in need.masks):
-            reasons.append("it has no custom (tree) mask")
         return reasons
 
     def plan(self, batch: AttentionBatch) -> NativePlan:
@@ -68,7 +67,7 @@ class TorchNative(AttentionBackend):
             used = -(-batch.kv_len_ub // page)
             table = batch.page_table[:, :used]
             rows = batch.page_table.gather(1, positions // page).long() * page + positions % page
-            segment = _Segment(0, size, batch.width, start, table.reshape(-1))
+            segment = _Segment(0, size, batch.width, start, table.reshape(-1), batch.tree)
             return NativePlan(rows.reshape(-1), [segment])
         assert batch.ragged is not None
         rows_of, segments, first = [], [], 0
@@ -132,7 +131,25 @@ class TorchNative(AttentionBackend):
         else:
             seen = kv <= last
             oldest = last if mask.window is None else last - mask.window + 1
+        if seg.tree is not None and mask.mask is Mask.CAUSAL:
+            seen, oldest = TorchNative._tree(seg, seg.tree, kv, mask.window)
         if mask.window is not None:
             seen = seen & (kv >= oldest)
         bias = torch.zeros(seen.shape, dtype=dtype, device=kv.device)
         return bias.masked_fill_(~seen, float("-inf")).unsqueeze(1)
+
+    @staticmethod
+    def _tree(seg: _Segment, bits: Tensor, kv: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+        """(what each row of a tree sees [B, W, L], the oldest position in its window)."""
+        start = seg.start.unsqueeze(2)  # [B, 1, 1]
+        own = (bits.unsqueeze(2) >> torch.arange(seg.width, device=kv.device)) & 1  # [B, W, W]
+        row = kv - start  # of the tree, where it is >= 0
+        inside = own.gather(2, row.clamp(0, seg.width - 1).expand(-1, seg.width, -1)).bool()
+        seen = torch.where(row < 0, True, inside & (row < seg.width))
+        if window is None:
+            return seen, start
+        # A window counts positions, and a tree's row stands as deep as it has ancestors.
+        last = start + own.sum(2, keepdim=True) - 1
+        deep = own.sum(2).unsqueeze(1).gather(2, row.clamp(0, seg.width - 1)) - 1
+        near = torch.where(row < 0, kv, start + deep) > last - window
+        return seen & near, torch.zeros_like(start)

@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class TritonPlan(Plan):
-    """`tree` [T] int64 is set by who verifies a tree: bit j: the row sees row j of its block."""
+    """`tree` [T] int64, bit j: the row sees row j of its block; None: no tree."""
 
     batch: AttentionBatch
     rows: Tensor  # [T] int64: pool row of every query row
@@ -87,7 +87,8 @@ class TritonAttention(AttentionBackend):
                 batch.kv_len_ub,
                 dim,
             )
-            return TritonPlan(batch, rows, splits, None)
+            tree = None if batch.tree is None else batch.tree.flatten()
+            return TritonPlan(batch, rows, splits, None, tree)
         assert batch.ragged is not None
         counts = [rows for _, rows in batch.ragged]
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -138,7 +139,8 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
-        batch, sight = plan.batch, Sight(MASKS[mask.mask], mask.window)
+        kind = TREE if plan.tree is not None else MASKS[mask.mask]
+        batch, sight = plan.batch, Sight(kind, mask.window)
         k, v = self.pool.k[layer], self.pool.v[layer]
         if batch.width is not None:
             return paged_attention(

@@ -91,7 +91,8 @@ def _run(
 ) -> None:
     if count < 1:
         raise ConfigError(f"--num-examples must be >= 1, got {count}.")
-    settings = with_speculation(engine)
+    # Accept length is measured at one width: what an adaptive engine skips has none.
+    settings = {**with_speculation(engine), "speculative_adaptive": False}
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     with LLM(**settings) as llm:
         prompts = make(llm)

@@ -96,6 +96,8 @@ SAMPLING_HELP = {
     "n": "Texts for each prompt",
     "sampling_seed": "Fixes the text, with any drafter or none",
     "skip_special_tokens": "Leave special tokens out of the text",
+    "speculative": "Take drafts, if the engine makes any",
+    "max_draft_tokens": "Drafts verified a step at most; none: as many as the engine makes",
 }
 
 

@@ -72,6 +72,12 @@ class EngineConfig:
     speculative_simulate_accept_length: float | None = _setting(
         None, "Benchmarks only: force this mean accept length after a real draft and verify"
     )
+    speculative_adaptive: bool = _setting(
+        True, "Every step verifies as many rows as pay, down to plain decoding"
+    )
+    speculative_fallback: bool = _setting(
+        False, "An algorithm that fails gives way to plain decoding; else its requests end"
+    )
     # Options that algorithms declare themselves, by name.
     algorithm_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
 

@@ -18,6 +18,10 @@ class RequestError(ForerunError, ValueError):
     """A request that cannot be served; found at the door, before it costs anything."""
 
 
+class AlgorithmError(ForerunError, RuntimeError):
+    """A drafting algorithm raised, or gave what it must not, in the middle of a step."""
+
+
 class InternalError(ForerunError, AssertionError):
     """A broken invariant: a fault of Forerun's own, nothing a user can mend."""
 

@@ -56,6 +56,10 @@ class Request:
     kv_len: int = 0  # committed K/V rows, as of the last result
     pending: list[int] = field(default_factory=list)  # rows of each step in flight
 
+    # Acceptance so far, from which the width of its steps is chosen; None: nothing seen yet.
+    accept_rates: list[float] | None = None
+    expected: tuple[float, ...] | None = None  # tokens a step, for every width
+
     # Figures.
     cached_tokens: int = 0  # of the prompt, at the first admission
     preemptions: int = 0

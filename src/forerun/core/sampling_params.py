@@ -36,6 +36,8 @@ class SamplingParams:
     n: int = 1
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
+    speculative: bool = True  # False: this request takes no drafts, whatever the engine does
+    max_draft_tokens: int | None = None  # drafts verified a step at most; None: the engine's
 
     def __post_init__(self) -> None:
         # Users pass a bare string or a list; both become tuples.
@@ -48,6 +50,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    def draft_limit(self, drafts: int) -> int:
+        """Drafts a step that this request takes, of the `drafts` that the engine makes."""
+        if not self.speculative:
+            return 0
+        return drafts if self.max_draft_tokens is None else min(self.max_draft_tokens, drafts)
 
     @classmethod
     def of(cls, value: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -81,6 +89,13 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 return [f"{name} must be an integer, got {value!r}."]
+        if not isinstance(self.speculative, bool):
+            return [f"speculative must be true or false, got {self.speculative!r}."]
+        drafts = self.max_draft_tokens
+        if drafts is not None and (isinstance(drafts, bool) or not isinstance(drafts, int)):
+            return [f"max_draft_tokens must be an integer, got {drafts!r}."]
+        if drafts is not None and drafts < 0:
+            out.append(f"max_draft_tokens must be >= 0 (0: no drafts), got {drafts}.")
         if self.temperature < 0:
             out.append(f"temperature must be >= 0 (0 is greedy), got {self.temperature}.")
         if not 0 < self.top_p <= 1:

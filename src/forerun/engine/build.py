@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask
+from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask, Mask
 from forerun.attention.select import Choice, select
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
@@ -27,6 +27,7 @@ from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from forerun.platform.device import dtype_name, resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.scheduler import Limits
+from forerun.scheduler.width import AdaptiveWidth, FixedWidth, WidthPolicy, ladder
 from forerun.speculative.base import DraftContext, SpecCaps, SpeculativeAlgorithm, TargetHandle
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import SimulatedAccept
@@ -41,6 +42,7 @@ class Parts:
     limits: Limits
     allocator: PageAllocator
     prefix: PrefixStore
+    widths: WidthPolicy
     explain: dict[str, Any]
 
 
@@ -65,6 +67,11 @@ class _Settings:
     def graphs(self) -> bool:
         """Whether steps are captured."""
         return self.device.type == "cuda" and not self.config.disable_cuda_graph
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths that steps may have."""
+        return ladder(self.caps.width, self.caps.flexible and self.config.speculative_adaptive)
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     attention = _attention(settings, model)
     with memory.stage("slot tables", "lower max_running_requests or context_length"):
         pages = limits.pages(settings.positions)
-        tables = SlotTables(limits.slots, settings.positions, pages, device)
+        tables = SlotTables(limits.slots, settings.positions, pages, caps.draft_tokens, device)
         tables.states += algorithm.create_future_map(limits.slots + 1, device).rows.values()
         simulate = _simulated(settings)
 
@@ -160,7 +167,8 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     )
     explain = _explain(settings, attention, budget, memory, seen)
     log.info("engine: %s", explain)
-    return Parts(Runner(step, graphs), limits, allocator, prefix, explain)
+    runner = Runner(step, graphs)
+    return Parts(runner, limits, allocator, prefix, _policy(settings, runner), explain)
 
 
 def _resolve(
@@ -211,16 +219,16 @@ def _limits(
         )
     # Eager CPU steps cannot overlap with the host: launching early would only waste steps.
     on_cpu = device.type == "cpu"
-    depth = 0 if config.disable_overlap_schedule or on_cpu else 1
+    waits = config.disable_overlap_schedule or caps.needs_host_tokens
+    depth = 0 if waits or on_cpu else 1
     return Limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),
         page_size=config.page_size,
         width=caps.width,
         kv_reserve=max(caps.kv_reserve, caps.width),
-        draft_tokens=caps.draft_tokens,
         prefill_tokens=config.chunked_prefill_size,
         context_length=context,
-        depth=depth if overlap_depth is None else overlap_depth,
+        depth=depth if waits or overlap_depth is None else overlap_depth,
     )
 
 
@@ -239,8 +247,10 @@ def _draft_context(settings: _Settings, model: CausalLM) -> DraftContext:
 def _attention(settings: _Settings, model: CausalLM) -> list[_Attention]:
     """The target's and, where there is one, the draft's."""
     layout, heads = model.kv_layout(settings.kv_dtype), model.config.num_heads
-    out = [_Attention.of(settings, layout, heads, model.layer_masks, "attention_backend")]
-    caps = settings.caps
+    masks, caps = model.layer_masks, settings.caps
+    if caps.makes_trees:  # beside those of prompts and plain steps
+        masks += tuple(LayerMask(Mask.CUSTOM, mask.window) for mask in masks)
+    out = [_Attention.of(settings, layout, heads, masks, "attention_backend")]
     if caps.draft_kv is not None:
         flag = "speculative_draft_attention_backend"
         args = (caps.draft_kv, caps.draft_heads, caps.draft_attention, flag)
@@ -252,6 +262,8 @@ def _simulated(settings: _Settings) -> SimulatedAccept | None:
     mean = settings.config.speculative_simulate_accept_length
     if mean is None:
         return None
+    if settings.caps.makes_trees:
+        raise ConfigError("speculative_simulate_accept_length works with chains, not trees.")
     return SimulatedAccept(mean, settings.caps.width, settings.limits.slots + 1, settings.device)
 
 
@@ -260,7 +272,13 @@ def _graphs(settings: _Settings, step: DeviceStep) -> StepGraphs | None:
     if not settings.graphs:
         return None
     largest = min(settings.limits.slots, settings.config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
-    return StepGraphs(step, settings.positions, largest)
+    return StepGraphs(step, settings.positions, largest, settings.widths)
+
+
+def _policy(settings: _Settings, runner: Runner) -> WidthPolicy:
+    if not settings.config.speculative_adaptive or len(settings.widths) == 1:
+        return FixedWidth(settings.widths)
+    return AdaptiveWidth(settings.widths, runner.measure(settings.widths, settings.limits.slots))
 
 
 def _explain(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import RequestError
+from forerun.core.errors import AlgorithmError, RequestError
 from forerun.core.plan import StepPlan
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
@@ -19,6 +20,9 @@ from forerun.engine.runner import StepFuture
 from forerun.engine.text import Stopper, Tokenizer
 from forerun.sampling.table import check_stop_ids
 from forerun.scheduler.scheduler import Scheduler
+from forerun.scheduler.width import FixedWidth
+
+log = logging.getLogger("forerun")
 
 
 class Engine:
@@ -41,7 +45,10 @@ class Engine:
         self._runner = parts.runner
         self._in_flight: deque[StepFuture] = deque()
         self._stopper = Stopper(tokenizer)
-        self.scheduler = Scheduler(parts.limits, parts.allocator, parts.prefix, self._stopper.take)
+        self.scheduler = Scheduler(
+            parts.limits, parts.allocator, parts.prefix, self._stopper.take, parts.widths
+        )
+        self._last_result = 0.0  # time.monotonic() of the newest
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
         self._seeds = random.Random(config.random_seed)
@@ -128,8 +135,9 @@ class Engine:
         if not self._in_flight or (plan is not None and len(self._in_flight) <= self.limits.depth):
             return []
         future = self._in_flight.popleft()
-        changed = self.scheduler.complete(future.plan, future.result())
-        now = time.monotonic()
+        result, now = future.result(), time.monotonic()
+        changed = self.scheduler.complete(future.plan, result)
+        self._book_time(future, now)
         for request in changed:
             if request.first_token_at is None:
                 request.first_token_at = now
@@ -138,10 +146,33 @@ class Engine:
     def _launch(self, plan: StepPlan) -> StepFuture:
         """A step that raises ends its own requests and nobody else's."""
         try:
-            return self._runner.launch(plan)
+            future = self._runner.launch(plan)
         except Exception as error:
             self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
             raise
+        if future.error is not None:
+            self._drafts_failed(plan, future.error)
+        return future
+
+    def _drafts_failed(self, plan: StepPlan, error: AlgorithmError) -> None:
+        """The step itself is sound: drafts decide nothing but its speed."""
+        if self.config.speculative_fallback:
+            log.warning("Plain decoding from now on: %s", error)
+            self._runner.step.algorithm.retire()
+            self.scheduler.widths = FixedWidth((1,))
+            return
+        requests = [row.request for row in plan.decode] + [c.request for c in plan.prefill]
+        for request in requests:
+            if request.params.draft_limit(self.limits.width) > 0:
+                self.scheduler.abort(request, str(error))
+
+    def _book_time(self, future: StepFuture, now: float) -> None:
+        """How long a decode step took: from its launch, or from the result before it."""
+        plan = future.plan
+        if plan.decode and not plan.prefill:
+            seconds = now - max(future.launched, self._last_result)
+            self.scheduler.widths.timed(len(plan.decode), plan.width, seconds)
+        self._last_result = now
 
     # --- care -----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Device graphs: a whole decode step, from the draft to the slot update, as one launch.
 
-A graph is captured per batch bucket, greedy and sampled apart. A batch takes the smallest bucket
-that holds it; the rows left over are the slot that is nobody's.
+A graph is captured per batch bucket and width, greedy and sampled apart. A batch takes the smallest
+bucket that holds it; the rows left over are the slot that is nobody's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from forerun.engine.step import DeviceStep
 from forerun.sampling.sampler import SamplingFlags
+from forerun.speculative.base import Draft
 
 GREEDY = SamplingFlags()
 SAMPLED = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
@@ -32,6 +34,7 @@ def buckets(largest: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # [bucket] int64, static
+    draft: Draft | None  # [bucket, W - 1], static, where it is made outside of the graph
     drawn: Tensor  # [bucket, W], static
     new: Tensor  # [bucket], static
     last: tuple[int, ...] | None = None  # what `slots` holds
@@ -40,52 +43,76 @@ class _Captured:
 class StepGraphs:
     """The captured decode steps of one engine."""
 
-    def __init__(self, step: DeviceStep, kv_len_ub: int, largest: int) -> None:
+    def __init__(
+        self, step: DeviceStep, kv_len_ub: int, largest: int, widths: Sequence[int]
+    ) -> None:
         """`kv_len_ub`: the most rows any request can have; lengths are read on the device."""
         self._step = step
         self._bound = kv_len_ub
         self.sizes = buckets(largest)
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self.widths = tuple(widths)
+        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._pool: Any = None
+
+    @property
+    def count(self) -> int:
+        return 2 * len(self.sizes) * len(self.widths)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str], Any] | None = None) -> None:
-        """Captures every bucket, the largest first so that the others fit into its memory."""
+        """Captures all, the largest first so that the others fit into its memory."""
         self._pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
+        for size, width in product(reversed(self.sizes), reversed(self.widths)):
             for sampled in (False, True):
                 if progress is not None:
-                    progress(f"{size} {'sampled' if sampled else 'greedy'}")
-                self._graphs[size, sampled] = self._capture(size, SAMPLED if sampled else GREEDY)
+                    progress(f"{size} x {width} {'sampled' if sampled else 'greedy'}")
+                flags = SAMPLED if sampled else GREEDY
+                self._graphs[size, width, sampled] = self._capture(size, width, flags)
+                if error := self._step.algorithm.take_error():
+                    raise error
 
-    def _capture(self, size: int, flags: SamplingFlags) -> _Captured:
+    def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
         tables = self._step.tables
         slots = torch.full((size,), tables.nobody, dtype=torch.int64, device=tables.device)
+        draft = self._outside(size, width)
         stream = torch.cuda.Stream(tables.device)
         stream.wait_stream(torch.cuda.current_stream(tables.device))
         with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
             for _ in range(2):
-                self._step.decode(slots, self._bound, flags)
+                self._step.decode(slots, self._bound, width, flags, draft)
         torch.cuda.current_stream(tables.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            drawn, new = self._step.decode(slots, self._bound, flags)
-        return _Captured(graph, slots, drawn, new)
+            drawn, new = self._step.decode(slots, self._bound, width, flags, draft)
+        return _Captured(graph, slots, draft, drawn, new)
+
+    def _outside(self, size: int, width: int) -> Draft | None:
+        """Room for drafts that are made before the graph runs."""
+        if not self._step.caps.needs_host_tokens or width == 1:
+            return None
+        slots = torch.zeros(size, dtype=torch.int64, device=self._step.tables.device)
+        return self._step.filler(slots, width)
 
     def holds(self, batch: int) -> bool:
         return batch <= self.sizes[-1]
 
-    def run(self, slots: Sequence[int], sampled: bool) -> tuple[Tensor, Tensor]:
+    def run(
+        self, slots: Sequence[int], width: int, sampled: bool, draft: Draft | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Replays the step; the tensors returned are overwritten by the next replay."""
-        tables = self._step.tables
-        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
-        captured = self._graphs[size, sampled]
-        rows = (*slots, *[tables.nobody] * (size - len(slots)))
+        tables, batch = self._step.tables, len(slots)
+        size = self.sizes[bisect.bisect_left(self.sizes, batch)]
+        captured = self._graphs[size, width, sampled]
+        rows = (*slots, *[tables.nobody] * (size - batch))
         if rows != captured.last:
             captured.slots.copy_(tables.upload(rows, torch.int64), non_blocking=True)
             captured.last = rows
+        if captured.draft is not None and draft is not None:
+            captured.draft.tokens[:batch] = draft.tokens
+            if captured.draft.parents is not None and draft.parents is not None:
+                captured.draft.parents[:batch] = draft.parents
         captured.graph.replay()
-        return captured.drawn[: len(slots)], captured.new[: len(slots)]
+        return captured.drawn[:batch], captured.new[:batch]
 
 
 def capture_with_bar(graphs: StepGraphs, quiet: bool) -> None:
@@ -97,7 +124,7 @@ def capture_with_bar(graphs: StepGraphs, quiet: bool) -> None:
         if progress is None:
             graphs.capture()
             return
-        task = progress.add_task("Capturing graphs", total=2 * len(graphs.sizes))
+        task = progress.add_task("Capturing graphs", total=graphs.count)
         graphs.capture(
             lambda name: progress.update(task, advance=1, description=f"Capturing graphs: {name}")
         )

@@ -115,7 +115,7 @@ def _largest_steps(limits: Limits, nobody: int) -> Iterator[StepPlan]:
         left -= tokens
     yield StepPlan(prefill=chunks)
     row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
-    yield StepPlan(decode=[row] * limits.slots)
+    yield StepPlan(decode=[row] * limits.slots, width=limits.width)
 
 
 def _graph_bytes(graphs: StepGraphs, device: torch.device) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from forerun.core.errors import AlgorithmError
 from forerun.core.plan import DecodeRow, StepPlan, StepResult
 from forerun.engine.graphs import StepGraphs
 from forerun.engine.step import DeviceStep
 from forerun.sampling.sampler import SamplingFlags
+
+MEASURING = 2.0  # seconds at start that measuring step costs may take
 
 
 @dataclass
@@ -23,6 +27,8 @@ class StepFuture:
     new: Tensor | None  # [B] int32
     first: Tensor | None  # [last prefill chunks] int64
     event: torch.cuda.Event | None
+    error: AlgorithmError | None  # the drafts of this step failed
+    launched: float  # time.monotonic() before it was
 
     def result(self) -> StepResult:
         """Waits for the device."""
@@ -47,8 +53,9 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepFuture:
         """Queues the whole step on the device and returns at once (on a CPU: computes it)."""
+        launched = time.monotonic()
         self.tables.apply(plan)
-        drawn, new = self._decode(plan.decode) if plan.decode else (None, None)
+        drawn, new = self._decode(plan.decode, plan.width) if plan.decode else (None, None)
         # What a graph returns lives until its next replay; the copies are queued before that.
         decode = self._to_host(drawn), self._to_host(new)
         first = self._to_host(self.step.prefill(plan.prefill) if plan.prefill else None)
@@ -56,18 +63,68 @@ class Runner:
         if self.tables.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return StepFuture(plan, *decode, first, event)
+        error = self.step.algorithm.take_error()
+        return StepFuture(plan, *decode, first, event, error, launched)
 
-    def _decode(self, rows: Sequence[DecodeRow]) -> tuple[Tensor, Tensor]:
+    def _decode(self, rows: Sequence[DecodeRow], width: int) -> tuple[Tensor, Tensor]:
         slots = [row.slot for row in rows]
         flags = SamplingFlags.of(row.request.params for row in rows)
-        if self.graphs is not None and self.graphs.holds(len(slots)):
-            return self.graphs.run(slots, sampled=flags.sampled or flags.min_tokens)
         bound = max(row.kv_len_ub for row in rows) + self.step.caps.width
-        return self.step.decode(self.tables.upload(slots, torch.int64), bound, flags)
+        draft = None
+        if self.step.caps.needs_host_tokens and width > 1:
+            tokens = [row.request.tokens for row in rows]
+            index = self.tables.upload(slots, torch.int64)
+            draft = self.step.propose(index, bound, width, tokens)
+        if self.graphs is not None and self.graphs.holds(len(slots)):
+            return self.graphs.run(slots, width, flags.sampled or flags.min_tokens, draft)
+        index = self.tables.upload(slots, torch.int64)
+        return self.step.decode(index, bound, width, flags, draft)
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device.type != "cuda":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+    # --- costs ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def measure(self, widths: Sequence[int], largest: int) -> dict[int, list[float]]:
+        """Seconds of a decode step of every width, by batch size; on nobody's rows.
+
+        Stops at the batch size where time runs out: beyond it costs are taken to be in proportion.
+        """
+        sizes = self.graphs.sizes if self.graphs else [1 << n for n in range(largest.bit_length())]
+        sizes = [size for size in sizes if size <= largest]
+        costs, end = {}, time.monotonic() + MEASURING
+        for size in sizes:
+            costs[size] = [self._cost(size, width) for width in widths]
+            if time.monotonic() > end:
+                break
+        return costs
+
+    def _cost(self, batch: int, width: int) -> float:
+        slots = [self.tables.nobody] * batch
+        flags, bound = SamplingFlags(), 1 + self.step.caps.width
+        draft = None
+        if self.step.caps.needs_host_tokens and width > 1:
+            index = self.tables.upload(slots, torch.int64)
+            draft = self.step.filler(index, width)
+
+        def once() -> float:
+            self._wait()
+            begin = time.monotonic()
+            if self.graphs is not None:
+                self.graphs.run(slots, width, False, draft)
+            else:
+                index = self.tables.upload(slots, torch.int64)
+                self.step.decode(index, bound, width, flags, draft)
+            self._wait()
+            return time.monotonic() - begin
+
+        once()
+        return min(once() for _ in range(2))
+
+    def _wait(self) -> None:
+        if self.tables.device.type == "cuda":
+            torch.cuda.synchronize(self.tables.device)

@@ -8,19 +8,25 @@ the whole of it can be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.core.plan import PrefillChunk
+from forerun.engine.guard import Guard
 from forerun.engine.tables import SlotTables
+from forerun.kernels.tree import Tree, move_rows
+from forerun.kernels.verify import verify_ids
 from forerun.models.base import CausalLM
+from forerun.sampling.noise import gumbel_argmax
 from forerun.sampling.sampler import SamplingFlags, sample
 from forerun.speculative.base import (
     Commit,
+    Draft,
     SpecCaps,
     SpeculativeAlgorithm,
     Step,
@@ -38,10 +44,26 @@ class _Rows:
     kv_len_ub: int
     ragged: tuple[tuple[int, int], ...] | None = None
 
-    def attention(self, width: int | None) -> AttentionBatch:
+    def attention(self, width: int | None, offset: int = 0) -> AttentionBatch:
+        start = self.start + offset if offset else self.start
         return AttentionBatch(
-            self.page_table, self.start, self.kv_len_ub, width=width, ragged=self.ragged
+            self.page_table, start, self.kv_len_ub, width=width, ragged=self.ragged
         )
+
+
+class _DraftRows:
+    """Contexts over the draft's pool, each planned once."""
+
+    def __init__(self, backend: AttentionBackend, rows: _Rows) -> None:
+        self._backend, self._rows = backend, rows
+        self._made: dict[tuple[int | None, int], AttentionContext] = {}
+
+    def __call__(self, width: int | None, offset: int = 0) -> AttentionContext:
+        key = (width, offset)
+        if key not in self._made:
+            plan = self._backend.plan(self._rows.attention(width, offset))
+            self._made[key] = AttentionContext(self._backend, plan)
+        return self._made[key]
 
 
 class DeviceStep:
@@ -58,53 +80,153 @@ class DeviceStep:
         simulate: SimulatedAccept | None = None,
     ) -> None:
         self.model = model
-        self.algorithm = algorithm
+        self.algorithm = Guard(algorithm, trees=caps.makes_trees)
         self.caps = caps
         self.tables = tables
         self.attention = attention
         self.draft_attention = draft_attention
         self.simulate = simulate
-        self._row_offsets = torch.arange(caps.width, dtype=torch.int32, device=tables.device)
+        device = tables.device
+        self._offsets = torch.arange(caps.width, dtype=torch.int32, device=device)
+        self._chain = self._offsets[1:].unsqueeze(0)  # depth of every draft in a chain
 
-    def decode(self, slots: Tensor, kv_len_ub: int, flags: SamplingFlags) -> tuple[Tensor, Tensor]:
+    # --- decode ---------------------------------------------------------------------------------
+
+    def decode(
+        self,
+        slots: Tensor,
+        kv_len_ub: int,
+        width: int,
+        flags: SamplingFlags,
+        draft: Draft | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """One fixed-width step.
 
         Args:
             slots: [B] int64.
             kv_len_ub: host bound of every row's committed length plus the width.
+            width: rows verified a request; 1: nothing is proposed.
             flags: which sampling operations to run.
+            draft: what was proposed before the step, where it must read tokens on the host.
 
         Returns:
             Drawn tokens [B, W] int64 and how many of each row are committed [B] int32.
         """
-        tables, width = self.tables, self.caps.width
+        rows, step = self._rows(slots, kv_len_ub, width)
+        last = step.input_ids[::width]  # [B]
+        if draft is None:
+            draft = self._propose(step, flags)
+        tree = None if draft.parents is None else Tree.of(draft.parents)
+
+        depth = self._chain[:, : width - 1] if tree is None else tree.depth[:, 1:]
+        limit = self.tables.draft_limit[slots]
+        ids, judged = verify_ids(last, draft.tokens, limit, depth, self.model.config.vocab_size)
+        positions = step.positions.view(-1, width)
+        if tree is not None:
+            positions = step.start.unsqueeze(1) + tree.depth
+        output, drawn = self._verify(rows, ids.flatten(), positions, slots, tree, flags)
+
+        if tree is None:
+            forced = None if self.simulate is None else self.simulate(slots, width)
+        else:
+            path, forced = tree.accept(judged, drawn)
+            drawn, output = self._along(path, drawn, output, rows, slots.shape[0])
+        new = self.tables.commit(judged, drawn, slots, step.start, forced)  # [B]
+
+        if self.caps.prefix_lookahead:
+            begin = torch.arange(0, drawn.numel(), width, device=drawn.device)
+            output = replace(output, next_ids=drawn.flatten(), last_rows=begin + new - 1)
+        self.algorithm.observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
+        return drawn, new
+
+    def filler(self, slots: Tensor, width: int) -> Draft:
+        """Tokens that are as good as none, where a draft must be given."""
+        tokens = slots.new_zeros(slots.shape[0], width - 1)
+        return Draft(tokens, torch.zeros_like(tokens) if self.caps.makes_trees else None)
+
+    def propose(
+        self, slots: Tensor, kv_len_ub: int, width: int, tokens: Sequence[Sequence[int]]
+    ) -> Draft:
+        """What an algorithm with `needs_host_tokens` proposes: the step without its graph."""
+        step = self._rows(slots, kv_len_ub, width)[1]
+        return self.algorithm.propose(replace(step, tokens=tokens))
+
+    def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_Rows, Step]:
+        tables = self.tables
         start = tables.kv_len[slots]  # [B]
-        last = tables.last_token[slots].unsqueeze(1)  # [B, 1]
-        positions = start.unsqueeze(1) + self._row_offsets  # [B, W]
+        positions = start.unsqueeze(1) + self._offsets[:width]  # [B, W]
         rows = _Rows(tables.page_table[slots], start, kv_len_ub)
         step = Step(
             slots=slots,
             start=start,
             positions=positions.flatten(),
-            input_ids=last.expand(-1, width).flatten(),
+            input_ids=tables.last_token[slots].unsqueeze(1).expand(-1, width).flatten(),
             width=width,
             history=tables.history,
-            attention=self._draft_contexts(rows),
+            attention=self._draft_rows(rows),
         )
+        return rows, step
 
-        draft = self.algorithm.propose(step)
+    def _propose(self, step: Step, flags: SamplingFlags) -> Draft:
+        if step.width == 1:
+            return Draft(step.slots.new_empty(step.slots.shape[0], 0))
+        return self.algorithm.propose(replace(step, draw=partial(self._draw, step.slots, flags)))
 
-        ids = torch.cat([last, draft.tokens], dim=1).flatten()  # [B * W]
-        context = AttentionContext(self.attention, self.attention.plan(rows.attention(width)))
-        hidden, features = self.model.forward(ids, step.positions, context, self.caps.target_layers)
-        logits = self.model.lm_head(hidden).view(slots.shape[0], width, -1)
-        drawn = sample(logits, positions + 1, tables.sampling.gather(slots), flags)  # [B, W]
-        forced = None if self.simulate is None else self.simulate(slots)
-        new = tables.commit(draft.tokens, drawn, slots, start, forced)  # [B]
+    def _draw(
+        self,
+        slots: Tensor,
+        flags: SamplingFlags,
+        logits: Tensor,
+        positions: Tensor,
+        tokens: Tensor | None = None,
+    ) -> Tensor:
+        rules = self.tables.sampling.gather(slots)
+        if tokens is None or not flags.sampled:
+            return sample(logits, positions, rules, replace(flags, min_tokens=False))
+        # Over a part of the vocabulary filters would keep other tokens: temperature alone.
+        warm = rules.temperature.clamp_min(1e-6)[:, None, None]
+        drawn = gumbel_argmax(logits.float() / warm, rules.key[:, None], positions, tokens)
+        return torch.where(rules.temperature[:, None] > 0, drawn, logits.argmax(-1))
 
-        step = Step(slots, start, step.positions, ids, width, tables.history, step.attention)
-        self.algorithm.observe(step, TargetOutput(hidden, features), Commit(drawn, new))
-        return drawn, new
+    def _verify(
+        self,
+        rows: _Rows,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        tree: Tree | None,
+        flags: SamplingFlags,
+    ) -> tuple[TargetOutput, Tensor]:
+        """The target over ids [B * W] at positions [B, W], and a draw at every row [B, W]."""
+        batch = rows.attention(positions.shape[1])
+        if tree is not None:
+            batch = replace(batch, tree=tree.bits)
+        context = AttentionContext(self.attention, self.attention.plan(batch))
+        capture = self.caps.target_layers
+        hidden, features = self.model.forward(ids, positions.flatten(), context, capture)
+        logits = self.model.lm_head(hidden).view(*positions.shape, -1)
+        drawn = sample(logits, positions + 1, self.tables.sampling.gather(slots), flags)
+        return TargetOutput(hidden, features), drawn
+
+    def _along(
+        self, path: Tensor, drawn: Tensor, output: TargetOutput, rows: _Rows, batch: int
+    ) -> tuple[Tensor, TargetOutput]:
+        """Puts what the accepted path left in a tree's rows where a chain would have left it."""
+        width = path.shape[1]
+        index = path + torch.arange(0, batch * width, width, device=path.device).unsqueeze(1)
+        pages, pool = rows.page_table.long(), self.attention.pool
+
+        def place(offsets: Tensor) -> Tensor:  # [B, W] offsets from `start` -> pool rows
+            at = rows.start.unsqueeze(1) + offsets
+            page = pages.gather(1, at // pool.page_size)
+            return (page * pool.page_size + at % pool.page_size).flatten()
+
+        move_rows(pool.data, place(path), place(self._offsets[:width].expand_as(path).long()))
+        index = index.flatten()
+        features = None if output.features is None else output.features[index]
+        return drawn.gather(1, path), TargetOutput(output.hidden[index], features)
+
+    # --- prefill --------------------------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
         """Prompt rows; draws the first token of requests whose last chunk this is."""
@@ -123,14 +245,23 @@ class DeviceStep:
             input_ids=ids,
             width=None,
             history=tables.history,
-            attention=self._draft_contexts(rows),
+            attention=self._draft_rows(rows),
         )
         context = AttentionContext(self.attention, self.attention.plan(rows.attention(None)))
         hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
-        self.algorithm.observe(step, TargetOutput(hidden, features), None)
-
         tables.kv_len[slots] = tables.upload([s + n for s, n in spans], torch.int32)
-        return self._first_tokens(chunks, hidden)
+        drawn = self._first_tokens(chunks, hidden)
+        output = TargetOutput(hidden, features)
+        if self.caps.prefix_lookahead:  # of the last row: the token just drawn
+            owner = tables.upload([c.slot for c in chunks for _ in c.tokens], torch.int64)
+            behind = tables.history[owner, positions.long() + 1].long()
+            output = replace(output, next_ids=behind, last_rows=self._ends(spans) - 1)
+        self.algorithm.observe(step, output, None)
+        return drawn
+
+    def _ends(self, spans: Sequence[tuple[int, int]]) -> Tensor:
+        counts = torch.tensor([count for _, count in spans]).cumsum(0)
+        return self.tables.upload(counts.tolist(), torch.int64)
 
     def _first_tokens(self, chunks: Sequence[PrefillChunk], hidden: Tensor) -> Tensor | None:
         tables = self.tables
@@ -154,16 +285,5 @@ class DeviceStep:
         tables.history[slots, at] = drawn.int()
         return drawn
 
-    def _draft_contexts(self, rows: _Rows) -> Callable[[int | None], AttentionContext] | None:
-        """Attention over the draft's pool for the first `width` rows, planned once a width."""
-        backend = self.draft_attention
-        if backend is None:
-            return None
-        made: dict[int | None, AttentionContext] = {}
-
-        def context(width: int | None) -> AttentionContext:
-            if width not in made:
-                made[width] = AttentionContext(backend, backend.plan(rows.attention(width)))
-            return made[width]
-
-        return context
+    def _draft_rows(self, rows: _Rows) -> _DraftRows | None:
+        return None if self.draft_attention is None else _DraftRows(self.draft_attention, rows)

@@ -19,8 +19,12 @@ from forerun.sampling.table import SamplingTable
 class SlotTables:
     """Everything the step needs to know about a running request, on the device."""
 
-    def __init__(self, slots: int, positions: int, pages: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, positions: int, pages: int, drafts: int, device: torch.device
+    ) -> None:
+        """`drafts`: the most a step proposes."""
         rows = slots + 1
+        self._drafts = drafts
         self.nobody = slots
         self.device = device
         self.kv_len = torch.zeros(rows, dtype=torch.int32, device=device)  # committed K/V rows
@@ -28,6 +32,7 @@ class SlotTables:
         self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         # Tokens by position, known up to kv_len; past it stands what a step drew and dropped.
         self.history = torch.zeros(rows, positions, dtype=torch.int32, device=device)
+        self.draft_limit = torch.zeros(rows, dtype=torch.int32, device=device)  # drafts it takes
         self.sampling = SamplingTable(rows, device)
         self.states: list[Tensor] = []  # rows that the algorithm keeps
 
@@ -46,6 +51,8 @@ class SlotTables:
         requests = [a.request for a in plan.admitted]
         slots = self.upload([a.slot for a in plan.admitted], torch.int64)
         self.kv_len[slots] = self.upload([r.cached_len for r in requests], torch.int32)
+        limits = [r.params.draft_limit(self._drafts) for r in requests]
+        self.draft_limit[slots] = self.upload(limits, torch.int32)
         self.page_table.index_fill_(0, slots, 0)  # entries past its pages may be read, masked
         for state in self.states:  # a request never sees what the slot's last one left
             state.index_fill_(0, slots, 0)

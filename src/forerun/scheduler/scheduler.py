@@ -25,6 +25,7 @@ from forerun.core.plan import Admission, DecodeRow, PrefillChunk, StepPlan, Step
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import PrefixStore
+from forerun.scheduler.width import WidthPolicy
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,8 @@ class Limits:
 
     slots: int
     page_size: int
-    width: int  # rows a decode step verifies for a request
+    width: int  # most rows a decode step verifies for a request
     kv_reserve: int  # rows past the committed length a step may write
-    draft_tokens: int
     prefill_tokens: int  # prompt tokens a step, over all requests
     context_length: int
     depth: int  # steps that may be in flight when the next is scheduled
@@ -58,12 +58,14 @@ class Scheduler:
         allocator: PageAllocator,
         prefix: PrefixStore,
         take: Callable[[Request, list[int]], None],
+        widths: WidthPolicy,
     ) -> None:
         """`take` appends new tokens to a request's output and sets `finish` at a stop."""
         self.limits = limits
         self.allocator = allocator
         self.prefix = prefix
         self._take = take
+        self.widths = widths
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first; the last is preempted first
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
@@ -115,6 +117,7 @@ class Scheduler:
         """The next step, or None if there is nothing that can run now."""
         plan = StepPlan()
         self._plan_decode(plan)
+        self._choose_width(plan)
         self._plan_prefill(plan)
         if not (plan.decode or plan.prefill):
             return None
@@ -131,7 +134,9 @@ class Scheduler:
             if request.state is not State.FINISHED:
                 request.kv_len += len(tokens)
                 request.verify_ct += 1
-                request.proposed += self.limits.draft_tokens
+                drafts = request.params.draft_limit(plan.width - 1)
+                request.proposed += drafts
+                self.widths.learn(request, drafts, len(tokens) - 1)
                 changed.append(self._append(request, tokens, verified=True))
             self._settle(request)
         for chunk, token in zip(plan.prefill, result.prefill, strict=True):
@@ -164,7 +169,12 @@ class Scheduler:
             bound = request.kv_len_ub
             if self._grow(request, bound + self.limits.kv_reserve, plan):
                 plan.decode.append(DecodeRow(request, request.slot, bound))
-                request.pending.append(self.limits.width)
+
+    def _choose_width(self, plan: StepPlan) -> None:
+        if plan.decode:
+            plan.width = self.widths.choose([row.request for row in plan.decode])
+        for row in plan.decode:
+            row.request.pending.append(plan.width)
 
     def _surely_done(self, request: Request) -> bool:
         """Steps in flight yield a token each at least: no use launching past the end."""

@@ -10,9 +10,9 @@ and never reads a device value on the host inside a step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,20 +38,25 @@ class Option:
 class SpecCaps:
     """What an algorithm needs; the engine branches on these values, never on a name."""
 
-    draft_tokens: int = 0  # K; a step verifies K + 1 rows a request
+    draft_tokens: int = 0  # K; a step verifies K + 1 rows a request, at most
+    flexible: bool = False  # `propose` takes any `step.width` from 2 up; else K + 1 alone
     kv_reserve: int = 1  # rows past the committed length a step may write
     target_layers: tuple[int, ...] = ()  # outputs of these decoder layers are captured
     draft_kv: KVLayout | None = None
     draft_heads: int = 0  # query heads of the draft's attention, where it has any
     draft_attention: tuple[LayerMask, ...] = ()  # one a draft layer
-    verify_mask: Mask = Mask.CAUSAL
+    verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` gives trees
     prefix_lookahead: int = 0  # 1 where draft K/V at i depends on token i + 1
-    target_verify_for_draft: bool = False  # the draft's forward has the fixed verify shape
+    needs_host_tokens: bool = False  # `propose` reads `step.tokens`: no overlap, not captured
 
     @property
     def width(self) -> int:
-        """W: rows verified a request and step."""
+        """W: rows verified a request and step, at most."""
         return self.draft_tokens + 1
+
+    @property
+    def makes_trees(self) -> bool:
+        return self.verify_mask is Mask.CUSTOM
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,35 @@ class DraftContext:
     slots: int
 
 
+class DraftRows(Protocol):
+    """Attention over the draft's pool for rows of a step."""
+
+    def __call__(self, width: int | None, offset: int = 0) -> AttentionContext:
+        """Rows [offset, offset + width) of every request; `None`: the ragged rows of a prefill."""
+
+
+class Draw(Protocol):
+    """Draws tokens by the requests' own rules, with the very noise that the target draws with."""
+
+    def __call__(self, logits: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """A draft that draws so agrees with the target as often as its distribution allows.
+
+        Args:
+            logits: [B, n, V].
+            positions: [B, n] integers: where the drawn tokens will stand.
+            tokens: [V] int64, ids of the columns where these are not 0 … V - 1.
+
+        Returns:
+            [B, n] int64 columns.
+        """
+
+
 @dataclass(frozen=True)
 class Step:
     """The rows of one forward, as an algorithm sees them. All tensors on the device.
 
     In a decode step there are W rows for each of B requests, T = B * W; in a prefill step the
-    rows are ragged (`width` is None).
+    rows are ragged (`width` is None). W may differ from step to step (`SpecCaps.flexible`).
     """
 
     slots: Tensor  # [B] int64
@@ -90,15 +118,22 @@ class Step:
     input_ids: Tensor  # [T] int64; in `propose` only the first of each W is known
     width: int | None
     history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
-    # Over the draft's pool: the first `width` rows of every request (None: the ragged rows).
-    attention: Callable[[int | None], AttentionContext] | None
+    attention: DraftRows | None  # where the algorithm has a pool
+    draw: Draw | None = None  # in `propose`
+    tokens: Sequence[Sequence[int]] | None = None  # host: all tokens, where `needs_host_tokens`
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens [B, K] int64."""
+    """What may come next.
+
+    `tokens` [B, W - 1] int64: in a chain, token i stands i + 1 behind the newest. In a tree
+    (`verify_mask` CUSTOM) row i + 1 of the step holds token i, row 0 the newest, and `parents`
+    [B, W - 1] int64 names the row of each token's parent, which comes before its own.
+    """
 
     tokens: Tensor
+    parents: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,11 +142,17 @@ class TargetOutput:
 
     hidden: Tensor  # [T, H], after the final norm
     features: Tensor | None  # [T, n * H]: outputs of `target_layers`, concatenated
+    # Where `prefix_lookahead` is 1:
+    next_ids: Tensor | None = None  # [T] int64: the token behind each row that is committed
+    last_rows: Tensor | None = None  # [B] int64: the last row of each request that is committed
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What the verify pass decided. In a prefill step there is no decision: `None` is passed."""
+    """What the verify pass decided. In a prefill step there is no decision: `None` is passed.
+
+    Rows are in order of position, those of a tree's accepted path first.
+    """
 
     tokens: Tensor  # [B, W] int64: drawn at every row; the first `new` are committed
     new: Tensor  # [B] int32: accepted drafts + 1
@@ -144,7 +185,11 @@ class SpeculativeAlgorithm(ABC):
         return SlotState()
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether the draft's forward has the fixed-width verify shape."""
+        """Whether the draft's forward has the verify pass's shape: the same W rows a request.
+
+        Then it is captured with the rows that were prepared for the verify pass; else it makes its
+        own, through `step.attention(width, offset)`.
+        """
         return False
 
     def products(self, batch: int) -> list[Product]:
@@ -153,7 +198,7 @@ class SpeculativeAlgorithm(ABC):
 
     @abstractmethod
     def propose(self, step: Step) -> Draft:
-        """K tokens for every request; no host reads."""
+        """W - 1 tokens for every request; no host reads. Not called for W = 1."""
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
         """Learn from the target's pass over the rows of `step`; `None`: these were prompt rows."""

@@ -57,12 +57,12 @@ class DFlash(SpeculativeAlgorithm):
         drafts = block if draft.sample_from_anchor else block - 1
         return SpecCaps(
             draft_tokens=drafts,
+            flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layer_ids,
             draft_kv=KVLayout(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks(window),
-            target_verify_for_draft=not draft.sample_from_anchor,
         )
 
     def load(self, ctx: DraftContext) -> None:
@@ -76,9 +76,9 @@ class DFlash(SpeculativeAlgorithm):
             ctx.config.load_format,
         )
         self._first = 0 if config.sample_from_anchor else 1  # the first row that predicts
-        self._block = ctx.caps.draft_tokens + self._first
+        longest = ctx.caps.draft_tokens + self._first
         mask = _mask_token(ctx.config, config, ctx.target.config)
-        self._masks = torch.full((1, self._block - 1), mask, dtype=torch.int64, device=ctx.device)
+        self._masks = torch.full((1, longest - 1), mask, dtype=torch.int64, device=ctx.device)
         embedding, head = self._draft.embedding, self._draft.head
         self._embedding, self._head, self._target = embedding, head, ctx.target
 
@@ -98,9 +98,10 @@ class DFlash(SpeculativeAlgorithm):
 
     def propose(self, step: Step) -> Draft:
         assert step.width is not None and step.attention is not None
-        batch, block = step.slots.shape[0], self._block
+        batch, block = step.slots.shape[0], step.width - 1 + self._first
         newest = step.input_ids.view(batch, -1)[:, :1]
-        ids = torch.cat([newest, self._masks.expand(batch, -1)], dim=1).flatten()
+        masks = self._masks[:, : block - 1].expand(batch, -1)
+        ids = torch.cat([newest, masks], dim=1).flatten()
         positions = step.positions.view(batch, -1)[:, :block].flatten()
         hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
         rows = hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)  # [B * K, H]

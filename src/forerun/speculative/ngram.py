@@ -50,14 +50,14 @@ class Ngram(SpeculativeAlgorithm):
             raise ConfigError(
                 "This algorithm drafts from the text itself; drop speculative_draft_model_path."
             )
-        return SpecCaps(draft_tokens=width - 1, kv_reserve=width)
+        return SpecCaps(draft_tokens=width - 1, flexible=True, kv_reserve=width)
 
     def load(self, ctx: DraftContext) -> None:
-        self._drafts = ctx.caps.draft_tokens
         self._min, self._max = _matches(ctx.config)
         self._places = torch.arange(ctx.max_positions, device=ctx.device, dtype=torch.int32)
 
     def propose(self, step: Step) -> Draft:
+        assert step.width is not None
         history = step.history.index_select(0, step.slots)  # [B, C] int32, known up to `start`
         last = step.start.unsqueeze(1)  # [B, 1]: place of the newest token
         places = self._places[: history.shape[1]].unsqueeze(0)  # [1, C]
@@ -65,7 +65,7 @@ class Ngram(SpeculativeAlgorithm):
         # Longest match first, then the latest place.
         score = torch.where(length >= self._min, length * history.shape[1] + places, -1)
         best, place = score.max(dim=1, keepdim=True)  # [B, 1]
-        ahead = place + 1 + torch.arange(self._drafts, device=place.device)  # [B, K]
+        ahead = place + 1 + torch.arange(step.width - 1, device=place.device)  # [B, K]
         # Past the newest token the match continues into the draft itself: wrap by its period.
         period = (last - place).clamp_min(1)
         ahead = torch.where(ahead > last, place + 1 + (ahead - place - 1) % period, ahead)

@@ -24,10 +24,10 @@ class SimulatedAccept:
         self._mean = mean
         self._steps = torch.zeros(slots, dtype=torch.float64, device=device)
 
-    def __call__(self, slots: Tensor) -> Tensor:
-        """slots [B] int64 -> [B] int32, what the step commits."""
+    def __call__(self, slots: Tensor, width: int) -> Tensor:
+        """slots [B] int64 -> [B] int32, what the step of this width commits."""
         steps = self._steps[slots]
         self._steps[slots] = steps + 1
         # The nudge keeps whole products of a mean like 1.2 from falling short.
         before, after = steps * self._mean + 1e-6, (steps + 1) * self._mean + 1e-6
-        return (after.floor() - before.floor()).int()
+        return (after.floor() - before.floor()).int().clamp_max(width)

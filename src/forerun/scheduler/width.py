@@ -1,0 +1,168 @@
+"""How many rows the next step verifies: as many as pay. No torch.
+
+A wider step yields more tokens and costs more, and how much of either depends on the text, on the
+batch and on the machine. So the width is chosen anew for every step, from past data only: the
+text does not depend on it. Width 1 is plain decoding.
+
+    tokens a step of width W   sum over requests of 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1)
+    its cost                   seconds of (batch, W), measured at start and corrected while running
+
+where c_k, kept per request, is a running mean of "draft k was right, given that those before it
+were".
+"""
+
+from __future__ import annotations
+
+import bisect
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from forerun.core.request import Request
+
+LEARN = 0.1  # weight of the newest observation in c_k
+PRIOR = 0.8  # c_k before anything is known: try
+TIMED = 0.1  # weight of the newest step in a cost
+PROBES = 0.005  # share of the time that may go into drafts which do not seem to pay
+
+
+def ladder(full: int, flexible: bool) -> tuple[int, ...]:
+    """The widths that steps can have: 1, the full one, and powers of two between them."""
+    between = [1 << n for n in range(2, full.bit_length())] if flexible else []
+    return (1, *(w for w in between if w <= 0.75 * full), *([full] if full > 1 else []))
+
+
+class WidthPolicy(ABC):
+    """Chooses the width of every step, and is told what came of it."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = tuple(widths)
+        self.chosen: Counter[int] = Counter()  # steps of each width
+
+    def choose(self, requests: Sequence[Request]) -> int:
+        """The width of the next step for these requests."""
+        wanted = 1 + max(r.params.draft_limit(self.widths[-1] - 1) for r in requests)
+        width = self._choose(requests, bisect.bisect_left(self.widths, wanted)) if wanted > 1 else 1
+        self.chosen[width] += 1
+        return width
+
+    @abstractmethod
+    def _choose(self, requests: Sequence[Request], most: int) -> int:
+        """One of the first `most` + 1 widths."""
+
+    def learn(self, request: Request, drafts: int, accepted: int) -> None:
+        """`accepted` of the `drafts` that were made for a request agreed."""
+        return None
+
+    def timed(self, batch: int, width: int, seconds: float) -> None:
+        """A step took so long."""
+        return None
+
+
+class FixedWidth(WidthPolicy):
+    """The full width, or the least that gives every request the drafts it takes."""
+
+    def _choose(self, requests: Sequence[Request], most: int) -> int:
+        return self.widths[most]
+
+
+class AdaptiveWidth(WidthPolicy):
+    """The width of the most expected tokens a second."""
+
+    def __init__(self, widths: Sequence[int], costs: Mapping[int, Sequence[float]]) -> None:
+        """`costs`: seconds of a step by batch size, one for every width."""
+        super().__init__(widths)
+        self._batches = sorted(costs)
+        self._costs = [list(costs[batch]) for batch in self._batches]
+        self._rates = [PRIOR] * (self.widths[-1] - 1)  # of all requests: where a new one starts
+        self._expected = self._tokens(self._rates)
+        self._saved = 0.0  # seconds that probes may cost
+
+    # --- choosing -------------------------------------------------------------------------------
+
+    def _choose(self, requests: Sequence[Request], most: int) -> int:
+        costs = self.costs(len(requests))
+        speeds = [self._yield(requests, i) / costs[i] for i in range(most + 1)]
+        best = max(range(most + 1), key=speeds.__getitem__)
+        if best > 0:
+            return self.widths[best]
+        # Plain steps tell nothing about drafts, and texts change: look now and then, with the
+        # narrowest drafts, as often as the saved time allows.
+        self._saved += PROBES * costs[0]
+        price = costs[1] * (1 - speeds[1] / speeds[0])  # over plain steps to as many tokens
+        if self._saved < price:
+            return 1
+        self._saved -= max(price, 0.0)
+        return self.widths[1]
+
+    def _yield(self, requests: Sequence[Request], index: int) -> float:
+        """Tokens that a step of this width is expected to bring."""
+        total, width = 0.0, self.widths[index]
+        for request in requests:
+            params = request.params
+            left = params.max_new_tokens - len(request.output) - len(request.pending)
+            limit = min(params.draft_limit(width - 1) + 1, max(left, 1))
+            expected = (request.expected or self._expected)[index]
+            total += min(expected, limit)
+        return total
+
+    def costs(self, batch: int) -> list[float]:
+        """Seconds of a step for every width, on the line between the measured batch sizes."""
+        at = bisect.bisect_left(self._batches, batch)
+        if at == len(self._batches):
+            return [cost * batch / self._batches[-1] for cost in self._costs[-1]]
+        if len(rows := self._around(batch)) == 1:
+            return rows[0]
+        below, above = self._batches[at - 1 : at + 1]
+        share = (batch - below) / (above - below)
+        return [a + share * (b - a) for a, b in zip(*rows, strict=True)]
+
+    def _around(self, batch: int) -> list[list[float]]:
+        """The measured rows that the costs of a batch size come from: one, or those beside it."""
+        at = bisect.bisect_left(self._batches, batch)
+        exact = at < len(self._batches) and self._batches[at] == batch
+        return self._costs[max(at - (not exact), 0) : at + 1]
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def learn(self, request: Request, drafts: int, accepted: int) -> None:
+        if drafts < 1:
+            return
+        if request.accept_rates is None:
+            request.accept_rates = list(self._rates)
+        _update(request.accept_rates, drafts, accepted, LEARN)
+        _update(self._rates, drafts, accepted, LEARN / 4)
+        request.expected = self._tokens(request.accept_rates)
+        self._expected = self._tokens(self._rates)
+
+    def timed(self, batch: int, width: int, seconds: float) -> None:
+        i = self.widths.index(width)
+        # A pause of the machine must not look like a dear step.
+        ratio = min(max(seconds / self.costs(batch)[i], 0.5), 2.0)
+        for row in self._around(batch):
+            row[i] *= 1 + TIMED * (ratio - 1)
+
+    def _tokens(self, rates: Sequence[float]) -> tuple[float, ...]:
+        expected, product, total = [], 1.0, 1.0
+        steps = iter(self.widths)
+        width = next(steps)
+        for k in range(self.widths[-1]):
+            if k + 1 == width:
+                expected.append(total)
+                width = next(steps, 0)
+            if k < len(rates):
+                product *= rates[k]
+                total += product
+        return tuple(expected)
+
+
+def _update(rates: list[float], drafts: int, accepted: int, weight: float) -> None:
+    for k in range(min(accepted, drafts)):
+        rates[k] += weight * (1.0 - rates[k])
+    if accepted < drafts:
+        rates[accepted] -= weight * rates[accepted]
+        return
+    # All agreed: what lies behind is like the last that was seen.
+    last = rates[drafts - 1]
+    for k in range(drafts, len(rates)):
+        rates[k] += weight * (last - rates[k])

@@ -1,0 +1,166 @@
+"""The extension point, from outside: trees, host tokens, rows of its own, and algorithms that fail.
+
+Whatever is proposed, the text is that of plain decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun import SamplingParams
+from forerun.core.errors import ConfigError
+from tests.golden_engine import CASES, golden_llm
+from tests.toy_algorithms import DRAFTS, Faulty, Oracle, register_toys
+
+register_toys()
+PROMPTS = [c["prompt"] for c in CASES[:5]]
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "ignore_eos": True, "max_new_tokens": 24}
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 24}
+
+
+def rules(sampled: bool) -> list[dict[str, Any]]:
+    if not sampled:
+        return [GREEDY] * len(PROMPTS)
+    return [{**SEEDED, "sampling_seed": i} for i in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[list[int]]]:
+    with golden_llm() as llm:
+        runs = [llm.generate(input_ids=PROMPTS, sampling_params=rules(s)) for s in (False, True)]
+    return [[out.output_ids for out in run] for run in runs]
+
+
+@pytest.fixture
+def oracle(plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {tuple(p): o for outs in plain for p, o in zip(PROMPTS, outs, strict=True)}
+    monkeypatch.setattr(Oracle, "answers", known)
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    "name", ["TOY-TREES", "TOY-ORACLE", "TOY-ORACLE-TREES", "TOY-LEARNER", "TOY-SAMPLER"]
+)
+def test_text_is_that_of_plain_decoding(
+    name: str, page_size: int, depth: int, plain: list[list[list[int]]], oracle: None
+) -> None:
+    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": 16}
+    with golden_llm(name, overlap_depth=depth, max_running_requests=4, **settings) as llm:
+        if "ORACLE" in name:
+            assert llm.engine.limits.depth == 0  # it reads tokens on the host
+        for sampled in (False, True):
+            for _ in ("cold", "warm"):
+                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
+                assert [o.output_ids for o in outs] == plain[sampled]
+            if "ORACLE" in name and sampled:  # the answers known are the sampled ones
+                best = 4 if "TREES" in name else DRAFTS + 1
+                steps = [n for o in outs for n in o.meta_info["spec_accept_lengths"][:-1]]
+                assert set(steps) == {best}
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("fault", ["raise", "shape", "dtype", "kind", "tree"])
+@pytest.mark.parametrize("fallback", [False, True])
+def test_an_algorithm_that_fails(
+    fault: str, fallback: bool, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Faulty, "fault", fault)
+    kinds = [{**k, "speculative": i > 1} for i, k in enumerate(rules(False))]
+    with golden_llm("TOY-FAULTY", speculative_fallback=fallback) as llm:
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=kinds)
+        for i, (out, want) in enumerate(zip(outs, plain[0], strict=True)):
+            if fallback or i <= 1:  # the first two asked for no drafts
+                assert out.output_ids == want
+            else:
+                assert out.finish_reason["type"] == "abort"
+                assert "Faulty.propose" in out.finish_reason["message"]
+                assert out.output_ids == want[: len(out.output_ids)]
+        if fallback:
+            assert set(llm.engine.scheduler.widths.chosen) == {1}
+        again = llm.generate(input_ids=PROMPTS[0], sampling_params=kinds[0])
+        assert again.output_ids == plain[0][0]
+        llm.engine.check()
+
+
+def test_ids_outside_the_vocabulary_are_only_wrong(
+    plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Faulty, "fault", "range")
+    with golden_llm("TOY-FAULTY") as llm:
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
+    assert [o.output_ids for o in outs] == plain[0]
+
+
+def test_an_observer_that_fails(plain: list[list[list[int]]]) -> None:
+    with golden_llm("TOY-FAULTY-OBSERVER") as llm:
+        out = llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
+        assert out.finish_reason["type"] == "abort" and "KeyError" in out.finish_reason["message"]
+        llm.engine.check()
+    with golden_llm("TOY-FAULTY-OBSERVER", speculative_fallback=True) as llm:
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
+        assert [o.output_ids for o in outs] == plain[0]
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
+def test_requests_choose_how_many_drafts_they_take(
+    algorithm: str, plain: list[list[list[int]]]
+) -> None:
+    limits = [None, 0, 1, 2, 100]
+    kinds = [{**k, "max_draft_tokens": n} for k, n in zip(rules(False), limits, strict=True)]
+    with golden_llm(algorithm) as llm:
+        drafts = llm.engine.limits.width - 1
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=kinds)
+        assert [o.output_ids for o in outs] == plain[0]
+        for out, limit in zip(outs, limits, strict=True):
+            most = drafts if limit is None else min(limit, drafts)
+            assert max(out.meta_info["spec_accept_lengths"]) <= most + 1
+        none = outs[1].meta_info
+        assert none["spec_num_proposed_drafts"] == 0 and none["spec_verify_ct"] == 23
+        chosen = llm.engine.scheduler.widths.chosen
+        chosen.clear()
+        llm.generate(input_ids=PROMPTS[0], sampling_params={**GREEDY, "speculative": False})
+        assert set(chosen) == {1}
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+def test_adaptive_width_changes_no_text(
+    algorithm: str, depth: int, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with golden_llm(algorithm, speculative_adaptive=True, overlap_depth=depth) as llm:
+        widths = llm.engine.scheduler.widths
+        turns = iter(range(10**6))
+        monkeypatch.setattr(
+            widths, "_choose", lambda requests, most: widths.widths[next(turns) % (most + 1)]
+        )
+        for sampled in (False, True):
+            for _ in ("cold", "warm"):
+                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
+                assert [o.output_ids for o in outs] == plain[sampled]
+        assert set(widths.chosen) == set(widths.widths)
+        assert len(widths.widths) > 1
+        llm.engine.check()
+
+
+def test_trees_need_a_backend_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.attention.torch_native import TorchNative
+
+    monkeypatch.setattr(TorchNative, "why_not", classmethod(lambda cls, need: _no_tree(need)))
+    with pytest.raises(ConfigError, match="no custom mask"):
+        golden_llm("TOY-TREES")
+    with pytest.raises(ConfigError, match="chains, not trees"):
+        monkeypatch.undo()
+        golden_llm("TOY-TREES", speculative_simulate_accept_length=2.0)
+
+
+def _no_tree(need: Any) -> list[str]:
+    return ["no custom mask"] if any(m.mask.value == "custom" for m in need.masks) else []
+
+
+def test_params_of_drafts_are_checked() -> None:
+    for bad in ({"speculative": 1}, {"max_draft_tokens": -1}, {"max_draft_tokens": True}):
+        with pytest.raises(ValueError, match=r"speculative|max_draft_tokens"):
+            SamplingParams.of(bad)

@@ -1,0 +1,189 @@
+"""Drafters for tests, from outside: each uses a corner of the interface that others may not."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import Mask
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.speculative.base import (
+    Commit,
+    Draft,
+    DraftContext,
+    SlotState,
+    SpecCaps,
+    SpeculativeAlgorithm,
+    Step,
+    TargetOutput,
+)
+
+DRAFTS = 5
+
+
+class Toy(SpeculativeAlgorithm):
+    """Proposes what the request's own text holds a few tokens back: now and then right."""
+
+    caps: ClassVar[SpecCaps] = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1)
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        return cls.caps
+
+    def load(self, ctx: DraftContext) -> None:
+        self.device, self.vocab = ctx.device, ctx.target.config.vocab_size
+
+    def back(self, step: Step, distance: int, count: int) -> Tensor:
+        """[B, count] int64: the tokens that stand `distance` before the drafts."""
+        at = step.start.unsqueeze(1) + 1 + torch.arange(count, device=self.device) - distance
+        known = torch.minimum(at, step.start.unsqueeze(1)).clamp_min(0)
+        return step.history[step.slots].gather(1, known.long()).long()
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None
+        return Draft(self.back(step, 3, step.width - 1))
+
+
+class Trees(Toy):
+    """Two branches under the newest token, and a fork in the first of them."""
+
+    caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, verify_mask=Mask.CUSTOM)
+
+    def propose(self, step: Step) -> Draft:
+        near, far = self.back(step, 1, 3), self.back(step, 3, 3)
+        # rows 1, 2, 3 a chain; 4 beside 1; 5 below 4
+        other = torch.where(far[:, :1] == near[:, :1], (near[:, :1] + 1) % self.vocab, far[:, :1])
+        tokens = torch.cat([near, other, far[:, 1:2]], 1)
+        parents = torch.tensor([0, 1, 2, 0, 4], device=self.device).expand_as(tokens)
+        return Draft(tokens, parents.contiguous())
+
+
+class Oracle(Toy):
+    """Reads on the host; knows the answers, so that long paths are accepted."""
+
+    caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, needs_host_tokens=True)
+    answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # prompt -> output
+
+    def known(self, step: Step) -> list[list[int]]:
+        out = []
+        assert step.tokens is not None and step.width is not None
+        for tokens in step.tokens:
+            rest: list[int] = []
+            for prompt, output in self.answers.items():
+                whole = [*prompt, *output]
+                if whole[: len(tokens)] == list(tokens):
+                    rest = whole[len(tokens) :]
+            out.append((rest + [0] * DRAFTS)[: step.width - 1])
+        return out
+
+    def propose(self, step: Step) -> Draft:
+        return Draft(torch.tensor(self.known(step), device=self.device))
+
+
+class OracleTrees(Oracle):
+    """The answer as a zigzag through the rows, wrong tokens between."""
+
+    caps = SpecCaps(
+        draft_tokens=DRAFTS,
+        kv_reserve=DRAFTS + 1,
+        needs_host_tokens=True,
+        verify_mask=Mask.CUSTOM,
+    )
+
+    def propose(self, step: Step) -> Draft:
+        right = torch.tensor(self.known(step), device=self.device)
+        wrong = (right + 1) % self.vocab
+        # rows 1, 3, 5 are the answer; 2 beside 1, 4 beside 3
+        columns = [wrong[:, 0], right[:, 0], wrong[:, 1], right[:, 1], right[:, 2]]
+        parents = torch.tensor([0, 0, 2, 2, 4], device=self.device)
+        return Draft(torch.stack(columns, 1), parents.expand(len(right), -1).contiguous())
+
+
+class Learner(Toy):
+    """Keeps rows, and looks one token ahead: checks what `observe` is told."""
+
+    caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, prefix_lookahead=1)
+
+    def create_future_map(self, slots: int, device: torch.device) -> SlotState:
+        self.newest = torch.zeros(slots, dtype=torch.int64, device=device)
+        return SlotState({"newest": self.newest})
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None
+        newest = self.newest[step.slots]
+        assert torch.equal(newest, step.input_ids[:: step.width])
+        return Draft(newest.unsqueeze(1).expand(-1, step.width - 1).contiguous())
+
+    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
+        assert target.next_ids is not None and target.last_rows is not None
+        self.newest[step.slots] = target.next_ids[target.last_rows]
+
+
+class Sampler(Toy):
+    """Draws from made-up logits with the requests' own rules."""
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None and step.draw is not None
+        shape = (len(step.slots), step.width - 1)
+        logits = torch.nn.functional.one_hot(self.back(step, 3, shape[1]), self.vocab).float() * 5
+        positions = step.start.unsqueeze(1) + 1 + torch.arange(shape[1], device=self.device)
+        columns = torch.arange(self.vocab - 1, -1, -1, device=self.device)
+        if step.slots.shape[0] % 2:  # with the columns in another order
+            drawn = step.draw(logits.flip(-1), positions, columns)
+            return Draft(columns[drawn])
+        return Draft(step.draw(logits, positions))
+
+
+class Faulty(Toy):
+    """Does what `fault` says once `after` proposals are made."""
+
+    fault: ClassVar[str] = "raise"
+    after: ClassVar[int] = 2
+
+    def load(self, ctx: DraftContext) -> None:
+        super().load(ctx)
+        self.count = 0
+
+    def propose(self, step: Step) -> Any:
+        draft = super().propose(step)
+        self.count += 1
+        if self.count <= self.after:
+            return draft
+        wrong: dict[str, Any] = {
+            "shape": Draft(draft.tokens[:, :2]),
+            "dtype": Draft(draft.tokens.float()),
+            "kind": draft.tokens,
+            "tree": Draft(draft.tokens, torch.zeros_like(draft.tokens)),
+            "range": Draft(draft.tokens + 10**9),
+        }
+        if self.fault not in wrong:
+            raise ZeroDivisionError("somebody else's bug")
+        return wrong[self.fault]
+
+
+class FaultyObserver(Toy):
+    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
+        if commit is not None:
+            raise KeyError("lost")
+
+
+TOYS = {
+    "TOY-TREES": Trees,
+    "TOY-ORACLE": Oracle,
+    "TOY-ORACLE-TREES": OracleTrees,
+    "TOY-LEARNER": Learner,
+    "TOY-SAMPLER": Sampler,
+    "TOY-FAULTY": Faulty,
+    "TOY-FAULTY-OBSERVER": FaultyObserver,
+}
+
+
+def register_toys() -> None:
+    from forerun.speculative import registry
+
+    for name, cls in TOYS.items():
+        if name not in registry.algorithm_names():
+            registry.register_algorithm(name, cls)
