@@ -26,7 +26,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def speculating() -> Iterator[LLM]:
-    with LLM(device="cpu", dtype="float32", speculative_algorithm="DFLASH") as llm:
+    settings = {"speculative_algorithm": "DFLASH", "speculative_adaptive": False}
+    with LLM(device="cpu", dtype="float32", **settings) as llm:
         yield llm
 
 

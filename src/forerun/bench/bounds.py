@@ -35,7 +35,8 @@ class Work:
         if step.draft_attention is not None:
             layout = step.draft_attention.pool.layout
             cell += kv_bytes(layout, step.caps.draft_attention, context)
-        return cls((*products, *step.algorithm.products(batch_size)), batch_size * cell)
+        drafts = step.algorithm.products(batch_size, step.caps.width)
+        return cls((*products, *drafts), batch_size * cell)
 
     @property
     def weight_bytes(self) -> int:

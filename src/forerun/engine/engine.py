@@ -158,7 +158,7 @@ class Engine:
         """The step itself is sound: drafts decide nothing but its speed."""
         if self.config.speculative_fallback:
             log.warning("Plain decoding from now on: %s", error)
-            self._runner.step.algorithm.retire()
+            self._runner.step.guard.retire()
             self.scheduler.widths = FixedWidth((1,))
             return
         requests = [row.request for row in plan.decode] + [c.request for c in plan.prefill]

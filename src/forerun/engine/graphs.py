@@ -68,7 +68,7 @@ class StepGraphs:
                     progress(f"{size} x {width} {'sampled' if sampled else 'greedy'}")
                 flags = SAMPLED if sampled else GREEDY
                 self._graphs[size, width, sampled] = self._capture(size, width, flags)
-                if error := self._step.algorithm.take_error():
+                if error := self._step.guard.take_error():
                     raise error
 
     def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:

@@ -63,7 +63,7 @@ class Runner:
         if self.tables.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        error = self.step.algorithm.take_error()
+        error = self.step.guard.take_error()
         return StepFuture(plan, *decode, first, event, error, launched)
 
     def _decode(self, rows: Sequence[DecodeRow], width: int) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,8 @@ class DeviceStep:
         simulate: SimulatedAccept | None = None,
     ) -> None:
         self.model = model
-        self.algorithm = Guard(algorithm, trees=caps.makes_trees)
+        self.algorithm = algorithm
+        self.guard = Guard(algorithm, trees=caps.makes_trees)
         self.caps = caps
         self.tables = tables
         self.attention = attention
@@ -136,7 +137,7 @@ class DeviceStep:
         if self.caps.prefix_lookahead:
             begin = torch.arange(0, drawn.numel(), width, device=drawn.device)
             output = replace(output, next_ids=drawn.flatten(), last_rows=begin + new - 1)
-        self.algorithm.observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
+        self.guard.observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
         return drawn, new
 
     def filler(self, slots: Tensor, width: int) -> Draft:
@@ -149,7 +150,7 @@ class DeviceStep:
     ) -> Draft:
         """What an algorithm with `needs_host_tokens` proposes: the step without its graph."""
         step = self._rows(slots, kv_len_ub, width)[1]
-        return self.algorithm.propose(replace(step, tokens=tokens))
+        return self.guard.propose(replace(step, tokens=tokens))
 
     def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_Rows, Step]:
         tables = self.tables
@@ -170,7 +171,7 @@ class DeviceStep:
     def _propose(self, step: Step, flags: SamplingFlags) -> Draft:
         if step.width == 1:
             return Draft(step.slots.new_empty(step.slots.shape[0], 0))
-        return self.algorithm.propose(replace(step, draw=partial(self._draw, step.slots, flags)))
+        return self.guard.propose(replace(step, draw=partial(self._draw, step.slots, flags)))
 
     def _draw(
         self,
@@ -256,7 +257,7 @@ class DeviceStep:
             owner = tables.upload([c.slot for c in chunks for _ in c.tokens], torch.int64)
             behind = tables.history[owner, positions.long() + 1].long()
             output = replace(output, next_ids=behind, last_rows=self._ends(spans) - 1)
-        self.algorithm.observe(step, output, None)
+        self.guard.observe(step, output, None)
         return drawn
 
     def _ends(self, spans: Sequence[tuple[int, int]]) -> Tensor:

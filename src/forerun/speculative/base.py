@@ -192,8 +192,8 @@ class SpeculativeAlgorithm(ABC):
         """
         return False
 
-    def products(self, batch: int) -> list[Product]:
-        """What `propose` and `observe` multiply in a decode step, for benchmarks to count."""
+    def products(self, batch: int, width: int) -> list[Product]:
+        """What `propose` and `observe` multiply in a step of this width, for benchmarks."""
         return []
 
     @abstractmethod

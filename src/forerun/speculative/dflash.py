@@ -85,16 +85,16 @@ class DFlash(SpeculativeAlgorithm):
     def supports_target_verify_for_draft(self) -> bool:
         return self._first == 1
 
-    def products(self, batch: int) -> list[Product]:
-        drafts = batch * (self._block - self._first)
+    def products(self, batch: int, width: int) -> list[Product]:
+        drafts = batch * (width - 1)
         own, config = self._head, self._target.config
         head = (
             Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, drafts)
             if own is None
             else own.product(drafts)
         )
-        width = self._block - self._first + 1
-        return [*self._draft.products(batch * self._block, batch * width), head]
+        block = batch * (width - 1 + self._first)
+        return [*self._draft.products(block, batch * width), head]
 
     def propose(self, step: Step) -> Draft:
         assert step.width is not None and step.attention is not None
