@@ -114,7 +114,7 @@ class Learner(Toy):
     def propose(self, step: Step) -> Draft:
         assert step.width is not None
         newest = self.newest[step.slots]
-        assert torch.equal(newest, step.input_ids[:: step.width])
+        assert torch.equal(newest, step.newest)
         return Draft(newest.unsqueeze(1).expand(-1, step.width - 1).contiguous())
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:

@@ -7,7 +7,6 @@ import random
 import torch
 
 from forerun.kernels.tree import Tree, move_rows
-from forerun.kernels.verify import verify_ids
 
 
 def random_parents(rng: random.Random, rows: int) -> list[int]:
@@ -80,15 +79,3 @@ def test_moved_rows_are_read_before_any_is_written() -> None:
         want = before.clone()
         want[:, :, target] = before[:, :, source]
         assert torch.equal(data.float().flatten(2, 3), want)
-
-
-def test_ids_and_what_may_be_accepted() -> None:
-    ids, judged = verify_ids(
-        torch.tensor([7, 8]),
-        torch.tensor([[1, 2, 3], [4, 99, -5]]),
-        torch.tensor([2, 3], dtype=torch.int32),
-        torch.tensor([[1, 2, 3]], dtype=torch.int32),
-        vocab=10,
-    )
-    assert ids.tolist() == [[7, 1, 2, 3], [8, 4, 9, 0]]
-    assert judged.tolist() == [[1, 2, -1], [4, 99, -5]]

@@ -70,6 +70,7 @@ class AttentionBatch:
     # [B, W] int64, device: bit j of row i says whether it sees row j. Causal layers then see the
     # context and these rows, and not all before them.
     tree: Tensor | None = None
+    rows: Tensor | None = None  # [B * W] int64, device: their pool rows, where these are known
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, rows) a request, exact
 
 

@@ -78,7 +78,9 @@ class TritonAttention(AttentionBackend):
         group = self.need.num_heads // self.need.num_kv_heads
         if batch.width is not None:
             total = requests * batch.width
-            rows = pool_rows(batch.page_table, batch.start, None, batch.width, total, page)
+            rows = batch.rows
+            if rows is None:
+                rows = pool_rows(batch.page_table, batch.start, None, batch.width, total, page)
             splits = choose_splits(
                 device,
                 requests,

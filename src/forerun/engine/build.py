@@ -20,6 +20,7 @@ from forerun.engine.memory import KVBudget, MemoryLog, Rehearsal, kv_budget, reh
 from forerun.engine.runner import Runner
 from forerun.engine.step import DeviceStep
 from forerun.engine.tables import SlotTables
+from forerun.kernels.commit import Pace
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.pools import KVLayout, KVPool
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
@@ -30,7 +31,7 @@ from forerun.scheduler.scheduler import Limits
 from forerun.scheduler.width import AdaptiveWidth, FixedWidth, WidthPolicy, ladder
 from forerun.speculative.base import DraftContext, SpecCaps, SpeculativeAlgorithm, TargetHandle
 from forerun.speculative.registry import get_algorithm
-from forerun.speculative.simulate import SimulatedAccept
+from forerun.speculative.simulate import simulated_pace
 
 log = logging.getLogger("forerun")
 MAX_GRAPH_BATCH = 256
@@ -258,13 +259,13 @@ def _attention(settings: _Settings, model: CausalLM) -> list[_Attention]:
     return out
 
 
-def _simulated(settings: _Settings) -> SimulatedAccept | None:
+def _simulated(settings: _Settings) -> Pace | None:
     mean = settings.config.speculative_simulate_accept_length
     if mean is None:
         return None
     if settings.caps.makes_trees:
         raise ConfigError("speculative_simulate_accept_length works with chains, not trees.")
-    return SimulatedAccept(mean, settings.caps.width, settings.limits.slots + 1, settings.device)
+    return simulated_pace(mean, settings.caps.width, settings.limits.slots + 1, settings.device)
 
 
 def _graphs(settings: _Settings, step: DeviceStep) -> StepGraphs | None:

@@ -32,14 +32,14 @@ class Guard:
 
     def propose(self, step: Step) -> Draft:
         """Its proposal, or where it fails the newest token repeated."""
-        assert step.width is not None
+        assert step.width is not None and step.newest is not None
         shape = (step.slots.shape[0], step.width - 1)
         if not self._retired:
             try:
                 return _checked(self.algorithm.propose(step), shape, self._trees)
             except Exception as error:  # noqa: BLE001  anybody's code, and nothing is lost
                 self._keep("propose", error)
-        return Draft(step.input_ids.view(shape[0], -1)[:, 1:])
+        return Draft(step.newest.unsqueeze(1).expand(shape))
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
         if not self._retired:

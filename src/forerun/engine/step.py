@@ -19,6 +19,8 @@ from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionCo
 from forerun.core.plan import PrefillChunk
 from forerun.engine.guard import Guard
 from forerun.engine.tables import SlotTables
+from forerun.kernels.commit import Pace
+from forerun.kernels.prepare import prepare
 from forerun.kernels.tree import Tree, move_rows
 from forerun.kernels.verify import verify_ids
 from forerun.models.base import CausalLM
@@ -32,7 +34,6 @@ from forerun.speculative.base import (
     Step,
     TargetOutput,
 )
-from forerun.speculative.simulate import SimulatedAccept
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,21 @@ class _Rows:
         return AttentionBatch(
             self.page_table, start, self.kv_len_ub, width=width, ragged=self.ragged
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DecodeRows(_Rows):
+    """W rows a request."""
+
+    width: int
+    pool_rows: Tensor  # [B * W] int64
+    newest: Tensor  # [B] int64
+    positions: Tensor  # [B * W] int32
+    next_positions: Tensor  # [B * W] int32, of the tokens that the rows draw
+
+    def attention(self, width: int | None, offset: int = 0) -> AttentionBatch:
+        batch = super().attention(width, offset)
+        return replace(batch, rows=self.pool_rows) if (width, offset) == (self.width, 0) else batch
 
 
 class _DraftRows:
@@ -77,7 +93,7 @@ class DeviceStep:
         tables: SlotTables,
         attention: AttentionBackend,
         draft_attention: AttentionBackend | None,
-        simulate: SimulatedAccept | None = None,
+        simulate: Pace | None = None,
     ) -> None:
         self.model = model
         self.algorithm = algorithm
@@ -87,9 +103,6 @@ class DeviceStep:
         self.attention = attention
         self.draft_attention = draft_attention
         self.simulate = simulate
-        device = tables.device
-        self._offsets = torch.arange(caps.width, dtype=torch.int32, device=device)
-        self._chain = self._offsets[1:].unsqueeze(0)  # depth of every draft in a chain
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -114,24 +127,19 @@ class DeviceStep:
             Drawn tokens [B, W] int64 and how many of each row are committed [B] int32.
         """
         rows, step = self._rows(slots, kv_len_ub, width)
-        last = step.input_ids[::width]  # [B]
         if draft is None:
             draft = self._propose(step, flags)
         tree = None if draft.parents is None else Tree.of(draft.parents)
 
-        depth = self._chain[:, : width - 1] if tree is None else tree.depth[:, 1:]
-        limit = self.tables.draft_limit[slots]
-        ids, judged = verify_ids(last, draft.tokens, limit, depth, self.model.config.vocab_size)
-        positions = step.positions.view(-1, width)
-        if tree is not None:
-            positions = step.start.unsqueeze(1) + tree.depth
-        output, drawn = self._verify(rows, ids.flatten(), positions, slots, tree, flags)
+        depth = None if tree is None else tree.depth[:, 1:]
+        vocab, limits = self.model.config.vocab_size, self.tables.draft_limit
+        ids, judged = verify_ids(rows.newest, draft.tokens, slots, limits, depth, vocab)
+        output, drawn = self._verify(rows, ids.flatten(), slots, tree, flags)
 
-        if tree is None:
-            forced = None if self.simulate is None else self.simulate(slots, width)
-        else:
+        forced: Tensor | Pace | None = self.simulate
+        if tree is not None:
             path, forced = tree.accept(judged, drawn)
-            drawn, output = self._along(path, drawn, output, rows, slots.shape[0])
+            drawn, output = self._along(path, drawn, output, rows)
         new = self.tables.commit(judged, drawn, slots, step.start, forced)  # [B]
 
         if self.caps.prefix_lookahead:
@@ -152,17 +160,28 @@ class DeviceStep:
         step = self._rows(slots, kv_len_ub, width)[1]
         return self.guard.propose(replace(step, tokens=tokens))
 
-    def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_Rows, Step]:
-        tables = self.tables
-        start = tables.kv_len[slots]  # [B]
-        positions = start.unsqueeze(1) + self._offsets[:width]  # [B, W]
-        rows = _Rows(tables.page_table[slots], start, kv_len_ub)
+    def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_DecodeRows, Step]:
+        tables, page = self.tables, self.attention.pool.page_size
+        head = prepare(
+            slots, tables.kv_len, tables.last_token, tables.page_table, width, page, kv_len_ub
+        )
+        rows = _DecodeRows(
+            page_table=head.page_rows,
+            start=head.start,
+            kv_len_ub=kv_len_ub,
+            width=width,
+            pool_rows=head.rows,
+            newest=head.last,
+            positions=head.positions,
+            next_positions=head.next_positions,
+        )
         step = Step(
             slots=slots,
-            start=start,
-            positions=positions.flatten(),
-            input_ids=tables.last_token[slots].unsqueeze(1).expand(-1, width).flatten(),
+            start=head.start,
+            positions=head.positions,
             width=width,
+            newest=head.last,
+            input_ids=None,
             history=tables.history,
             attention=self._draft_rows(rows),
         )
@@ -191,39 +210,33 @@ class DeviceStep:
 
     def _verify(
         self,
-        rows: _Rows,
+        rows: _DecodeRows,
         ids: Tensor,
-        positions: Tensor,
         slots: Tensor,
         tree: Tree | None,
         flags: SamplingFlags,
     ) -> tuple[TargetOutput, Tensor]:
-        """The target over ids [B * W] at positions [B, W], and a draw at every row [B, W]."""
-        batch = rows.attention(positions.shape[1])
+        """The target over ids [B * W], and a draw at every row [B, W]."""
+        batch, positions, behind = rows.attention(rows.width), rows.positions, rows.next_positions
         if tree is not None:
             batch = replace(batch, tree=tree.bits)
+            positions = (rows.start.unsqueeze(1) + tree.depth).flatten()
+            behind = positions + 1
         context = AttentionContext(self.attention, self.attention.plan(batch))
-        capture = self.caps.target_layers
-        hidden, features = self.model.forward(ids, positions.flatten(), context, capture)
-        logits = self.model.lm_head(hidden).view(*positions.shape, -1)
-        drawn = sample(logits, positions + 1, self.tables.sampling.gather(slots), flags)
+        hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
+        logits = self.model.lm_head(hidden).view(-1, rows.width, self.model.config.vocab_size)
+        rules = self.tables.sampling.gather(slots)
+        drawn = sample(logits, behind.view(-1, rows.width), rules, flags)
         return TargetOutput(hidden, features), drawn
 
     def _along(
-        self, path: Tensor, drawn: Tensor, output: TargetOutput, rows: _Rows, batch: int
+        self, path: Tensor, drawn: Tensor, output: TargetOutput, rows: _DecodeRows
     ) -> tuple[Tensor, TargetOutput]:
         """Puts what the accepted path left in a tree's rows where a chain would have left it."""
-        width = path.shape[1]
+        batch, width = path.shape
         index = path + torch.arange(0, batch * width, width, device=path.device).unsqueeze(1)
-        pages, pool = rows.page_table.long(), self.attention.pool
-
-        def place(offsets: Tensor) -> Tensor:  # [B, W] offsets from `start` -> pool rows
-            at = rows.start.unsqueeze(1) + offsets
-            page = pages.gather(1, at // pool.page_size)
-            return (page * pool.page_size + at % pool.page_size).flatten()
-
-        move_rows(pool.data, place(path), place(self._offsets[:width].expand_as(path).long()))
         index = index.flatten()
+        move_rows(self.attention.pool.data, rows.pool_rows[index], rows.pool_rows)
         features = None if output.features is None else output.features[index]
         return drawn.gather(1, path), TargetOutput(output.hidden[index], features)
 
@@ -243,8 +256,9 @@ class DeviceStep:
             slots=slots,
             start=start,
             positions=positions,
-            input_ids=ids,
             width=None,
+            newest=None,
+            input_ids=ids,
             history=tables.history,
             attention=self._draft_rows(rows),
         )

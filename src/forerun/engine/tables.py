@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import StepPlan
-from forerun.kernels.commit import accept_commit
+from forerun.kernels.commit import Pace, accept_commit
 from forerun.platform.device import upload
 from forerun.sampling.table import SamplingTable
 
@@ -67,7 +67,7 @@ class SlotTables:
         drawn: Tensor,
         slots: Tensor,
         start: Tensor,
-        forced: Tensor | None = None,
+        forced: Tensor | Pace | None = None,
     ) -> Tensor:
         """Accepts what agrees of draft [B, K] and drawn [B, K + 1], and advances the slots.
 

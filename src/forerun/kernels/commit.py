@@ -22,7 +22,8 @@ _NUDGE = 1 << 16  # whole products of a mean like 1.2 must not fall short of the
 class Pace:
     """For benchmarks: how many tokens a step commits, whatever agrees.
 
-    Step i of a slot commits floor((i + 1) · mean) - floor(i · mean), in fixed point.
+    Step i of a slot commits floor((i + 1) · mean) - floor(i · mean), in fixed point, and never more
+    than it has rows.
     """
 
     steps: Tensor  # [slots] int64: those that a slot has made; counted on
@@ -71,7 +72,7 @@ def accept_commit_torch(
 ) -> Tensor:
     """The twin of `accept_commit`."""
     if isinstance(forced, Pace):
-        forced = forced.next(slots)
+        forced = forced.next(slots).clamp_max(drawn.shape[1])
     new = accept(draft, drawn) if forced is None else forced
     kv_len[slots] = start + new
     last_token[slots] = drawn.gather(1, (new - 1).long().unsqueeze(1)).squeeze(1)
@@ -155,7 +156,7 @@ def _accept_commit(
     if PACE:  # `Pace.next`
         steps = tl.load(forced + slot)
         after = (steps + 1) * mean + 65536 >> 32
-        new = (after - (steps * mean + 65536 >> 32)).to(tl.int32)
+        new = tl.minimum((after - (steps * mean + 65536 >> 32)).to(tl.int32), WIDTH)
         tl.store(forced + slot, steps + 1)
     elif forced is not None:
         new = tl.load(forced + request)

@@ -115,8 +115,9 @@ class Step:
     slots: Tensor  # [B] int64
     start: Tensor  # [B] int32: position of the first row; in a decode step the committed length
     positions: Tensor  # [T] int32
-    input_ids: Tensor  # [T] int64; in `propose` only the first of each W is known
     width: int | None
+    newest: Tensor | None  # [B] int64: in a decode step the newest token, which stands at `start`
+    input_ids: Tensor | None  # [T] int64: in `observe`, what the target ran on
     history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
     attention: DraftRows | None  # where the algorithm has a pool
     draw: Draw | None = None  # in `propose`

@@ -97,11 +97,10 @@ class DFlash(SpeculativeAlgorithm):
         return [*self._draft.products(block, batch * width), head]
 
     def propose(self, step: Step) -> Draft:
-        assert step.width is not None and step.attention is not None
+        assert step.width is not None and step.newest is not None and step.attention is not None
         batch, block = step.slots.shape[0], step.width - 1 + self._first
-        newest = step.input_ids.view(batch, -1)[:, :1]
         masks = self._masks[:, : block - 1].expand(batch, -1)
-        ids = torch.cat([newest, masks], dim=1).flatten()
+        ids = torch.cat([step.newest.unsqueeze(1), masks], dim=1).flatten()
         positions = step.positions.view(batch, -1)[:, :block].flatten()
         hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
         rows = hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)  # [B * K, H]
