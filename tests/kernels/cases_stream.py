@@ -11,7 +11,6 @@ CASES = [
         stream._read_sum,
         {"x": "*fp32", "out": "*fp32"},
         {"BLOCK": stream.BLOCK, "EACH": stream.EACH},
-        options={"num_warps": 8},
-        hip_options={"num_warps": 4},
+        options={"num_warps": stream.WARPS},
     )
 ]

@@ -1,6 +1,6 @@
 """Reads a tensor once and does next to nothing with it: what the memory gives at best.
 
-The reductions of the library reach 4.5 TB/s on an H200, this 4.7; a floor must not be too high.
+On one H200: 4.59 TB/s (blocks of 2048: 4.52), where the library's reductions reach 0.95 of that.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.kernels.dispatch import jit, tl, use_triton
 
-BLOCK, EACH = 2048, 8
+BLOCK, EACH, WARPS = 8192, 8, 16
 CHUNK = BLOCK * EACH  # numbers a program reads
 
 
@@ -31,7 +31,7 @@ def read_sums(x: Tensor) -> Tensor:
     if not use_triton(x):
         return read_sums_torch(x)
     out = torch.empty(x.numel() // CHUNK, dtype=torch.float32, device=x.device)
-    _read_sum[(out.shape[0],)](x, out, BLOCK=BLOCK, EACH=EACH, num_warps=8)
+    _read_sum[(out.shape[0],)](x, out, BLOCK=BLOCK, EACH=EACH, num_warps=WARPS)
     return out
 
 
