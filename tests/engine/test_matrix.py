@@ -56,7 +56,14 @@ def tight(request: pytest.FixtureRequest) -> Iterator[bool]:
 def test_text_is_that_of_plain_decoding(
     algorithm: str | None, page_size: int, chunk: int, depth: int, tight: bool
 ) -> None:
-    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
+    hold(algorithm, page_size, chunk, depth, tight)
+
+
+def hold(
+    algorithm: str | None, page_size: int, chunk: int, depth: int, tight: bool, **settings: Any
+) -> None:
+    """One cell of the matrix."""
+    settings |= {"page_size": page_size, "chunked_prefill_size": chunk}
     if tight:  # little room beyond one request
         settings["max_total_tokens"] = {1: 120, 16: 128, 256: 1280}[page_size]
     with golden_llm(algorithm, overlap_depth=depth, **settings) as llm:

@@ -1,0 +1,25 @@
+"""The equality matrix on a GPU, with captured steps and without."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.test_matrix import hold
+from tests.toy_algorithms import register_toys
+
+pytestmark = pytest.mark.gpu
+register_toys()
+ALGORITHMS = [None, "DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER"]
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_text_is_that_of_plain_decoding(
+    algorithm: str | None, page_size: int, chunk: int, depth: int, tight: bool, graph: bool
+) -> None:
+    own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
+    hold(algorithm, page_size, chunk, depth, tight, **own)
