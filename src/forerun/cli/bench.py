@@ -168,7 +168,7 @@ def check(shapes: Sequence[Shape], repetitions: int, random_input: bool, engine:
 
 def fill_in(engine: Values, shapes: Sequence[Shape], random_input: bool) -> dict[str, Any]:
     """Settings as given, and for those left open: room for the largest batch in both engines."""
-    settings = with_speculation(engine)
+    settings = with_speculation(engine) | {"speculative_adaptive": False}  # steps of one width
     if random_input:
         settings["skip_tokenizer_init"] = True
     settings.setdefault("max_running_requests", max(s.batch_size for s in shapes))
