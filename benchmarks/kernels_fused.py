@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from forerun.config.model_config import RopeConfig
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels import activation, argmax, commit, norm, qkv
+from forerun.kernels import activation, argmax, commit, norm, prepare, qkv
 from forerun.layers.rope import Rope
 from forerun.sampling.sampler import SamplingFlags, sample, sample_torch
 from forerun.sampling.table import SamplingTable
@@ -102,6 +103,9 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
         torch.zeros(batch + 1, 4096, dtype=torch.int32, device=DEVICE),
     )
     step = (drawn[:, 1:], drawn, slots, start, *tables)
+    pace = commit.Pace.of(6.5, batch + 1, DEVICE)
+    page_table = torch.zeros(batch + 1, 2560, dtype=torch.int32, device=DEVICE)
+    head = (slots, tables[0], tables[1], page_table, WIDTH, PAGE, 2560 * PAGE)
     return {
         "norm": (
             lambda: norm.rms_norm(x, weight, EPS),
@@ -143,16 +147,26 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
             lambda: commit.accept_commit_torch(*step),
             3 * drawn.nbytes,
         ),
+        "the same, at a forced pace": (
+            lambda: commit.accept_commit(*step, pace),
+            lambda: commit.accept_commit_torch(*step, pace),
+            3 * drawn.nbytes,
+        ),
+        "prepare, 2,560 pages": (
+            lambda: prepare.prepare(*head),
+            lambda: prepare.prepare_torch(*head),
+            2 * batch * page_table[0].nbytes,
+        ),
     }
 
 
-ALL = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
 SAMPLING = {
-    "greedy among sampled": SamplingParams(temperature=0.0),
+    "greedy": SamplingParams(temperature=0.0),
     "temperature": SamplingParams(temperature=0.6),
     "top-k 20, top-p 0.95": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
     "top-p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
     "top-p 0.95, flat": SamplingParams(temperature=3.0, top_p=0.95),
+    "top-k 500, top-p 0.95": SamplingParams(temperature=0.6, top_k=500, top_p=0.95),
 }
 
 
@@ -166,9 +180,10 @@ def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
         requests = [Request("r", (1, 2), params, i, frozenset((3,))) for i in range(batch)]
         table.set(range(batch), requests)
         rules = table.gather(torch.arange(batch, device=DEVICE))
+        flags = SamplingFlags.of([params])
         found[f"sample: {name}"] = (
-            lambda rules=rules: sample(logits, positions, rules, ALL),
-            lambda rules=rules: sample_torch(logits, positions, rules, ALL),
+            partial(sample, logits, positions, rules, flags),
+            partial(sample_torch, logits, positions, rules, flags),
             logits.nbytes,
         )
     return found

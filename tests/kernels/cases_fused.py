@@ -43,13 +43,14 @@ def norms(name: str, x: str, block: int = 4096, **constants: Any) -> Case:
     pointers = {"x_ptr": x, "residual_ptr": B16, "weight_ptr": B16, "total_ptr": B16}
     numbers = "size* x_part* x_row* residual_row*"
     all_ = {"ADD": True, "PARTS": 1, "BLOCK": block, **constants}
-    return case(name, norm._rms_norm, pointers | {"out_ptr": B16}, numbers, all_, block // 256)
+    warps = 4 if all_["PARTS"] == 1 and block <= 4096 else 16
+    return case(name, norm._rms_norm, pointers | {"out_ptr": B16}, numbers, all_, warps)
 
 
 def silu(name: str, x: str, parts: int) -> Case:
-    constants = {"PARTS": parts, "BLOCK": 1024}
+    constants = {"PARTS": parts, "BLOCK": 2048}
     pointers = {"x_ptr": x, "out_ptr": B16}
-    return case(name, activation._silu_mul, pointers, "inner* x_part* x_row*", constants, 4)
+    return case(name, activation._silu_mul, pointers, "inner* x_part* x_row*", constants, 8)
 
 
 def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
@@ -68,7 +69,7 @@ def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
     for absent in [n for n in pointers if n in all_]:
         del pointers[absent]
     numbers = "tokens x_part* x_row* layer_stride* width"
-    warps = all_["TOKENS"] * all_["GROUP"] * all_["HALF"] // 256
+    warps = all_["TOKENS"] * all_["GROUP"] * all_["HALF"] // 512
     return case(name, qkv._kernel, pointers, numbers, all_, warps)
 
 
@@ -96,14 +97,14 @@ EDGE_ROWS = "vocab* row_stride* floats_row width span*"
 
 def choose(name: str, **constants: Any) -> Case:
     all_ = {
-        "GROUP": 128, "GROUPS": 2048, "BLOCK": 4096, "KEEP": 2048, "FEW": 256, "NUCLEUS": True,
-        "PARTS": 64, "BINS": 4096, "STATE": 6, "LAST": 16, **constants,
+        "GROUP": 128, "GROUPS": 2048, "BLOCK": 2048, "KEEP": 512, "FEW": 256, "FEW_MASS": 128,
+        "NUCLEUS": True, "PARTS": 64, "BINS": 4096, "STATE": 6, "LAST": 16, **constants,
     }  # fmt: skip
     pointers = ROWS | CHOOSE | NUCLEUS
     if not all_["NUCLEUS"]:
         pointers = ROWS | CHOOSE
         all_ |= dict.fromkeys(NUCLEUS)
-    return case(name, sampling._choose, pointers, f"{RULE_ROWS} parts", all_, 16)
+    return case(name, sampling._choose, pointers, f"{RULE_ROWS} parts", all_, 8)
 
 
 def digit(level: int) -> Case:
@@ -125,7 +126,7 @@ _CASES = [
     heads("keys of 5 layers", LAYERS=5),
     heads("heads of many tokens", TOKENS=4),
     case("argmax", argmax._best_of_part, {"logits": B16, "keys": I64},
-         "vocab* row_stride* parts", {"BLOCK": 8192}, 8),
+         "vocab* row_stride* parts", {"BLOCK": 8192}, 4),
     case("argmax, second", argmax._best_part, {"keys": I64, "out": I64},
          "parts", {"BLOCK": 128}, 1, wide=False),
     case("prepare", prepare._prepare, PREPARE, "table_row* pages*",

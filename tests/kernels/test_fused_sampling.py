@@ -61,6 +61,7 @@ def test_tokens(
     vocab: int, scene: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "FEW", 10)
+    monkeypatch.setattr(kernels, "FEW_MASS", 10)
     check(_scene(scene, 1, vocab, torch.float32, device))
 
 

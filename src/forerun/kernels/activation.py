@@ -11,6 +11,8 @@ from forerun.kernels.dispatch import jit, tl, use_triton
 from forerun.kernels.norm import sum_parts_torch, vector_warps
 from forerun.kernels.pdl import pdl_options
 
+BLOCK = 2048  # columns a program
+
 
 def silu_mul_torch(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
     """The twin of `silu_mul`."""
@@ -24,17 +26,15 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         return silu_mul_torch(gate_up, dtype)
     rows, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
     out = torch.empty(rows, inner, dtype=dtype, device=gate_up.device)
-    # Few rows: small blocks, so that the work spreads over the whole device.
-    block = 512 if rows <= 16 else 1024
-    _silu_mul[(rows, -(-inner // block))](
+    _silu_mul[(rows, -(-inner // BLOCK))](
         gate_up,
         out,
         inner,
         gate_up.stride(0) if gate_up.dim() == 3 else 0,
         gate_up.stride(-2),
         PARTS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
-        BLOCK=block,
-        num_warps=vector_warps(block, out),
+        BLOCK=BLOCK,
+        num_warps=vector_warps(BLOCK, out),
         **pdl_options(out),
     )
     return out

@@ -34,7 +34,7 @@ def argmax(logits: Tensor) -> Tensor:
     options = pdl_options(logits)
     _best_of_part[(parts, rows)](
         logits, keys, vocab, logits.stride(0), parts,
-        BLOCK=block, num_warps=min(8, vector_warps(block, logits)), **options,
+        BLOCK=block, num_warps=max(1, vector_warps(block, logits) // 4), **options,
     )  # fmt: skip
     padded = triton.next_power_of_2(parts)
     _best_part[(rows,)](

@@ -77,7 +77,8 @@ def _launch(
 ) -> None:
     rows, size = out.shape
     block = triton.next_power_of_2(size)
-    add = residual is not None
+    add, parts = residual is not None, x.shape[0] if x.dim() == 3 else 1
+    warps = vector_warps(block, out)
     _rms_norm[(rows,)](
         x,
         residual if add else x,
@@ -90,9 +91,10 @@ def _launch(
         residual.stride(0) if residual is not None else 0,
         eps,
         ADD=add,
-        PARTS=x.shape[0] if x.dim() == 3 else 1,
+        PARTS=parts,
         BLOCK=block,
-        num_warps=vector_warps(block, out),
+        # Whole rows: 32 elements a thread, so that all programs of 512 rows run at once.
+        num_warps=warps if parts > 1 or block > 4096 else max(1, warps // 4),
         **pdl_options(out),
     )
 

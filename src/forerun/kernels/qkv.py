@@ -23,7 +23,7 @@ from forerun.kernels.paged import write_kv_torch
 from forerun.kernels.pdl import pdl_options
 
 GROUP = 8  # heads a program takes, at most
-FEW, MANY = 64, 4  # up to FEW tokens: one a program, else MANY
+FEW, MANY = 128, 4  # up to FEW tokens: one a program, else MANY
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _launch(
         TOKENS=together,
         GROUP=group,
         HALF=half,
-        num_warps=vector_warps(together * group * half, x),
+        num_warps=max(1, vector_warps(together * group * half, x) // 2),
         **pdl_options(x),
     )
 

@@ -45,9 +45,9 @@ KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
 
 GROUP = 128  # logits that share a maximum
 BLOCK = 2048  # columns a program reads at once
-MANY = 4096  # the same where one program has a row for itself
-KEEP = 2048  # candidates that it keeps in registers
-FEW = 256  # block maxima that bound the candidates, at most
+KEEP = 512  # candidates that it keeps in registers
+FEW = 256  # block maxima that bound the candidates of top-k, at most
+FEW_MASS = 128  # those that bound them where there is top-p alone
 
 
 def hold_stops(logits: Tensor, positions: Tensor, slots: Tensor, ints: Tensor) -> None:
@@ -118,9 +118,9 @@ def sample_rows(
             *((None,) * 4 if nucleus is None
               else (nucleus.sums, nucleus.state, nucleus.masses, nucleus.counts)),
             vocab, *strides, groups, width, parts,
-            GROUP=GROUP, GROUPS=padded, BLOCK=MANY, KEEP=KEEP, FEW=FEW,
+            GROUP=GROUP, GROUPS=padded, BLOCK=BLOCK, KEEP=KEEP, FEW=FEW, FEW_MASS=FEW_MASS,
             NUCLEUS=top_p, PARTS=triton.next_power_of_2(parts), BINS=BINS, STATE=STATE, LAST=LAST,
-            num_warps=vector_warps(MANY, logits), **options,
+            num_warps=warps, **options,
         )  # fmt: skip
     if nucleus is not None:
         find_edges(logits, slots, floats, largest, edge, nucleus)
@@ -188,8 +188,8 @@ def _choose(
     sums, state, masses, counts,
     vocab, row_stride, floats_row, ints_row, groups, width, parts,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
-    FEW: tl.constexpr, NUCLEUS: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr,
-    STATE: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, FEW_MASS: tl.constexpr, NUCLEUS: tl.constexpr, PARTS: tl.constexpr,
+    BINS: tl.constexpr, STATE: tl.constexpr, LAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out: the token, or -1 where the whole row has to race; edge: (bits, id) of the last kept."""
     if PDL:
@@ -219,26 +219,27 @@ def _choose(
                 target = _target(share, tl.sum(mass, 0))
         if (has_k & (few <= FEW)) | (target > 0):
             held += row * (GROUPS + 2 * KEEP)
-            wanted = tl.where(has_k, few, FEW).to(tl.int32)
+            wanted = tl.where(has_k, few, FEW_MASS).to(tl.int32)
             least_gap = tl.abs(most - top).to(tl.int32, bitcast=True)
             real = group < groups
-            bound = _pivot(least_gap, real.to(tl.int32), wanted)
-            count = _gather(logits, held, most, least_gap, real, bound, vocab, GROUP, GROUPS, KEEP)
+            bound = _bound(least_gap, real.to(tl.int32), wanted)
+            count = _gather(
+                logits, held, most, least_gap, real, bound, vocab, GROUP, GROUPS, BLOCK, KEEP
+            )
             if count <= KEEP:
                 inside = j < count
                 bits = tl.load(held + GROUPS + j, mask=inside, other=0x7FFFFFFF)
                 ids = tl.load(held + GROUPS + KEEP + j, mask=inside, other=vocab - 1)
                 weight = tl.where(inside, weight_of(bits, heat), 0.0)
                 kept, enough = inside, count > 0
+                before, mass_before = _before(held + GROUPS, bits, j, count, heat, KEEP)
                 if has_k:
-                    kept &= _first(bits, inside.to(tl.int32), few.to(tl.int32))
+                    kept &= before < few
                 if has_p:
-                    mass = mass_of(tl.where(kept, weight, 0.0))
-                    have = tl.sum(mass, 0)
+                    have = tl.sum(mass_of(tl.where(kept, weight, 0.0)), 0)
                     among = tl.where(has_k, _target(share, have), target)
                     enough &= have >= among
-                    if enough:
-                        kept &= _first(bits, mass, among)
+                    kept &= mass_before < among
                 if enough:
                     kept &= weight >= least
                     noise = keyed_noise(key, tl.load(positions + row), ids)
@@ -269,7 +270,7 @@ def _choose(
 @jit
 def _gather(
     logits, held, most, bits, real, bound, vocab,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Gap bits up to `bound` and their ids into `held`, ids ascending; returns how many (or more
     than KEEP, then they are not all there)."""
@@ -279,8 +280,8 @@ def _gather(
     blocks = tl.sum(chosen.to(tl.int32), 0)
     tl.debug_barrier()
     count = tl.full((), 0, tl.int32)
-    j = tl.arange(0, KEEP)
-    for first in range(0, blocks, KEEP // GROUP):
+    j = tl.arange(0, BLOCK)
+    for first in range(0, blocks, BLOCK // GROUP):
         if count <= KEEP:
             index = first + j // GROUP
             block = tl.load(held + index, mask=index < blocks, other=0)
@@ -304,24 +305,30 @@ def _target(share, total):
 
 
 @jit
-def _pivot(bits, value, target):
-    """The least x such that the values of all bits <= x reach `target`; else 2^31 - 1."""
+def _bound(bits, value, target):
+    """At least the x such that the values of all bits <= x reach `target`, by 16 of their bits."""
     pivot = tl.full((), 0, tl.int32)
-    for i in range(31):
+    for i in range(16):
         trial = pivot + (1 << (30 - i))
         below = tl.sum(tl.where(bits < trial, value, 0), 0)
         pivot = tl.where(below < target, trial, pivot)
-    return pivot
+    return pivot | 0x7FFF
 
 
 @jit
-def _first(bits, value, target):
-    """Which stay: in order of (bits, place), while the values before reach less than `target`."""
-    pivot = _pivot(bits, value, target)
-    before = tl.sum(tl.where(bits < pivot, value, 0), 0)
-    tied = tl.where(bits == pivot, value, 0)
-    room = tl.cumsum(tied, 0) - tied < target - before
-    return (bits < pivot) | ((bits == pivot) & room)
+def _before(held, bits, place, count, heat, KEEP: tl.constexpr):
+    """(how many candidates, what mass) come before each in order of (bits, place)."""
+    some = tl.arange(0, 8)[None, :]
+    number = tl.zeros((KEEP, 8), tl.int32)
+    mass = tl.zeros((KEEP, 8), tl.int64)
+    for first in range(0, count, 8):
+        at = first + some
+        other = tl.load(held + at, mask=at < count, other=0x7FFFFFFF)
+        earlier = (other < bits[:, None]) | ((other == bits[:, None]) & (at < place[:, None]))
+        earlier &= at < count
+        number += earlier.to(tl.int32)
+        mass += tl.where(earlier, mass_of(weight_of(other, heat)), 0)
+    return tl.sum(number, 1), tl.sum(mass, 1)
 
 
 @jit
