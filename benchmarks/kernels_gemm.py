@@ -3,9 +3,10 @@
 
     python benchmarks/kernels_gemm.py --tune --chain --out results.json
 
-Needs a GPU. Weights rotate among copies larger than the L2 cache; times are medians of CUDA-graph
-replays. `--chain` runs the products of 36 Qwen3-8B layers with stand-ins for what lies between
-them, in one graph, and compares forms of fusion with the bandwidth measured in the same run.
+Needs a GPU. `--tune` takes every product with what surrounds it (norm, SiLU · up, argmax) through
+the library and through the kernel; weights rotate among copies larger than the L2 cache; times are
+medians of CUDA-graph replays. `--chain` runs the layers of Qwen3-8B as the decoder does, with
+stand-ins for attention, in one graph, and chooses there among the best found alone and the library.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels import gemm_table
+from forerun.kernels.activation import silu_mul
+from forerun.kernels.argmax import argmax
 from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl
 from forerun.kernels.gemm import (
@@ -32,82 +36,144 @@ from forerun.kernels.gemm import (
     Matrix,
     Scaled,
     gemm,
-    gemm_add,
     gemm_add_scaled,
     gemm_argmax,
     gemm_partials,
     gemm_silu,
     most_parts,
     rows_block,
+    tiles,
 )
-from forerun.kernels.gemm_table import choose, default
+from forerun.kernels.gemm_table import Choice, choose
+from forerun.kernels.norm import add_rms_norm
 from forerun.kernels.pdl import pdl_options
+from forerun.layers.linear import Linear
+from forerun.layers.norm import RMSNorm
+from forerun.models.decoder import join
 
 H, INNER, QKV, VOCAB, LAYERS, EPS = 4096, 12288, 6144, 151936, 36, 1e-6  # Qwen3-8B
 # name -> (N, K, form)
 SHAPES = {
-    "qkv": (QKV, H, "plain"),
-    "o": (H, H, "plain"),
-    "gate_up": (2 * INNER, H, "silu"),
-    "down": (H, INNER, "plain"),
-    "head": (VOCAB, H, "plain"),
+    "qkv": (QKV, H, "after norm"),
+    "o": (H, H, "add and norm"),
+    "gate_up": (2 * INNER, H, "silu after norm"),
+    "down": (H, INNER, "add and norm"),
+    "head": (VOCAB, H, "ids"),
     "fc": (H, 5 * H, "plain"),
     "context_kv": (10240, H, "plain"),
 }
+LAYER = ("gate_up", "down", "qkv", "o")  # in the order in which the chain chooses
 
 # ---------------------------------------------------------------- candidates
 
-
-# (block_n, block_k, stages, warps) worth trying, by bucket: without and with W on the left.
+# (block_n, block_k, stages, warps) worth trying: by pointers, and with W on the left.
 FEW = (
-    [(32, 256, 5, 4), (64, 64, 8, 4), (64, 128, 6, 4), (64, 128, 4, 4), (64, 256, 3, 8)],
-    [(64, 64, 6, 4), (64, 64, 10, 4), (64, 128, 3, 4), (64, 128, 5, 4), (64, 128, 6, 4),
-     (64, 256, 2, 4), (128, 64, 5, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 128, 4, 8)],
+    [(64, 128, 6, 4), (64, 256, 3, 8)],
+    [(64, 64, 6, 4), (64, 64, 10, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4),
+     (128, 128, 3, 4), (128, 128, 4, 8)],
 )  # fmt: skip
-SOME = (
-    [(64, 128, 4, 4)],
-    [(64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 3, 8)],
-)
-TILES = {16: FEW, 32: SOME, 64: SOME}
+# The same, by descriptors, after block_m.
+TMA: dict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {
+    16: ([], [(64, 64, 12, 4), (64, 128, 5, 4), (128, 64, 6, 4), (128, 128, 5, 4),
+              (128, 128, 3, 4), (128, 64, 10, 8), (128, 128, 5, 8)]),
+    64: ([(128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 4, 4), (256, 64, 5, 8), (256, 64, 5, 4),
+          (64, 128, 3, 4)],
+         [(128, 64, 4, 4), (128, 64, 8, 8), (128, 128, 4, 8), (256, 64, 5, 8), (64, 128, 4, 4)]),
+    128: ([(128, 64, 3, 4), (128, 64, 4, 8), (128, 64, 6, 8), (128, 128, 3, 8), (256, 64, 4, 8),
+           (64, 64, 4, 4)],
+          [(128, 64, 6, 8), (128, 128, 3, 8), (256, 64, 4, 8)]),
+    512: ([(256, 64, 4, 8), (128, 64, 6, 8), (128, 64, 3, 4)], [(256, 64, 4, 8)]),
+}  # fmt: skip
+TMA[32], TMA[256] = TMA[16], TMA[512]
+
+
+def shapes(bucket: int) -> Iterator[GemmConfig]:
+    """Configurations short of their number of programs."""
+    if bucket <= 32:
+        for swap, found in enumerate(FEW):
+            for block_n, block_k, stages, warps in found:
+                yield GemmConfig(block_n, block_k, 0, warps, stages, bool(swap))
+    for swap, found in enumerate(TMA[bucket]):
+        for block_n, block_k, stages, warps in found:
+            yield GemmConfig(block_n, block_k, 0, warps, stages, bool(swap), tma=True)
 
 
 def candidates(name: str, bucket: int) -> Iterator[GemmConfig]:
     """Programs fill the multiprocessors evenly, or are a whole number a tile."""
     n, k, _ = SHAPES[name]
     units = torch.cuda.get_device_properties(0).multi_processor_count
-    for swap, shapes in enumerate(TILES[bucket]):
-        for block_n, block_k, stages, warps in shapes:
-            shared = (block_n + bucket) * block_k * 2 * (stages - 1 + swap)
-            tiles = -(-n // block_n)
-            counts = {units * i for i in (1, 2, 3)} | {tiles * i for i in (1, 2, 4)}
-            for programs in sorted(counts):
-                each = -(-programs // units)
-                if not 0.9 * units <= programs or programs * 2 > tiles * (k // block_k):
-                    continue
-                if each <= 3 and each * (shared + 1024) <= 232_000 and each * shared >= 60_000:
-                    yield GemmConfig(block_n, block_k, programs, warps, stages, bool(swap))
+    for base in shapes(bucket):
+        rows = min(bucket, base.block_m)
+        deep = base.stages if base.tma or base.swap else base.stages - 1
+        shared = (base.block_n + rows) * base.block_k * 2 * deep
+        count = tiles(bucket, n, base)
+        fits = min(232_000 // (shared + 1024), 16 // base.warps)  # programs a multiprocessor
+        for programs in sorted(
+            {units * i for i in (1, 2, 3)} | {count * i for i in (1, 2, 3, 4, 8)}
+        ):
+            whole = programs == count and bucket > 32  # one after another, none resident for all
+            if base.tma and programs % count:  # a program has one tile
+                continue
+            if programs > 3 * units and programs > count:
+                continue
+            if programs < 0.6 * units or programs * 2 > count * (k // base.block_k):
+                continue
+            if SHAPES[name][2] == "add and norm" and programs % count == 0 and bucket > 32:
+                yield replace(base, programs=programs, parts=True)
+            if whole or (programs <= fits * units and -(-programs // units) * shared >= 60_000):
+                yield replace(base, programs=programs)
 
 
 def call(form: str, x: Tensor, m: Matrix, residual: Tensor, config: GemmConfig) -> Any:
-    if form == "silu":
-        return gemm_silu(x, m, config)
     if form == "silu after norm":
         return gemm_silu(scaled(x), m, config)
-    if form == "plain after norm":
+    if form == "after norm":
         return gemm(scaled(x), m, config)
-    if form == "ids after norm":
-        return gemm_argmax(scaled(x), m, config)
+    if form == "ids":
+        return gemm_argmax(x, m, config)
+    if form == "add and norm" and config.parts:
+        return add_rms_norm(gemm_partials(x, m, config), residual, residual[0], EPS)
     if form == "add and norm":
         return gemm_add_scaled(x, m, residual, residual[0], EPS, config)
-    if form == "partials":
-        return gemm_partials(x, m, config)
-    if form == "add":
-        return gemm_add(x, m, residual, config)
     return gemm(x, m, config)
 
 
+def library(form: str, x: Tensor, m: Matrix, residual: Tensor) -> Any:
+    """The product by the library, what surrounds it by kernels of its own."""
+    y = F.linear(x, m.weight)
+    if form == "silu after norm":
+        return silu_mul(y, y.dtype)
+    if form == "ids":
+        return argmax(y)
+    return add_rms_norm(y, residual, residual[0], EPS) if form == "add and norm" else y
+
+
+def error(form: str, x: Tensor, m: Matrix, residual: Tensor, config: GemmConfig) -> float:
+    """Of the kernel against float32, relative."""
+    got = call(form, x, m, residual, config)
+    want = F.linear(x.float(), m.weight.float())
+    if form == "ids":
+        top = want.gather(1, got.unsqueeze(1)).squeeze(1)
+        return float((want.amax(1) - top).max() / want.amax())
+    if form == "add and norm":
+        want = F.rms_norm(want + residual.float(), residual.shape[1:], residual[0].float(), EPS)
+        got = got[0] if config.parts else got[0].x.float() * got[0].factor()
+    elif form != "plain":
+        want = want * scaled(x).factor()
+    if form == "silu after norm":
+        gate, up = want.chunk(2, -1)
+        want = F.silu(gate) * up
+    return float((got.float() - want).norm() / want.norm())
+
+
+ONES = torch.empty(0)
+
+
 def scaled(x: Tensor) -> Scaled:
-    return Scaled(x, x.new_ones(64, x.shape[0], dtype=torch.float32), EPS)
+    global ONES
+    if ONES.numel() == 0:
+        ONES = x.new_ones(32 * 512, dtype=torch.float32)
+    return Scaled(x, ONES[: 32 * x.shape[0]].view(32, -1), EPS)
 
 
 Job = tuple[str, int, GemmConfig, str]  # form, rows, configuration, shape
@@ -117,10 +183,8 @@ def kernel_of(job: Job) -> Any:
     """Equal for jobs that Triton compiles once."""
     form, rows, config, shape = job
     n, k, _ = SHAPES[shape]
-    tiles, chunks = n // config.block_n, k // config.block_k
-    parts = most_parts(config.programs, tiles, chunks)
-    same = tiles == config.programs if form == "partials" else None
-    return form, rows, replace(config, programs=parts, prefetch=0), same
+    parts = most_parts(config.programs, tiles(rows, n, config), -(-k // config.block_k))
+    return form, rows, replace(config, programs=parts, prefetch=0)
 
 
 def compile_one(job: Job) -> str | None:
@@ -199,7 +263,7 @@ class Copies:
     def inputs(self, rows: int, form: str) -> tuple[Tensor, Tensor]:
         device = torch.device("cuda", 0)
         x = torch.randn(rows, self.k, device=device, dtype=torch.bfloat16)
-        width = self.n // 2 if form == "silu" else self.n
+        width = self.n // 2 if form == "silu after norm" else self.n
         return x, torch.randn(rows, width, device=device, dtype=torch.bfloat16)
 
     def time(self, timer: Timer, one: Callable[[Matrix], object]) -> float:
@@ -213,15 +277,6 @@ class Copies:
                     one(m)
 
         return timer(work) / rounds / self.count
-
-
-def library(form: str, x: Tensor, m: Matrix, residual: Tensor) -> Tensor:
-    if form == "silu":
-        gate, up = F.linear(x, m.weight).chunk(2, -1)
-        return F.silu(gate).mul_(up)
-    if form == "add":
-        return torch.addmm(residual, x, m.weight.t())
-    return F.linear(x, m.weight)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -292,32 +347,29 @@ def tune(
                     us = copies.time(timer, lambda m: call(form, x, m, residual, config))
                     found.append((us, config))
             found.sort(key=lambda pair: pair[0])
-            for _, base in found[:4]:
-                for prefetch in (0, 256, 1024, 2048):
-                    config = replace(base, prefetch=prefetch)
-                    us = copies.time(timer, lambda m: call(form, x, m, residual, config))
-                    found.append((us, config))
+            if bucket <= 128:
+                for _, base in found[:3]:
+                    for prefetch in (0, 1024):
+                        config = replace(base, prefetch=prefetch)
+                        us = copies.time(timer, lambda m: call(form, x, m, residual, config))
+                        found.append((us, config))
             found.sort(key=lambda pair: pair[0])
             entry: dict[str, Any] = {
                 "library": lib,
+                "alone": copies.time(timer, lambda m: F.linear(x, m.weight)),
                 "best": [{"us": us, **asdict(config)} for us, config in found[:12]],
                 "floor_us": n * k * 2 / report["bandwidth"]["read"] / 1e6,
             }
-            if bucket == 16:
-                for rows in (1, 8):
-                    x, residual = copies.inputs(rows, form)
-                    entry[f"rows_{rows}"] = {
-                        "library": copies.time(timer, lambda m: library(form, x, m, residual)),
-                        "ours": [
-                            copies.time(timer, lambda m: call(form, x, m, residual, config))
-                            for _, config in found[:4]
-                        ],
-                    }
             report["tuned"].setdefault(name, {})[bucket] = entry
+            for _, config in found[:KEPT]:
+                off = error(form, x, copies.matrices[0], residual, config)
+                if not off < 1e-2:
+                    print(f"  WRONG by {off}: {config}")
             us, config = found[0]
             print(
                 f"{name:10} {bucket:4} floor {entry['floor_us']:6.1f} library {lib:6.1f} "
-                f"ours {us:6.1f} {config} ({time.perf_counter() - began:.1f} s)",
+                f"({entry['alone']:.1f} alone) ours {us:6.1f} {config} "
+                f"({time.perf_counter() - began:.1f} s)",
                 flush=True,
             )
             save(report)
@@ -347,167 +399,88 @@ def between(x: Tensor, n: int) -> Tensor:
     return out
 
 
-@jit
-def _sum_norm_kernel(
-    part, residual, weight, out, total, M, N, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0)
-    n = tl.arange(0, BLOCK)
-    at = row * N + n
-    inside = n < N
-    acc = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    for i in tl.static_range(PARTS):
-        acc += tl.load(part + i * M * N + at, mask=inside, other=0.0)
-    r = acc.to(tl.bfloat16)
-    tl.store(total + at, r, mask=inside)
-    r = r.to(tl.float32)
-    factor = tl.rsqrt(tl.sum(r * r, 0) / N + eps)
-    w = tl.load(weight + n, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (r * factor * w).to(tl.bfloat16), mask=inside)
-
-
-def sum_norm(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    out, total = torch.empty_like(residual), torch.empty_like(residual)
-    rows, n = residual.shape
-    _sum_norm_kernel[(rows,)](
-        part, residual, weight, out, total, rows, n, EPS,
-        PARTS=part.shape[0], BLOCK=4096, num_warps=8, **pdl_options(out),
-    )  # fmt: skip
-    return out, total
-
-
-Chosen = dict[str, GemmConfig]
+Chosen = dict[str, Choice]
 
 
 class Chain:
-    """The products of a step: x [rows, H] -> [rows, VOCAB] or ids, with its own weights."""
+    """The layers of a step as the decoder joins them, with their own weights; x [rows, H]."""
 
     def __init__(self) -> None:
-        def matrix(n: int, k: int) -> Matrix:
-            weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-            return Matrix.of(weight.mul_(k**-0.5))
+        def linear(name: str) -> Linear:
+            n, k, _ = SHAPES[name]
+            made = Linear.of(torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(k**-0.5))
+            made.pack()
+            return made
 
-        names = ("qkv", "o", "gate_up", "down")
-        self.layers = [{s: matrix(*SHAPES[s][:2]) for s in names} for _ in range(LAYERS)]
-        self.head = matrix(VOCAB, H)
-        self.norm = torch.ones(H, device="cuda", dtype=torch.bfloat16)
+        self.layers = [{name: linear(name) for name in LAYER} for _ in range(LAYERS)]
+        self.head = linear("head")
+        self.norm = RMSNorm.of(torch.ones(H, device="cuda", dtype=torch.bfloat16), EPS)
         self.bytes = 2 * (self.head.weight.numel() + LAYERS * sum(
             m.weight.numel() for m in self.layers[0].values()
         ))  # fmt: skip
 
-    def library(self, x: Tensor) -> Tensor:
-        """The products alone."""
+    def products(self, x: Tensor) -> Tensor:
+        """The library's products alone."""
         for layer in self.layers:
-            qkv = F.linear(x, layer["qkv"].weight)
-            x = F.linear(qkv[:, :H], layer["o"].weight)
-            x = F.linear(F.linear(x, layer["gate_up"].weight)[:, :INNER], layer["down"].weight)
+            x = F.linear(F.linear(x, layer["qkv"].weight)[:, :H], layer["o"].weight)
+            x = F.linear(x, layer["gate_up"].weight)[:, :INNER]
+            x = F.linear(x, layer["down"].weight)
         return F.linear(x, self.head.weight)
 
-    def products(self, x: Tensor, c: Chosen) -> Tensor:
-        """The products alone, SiLU and residuals in their epilogues."""
-        for layer in self.layers:
-            y = gemm(x, layer["qkv"], c["qkv"])
-            x = gemm_add(y[:, :H], layer["o"], x, c["o"])
-            y = gemm_silu(x, layer["gate_up"], c["gate_up"])
-            x = gemm_add(y, layer["down"], x, c["down"])
-        return gemm(x, self.head, c["head"])
-
-    def fused(self, x: Tensor, c: Chosen, ids: bool = False) -> Tensor:
-        """Norms, SiLU and residuals in the products; two stand-ins for attention."""
-        residual, rows = x, x.shape[0]
-        normed: Tensor | Scaled = Scaled(x, x.new_ones(64, rows, dtype=torch.float32), EPS)
-        for layer in self.layers:
-            y = between(between(gemm(normed, layer["qkv"], c["qkv"]), QKV), H)
-            normed, residual = gemm_add_scaled(y, layer["o"], residual, self.norm, EPS, c["o"])
-            y = gemm_silu(normed, layer["gate_up"], c["gate_up"])
-            normed, residual = gemm_add_scaled(
-                y, layer["down"], residual, self.norm, EPS, c["down"]
-            )
-        product = gemm_argmax if ids else gemm
-        return product(normed, self.head, c["head"])
-
-    def partials(self, x: Tensor, c: Chosen) -> Tensor:
-        """SiLU in the product; `o` and `down` leave partials that a norm kernel sums."""
+    def step(self, x: Tensor, chosen: Chosen) -> Tensor:
+        """The whole, by what `chosen` says."""
+        bucket = rows_block(x.shape[0])
+        entry = gemm_table.TABLE.setdefault(gpu_of(x.device).capability, {})
+        for name, choice in chosen.items():
+            entry[SHAPES[name][:2]] = {bucket: choice}
         residual = x
-        for layer in self.layers:
-            y = between(between(gemm(x, layer["qkv"], c["qkv"]), QKV), H)
-            x, residual = sum_norm(gemm_partials(y, layer["o"], c["o"]), residual, self.norm)
-            y = gemm_silu(x, layer["gate_up"], c["gate_up"])
-            x, residual = sum_norm(gemm_partials(y, layer["down"], c["down"]), residual, self.norm)
-        return gemm(x, self.head, c["head"])
-
-    def separate(self, x: Tensor, c: Chosen | None) -> Tensor:
-        """Norms in kernels of their own, products by the library where `c` is None."""
-        residual = x
-        for layer in self.layers:
-            if c is None:
-                qkv = F.linear(x, layer["qkv"].weight)
-                o = F.linear(between(between(qkv, QKV), H), layer["o"].weight)
-                x, residual = sum_norm(o.unsqueeze(0), residual, self.norm)
-                y = between(F.linear(x, layer["gate_up"].weight), INNER)
-                down = F.linear(y, layer["down"].weight)
+        normed: Tensor | Scaled = self.norm(x)
+        for i, layer in enumerate(self.layers):
+            y = between(between(layer["qkv"](normed), QKV), H)
+            normed, residual = join(layer["o"], self.norm, layer["gate_up"], y, residual)
+            y = layer["gate_up"].silu_mul(normed)
+            if i + 1 < LAYERS:
+                reader = self.layers[i + 1]["qkv"]
+                normed, residual = join(layer["down"], self.norm, reader, y, residual)
             else:
-                qkv = gemm(x, layer["qkv"], c["qkv"])
-                o = gemm(between(between(qkv, QKV), H), layer["o"], c["o"])
-                x, residual = sum_norm(o.unsqueeze(0), residual, self.norm)
-                y = gemm_silu(x, layer["gate_up"], c["gate_up"])
-                down = gemm(y, layer["down"], c["down"])
-            x, residual = sum_norm(down.unsqueeze(0), residual, self.norm)
-        return F.linear(x, self.head.weight) if c is None else gemm(x, self.head, c["head"])
+                normed, residual = self.norm.add(layer["down"](y), residual)
+        return self.head.argmax(normed)
 
 
-def without_prefetch(c: Chosen) -> Chosen:
-    return {name: replace(config, prefetch=0) for name, config in c.items()}
+KEPT = 6  # best of each shape alone, tried in the chain
 
 
-CHAINED = {
-    "qkv": ("plain after norm", "plain"),
-    "o": ("add and norm", "add", "partials"),
-    "gate_up": ("silu after norm", "silu"),
-    "down": ("add and norm", "add", "partials"),
-    "head": ("plain after norm", "ids after norm", "plain"),
-}
-KEPT = 8  # best of each shape alone, tried in the chain
-
-
-def kept(report: dict[str, Any], name: str, bucket: int) -> list[GemmConfig]:
-    """The best found alone; without a search, the table's and what differs in the overlap."""
-    if name in report["tuned"]:
-        best = report["tuned"][name][bucket]["best"][:KEPT]
-        return [GemmConfig(**{k: v for k, v in entry.items() if k != "us"}) for entry in best]
-    n, k, _ = SHAPES[name]
-    gpu = gpu_of(torch.device("cuda", 0))
-    first = choose(n, k, bucket, gpu) or default(bucket, gpu)
-    found = [first]
-    for stages in dict.fromkeys((first.stages, min(first.stages, 5))):
-        for prefetch in (0, 256, 512, 1024):
-            found.append(replace(first, stages=stages, prefetch=prefetch, early=False))
-    return found
+def kept(report: dict[str, Any], name: str, bucket: int) -> list[Choice]:
+    """The library, and the best found alone; without a search, variants of the table's."""
+    n = SHAPES[name][0]
+    tuned = report["tuned"].get(name, {}).get(bucket)
+    if tuned is not None:
+        best = [{k: v for k, v in entry.items() if k != "us"} for entry in tuned["best"]]
+        found = [GemmConfig(**entry) for entry in best]
+        found = [c for c in found if not c.tma or c.programs % tiles(bucket, n, c) == 0][:KEPT]
+    else:
+        first = choose(*SHAPES[name][:2], bucket, gpu_of(torch.device("cuda", 0)))
+        found = [] if first is None else [first]
+    late = [replace(c, early=False) for c in found[:2]]
+    return [*found, *late, None]
 
 
 def chain(
     timer: Timer, pool: ProcessPoolExecutor, rows_list: list[int], report: dict[str, Any]
 ) -> None:
-    buckets = {rows_block(rows) for rows in rows_list}
-    compile_all(
-        pool,
-        {
-            (form, bucket, config, name)
-            for name, forms in CHAINED.items()
-            for bucket in buckets
-            for config in kept(report, name, bucket)
-            for form in forms
-        },
-    )
+    jobs = {
+        (form, rows_block(rows), config, name)
+        for name in (*LAYER, "head")
+        for rows in rows_list
+        for config in kept(report, name, rows_block(rows))
+        for form in {SHAPES[name][2], "plain"}
+        if config is not None
+    }
+    broken = compile_all(pool, jobs)
     links = Chain()
     floor = links.bytes / report["bandwidth"]["read"] / 1e9
     report["chain"] = {"floor_ms": floor}
     print(f"floor {floor:.3f} ms for {links.bytes / 1e9:.2f} GB")
-    picked: dict[int, Chosen] = {}
     for rows in rows_list:
         bucket = rows_block(rows)
         x = torch.randn(rows, H, device="cuda", dtype=torch.bfloat16)
@@ -516,65 +489,43 @@ def chain(
             work()
             return timer(work, repeats=5) / 1e3
 
-        def descend(x: Tensor, chosen: Chosen) -> Chosen:
-            best = run(lambda: links.fused(x, chosen))
-            for name in ("gate_up", "down", "qkv", "o", "head"):
-                for config in kept(report, name, bucket):
-                    trial = chosen | {name: config}
-                    ms = run(lambda trial=trial: links.fused(x, trial))
-                    if ms < best:
-                        best, chosen = ms, trial
-            return chosen
-
         began = time.perf_counter()
-        entry: dict[str, float] = {}
-        own = descend(x, picked.get(bucket) or {s: kept(report, s, bucket)[0] for s in CHAINED})
-        chosen = picked.setdefault(bucket, own)
-        small = without_prefetch(chosen)
-        entry |= {
-            "library, products alone": run(lambda: links.library(x)),
-            "library, separate kernels": run(lambda: links.separate(x, None)),
-            "products alone": run(lambda: links.products(x, chosen)),
-            "separate kernels": run(lambda: links.separate(x, chosen)),
-            "fused": run(lambda: links.fused(x, chosen)),
-            "fused, own choice": run(lambda: links.fused(x, own)),
-            "fused, ids": run(lambda: links.fused(x, chosen, ids=True)),
-            "fused, no prefetch": run(lambda: links.fused(x, small)),
+        none: Chosen = dict.fromkeys((*LAYER, "head"))
+        tried = {
+            name: [c for c in kept(report, name, bucket) if not unable(c, name, bucket, broken)]
+            for name in (*LAYER, "head")
         }
-        whole = {
-            s: [c for c in kept(report, s, bucket) if c.programs % (H // c.block_n) == 0]
-            for s in ("o", "down")
+        entry = {
+            "library, products alone": run(lambda: links.products(x)),
+            "library": run(lambda: links.step(x, none)),
         }
-        if all(whole.values()):
-            parted = chosen | {s: found[0] for s, found in whole.items()}
-            entry["partials"] = run(lambda: links.partials(x, parted))
-        if rows == 16:
-            pdl(False)
-            entry["fused, no overlap"] = run(lambda: links.fused(x, small))
-            entry["separate, no overlap"] = run(lambda: links.separate(x, small))
-            entry["products alone, no overlap"] = run(lambda: links.products(x, small))
-            pdl(True)
+        chosen: Chosen = {name: found[0] for name, found in tried.items()}
+        best = entry["first found"] = run(lambda: links.step(x, chosen))
+        for name in (*LAYER, "head", *LAYER):
+            for config in tried[name]:
+                ms = run(lambda: links.step(x, chosen | {name: config}))
+                if ms < best:
+                    best, chosen = ms, chosen | {name: config}
+        entry["chosen"] = best
+        for name in none:
+            if chosen[name] is not None:
+                entry[f"{name} by the library"] = run(lambda: links.step(x, chosen | {name: None}))
         report["chain"][rows] = {
             "ms": entry,
-            "chosen": {name: asdict(config) for name, config in own.items()},
+            "chosen": {name: None if c is None else asdict(c) for name, c in chosen.items()},
         }
         save(report)
         print(f"rows {rows} ({time.perf_counter() - began:.1f} s)")
-        for name, ms in entry.items():
-            print(f"  {name:28} {ms:6.3f} ms  {ms / floor:5.2f} x floor", flush=True)
-        for name, config in own.items():
+        for label, ms in entry.items():
+            print(f"  {label:28} {ms:6.3f} ms  {ms / floor:5.2f} x floor", flush=True)
+        for name, config in chosen.items():
             print(f"  {name:10} {config}")
 
 
-def pdl(on: bool) -> None:
-    """For comparisons: overlap on or off."""
-    from forerun.kernels import gemm as module
-
-    module.pdl_options = pdl_options if on else (lambda tensor: {"PDL": False})  # type: ignore[assignment]
-    globals()["pdl_options"] = ON if on else (lambda tensor: {"PDL": False})
+def unable(config: Choice, name: str, bucket: int, broken: set[Job]) -> bool:
+    return any((form, bucket, config, name) in broken for form in (SHAPES[name][2], "plain"))
 
 
-ON = pdl_options
 OUT: Path | None = None
 
 
@@ -588,9 +539,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 1, 8, 32, 64, 128])
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--tuned", type=Path, help="an earlier --out, instead of --tune")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

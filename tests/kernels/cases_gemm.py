@@ -10,9 +10,21 @@ from tests.kernels.compiled import CUDA, Case
 TENSORS = {"x": "*bf16", "w": "*bf16", "locks": "*i32"}
 ABSENT = dict.fromkeys(
     ("bias", "squares", "residual", "norm_weight", "out", "scaled", "out_squares", "best",
-     "best_ids", "partial")
+     "best_ids", "partial", "x_blocks", "w_blocks")
 )  # fmt: skip
-SCALARS = dict.fromkeys(("M", "N", "K", "stride_x", "P", "units", "prefetch"), "i32")
+SCALARS = dict.fromkeys(
+    (
+        "M",
+        "N",
+        "K",
+        "stride_x",
+        "P",
+        "tiles_m",
+        "units",
+        "prefetch",
+    ),
+    "i32",
+)
 SCALARS["eps"] = "fp32"
 OUT = {"out": "*bf16"}
 PARTIAL = {"partial": "*fp32"}
@@ -40,6 +52,17 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
     )
 
 
+def blocks(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
+    """By descriptors: bulk copies. Where there are none, configurations have no descriptors."""
+    shape = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64} | constants
+    width = shape["BLOCK_N"] // 2 if constants.get("PAIRED") else shape["BLOCK_N"]
+    given = {
+        "x_blocks": f"tensordesc<bf16[{shape['BLOCK_M']},64]>",
+        "w_blocks": f"tensordesc<bf16[{width},64]>",
+    }
+    return replace(case(name, tensors | given, **shape), targets=CUDA[1:])
+
+
 CASES = [
     case("gemm plain", OUT),
     case("gemm partials", PARTIAL, PARTS=4, PARTIALS=True),
@@ -48,6 +71,11 @@ CASES = [
     case("gemm silu after norm", OUT | SQUARES, PAIRED=True),
     case("gemm argmax", SQUARES | BEST, BLOCK_M=64),
     case("gemm swapped", OUT, SWAP=True),
+    blocks("gemm blocks", OUT),
+    blocks("gemm blocks, partials", PARTIAL, PARTS=4, PARTIALS=True),
+    blocks("gemm blocks, residual and norm", OUT | PARTIAL | SUM, PARTS=2),
+    blocks("gemm blocks, silu", OUT | SQUARES, PAIRED=True),
+    blocks("gemm blocks, argmax", BEST),
     replace(
         case("gemm overlapped", OUT, PDL=True, EARLY=False),
         targets=CUDA[1:],

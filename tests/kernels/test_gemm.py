@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -46,7 +48,7 @@ def check_all_forms(given: Given, config: GemmConfig, limit: float) -> None:
     close(g.gemm(given.scaled, m, config), given.y_scaled, limit)
     total = given.y + given.residual.double()
     close(g.gemm_add(given.x, m, given.residual, config), total, limit)
-    if config.programs % -(-m.weight.shape[0] // config.block_n) == 0:
+    if config.programs % g.tiles(*given.residual.shape, config) == 0:
         close(g.gemm_partials(given.x, m, config).sum(0), given.product, limit)
 
     scaled, added = g.gemm_add_scaled(given.x, m, given.residual, given.norm, EPS, config)
@@ -70,6 +72,10 @@ SMALL = [
     (17, 40, 96, GemmConfig(32, 32, programs=4, swap=True)),
     (40, 56, 64, GemmConfig(32, 64, programs=1)),
     (5, 80, 224, GemmConfig(16, 32, programs=7)),
+    (20, 64, 128, GemmConfig(32, 32, programs=4, tma=True)),
+    (40, 72, 136, GemmConfig(32, 32, programs=12, tma=True, block_m=32)),
+    (150, 48, 96, GemmConfig(32, 32, programs=8, tma=True, swap=True)),
+    (130, 48, 64, GemmConfig(32, 32, programs=8)),
 ]
 
 
@@ -106,10 +112,10 @@ def test_equal_logits_go_to_the_lowest_id() -> None:
     assert ids.tolist() == [21, 21]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512])
 def test_buckets(rows: int) -> None:
     bucket = g.rows_block(rows)
-    assert bucket in (16, 32, 64, 128)
+    assert bucket in (16, 32, 64, 128, 256, 384, 512)
     assert rows <= bucket
     assert bucket == 16 or rows > bucket // 2
 
@@ -146,16 +152,39 @@ def test_on_a_gpu(rows: int, n: int, k: int) -> None:
     check_all_forms(given, config, 5e-3)
 
 
+# As the table has them: whole programs a tile.
+BLOCKS = [
+    GemmConfig(128, 64, 32, warps=8, stages=6, tma=True),
+    GemmConfig(128, 64, 384, warps=4, stages=3, tma=True),
+    GemmConfig(256, 64, 64, warps=8, stages=3, tma=True, swap=True),
+    GemmConfig(64, 128, 512, warps=4, stages=3, tma=True),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("swap", [False, True])
-def test_same_bits_run_after_run_and_whatever_stands_beside(swap: bool) -> None:
+@pytest.mark.parametrize("config", BLOCKS)
+@pytest.mark.parametrize("rows", [60, 100, 300])
+def test_blocks_on_a_gpu(rows: int, config: GemmConfig) -> None:
+    torch.manual_seed(rows)
+    count = g.tiles(rows, 4096, config)
+    config = replace(config, programs=max(config.programs // count, 1) * count)
+    given = Given(rows, 4096, 2048, torch.bfloat16, torch.device("cuda", 0))
+    check_all_forms(given, config, 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [GemmConfig(64, 128, 133), GemmConfig(64, 128, 133, swap=True), *BLOCKS],
+)
+def test_same_bits_run_after_run_and_whatever_stands_beside(config: GemmConfig) -> None:
     device = torch.device("cuda", 0)
-    given = Given(16, 4096, 4096, torch.bfloat16, device)
-    config = GemmConfig(64, 128, 128 + 5, swap=swap)
+    bucket = 128 if config.tma else 16
+    given = Given(bucket, 4096, 4096, torch.bfloat16, device)
     first = g.gemm(given.x, given.matrix, config)
     for _ in range(20):
         assert torch.equal(g.gemm(given.x, given.matrix, config), first)
-    for rows in (1, 5, 15):
+    for rows in (65, 100, 127) if config.tma else (1, 5, 15):
         assert torch.equal(g.gemm(given.x[:rows], given.matrix, config), first[:rows])
 
 

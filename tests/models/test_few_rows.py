@@ -10,17 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.kernels.gemm import Scaled
+from forerun.kernels.device import Gpu
+from forerun.kernels.gemm import GemmConfig, Scaled
 from forerun.layers import linear
 from forerun.layers.linear import Linear
 from forerun.models.loader import load_target
 from tests.models.support import CPU, Loop, family, save
 
 
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("name", ["qwen3-bias-sliding", "qwen2-sliding-tied"])
 def test_same_logits_as_the_plain_layers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if parts:  # two partial sums of every product that is added up by a norm
+        monkeypatch.setattr(linear, "choose", in_parts)
     folder = save(family(name), tmp_path)
     ids = torch.randint(0, 96, (60,), generator=torch.Generator().manual_seed(3))
     plain = load_target(folder, torch.float32, CPU)
@@ -39,6 +43,10 @@ def test_same_logits_as_the_plain_layers(
         torch.testing.assert_close(fused.lm_head(got), logits, rtol=1e-5, atol=5e-5)
     assert fused.decoder.layers[0].mlp.gate_up.takes_scaled(ids[:16])
     assert not fused.decoder.layers[0].mlp.gate_up.takes_scaled(ids)
+
+
+def in_parts(n: int, k: int, rows: int, gpu: Gpu) -> GemmConfig | None:
+    return GemmConfig(n, programs=2, parts=True) if rows <= 32 else None
 
 
 def test_argmax(monkeypatch: pytest.MonkeyPatch) -> None:

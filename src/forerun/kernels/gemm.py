@@ -1,4 +1,4 @@
-"""Products with few rows: y = x Wᵀ for 1 to 128 rows, bound by reading W once.
+"""Products with few rows: y = x Wᵀ for 1 to 512 rows, most of them bound by reading W once.
 
 W [N, K] bfloat16 row-major, as checkpoints store it, is cut into tiles of BLOCK_N rows, and these
 into chunks of BLOCK_K columns. All chunks, tile after tile, are dealt out evenly to a fixed number
@@ -18,6 +18,7 @@ and asks for its first chunks of W to be brought into the L2 cache before it wai
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from forerun.kernels.dispatch import use_triton
 from forerun.kernels.gemm_kernels import best_kernel, gemm_kernel
 from forerun.kernels.pdl import pdl_options
 
-MAX_ROWS = 128
+MAX_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class GemmConfig:
     swap: bool = False  # W on the left: wgmma on Hopper, which needs block_n >= 64
     prefetch: int = 256  # elements of every row of its first tile that a program brings into L2
     early: bool = True  # the next kernel may start at once; else when the last chunk is read
+    block_m: int = 128  # rows of x in a tile, where there are so many
+    parts: bool = False  # partial sums are left to the next kernel, where it can add them up
+    tma: bool = False  # operands come through tensor descriptors: bulk copies from Hopper on
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,19 @@ class Matrix:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        tiles = -(-weight.shape[0] // 16)
-        return cls(weight, bias, torch.zeros(tiles, dtype=torch.int32, device=weight.device))
+        most = -(-weight.shape[0] // 16) * (MAX_ROWS // 128)
+        return cls(weight, bias, torch.zeros(most, dtype=torch.int32, device=weight.device))
 
 
 def rows_block(rows: int) -> int:
-    """The bucket of a row count: 16, 32, 64 or 128."""
-    return max(16, 1 << (rows - 1).bit_length())
+    """The bucket of a row count: 16, 32, 64, 128, then multiples of 128."""
+    return max(16, 1 << (rows - 1).bit_length()) if rows <= 128 else -(-rows // 128) * 128
+
+
+def tiles(rows: int, n: int, config: GemmConfig) -> int:
+    """How many tiles a product has: the same for all row counts of a bucket."""
+    bucket = rows_block(rows)
+    return bucket // min(config.block_m, bucket) * -(-n // config.block_n)
 
 
 def gemm(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
@@ -136,13 +146,13 @@ def gemm_argmax(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
     if not use_triton(m.weight):
         return gemm(x, m, config).argmax(-1)
     n, rows = m.weight.shape[0], _plain(x).shape[0]
-    tiles = -(-n // config.block_n)
-    best = torch.empty(tiles, rows, dtype=torch.float32, device=m.weight.device)
-    ids = torch.empty(tiles, rows, dtype=torch.int32, device=m.weight.device)
+    across = -(-n // config.block_n)
+    best = torch.empty(across, rows, dtype=torch.float32, device=m.weight.device)
+    ids = torch.empty(across, rows, dtype=torch.int32, device=m.weight.device)
     _launch(x, m, config, best=best, best_ids=ids)
     out = torch.empty(rows, dtype=torch.int64, device=m.weight.device)
     options = pdl_options(out)
-    best_kernel[(rows,)](best, ids, out, rows, tiles, BLOCK=1024, **options)
+    best_kernel[(rows,)](best, ids, out, rows, across, BLOCK=1024, **options)
     return out
 
 
@@ -152,7 +162,7 @@ def gemm_partials(x: Tensor, m: Matrix, config: GemmConfig) -> Tensor:
     S programs a tile: `config.programs` must be S times the number of tiles.
     """
     rows, n = x.shape[0], m.weight.shape[0]
-    split, rest = divmod(config.programs, -(-n // config.block_n))
+    split, rest = divmod(config.programs, tiles(rows, n, config))
     assert rest == 0 and split > 0
     if not use_triton(m.weight):
         parts = zip(x.tensor_split(split, 1), m.weight.tensor_split(split, 1), strict=True)
@@ -194,28 +204,44 @@ def _launch(
     squares = x.squares if isinstance(x, Scaled) else None
     rows, k = rows_in.shape
     n = m.weight.shape[0] // (2 if paired else 1)
-    assert rows <= MAX_ROWS and m.weight.is_contiguous() and rows_in.stride(1) == 1
-    tiles = -(-n * (2 if paired else 1) // config.block_n)
-    chunks = -(-k // config.block_k)
-    programs = min(config.programs, tiles * chunks)
-    parts = most_parts(programs, tiles, chunks)
+    assert rows <= MAX_ROWS and tiles(rows, m.weight.shape[0], config) <= len(m.locks)
+    assert m.weight.is_contiguous() and rows_in.stride(1) == 1
+    bucket = rows_block(rows)
+    block_m = min(config.block_m, bucket)
+    count, chunks = tiles(rows, m.weight.shape[0], config), -(-k // config.block_k)
+    programs = min(config.programs, count * chunks)
+    parts = most_parts(programs, count, chunks)
     only_partials = partial is not None
     if partial is None and parts > 1:
-        size = (2 * programs, rows, config.block_n)
+        size = (2 * programs, block_m, config.block_n)
         partial = torch.empty(size, dtype=torch.float32, device=rows_in.device)
+    x_blocks = w_blocks = None
+    if config.tma:
+        # Triton 3.6 on an H200: now and then wrong where one program has several such tiles.
+        assert programs % count == 0, "descriptors need whole programs a tile"
+        width = config.block_n // 2 if paired else config.block_n
+        x_blocks = _descriptor(rows_in, block_m, config.block_k)
+        w_blocks = _descriptor(m.weight, width, config.block_k)
     options = pdl_options(rows_in)
     gemm_kernel[(programs,)](
-        rows_in, m.weight, m.bias, squares, residual, norm_weight,
+        rows_in, m.weight, x_blocks, w_blocks, m.bias, squares, residual, norm_weight,
         out, scaled, out_squares, best, best_ids, partial, m.locks,
         rows, n, k, rows_in.stride(0), 0 if squares is None else squares.shape[0],
-        x.eps if isinstance(x, Scaled) else 0.0, tiles * chunks,
+        x.eps if isinstance(x, Scaled) else 0.0, bucket // block_m, count * chunks,
         config.prefetch if k % 64 == 0 else 0,
-        BLOCK_M=rows_block(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         PARTS=parts, EARLY=config.early, SWAP=config.swap, PAIRED=paired, PARTIALS=only_partials,
         EVEN_K=k % config.block_k == 0,
         THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
+    """Of blocks [rows, columns]; zeros past the end."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def most_parts(programs: int, tiles: int, chunks: int) -> int:

@@ -6,20 +6,22 @@ from __future__ import annotations
 from forerun.kernels.dispatch import jit, jit_for_any, tl
 
 
-@jit_for_any("M", "P", "units")
+@jit_for_any("M", "P", "units", "tiles_m")
 def gemm_kernel(
     x,  # [M, K], stride_x
     w,  # [N, K], with PAIRED [2N, K]
+    x_blocks,  # descriptors of x and w, [BLOCK_M, BLOCK_K] and [WIDTH, BLOCK_K] a block; or None
+    w_blocks,
     bias,  # [N], with PAIRED [2N], or None
     squares,  # [P, M] float32: x is `Scaled`; or None
     residual,  # [M, N] or None
     norm_weight,  # [N] or None
     out,  # [M, N] or None
     scaled,  # [M, N]
-    out_squares,  # [tiles, M] float32
-    best,  # [tiles, M] float32: each tile's largest, instead of `out`; or None
-    best_ids,  # [tiles, M] int32
-    partial,  # [2 * programs, M, BLOCK_N] float32; with PARTIALS [PARTS, M, N]
+    out_squares,  # [tiles over N, M] float32
+    best,  # [tiles over N, M] float32: each tile's largest, instead of `out`; or None
+    best_ids,  # [tiles over N, M] int32
+    partial,  # [2 * programs, BLOCK_M, BLOCK_N] float32; with PARTIALS [PARTS, M, N]
     locks,  # [tiles] int32 zeros, and zeros again at the end
     M,
     N,
@@ -27,6 +29,7 @@ def gemm_kernel(
     stride_x,
     P,
     eps,
+    tiles_m,
     units,  # tiles * chunks
     prefetch,  # a multiple of 64 elements, with PDL
     BLOCK_M: tl.constexpr,
@@ -51,70 +54,104 @@ def gemm_kernel(
         if prefetch > 0:
             first = begin - first_tile * chunks
             count = tl.minimum(tl.minimum(chunks - first, end - begin) * BLOCK_K, prefetch)
-            _prefetch(w, first_tile, first * BLOCK_K, count, N, K, BLOCK_N, PAIRED, THREADS)
+            tile_n = first_tile // tiles_m
+            _prefetch(w, tile_n, first * BLOCK_K, count, N, K, BLOCK_N, PAIRED, THREADS)
         tl.extra.cuda.gdc_wait()
 
-    m = tl.arange(0, BLOCK_M)
+    # Descriptors give gate and up as two blocks and two sums; pointers, one tile of both.
+    TWO: tl.constexpr = PAIRED and w_blocks is not None
+    WIDTH: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
     k = tl.arange(0, BLOCK_K)
-    x_tile = x + m[:, None] * stride_x + k[None, :]
-    present = m[:, None] < M
     for tile in range(first_tile, (end - 1) // chunks + 1):
         start = tile * chunks
-        row = _rows(tile, tl.arange(0, BLOCK_N), N, BLOCK_N, PAIRED)
-        w_tile = w + row[:, None] * K + k[None, :]
-        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-        for chunk in range(tl.maximum(begin - start, 0), tl.minimum(end - start, chunks)):
-            at = chunk * BLOCK_K
-            if EVEN_K:
-                xs = tl.load(x_tile + at, mask=present, other=0.0)
-                ws = tl.load(w_tile + at)
-            else:
-                inside = at + k[None, :] < K
-                xs = tl.load(x_tile + at, mask=present & inside, other=0.0)
-                ws = tl.load(w_tile + at, mask=inside, other=0.0)
-            acc = _dot(ws, xs, acc, SWAP)
+        tile_n = tile // tiles_m
+        first_row = tile % tiles_m * BLOCK_M
+        m = first_row + tl.arange(0, BLOCK_M)
+        present = m[:, None] < M
+        acc = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), tl.float32)
+        up = acc
+        if w_blocks is not None:
+            first_column = tile_n * WIDTH
+            for chunk in range(tl.maximum(begin - start, 0), tl.minimum(end - start, chunks)):
+                at = chunk * BLOCK_K
+                xs = x_blocks.load([first_row, at])
+                acc = _dot(w_blocks.load([first_column, at]), xs, acc, SWAP)
+                if TWO:
+                    up = _dot(w_blocks.load([N + first_column, at]), xs, up, SWAP)
+        else:
+            x_tile = x + m[:, None] * stride_x + k[None, :]
+            row = _rows(tile_n, tl.arange(0, BLOCK_N), N, BLOCK_N, PAIRED)
+            w_tile = w + row[:, None] * K + k[None, :]
+            for chunk in range(tl.maximum(begin - start, 0), tl.minimum(end - start, chunks)):
+                at = chunk * BLOCK_K
+                if EVEN_K:
+                    xs = tl.load(x_tile + at, mask=present, other=0.0)
+                    ws = tl.load(w_tile + at)
+                else:
+                    inside = at + k[None, :] < K
+                    xs = tl.load(x_tile + at, mask=present & inside, other=0.0)
+                    ws = tl.load(w_tile + at, mask=inside, other=0.0)
+                acc = _dot(ws, xs, acc, SWAP)
         if PDL and not EARLY:  # noqa: SIM102  a constant
             if start + chunks >= end:
                 tl.extra.cuda.gdc_launch_dependents()
         if SWAP:
             acc = tl.trans(acc)
+            if TWO:
+                up = tl.trans(up)
 
         first_program = _owner(start, programs, units)
         others = _owner(start + chunks - 1, programs, units) - first_program
         part = program - first_program
-        column = tl.arange(0, BLOCK_N)[None, :]
-        last = others == 0
+        column = tl.arange(0, WIDTH)[None, :]
+        last = True if PARTS == 1 else others == 0
         if PARTIALS:
-            column += tile * BLOCK_N
+            column += tile_n * BLOCK_N
             place = partial + (part * M + m[:, None]) * N + column
             tl.store(place, acc, mask=present & (column < N))
         elif PARTS > 1:  # noqa: SIM102  a constant
             if others > 0:
                 # A program shares at most two tiles: its first one, and its last as the first of
                 # that tile's programs. So slots 2p and 2p + 1 are enough.
-                place = partial + m[:, None] * BLOCK_N + column
-                slot = 2 * program + (part == 0)
-                tl.store(place + slot * M * BLOCK_N, acc, mask=present)
+                place = partial + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + column
+                slot = (2 * program + (part == 0)) * BLOCK_M * BLOCK_N
+                tl.store(place + slot, acc, mask=present)
+                if TWO:
+                    tl.store(place + slot + WIDTH, up, mask=present)
                 tl.debug_barrier()  # all of the program's partial is written before it reports
                 last = tl.atomic_add(locks + tile, 1, sem="acq_rel") == others
                 if last:
                     tl.store(locks + tile, 0)
-                    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                    for i in tl.static_range(PARTS):  # past the L1 cache: others wrote them
-                        slot = 2 * (first_program + i) + (i == 0)
-                        acc += tl.load(
-                            place + slot * M * BLOCK_N,
-                            mask=present & (i <= others),
-                            other=0.0,
-                            cache_modifier=".cg",
+                    acc = _sum(place, first_program, others, present, BLOCK_M, BLOCK_N, PARTS)
+                    if TWO:
+                        up = _sum(
+                            place + WIDTH, first_program, others, present, BLOCK_M, BLOCK_N, PARTS
                         )
         if not PARTIALS:  # noqa: SIM102  a constant
             if last:
                 _finish(
-                    acc, tile, present, bias, squares, residual, norm_weight,
+                    acc, up, tile_n, m, bias, squares, residual, norm_weight,
                     out, scaled, out_squares, best, best_ids, M, N, K, P, eps,
-                    w.dtype.element_ty, BLOCK_M, BLOCK_N, PAIRED,
+                    w.dtype.element_ty, BLOCK_M, BLOCK_N, PAIRED, TWO,
                 )  # fmt: skip
+
+
+@jit
+def _sum(
+    place, first_program, others, present,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What a tile's programs left, past the L1 cache: others wrote it."""
+    acc = tl.zeros(place.shape, tl.float32)
+    for i in tl.static_range(PARTS):
+        slot = 2 * (first_program + i) + (i == 0)
+        acc += tl.load(
+            place + slot * BLOCK_M * BLOCK_N,
+            mask=present & (i <= others),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+    return acc
 
 
 @jit
@@ -142,12 +179,24 @@ def _rows(tile, i, N, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
 
 @jit
 def _finish(
-    acc, tile, present, bias, squares, residual, norm_weight,
+    acc, up, tile, m, bias, squares, residual, norm_weight,
     out, scaled, out_squares, best, best_ids, M, N, K, P, eps,
     w_type: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr,
+    TWO: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: float32 sums [BLOCK_M, BLOCK_N] -> what the caller asked for."""
-    m = tl.arange(0, BLOCK_M)
+    """The epilogue: float32 sums [BLOCK_M, BLOCK_N] -> what the caller asked for.
+
+    With TWO `acc` and `up` are [BLOCK_M, BLOCK_N / 2]; else PAIRED has both in `acc`.
+    """
+    present = m[:, None] < M
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PAIRED:
+        n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        if not TWO:
+            pairs = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2))
+            acc, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+    inside = n < N
+    factor = tl.full((BLOCK_M, 1), 1.0, tl.float32)
     if squares is not None:
         total = tl.zeros((BLOCK_M, 1), tl.float32)
         p = tl.arange(0, 32)[None, :]
@@ -155,17 +204,16 @@ def _finish(
             there = present & (first + p < P)
             part = tl.load(squares + (first + p) * M + m[:, None], mask=there, other=0.0)
             total += tl.sum(part, 1, keep_dims=True)
-        acc *= tl.rsqrt(total / K + eps)
+        factor = tl.rsqrt(total / K + eps)
+        acc *= factor
     if bias is not None:
-        row = _rows(tile, tl.arange(0, BLOCK_N), N, BLOCK_N, PAIRED)
-        acc += tl.load(bias + row).to(tl.float32)[None, :]
+        acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     if PAIRED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        acc = gate * tl.sigmoid(gate) * up
-        n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    else:
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
+        if squares is not None:
+            up *= factor
+        if bias is not None:
+            up += tl.load(bias + N + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        acc = acc * tl.sigmoid(acc) * up
     written = present & inside[None, :]
     place = m[:, None] * N + n[None, :]
     if best is not None:

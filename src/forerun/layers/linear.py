@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.activation import silu_mul
+from forerun.kernels.argmax import argmax
 from forerun.kernels.device import gpu_of
 from forerun.kernels.gemm import (
     GemmConfig,
@@ -31,6 +32,7 @@ from forerun.kernels.gemm import (
     gemm_add,
     gemm_add_scaled,
     gemm_argmax,
+    gemm_partials,
     gemm_silu,
 )
 from forerun.kernels.gemm_table import choose
@@ -163,13 +165,17 @@ class Linear:
         if matrix is None:
             return None
         n, k = matrix.weight.shape
-        rows = (x.x if isinstance(x, Scaled) else x).shape[0]
-        config = choose(n, k, rows, gpu_of(matrix.weight.device))
+        config = choose(n, k, _rows(x), gpu_of(matrix.weight.device))
         return None if config is None else (matrix, config)
 
     def takes_scaled(self, x: Tensor) -> bool:
         """Whether a product with as many rows as `x` has can finish an RMSNorm (`Scaled`)."""
         return self._few(x) is not None
+
+    def leaves_scaled(self, x: Tensor) -> bool:
+        """Whether `add_scaled` is the fastest way to add and norm."""
+        few = self._few(x)
+        return few is not None and not few[1].parts
 
     @property
     def fuses_add(self) -> bool:
@@ -182,9 +188,16 @@ class Linear:
         if few is not None:
             return gemm(x, *few)
         x = _whole(x)
-        if packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return packed.product(x)
+        if packed is not None:
+            return packed.product(x)
+        return F.linear(x, self.weight, self.bias)
+
+    def summands(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out], or float32 partial sums of it [S, T, out] where that is faster."""
+        few = self._few(x)
+        if few is not None and few[1].parts and self.bias is None:
+            return gemm_partials(x, *few)
+        return self(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, in], residual [T, out] -> residual + x Wᵀ + b, a new tensor."""
@@ -214,7 +227,11 @@ class Linear:
     def argmax(self, x: Tensor) -> Tensor:
         """[T] int64: the id of each row's largest output, the lowest of equals."""
         few = self._few(x)
-        return self(x).argmax(-1) if few is None else gemm_argmax(x, *few)
+        return argmax(self(x)) if few is None else gemm_argmax(x, *few)
+
+
+def _rows(x: Tensor | Scaled) -> int:
+    return (x.x if isinstance(x, Scaled) else x).shape[0]
 
 
 def _whole(x: Tensor | Scaled) -> Tensor:

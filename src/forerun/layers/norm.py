@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.norm import add_rms_norm, rms_norm
+from forerun.kernels.norm import add_rms_norm, rms_norm, sum_parts_torch
 
 
 class RMSNorm:
@@ -54,8 +54,8 @@ class RMSNorm:
         return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x, residual [T, size] -> (normed sum, sum)."""
+        """x [T, size] or its partial sums [S, T, size], residual [T, size] -> (normed sum, sum)."""
         if self._scaled is None:
             return add_rms_norm(x, residual, self.weight, self.eps)
-        residual = residual + x
+        residual = residual + sum_parts_torch(x, residual.dtype)
         return self(residual), residual

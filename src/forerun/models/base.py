@@ -9,6 +9,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.argmax import argmax
 from forerun.kvcache.pools import KVLayout
 from forerun.layers.linear import Product
 
@@ -49,6 +50,10 @@ class CausalLM(ABC):
     @abstractmethod
     def lm_head(self, hidden: Tensor) -> Tensor:
         """[T, H] after the final norm -> logits [T, V], in the model's dtype."""
+
+    def lm_head_argmax(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; logits not kept."""
+        return argmax(self.lm_head(hidden))
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:

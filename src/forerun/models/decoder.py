@@ -57,7 +57,7 @@ def join(
     linear: Linear, norm: RMSNorm, reader: Linear, x: Tensor, residual: Tensor
 ) -> tuple[Tensor | Scaled, Tensor]:
     """(norm(sum), sum) of residual + linear(x), where `reader` alone takes the normed rows."""
-    if linear.takes_scaled(x) and reader.takes_scaled(x):
+    if linear.leaves_scaled(x) and reader.takes_scaled(x):
         return linear.add_scaled(x, residual, norm.weight, norm.eps)
     return join_whole(linear, norm, x, residual)
 
@@ -67,7 +67,7 @@ def join_whole(linear: Linear, norm: RMSNorm, x: Tensor, residual: Tensor) -> tu
     if linear.fuses_add:
         residual = linear.add(x, residual)
         return norm(residual), residual
-    return norm.add(linear(x), residual)
+    return norm.add(linear.summands(x), residual)
 
 
 class Decoder:
@@ -178,3 +178,6 @@ class DecoderLM(CausalLM):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
+
+    def lm_head_argmax(self, hidden: Tensor) -> Tensor:
+        return self.head.argmax(hidden)
