@@ -383,7 +383,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="alpha of D-PACE position weights; 0: exp(-(j-1)/7)",
     )
-    p.add_argument("--eagle-seconds", type=float, default=200.0)
+    p.add_argument("--eagle-seconds", type=float, default=150.0)
     p.add_argument("--eagle-lr", type=float, default=2e-3)
     p.add_argument("--eagle-steps", type=int, default=7, help="tokens a chain, also in the eval")
     p.add_argument("--eagle-vocab", type=int, default=4096, help="tokens the head can say")
