@@ -33,7 +33,10 @@ class Toy(SpeculativeAlgorithm):
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         return cls.caps
 
+    parents: ClassVar[list[int]] = []
+
     def load(self, ctx: DraftContext) -> None:
+        self.shape = torch.tensor([self.parents], device=ctx.device, dtype=torch.int64)
         self.device, self.vocab = ctx.device, ctx.target.config.vocab_size
 
     def back(self, step: Step, distance: int, count: int) -> Tensor:
@@ -51,14 +54,14 @@ class Trees(Toy):
     """Two branches under the newest token, and a fork in the first of them."""
 
     caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, verify_mask=Mask.CUSTOM)
+    parents: ClassVar[list[int]] = [0, 1, 2, 0, 4]
 
     def propose(self, step: Step) -> Draft:
         near, far = self.back(step, 1, 3), self.back(step, 3, 3)
         # rows 1, 2, 3 a chain; 4 beside 1; 5 below 4
         other = torch.where(far[:, :1] == near[:, :1], (near[:, :1] + 1) % self.vocab, far[:, :1])
         tokens = torch.cat([near, other, far[:, 1:2]], 1)
-        parents = torch.tensor([0, 1, 2, 0, 4], device=self.device).expand_as(tokens)
-        return Draft(tokens, parents.contiguous())
+        return Draft(tokens, self.shape.expand_as(tokens))
 
 
 class Oracle(Toy):
@@ -92,14 +95,14 @@ class OracleTrees(Oracle):
         needs_host_tokens=True,
         verify_mask=Mask.CUSTOM,
     )
+    parents: ClassVar[list[int]] = [0, 0, 2, 2, 4]
 
     def propose(self, step: Step) -> Draft:
         right = torch.tensor(self.known(step), device=self.device)
         wrong = (right + 1) % self.vocab
         # rows 1, 3, 5 are the answer; 2 beside 1, 4 beside 3
         columns = [wrong[:, 0], right[:, 0], wrong[:, 1], right[:, 1], right[:, 2]]
-        parents = torch.tensor([0, 0, 2, 2, 4], device=self.device)
-        return Draft(torch.stack(columns, 1), parents.expand(len(right), -1).contiguous())
+        return Draft(torch.stack(columns, 1), self.shape.expand(len(right), -1))
 
 
 class Learner(Toy):
@@ -114,7 +117,8 @@ class Learner(Toy):
     def propose(self, step: Step) -> Draft:
         assert step.width is not None
         newest = self.newest[step.slots]
-        assert torch.equal(newest, step.newest)
+        assert step.newest is not None
+        torch._assert_async((newest == step.newest).all())
         return Draft(newest.unsqueeze(1).expand(-1, step.width - 1).contiguous())
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:

@@ -69,7 +69,8 @@ def test_an_algorithm_that_fails(
 ) -> None:
     monkeypatch.setattr(Faulty, "fault", fault)
     kinds = [{**k, "speculative": i > 1} for i, k in enumerate(rules(False))]
-    with golden_llm("TOY-FAULTY", speculative_fallback=fallback) as llm:
+    own = {"speculative_fallback": fallback, "disable_cuda_graph": True}
+    with golden_llm("TOY-FAULTY", **own) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=kinds)
         for i, (out, want) in enumerate(zip(outs, plain[0], strict=True)):
             if fallback or i <= 1:  # the first two asked for no drafts
@@ -89,17 +90,18 @@ def test_ids_outside_the_vocabulary_are_only_wrong(
     plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Faulty, "fault", "range")
-    with golden_llm("TOY-FAULTY") as llm:
+    with golden_llm("TOY-FAULTY", disable_cuda_graph=True) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
     assert [o.output_ids for o in outs] == plain[0]
 
 
 def test_an_observer_that_fails(plain: list[list[list[int]]]) -> None:
-    with golden_llm("TOY-FAULTY-OBSERVER") as llm:
+    with golden_llm("TOY-FAULTY-OBSERVER", disable_cuda_graph=True) as llm:
         out = llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
         assert out.finish_reason["type"] == "abort" and "KeyError" in out.finish_reason["message"]
         llm.engine.check()
-    with golden_llm("TOY-FAULTY-OBSERVER", speculative_fallback=True) as llm:
+    own = {"speculative_fallback": True, "disable_cuda_graph": True}
+    with golden_llm("TOY-FAULTY-OBSERVER", **own) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
         assert [o.output_ids for o in outs] == plain[0]
 
@@ -150,7 +152,7 @@ def test_trees_need_a_backend_with_masks(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(TorchNative, "why_not", classmethod(lambda cls, need: _no_tree(need)))
     with pytest.raises(ConfigError, match="no custom mask"):
-        golden_llm("TOY-TREES")
+        golden_llm("TOY-TREES", device="cpu")
     with pytest.raises(ConfigError, match="chains, not trees"):
         monkeypatch.undo()
         golden_llm("TOY-TREES", speculative_simulate_accept_length=2.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from forerun.core.errors import ConfigError
 from tests.engine.test_matrix import hold
+from tests.golden_engine import golden_llm
 from tests.toy_algorithms import register_toys
 
 pytestmark = pytest.mark.gpu
@@ -23,3 +25,9 @@ def test_text_is_that_of_plain_decoding(
 ) -> None:
     own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
     hold(algorithm, page_size, chunk, depth, tight, **own)
+
+
+@pytest.mark.parametrize("algorithm", ["TOY-FAULTY", "TOY-FAULTY-OBSERVER"])
+def test_what_cannot_be_captured_is_refused(algorithm: str) -> None:
+    with pytest.raises(ConfigError, match="disable_cuda_graph"):
+        golden_llm(algorithm, device="cuda", max_running_requests=2)

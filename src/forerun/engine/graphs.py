@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.engine.step import DeviceStep
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
@@ -60,16 +61,35 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str], Any] | None = None) -> None:
-        """Captures all, the largest first so that the others fit into its memory."""
+        """Captures all, the largest first so that the others fit into its memory.
+
+        Raises:
+            ConfigError: the algorithm does what cannot be captured.
+        """
         self._pool = torch.cuda.graph_pool_handle()
         for size, width in product(reversed(self.sizes), reversed(self.widths)):
             for sampled in (False, True):
                 if progress is not None:
                     progress(f"{size} x {width} {'sampled' if sampled else 'greedy'}")
                 flags = SAMPLED if sampled else GREEDY
-                self._graphs[size, width, sampled] = self._capture(size, width, flags)
-                if error := self._step.guard.take_error():
-                    raise error
+                self._graphs[size, width, sampled] = self._guarded(size, width, flags)
+
+    def _guarded(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
+        failed: Exception | None = None
+        try:
+            captured = self._capture(size, width, flags)
+        except RuntimeError as error:  # what broke the capture may have been kept by the guard
+            failed = error
+        failed = self._step.guard.take_error() or failed
+        if isinstance(failed, AlgorithmError):
+            raise ConfigError(
+                f"The algorithm cannot be captured: {failed} It must not read the device on the"
+                " host, nor make tensors from host values, in propose and observe;"
+                " disable_cuda_graph runs it uncaptured."
+            ) from failed
+        if failed is not None:
+            raise failed
+        return captured
 
     def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
         tables = self._step.tables
