@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun.kernels.attention import _combine, _short_block
+from forerun.kernels.attention_kernels import combine, short_block
 from forerun.kernels.attention_tiles import Tiles, prefill_tiles, short_tiles
 from forerun.kernels.device import Gpu
 from forerun.kernels.paged import _pool_rows, _write_kv
@@ -37,7 +37,7 @@ def _on_each(
 
 def _tiles(tiles: Tiles) -> tuple[dict[str, int], dict[str, int]]:
     blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    return blocks, {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return blocks, {"num_warps": tiles.warps, "num_stages": tiles.stages, **tiles.limits()}
 
 
 def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
@@ -50,6 +50,7 @@ def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
         "MASK": 0,
         "WINDOW": -1,
         "FP8": int(kv == torch.uint8),
+        "WIDE": True,
         "BLOCK_D": power,
     }
 
@@ -77,12 +78,13 @@ def short(
     own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, "PDL": False, **more}
 
     def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
-        blocks, options = _tiles(short_tiles(gpu, group * width, dim, dtype))
+        blocks, options = _tiles(short_tiles(gpu, group * width, dim, dtype, kv, alone=splits))
+        blocks["BLOCK_W"] = min(blocks["BLOCK_N"], max(16, 1 << (width - 1).bit_length()))
         if not gpu.amd and gpu.capability >= 90:
             options, blocks = options | {"launch_pdl": True}, blocks | {"PDL": True}
         return Case(
             name,
-            _short_block,
+            short_block,
             signature,
             own | blocks,
             options,
@@ -123,7 +125,8 @@ def prefill(
             targets=targets,
             multiples=("q_token", "q_head"),
             matrix=dtype != torch.float32,
-            spill_bytes=512 if dim > 128 and gpu == RDNA else 0,  # 16 x 256 is too much for it
+            # 16 x 256 is too much for RDNA; Hopper's two programs a processor are worth a little.
+            spill_bytes=512 if dim > 128 and gpu == RDNA else 128 if "maxnreg" in options else 0,
         )
 
     return _on_each(name, targets, make)
@@ -146,9 +149,15 @@ CASES = [
     *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
     Case(
         "combine",
-        _combine,
-        {"part_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16", "splits": "i32"},
-        {"DIM": 128, "SPLITS": 16, "BLOCK_D": 128, "PDL": False},
+        combine,
+        {
+            "part_ptr": "*fp32",
+            "lse_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "rows": "i32",
+            "splits": "i32",
+        },
+        {"DIM": 128, "ROWS": 2, "SPLITS": 16, "BLOCK_D": 128, "PDL": False},
         targets=ONE,
     ),
     Case(

@@ -10,7 +10,7 @@ from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.dispatch import triton
 
 MAX_SPLITS = 64
-MIN_SPAN = 64  # positions worth a split of their own, 128 where a tile has many rows
+MIN_SPAN = 64  # positions worth a split of their own
 
 
 @dataclass(frozen=True)
@@ -21,30 +21,46 @@ class Tiles:
     block_n: int
     warps: int
     stages: int
+    registers: int | None = None  # most a thread may have, so that two programs share a processor
+
+    def limits(self) -> dict[str, int]:
+        """The launch option, where there is one."""
+        return {} if self.registers is None else {"maxnreg": self.registers}
 
 
-def short_tiles(gpu: Gpu, rows: int, dim: int, dtype: torch.dtype) -> Tiles:
-    """`rows`: W * group. AMD has 64 KiB of shared memory, RDNA few registers besides."""
-    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+def short_tiles(
+    gpu: Gpu, rows: int, dim: int, dtype: torch.dtype, pool: torch.dtype, alone: bool
+) -> Tiles:
+    """`rows`: W * group; `alone`: no processor has more than one program.
+
+    AMD has 64 KiB of shared memory, RDNA few registers besides.
+    """
+    power = triton.next_power_of_2(dim)
+    row_bytes = power * dtype.itemsize
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     block_n = max(16, min(64, (64 << 8) // row_bytes))
     if gpu.amd and gpu.wave == 32:
         return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
     if gpu.amd:
         return Tiles(block_m, block_n, 4, 1 if row_bytes > 256 else 2)
-    # Page ids are loaded a stage before the rows, so few stages would keep little in flight.
+    if pool.itemsize == 1 and block_m == 16 and row_bytes <= 256:
+        block_n *= 2
+    # Few programs must keep much in flight; of many, two shall share a processor.
+    stages = 3 if pool.itemsize == 1 or (block_m > 16 and not alone) else 4
     room = gpu.shared - 2 * block_m * row_bytes
-    return Tiles(block_m, block_n, 4, max(1, min(5, 1 + room // (2 * block_n * row_bytes))))
+    stages = max(1, min(stages, room // (2 * block_n * power * pool.itemsize)))
+    warps = 8 if row_bytes > 256 or dtype == torch.float32 else 4
+    return Tiles(block_m, block_n, warps, stages)
 
 
 def choose_splits(
     device: torch.device, batch: int, rows: int, kv_heads: int, longest: int, dim: int
 ) -> int:
     """Splits that fill the device; `rows`: W * group, `longest`: bound of the context."""
+    gpu = gpu_of(device)
     tiles = -(-rows // 64) * batch * kv_heads
-    wanted = 2 * gpu_of(device).processors // tiles
-    span = MIN_SPAN if rows <= 16 else 2 * MIN_SPAN
-    return max(1, min(wanted, -(-longest // span), MAX_SPLITS))
+    wanted = (2 if gpu.amd else 1) * gpu.processors // tiles
+    return max(1, min(wanted, -(-longest // MIN_SPAN), MAX_SPLITS))
 
 
 def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
@@ -60,4 +76,6 @@ def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
         return Tiles(128, 64, 8, 1) if row_bytes <= 256 else Tiles(64, 32, 8, 1)
     if gpu.capability < 90 or gpu.shared < 160 << 10:
         return Tiles(128, 32, 8, 3) if row_bytes <= 256 else Tiles(64, 32, 8, 2)
-    return Tiles(64, 64, 4, 2) if row_bytes <= 256 else Tiles(128, 32, 8, 2)
+    if row_bytes > 256:
+        return Tiles(128, 32, 8, 2)
+    return Tiles(128, 64, 8, 2, registers=128)  # two a processor, though they spill a little

@@ -19,9 +19,13 @@ from forerun.kernels.attention import (
     CAUSAL,
     LOG2E,
     Sight,
-    load_kv,
     paged_attention_torch,
-    pool_offsets,
+    wide_offsets,
+)
+from forerun.kernels.attention_kernels import (
+    load_kv,
+    page_ids,
+    pool_rows_of,
     soft_step,
     visible,
 )
@@ -112,11 +116,13 @@ def prefill_attention(
         MASK=sight.mask,
         WINDOW=-1 if sight.window is None else sight.window,
         FP8=fp8_mode(k_pool),
+        WIDE=wide_offsets(k_pool),
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=triton.next_power_of_2(dim),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **tiles.limits(),
     )
     return out
 
@@ -127,7 +133,7 @@ def _prefill(
     q_token, q_head, table_row,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     entry = map_ptr + tl.program_id(1) * 4
@@ -143,62 +149,41 @@ def _prefill(
     token = (begin + row).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=real, other=0)
+    q_type: tl.constexpr = q_ptr.dtype.element_ty
+    kind: tl.constexpr = tl.float16 if FP8 > 0 and q_type.primitive_bitwidth == 16 else q_type
+    q = q.to(kind)
 
-    # Whole blocks that every row sees are computed without a mask; [low, clear) and what
-    # follows `full` need one.
+    # Blocks within [clear, full) are seen by every row.
     last_row = tl.minimum(first_row + ROWS, count) - 1
-    low, clear, full, high = start * 0, start * 0, start, start + count
+    low, high = start * 0, start + count
+    clear, full = low, high
     if MASK == 0:
         full, high = start + first_row + 1, start + last_row + 1
         if WINDOW >= 0:
             low = tl.maximum(start + first_row - WINDOW + 1, 0)
             clear = tl.maximum(start + last_row - WINDOW + 1, 0)
-    else:
-        full = high
-        if WINDOW >= 0:
-            low = tl.maximum(start - WINDOW, 0)
-            clear = low
-    low_block = low // BLOCK_N * BLOCK_N
-    full = full // BLOCK_N * BLOCK_N
-    clear = tl.minimum(tl.cdiv(clear, BLOCK_N) * BLOCK_N, high)
-    full = tl.maximum(full, clear)
+    elif WINDOW >= 0:
+        low = tl.maximum(start - WINDOW, 0)
+        clear = low
 
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    top = tl.full([BLOCK_M], -1e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if WINDOW >= 0:
-        for first in range(low_block, clear, BLOCK_N):
-            position = first + tl.arange(0, BLOCK_N)
-            inside = (position >= low) & (position < high)
-            offset = pool_offsets(table, position, inside, first, PAGE, BLOCK_N) * (KV_HEADS * DIM)
-            k = load_kv(k_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
-            v = load_kv(v_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
-            seen = visible(row, position, start, row, count, MASK, WINDOW)
-            top, total, acc = soft_step(q, k, v, seen, qk_scale, top, total, acc)
-    for first in range(clear, full, BLOCK_N):
-        position = first + tl.arange(0, BLOCK_N)
-        offset = pool_offsets(
-            table, position, position >= 0, first, PAGE, BLOCK_N
-        ) * (KV_HEADS * DIM)  # fmt: skip
-        k = load_kv(k_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8, True).to(q.dtype)
-        v = load_kv(v_ptr, offset, position >= 0, d, DIM, BLOCK_D, FP8, True).to(q.dtype)
+    base = low // BLOCK_N * BLOCK_N
+    page = page_ids(table, base, low, high, PAGE, BLOCK_N)
+    for first in range(base, high, BLOCK_N):
+        offset = pool_rows_of(page, first, low, high, PAGE, BLOCK_N, WIDE) * (KV_HEADS * DIM)
+        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(kind)
+        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(kind)
+        page = page_ids(table, first + BLOCK_N, low, high, PAGE, BLOCK_N)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        new = tl.maximum(top, tl.max(s, 1) * qk_scale)
-        p = tl.exp2(s * qk_scale - new[:, None])
-        fade = tl.exp2(top - new)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        top = new
-    for first in range(full, high, BLOCK_N):
-        position = first + tl.arange(0, BLOCK_N)
-        inside = (position >= low) & (position < high)
-        offset = pool_offsets(table, position, inside, first, PAGE, BLOCK_N) * (KV_HEADS * DIM)
-        k = load_kv(k_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        v = load_kv(v_ptr, offset, inside, d, DIM, BLOCK_D, FP8).to(q.dtype)
-        seen = visible(row, position, start, row, count, MASK, WINDOW)
-        top, total, acc = soft_step(q, k, v, seen, qk_scale, top, total, acc)
+        if (first + BLOCK_N > full) | (first < clear):
+            position = first + tl.arange(0, BLOCK_N)
+            seen = visible(row, position, start, row, count, MASK, WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+        top, total, acc = soft_step(s, v, qk_scale, top, total, acc)
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
