@@ -30,6 +30,7 @@ from forerun.platform.device import dtype_name, resolve_device, resolve_dtype, r
 from forerun.scheduler.scheduler import Limits
 from forerun.scheduler.width import AdaptiveWidth, FixedWidth, WidthPolicy, ladder
 from forerun.speculative.base import DraftContext, SpecCaps, SpeculativeAlgorithm, TargetHandle
+from forerun.speculative.check import resolve_caps, slot_rows
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import simulated_pace
 
@@ -130,7 +131,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     with memory.stage("slot tables", "lower max_running_requests or context_length"):
         pages = limits.pages(settings.positions)
         tables = SlotTables(limits.slots, settings.positions, pages, caps.draft_tokens, device)
-        tables.states += algorithm.create_future_map(limits.slots + 1, device).rows.values()
+        tables.states += slot_rows(algorithm, limits.slots + 1, device)
         simulate = _simulated(settings)
 
     def over(pages: int) -> DeviceStep:
@@ -182,7 +183,7 @@ def _resolve(
     target = load_model_config(model_path)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
-    caps = algorithm.resolve(config, target, dtype)
+    caps = resolve_caps(algorithm, config, target, dtype)
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=replace(caps.draft_kv, dtype=kv_dtype))
     _check_draft_settings(config, caps)

@@ -72,9 +72,10 @@ class Runner:
         bound = max(row.kv_len_ub for row in rows) + self.step.caps.width
         draft = None
         if self.step.caps.needs_host_tokens and width > 1:
-            tokens = [row.request.tokens for row in rows]
+            requests = [row.request for row in rows]
+            tokens, names = [r.tokens for r in requests], [r.rid for r in requests]
             index = self.tables.upload(slots, torch.int64)
-            draft = self.step.propose(index, bound, width, tokens)
+            draft = self.step.propose(index, bound, width, tokens, names)
         if self.graphs is not None and self.graphs.holds(len(slots)):
             return self.graphs.run(slots, width, flags.sampled or flags.min_tokens, draft)
         index = self.tables.upload(slots, torch.int64)

@@ -154,11 +154,16 @@ class DeviceStep:
         return Draft(tokens, torch.zeros_like(tokens) if self.caps.makes_trees else None)
 
     def propose(
-        self, slots: Tensor, kv_len_ub: int, width: int, tokens: Sequence[Sequence[int]]
+        self,
+        slots: Tensor,
+        kv_len_ub: int,
+        width: int,
+        tokens: Sequence[Sequence[int]],
+        request_ids: Sequence[str],
     ) -> Draft:
         """What an algorithm with `needs_host_tokens` proposes: the step without its graph."""
         step = self._rows(slots, kv_len_ub, width)[1]
-        return self.guard.propose(replace(step, tokens=tokens))
+        return self.guard.propose(replace(step, tokens=tokens, request_ids=request_ids))
 
     def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_DecodeRows, Step]:
         tables, page = self.tables, self.attention.pool.page_size
@@ -266,11 +271,11 @@ class DeviceStep:
         hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
         tables.kv_len[slots] = tables.upload([s + n for s, n in spans], torch.int32)
         drawn = self._first_tokens(chunks, hidden)
-        output = TargetOutput(hidden, features)
+        output = TargetOutput(hidden, features, self._ends(spans) - 1)
         if self.caps.prefix_lookahead:  # of the last row: the token just drawn
             owner = tables.upload([c.slot for c in chunks for _ in c.tokens], torch.int64)
             behind = tables.history[owner, positions.long() + 1].long()
-            output = replace(output, next_ids=behind, last_rows=self._ends(spans) - 1)
+            output = replace(output, next_ids=behind)
         self.guard.observe(step, output, None)
         return drawn
 

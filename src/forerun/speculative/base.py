@@ -121,7 +121,9 @@ class Step:
     history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
     attention: DraftRows | None  # where the algorithm has a pool
     draw: Draw | None = None  # in `propose`
-    tokens: Sequence[Sequence[int]] | None = None  # host: all tokens, where `needs_host_tokens`
+    # Host, where `needs_host_tokens`: all tokens of each request, and its name while it runs.
+    tokens: Sequence[Sequence[int]] | None = None
+    request_ids: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,11 @@ class TargetOutput:
 
     hidden: Tensor  # [T, H], after the final norm
     features: Tensor | None  # [T, n * H]: outputs of `target_layers`, concatenated
-    # Where `prefix_lookahead` is 1:
-    next_ids: Tensor | None = None  # [T] int64: the token behind each row that is committed
-    last_rows: Tensor | None = None  # [B] int64: the last row of each request that is committed
+    # [B] int64: the last row of each request that is committed. In a decode step only where
+    # `prefix_lookahead` is 1; it is row `new` - 1 of the request's own W.
+    last_rows: Tensor | None = None
+    # [T] int64, where `prefix_lookahead` is 1: the token behind each row that is committed
+    next_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
