@@ -238,7 +238,7 @@ def _draft_context(settings: _Settings, model: CausalLM) -> DraftContext:
     return DraftContext(
         config=settings.config,
         caps=settings.caps,
-        target=TargetHandle(settings.target, model.embed, model.lm_head),
+        target=TargetHandle(settings.target, model.embed, model.lm_head, model.lm_head_argmax),
         device=settings.device,
         dtype=settings.dtype,
         max_positions=settings.positions,

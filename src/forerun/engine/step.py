@@ -229,10 +229,17 @@ class DeviceStep:
             behind = positions + 1
         context = AttentionContext(self.attention, self.attention.plan(batch))
         hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
-        logits = self.model.lm_head(hidden).view(-1, rows.width, self.model.config.vocab_size)
-        rules = self.tables.sampling.gather(slots)
-        drawn = sample(logits, behind.view(-1, rows.width), rules, flags)
+        drawn = self._drawn(hidden, behind.view(-1, rows.width), slots, flags)
         return TargetOutput(hidden, features), drawn
+
+    def _drawn(
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, flags: SamplingFlags
+    ) -> Tensor:
+        """hidden [B * W, H] -> the tokens that the requests' rules draw at positions [B, W]."""
+        if not (flags.sampled or flags.min_tokens):
+            return self.model.lm_head_argmax(hidden).view(positions.shape)
+        logits = self.model.lm_head(hidden).view(*positions.shape, -1)
+        return sample(logits, positions, self.tables.sampling.gather(slots), flags)
 
     def _along(
         self, path: Tensor, drawn: Tensor, output: TargetOutput, rows: _DecodeRows
@@ -298,9 +305,8 @@ class DeviceStep:
         rows = tables.upload(last_rows, torch.int64)
         slots = tables.upload(slots_of, torch.int64)
         at = tables.upload(lengths, torch.int64)  # position of the token to draw
-        logits = self.model.lm_head(hidden[rows]).unsqueeze(1)
         flags = SamplingFlags.of(request.params for request in requests)
-        drawn = sample(logits, at.unsqueeze(1), tables.sampling.gather(slots), flags).squeeze(1)
+        drawn = self._drawn(hidden[rows], at.unsqueeze(1), slots, flags).squeeze(1)
         tables.last_token[slots] = drawn
         tables.history[slots, at] = drawn.int()
         return drawn

@@ -66,6 +66,7 @@ class TargetHandle:
     config: ModelConfig
     embed: Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
     lm_head: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
+    lm_head_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the likeliest ids
 
 
 @dataclass(frozen=True)
