@@ -108,7 +108,7 @@ def choose(name: str, **constants: Any) -> Case:
 
 
 def digit(level: int) -> Case:
-    constants = {"LEVEL": level, "BINS": 4096, "STATE": 6, "BLOCK": 2048}
+    constants = {"LEVEL": level, "BINS": 4096, "LINE": 64, "STATE": 6, "BLOCK": 2048}
     return case(f"digit {level}", nucleus._digit, EDGES | {"masses": I64}, EDGE_ROWS, constants, 8)
 
 

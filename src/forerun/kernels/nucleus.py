@@ -25,7 +25,7 @@ from forerun.kernels.dispatch import jit, tl
 from forerun.kernels.norm import vector_warps
 from forerun.kernels.pdl import pdl_options
 
-BINS = 4096
+BINS, LINE = 4096, 64
 LAST = 16  # values of the last digit
 STATE = 6  # int64 a row: target, what is left of it, first bits of the bin, programs come x 3
 
@@ -70,7 +70,7 @@ def find_edges(
         _digit[grid](
             logits, slots, floats, largest, edge, nucleus.masses, state,
             vocab, logits.stride(0), floats.stride(0), rows // len(slots), span,
-            LEVEL=level, BINS=BINS, STATE=STATE, BLOCK=BLOCK, **options,
+            LEVEL=level, BINS=BINS, LINE=LINE, STATE=STATE, BLOCK=BLOCK, **options,
         )  # fmt: skip
     padded = 1 << (parts - 1).bit_length()
     _edge[grid](
@@ -180,8 +180,8 @@ def sum_of_part(
 def _digit(
     logits, slots, floats, largest, edge_ptr, masses, state,
     vocab, row_stride, floats_row, width, span,
-    LEVEL: tl.constexpr, BINS: tl.constexpr, STATE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    LEVEL: tl.constexpr, BINS: tl.constexpr, LINE: tl.constexpr, STATE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -209,18 +209,25 @@ def _digit(
             mass = mass_of(tl.where(kept, weight_of(bits, heat), 0.0))
             tl.atomic_add(masses + digit, mass, mask=mass > 0, sem="relaxed")
         if _is_last(state + 3 + LEVEL):
-            wanted = tl.load(state + LEVEL)
-            i = tl.arange(0, BINS)
-            reached = tl.cumsum(tl.load(masses + i, cache_modifier=".cg"), 0)
-            found = tl.minimum(tl.sum((reached < wanted).to(tl.int32), 0), BINS - 1)
+            target = tl.load(state + LEVEL)
+            wanted = target
+            # The line of bins that reaches it, then the bin of the line.
+            i, j = tl.arange(0, BINS // LINE), tl.arange(0, LINE)
+            lines = tl.load(masses + i[:, None] * LINE + j[None, :], cache_modifier=".cg")
+            reached = tl.cumsum(tl.sum(lines, 1), 0)
+            line = tl.minimum(tl.sum((reached < wanted).to(tl.int32), 0), BINS // LINE - 1)
+            wanted -= tl.max(tl.where(reached < wanted, reached, 0), 0)
+            reached = tl.cumsum(tl.load(masses + line * LINE + j, cache_modifier=".cg"), 0)
+            found = tl.minimum(tl.sum((reached < wanted).to(tl.int32), 0), LINE - 1)
             tl.store(state + 1, wanted - tl.max(tl.where(reached < wanted, reached, 0), 0))
+            found += line * LINE
             if LEVEL == 1:
                 tl.store(state + 2, (begin_bits + (found << 4)).to(tl.int64))
             elif found != 1:
                 tl.store(state + 2, tl.where(found == 0, 0, (found + low) << 16).to(tl.int64))
             else:  # bin 1 has too many bits for two more digits, and hardly ever a token
                 row_logits = logits + row * row_stride
-                pivot, end = cut_row(row_logits, most, heat, vocab, edge, last, wanted, True, BLOCK)
+                pivot, end = cut_row(row_logits, most, heat, vocab, edge, last, target, True, BLOCK)
                 tl.store(edge_ptr + 2 * row, pivot)
                 tl.store(edge_ptr + 2 * row + 1, end)
                 tl.store(state, 0)
