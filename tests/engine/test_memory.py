@@ -51,12 +51,12 @@ def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget.num_pages == 100
 
 
-def test_the_largest_steps_run_on_one_page() -> None:
+def test_the_rehearsed_steps_run_on_one_page() -> None:
     """Prompts longer than the context are spread; nobody's row is as before."""
     with golden_llm("DFLASH", context_length=64, chunked_prefill_size=200) as llm:
         parts = llm.engine.parts
         step, nobody = parts.runner.step, parts.runner.tables.nobody
-        plans = list(memory._largest_steps(llm.engine.limits, nobody))
+        plans = list(memory._steps(llm.engine.limits, (1, 4, 10), nobody))
         assert sum(len(chunk.tokens) for plan in plans for chunk in plan.prefill) == 200
         assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
         for plan in plans:
@@ -111,6 +111,20 @@ def test_memory_is_accounted_for() -> None:
         assert free - took["free"] == pytest.approx(gone, abs=64 << 20)
         share = took["free"] / torch.cuda.mem_get_info()[1]
         assert share > 0.14  # mem_fraction_static is 0.85
+
+
+@pytest.mark.gpu
+def test_room_for_graphs_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Rehearsal] = []
+
+    def spy(*args: Any) -> Rehearsal:
+        seen.append(memory.rehearse(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(build, "rehearse", spy)
+    with golden_llm("DFLASH", device="cuda", max_running_requests=64) as llm:
+        took = llm.explain()["memory_bytes"]["graphs"]
+    assert took - SLACK < seen[0].graphs < 2 * took + SLACK
 
 
 @pytest.mark.gpu

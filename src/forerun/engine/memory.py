@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -86,16 +87,17 @@ def kv_budget(
 
 
 def rehearse(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> Rehearsal:
-    """Runs the largest prefill and the largest decode step, and captures two of the graphs.
+    """Runs the largest prefill and decode steps of many shapes, and captures two of the graphs.
 
-    All rows are nobody's, so one page of K/V is enough. Kernels are compiled and the libraries'
+    All rows are nobody's, so one page of K/V is enough. Kernels are loaded and the libraries'
     workspaces are there afterwards; what else was taken is given back.
     """
     device = step.tables.device
     runner = Runner(step)
+    widths = (limits.width,) if graphs is None else graphs.widths
     before = _reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for plan in _largest_steps(limits, step.tables.nobody):
+    for plan in _steps(limits, widths, step.tables.nobody):
         runner.launch(plan).result()
     peak = torch.cuda.max_memory_reserved(device)
     kept = _reserved(device) - before
@@ -103,19 +105,26 @@ def rehearse(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> Reh
     return Rehearsal(activations, 0 if graphs is None else _graph_bytes(graphs, device))
 
 
-def _largest_steps(limits: Limits, nobody: int) -> Iterator[StepPlan]:
-    """A prefill of as many tokens as a step takes; a decode step of all slots. Decoding comes
-    last: it leaves nobody's length at 0."""
-    request = Request("rehearsal", (0,), SamplingParams(temperature=1.0, top_p=0.9), 0, frozenset())
+def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepPlan]:
+    """A prefill of as many tokens as a step takes; decode steps of all slots and of one.
+
+    Decoding comes last: it leaves nobody's length at 0.
+    """
+    sampled = SamplingParams(temperature=1.0, top_k=9, top_p=0.9, min_p=0.1, min_new_tokens=1)
+    requests = [
+        Request("rehearsal", (0,), params, 0, frozenset())
+        for params in (SamplingParams(temperature=0.0), sampled)
+    ]
     chunks: list[PrefillChunk] = []
     left = limits.prefill_tokens
     while left > 0 and len(chunks) < limits.slots:
         tokens = min(left, limits.context_length)
-        chunks.append(PrefillChunk(request, nobody, 0, (0,) * tokens, last=True))
+        chunks.append(PrefillChunk(requests[1], nobody, 0, (0,) * tokens, last=True))
         left -= tokens
     yield StepPlan(prefill=chunks)
-    row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
-    yield StepPlan(decode=[row] * limits.slots, width=limits.width)
+    for request, width, batch in product(requests, widths, (1, limits.slots)):
+        row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
+        yield StepPlan(decode=[row] * batch, width=width)
 
 
 def _graph_bytes(graphs: StepGraphs, device: torch.device) -> int:
