@@ -432,7 +432,7 @@ class Chain:
         bucket = rows_block(x.shape[0])
         entry = gemm_table.TABLE.setdefault(gpu_of(x.device).capability, {})
         for name, choice in chosen.items():
-            entry[SHAPES[name][:2]] = {bucket: choice}
+            entry.setdefault(SHAPES[name][:2], {})[bucket] = choice
         residual = x
         normed: Tensor | Scaled = self.norm(x)
         for i, layer in enumerate(self.layers):

@@ -1,7 +1,7 @@
 """Which product serves how many rows: a tuned configuration, or the vendor's library.
 
 `TABLE` is what `benchmarks/kernels_gemm.py --tune` found. Shapes it does not know take a default
-up to 32 rows, and the library above.
+up to 32 rows, and the library above. From 128 rows on the library serves all (docs/kernels.md).
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ TABLE: dict[int, dict[tuple[int, int], dict[int, Choice]]] = {
         (6144, 4096): {
             16: GemmConfig(64, 128, 132, stages=6, swap=True),
             32: GemmConfig(64, 64, 192, stages=6, swap=True),
+            64: GemmConfig(64, 128, 96, stages=4, swap=True, tma=True),
         },
         (4096, 4096): {
             16: GemmConfig(64, 128, 128, stages=6, swap=True),
             32: GemmConfig(64, 128, 128, stages=4, swap=True),
+            64: GemmConfig(64, 128, 128, swap=True, early=False, parts=True, tma=True),
         },
         (24576, 4096): {
             16: GemmConfig(64, 128, 384, stages=3, swap=True),
             32: GemmConfig(64, 128, 384, stages=3, swap=True, prefetch=0),
+            64: GemmConfig(128, 128, 192, tma=True),
         },
         (4096, 12288): {
-            16: GemmConfig(64, 128, 128, stages=6, swap=True),
+            16: GemmConfig(64, 128, 128, stages=6, swap=True, parts=True),
             32: GemmConfig(64, 128, 256, stages=4, swap=True, prefetch=0),
+            64: GemmConfig(64, 128, 128, swap=True, parts=True, tma=True),
         },
         (151936, 4096): {
             16: GemmConfig(128, 128, 1187, warps=8, stages=4, swap=True, prefetch=0),
             32: GemmConfig(64, 128, 2374, stages=3, swap=True, prefetch=0),
+            64: GemmConfig(128, 128, 1187, prefetch=0, tma=True),
         },
         (4096, 20480): {
             16: GemmConfig(64, 128, 128, stages=6, swap=True, prefetch=512),
             32: GemmConfig(64, 128, 256, stages=4, swap=True, prefetch=512),
+            64: GemmConfig(64, 128, 128, swap=True, prefetch=1024, tma=True),
         },
         (10240, 4096): {16: None, 32: None},
     }
