@@ -77,7 +77,7 @@ COMMIT = {
     "draft_ptr": I64, "drawn_ptr": I64, "slots": I64, "start_ptr": I32, "kv_len": I32,
     "last_token": I64, "history": I32, "new_ptr": I32,
 }  # fmt: skip
-COMMIT_ROWS = "draft_row drawn_row history_row nobody mean"
+COMMIT_ROWS = "draft_row drawn_row history_row nobody"
 PREPARE = {
     "slots": I64, "kv_len": I32, "last_token": I64, "page_table": I32, "start_ptr": I32,
     "last_ptr": I64, "positions": I32, "next_positions": I32, "rows_ptr": I64, "page_rows": I32,
@@ -132,8 +132,10 @@ _CASES = [
     case("prepare", prepare._prepare, PREPARE, "table_row* pages*",
          {"WIDTH": 16, "PAGE": 16, "ROWS": 16, "BLOCK": 1024}, 4),
     case("accept and commit", commit._accept_commit, COMMIT, COMMIT_ROWS,
-         {"forced": None, "PACE": False, "WIDTH": 16, "BLOCK": 16}, 1, wide=False),
-    case("commit at a pace", commit._accept_commit, COMMIT | {"forced": I64}, COMMIT_ROWS,
+         {"forced": None, "mean_ptr": None, "PACE": False, "WIDTH": 16, "BLOCK": 16}, 1,
+         wide=False),
+    case("commit at a pace", commit._accept_commit,
+         COMMIT | {"forced": I64, "mean_ptr": I64}, COMMIT_ROWS,
          {"PACE": True, "WIDTH": 16, "BLOCK": 16}, 1, wide=False),
     case("hold stops", sampling._hold_stops, ROWS | {"slots": I64, "ints": I64},
          "row_stride* ints_row width count", {"BLOCK": 16}, 1, wide=False),

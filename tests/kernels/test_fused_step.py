@@ -93,6 +93,10 @@ def test_pace(mean: float, device: torch.device) -> None:
         total += want
     assert total.tolist() == [int(steps * mean + 1e-6)] * 2
     assert kernel.steps.tolist() == [50_000 + steps, 0, steps, 0]
+    for pace in (kernel, twin):
+        pace.set(2.0)
+    assert twin.next(slots).tolist() == [2, 2]
+    assert accept_commit(*on_device, kernel).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("width", [1, 10, 16])

@@ -27,11 +27,18 @@ class Pace:
     """
 
     steps: Tensor  # [slots] int64: those that a slot has made; counted on
-    mean: int  # tokens a step, times 2^32
+    mean: Tensor  # [1] int64: tokens a step, times 2^32
 
     @classmethod
     def of(cls, mean: float, slots: int, device: torch.device) -> Pace:
-        return cls(torch.zeros(slots, dtype=torch.int64, device=device), round(mean * 2**_POINT))
+        steps = torch.zeros(slots, dtype=torch.int64, device=device)
+        pace = cls(steps, steps.new_zeros(1))
+        pace.set(mean)
+        return pace
+
+    def set(self, mean: float) -> None:
+        """From the next step on, captured or not."""
+        self.mean.fill_(round(mean * 2**_POINT))
 
     def next(self, slots: Tensor) -> Tensor:
         """slots [B] int64 -> [B] int32, and their steps are counted. The twin of the kernel's."""
@@ -126,7 +133,7 @@ def accept_commit(
         drawn.stride(0),
         history.stride(0),
         kv_len.shape[0] - 1,
-        forced.mean if isinstance(forced, Pace) else 0,
+        forced.mean if isinstance(forced, Pace) else None,
         PACE=isinstance(forced, Pace),
         WIDTH=drawn.shape[1],
         BLOCK=triton.next_power_of_2(drawn.shape[1]),
@@ -139,7 +146,7 @@ def accept_commit(
 @jit
 def _accept_commit(
     draft_ptr, drawn_ptr, slots, start_ptr, forced, kv_len, last_token, history, new_ptr,
-    draft_row, drawn_row, history_row, nobody, mean,
+    draft_row, drawn_row, history_row, nobody, mean_ptr,
     PACE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a request."""
@@ -154,7 +161,7 @@ def _accept_commit(
     new = tl.min(tl.where(draft == drawn, BLOCK, i), 0) + 1
     slot, start = tl.load(slots + request), tl.load(start_ptr + request)
     if PACE:  # `Pace.next`
-        steps = tl.load(forced + slot)
+        steps, mean = tl.load(forced + slot), tl.load(mean_ptr)
         after = (steps + 1) * mean + 65536 >> 32
         new = tl.minimum((after - (steps * mean + 65536 >> 32)).to(tl.int32), WIDTH)
         tl.store(forced + slot, steps + 1)
