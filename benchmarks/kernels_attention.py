@@ -3,7 +3,8 @@
     python benchmarks/kernels_attention.py [--json results.json] [--sweep]
 
 Each case is timed as a CUDA graph of one launch a layer over as many layers' pools as exceed the
-L2 cache. Short blocks are compared with a kernel that only reads, prompt chunks (the FLOPs of the
+L2 cache; "behind" cases have the kernel that writes K/V before each launch, as a step has, and its
+time by itself is taken off. Short blocks are compared with a kernel that only reads, prompt chunks (the FLOPs of the
 scores that count) with a large matrix product, both measured in the same run. `--sweep` tries
 tiles and splits and prints the best of each case.
 """
@@ -25,10 +26,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention import Sight, paged_attention
 from forerun.kernels.attention_tiles import Tiles, choose_splits, prefill_tiles
 from forerun.kernels.device import gpu_of
+from forerun.kernels.paged import pool_rows
 from forerun.kernels.prefill_attention import map_tiles, prefill_attention
+from forerun.kernels.qkv import HeadNorms, qk_norm_rope_write
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
 SCALE = DIM**-0.5
@@ -86,19 +90,6 @@ def median_us(run: Callable[[], Any], launches: int, rounds: int = 7) -> float:
     return statistics.median(times[2:])
 
 
-def read_bandwidth() -> float:
-    """GB/s of a large read: the sum of each of many long rows."""
-    source = torch.randn(1 << 14, 1 << 15, device="cuda", dtype=torch.bfloat16)
-    return source.nbytes / median_us(lambda: source.sum(1), 1) / 1e3
-
-
-def product_rate() -> float:
-    """TFLOP/s of a bfloat16 product, 8192 cubed."""
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * n**3 / median_us(lambda: a @ b, 1) / 1e6
-
-
 def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
     def run() -> None:
         for k, v in zip(pools.k, pools.v, strict=True):
@@ -121,12 +112,38 @@ def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
 def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
     pools = Pools.make(batch, context, width, dtype, page, None)
     group = HEADS // KV_HEADS
-    splits = choose_splits(pools.q.device, batch, group * width, KV_HEADS, context, DIM)
+    splits = choose_splits(pools.q.device, batch, group * width, KV_HEADS, context, DIM, dtype)
     took = short(pools, width, splits, None)
     read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
     name = f"{'decode' if width == 1 else 'verify'} b{batch} w{width} ctx{context} page{page}"
     kind = str(dtype).removeprefix("torch.")
     return {"case": f"{name} {kind}", "splits": splits, "us": took, "gbs": read / took / 1e3}
+
+
+def behind_case(batch: int, context: int, width: int, dtype: torch.dtype) -> dict:
+    """Attention behind the fused norm, rotation and write of its own rows."""
+    pools = Pools.make(batch, context, width, dtype, PAGE, None)
+    device, group = pools.q.device, HEADS // KV_HEADS
+    splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype)
+    rows = pool_rows(pools.table, pools.start, None, width, batch * width, PAGE)
+    positions = (pools.start.unsqueeze(1) + torch.arange(width, device=device)).flatten().int()
+    qkv = torch.randn(batch * width, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
+    ones = torch.ones(DIM, device=device, dtype=torch.bfloat16)
+    norms, rope = HeadNorms(ones, ones, 1e-6), ones.expand(context, 2, 1, DIM).contiguous()
+
+    def run(attend: bool) -> None:
+        for k, v in zip(pools.k, pools.v, strict=True):
+            q = qk_norm_rope_write(qkv, HEADS, norms, rope, positions, rows, k, v)
+            if attend:
+                paged_attention(
+                    q, k, v, pools.table, pools.start, width, Sight(), SCALE, splits
+                )  # fmt: skip
+
+    took = median_us(lambda: run(True), len(pools.k)) - median_us(lambda: run(False), len(pools.k))
+    read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
+    kind = str(dtype).removeprefix("torch.")
+    name = f"behind b{batch} w{width} ctx{context} page{PAGE} {kind}"
+    return {"case": name, "splits": splits, "us": took, "gbs": read / took / 1e3}
 
 
 def prefill(pools: Pools, count: int, context: int, tiles: Tiles | None) -> float:
@@ -238,10 +255,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "read_gbs": read_bandwidth()}
-    results["product_tflops"] = product_rate()
-    print(f"{results['gpu']}: reads {results['read_gbs']:.0f} GB/s", end=", ")
-    print(f"multiplies {results['product_tflops']:.0f} TFLOP/s")
+    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
+    ceilings = Ceilings.measure(torch.device("cuda"), torch.bfloat16)
+    results["read_gbs"] = ceilings.read_bytes_per_second / 1e9
+    results["product_tflops"] = ceilings.flops / 1e12
+    print(f"{results['gpu']}. {ceilings.line()}")
     if options.sweep:
         results["sweep"] = list(sweep())
         for name, group in itertools.groupby(results["sweep"], lambda r: r["case"]):
@@ -253,6 +271,7 @@ def main() -> None:
     rows += [short_case(32, 1024, 1, fp8, PAGE), short_case(32, 1024, 16, fp8, PAGE)]
     rows += [short_case(32, 8192, 1, fp8, PAGE)]
     rows += [short_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
+    rows += [behind_case(*shape, kind) for kind in (torch.bfloat16, fp8) for shape in SHORT]
     rows += [prefill_case(32, 1024, 1024, PAGE), prefill_case(8, 1024, 1024, PAGE)]
     rows += [prefill_case(1, 8192, 8192, PAGE), prefill_case(1, 4096, 8192, PAGE)]
     rows += [prefill_case(8, 1024, 1024, 64)]

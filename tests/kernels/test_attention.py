@@ -170,3 +170,16 @@ def test_float8_on_gpu(dtype: torch.dtype) -> None:
     wide = (case.q.double(), case.k_pool.double(), case.v_pool.double())
     expected = paged_attention_torch(*wide, case.table, case.start, 16, Sight(), case.scale)
     assert relative_error(run(case, Sight(), 4), expected) < BOUND[dtype]
+
+
+@pytest.mark.gpu
+def test_places_past_32_bits() -> None:
+    """A pool of more than 2^31 elements, the requests' pages at its end."""
+    case = make_paged(spans([40, 300], 16), *QWEN3_8B, 16, torch.bfloat16, device="cuda")
+    expected = case.reference(Sight())
+    small, pages = case.k_pool.shape[0], (1 << 31) // case.k_pool[0].numel() + 1
+    pools = torch.empty(2, pages, *case.k_pool.shape[1:], dtype=torch.bfloat16, device="cuda")
+    pools[0, -small:], pools[1, -small:] = case.k_pool, case.v_pool
+    case.k_pool, case.v_pool = pools.unbind(0)
+    case.table += pages - small
+    assert relative_error(run(case, Sight(), 3), expected) < BOUND[torch.bfloat16]

@@ -73,6 +73,10 @@ class TritonAttention(AttentionBackend):
         return reasons
 
     def plan(self, batch: AttentionBatch) -> TritonPlan:
+        """K/V before `start` may be read ahead of the kernel that runs before `attend`.
+
+        So a plan without `rows` is made after what is written there: finding them waits for it.
+        """
         page, dim = self.pool.page_size, self.need.head_dim
         requests, device = batch.start.shape[0], batch.start.device
         group = self.need.num_heads // self.need.num_kv_heads
@@ -88,6 +92,7 @@ class TritonAttention(AttentionBackend):
                 self.need.num_kv_heads,
                 batch.kv_len_ub,
                 dim,
+                self.pool.layout.dtype,
             )
             tree = None if batch.tree is None else batch.tree.flatten()
             return TritonPlan(batch, rows, splits, None, tree)

@@ -11,6 +11,7 @@ from forerun.kernels.dispatch import triton
 
 MAX_SPLITS = 64
 MIN_SPAN = 64  # positions worth a split of their own
+LONG = 4096  # positions from which on reading outweighs what surrounds it
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,32 @@ def short_tiles(
 
 
 def choose_splits(
-    device: torch.device, batch: int, rows: int, kv_heads: int, longest: int, dim: int
+    device: torch.device,
+    batch: int,
+    rows: int,
+    kv_heads: int,
+    longest: int,
+    dim: int,
+    pool: torch.dtype | None = None,
 ) -> int:
-    """Splits that fill the device; `rows`: W * group, `longest`: bound of the context."""
+    """Splits that fill the device.
+
+    Two programs a processor hide each other's arithmetic; where a tile has many rows, each split
+    also costs their partial results, which a short context does not earn back.
+
+    Args:
+        rows: W * group.
+        longest: bound of the context.
+        pool: dtype of the K/V where it is not the rows'.
+    """
     gpu = gpu_of(device)
     tiles = -(-rows // 64) * batch * kv_heads
-    wanted = (2 if gpu.amd else 1) * gpu.processors // tiles
-    return max(1, min(wanted, -(-longest // MIN_SPAN), MAX_SPLITS))
+    small = pool is not None and pool.itemsize == 1
+    costly = rows > 16 and longest < LONG and not small
+    each = 1 if costly and 2 * tiles <= gpu.processors and not gpu.amd else 2
+    wanted = each * gpu.processors // tiles
+    span = 2 * MIN_SPAN if small else MIN_SPAN
+    return max(1, min(wanted, -(-longest // span), MAX_SPLITS))
 
 
 def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
