@@ -8,7 +8,7 @@ is checked against the files' headers before any data is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,10 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.headers[name].shape
+
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Forgets the tensors whose names are not wanted, where others read these."""
+        self.headers = {name: header for name, header in self.headers.items() if wanted(name)}
 
     def read_into(
         self, slots: Mapping[str, Tensor], harmless: Collection[str] = (), hint: str = ""

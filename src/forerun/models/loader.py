@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.config.model_config import load_model_config
+from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import MEND_FOLDER, Checkpoint, fill_dummy
@@ -44,6 +44,8 @@ def load_target(
     if checkpoint is None:
         fill_dummy(slots)
     else:
+        further = _further_layers(config)
+        checkpoint.keep(lambda name: not name.startswith(further))
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
             slots,
@@ -52,3 +54,11 @@ def load_target(
         )
     model.prepare()
     return model
+
+
+def _further_layers(config: ModelConfig) -> tuple[str, ...]:
+    """Names of layers past the last that predict further ahead begin so; drafts read these."""
+    keys = [key for key in config.raw if key.endswith("_predict_layers")]
+    count = sum(int(config.raw[key] or 0) for key in keys)
+    first = config.num_layers
+    return tuple(f"model.layers.{i}." for i in range(first, first + count))

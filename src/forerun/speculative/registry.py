@@ -19,7 +19,10 @@ GROUP = "forerun.algorithms"
 _BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
     "DFLASH": "forerun.speculative.dflash:DFlash",
+    "EAGLE3": "forerun.speculative.eagle3:Eagle3",
+    "NEXTN": "forerun.speculative.nextn:NextN",
     "NGRAM": "forerun.speculative.ngram:Ngram",
+    "STANDALONE": "forerun.speculative.standalone:Standalone",
 }
 _table: dict[str, str | type[SpeculativeAlgorithm]] = dict(_BUILT_IN)
 

@@ -1,0 +1,95 @@
+"""EAGLE3: a draft of one layer that reads the target's features (arXiv 2503.01840), as a chain.
+
+Its rows read fc(features) where the target has run, and further ahead the hidden state that the
+draft itself gave; see `chain.py` for the phases and `models/eagle3.py` for the layer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig, read_json
+from forerun.core.errors import ConfigError
+from forerun.layers.linear import Product
+from forerun.models.eagle3 import Eagle3Config, load_eagle3, load_eagle3_config
+from forerun.speculative.base import DraftContext, Option, SpecCaps, TargetOutput
+from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
+
+DEFAULT_STEPS = 5
+
+
+class Eagle3(HiddenChain):
+    options = (
+        NUM_STEPS,
+        Option("speculative_eagle_topk", int, 1, "Tokens a draft branches into; 1, a chain"),
+    )
+    bundled_draft = "eagle3"
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        folder, draft = _read(config)
+        drafts = chain_length(config, _trained_steps(folder))
+        refuse_misfit(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
+        refuse_misfit(folder, "vocabulary", draft.vocab_size, target.vocab_size)
+        return SpecCaps(
+            draft_tokens=drafts,
+            flexible=True,
+            kv_reserve=drafts + 1,
+            target_layers=draft.target_layers(target.num_layers),
+            draft_kv=draft.kv_layout(dtype),
+            draft_heads=draft.num_heads,
+            draft_attention=draft.layer_masks,
+            prefix_lookahead=1,
+        )
+
+    def load(self, ctx: DraftContext) -> None:
+        folder, config = _read(ctx.config)
+        target = ctx.target
+        self._draft = load_eagle3(
+            folder,
+            ctx.dtype,
+            ctx.device,
+            ctx.max_positions,
+            target.embed,
+            target.lm_head,
+            ctx.config.load_format,
+        )
+        offsets = self._draft.d2t
+        moved = offsets is not None and bool(offsets.any())
+        columns = self._draft.draft_tokens_of_columns if moved else None
+        self.use(self._draft, config.hidden_size, ctx.dtype, columns)
+
+    def hidden(self, target: TargetOutput) -> Tensor:
+        assert target.features is not None
+        return self._draft.fuse(target.features)
+
+    def layer_products(self, rows: int, observed: bool) -> list[Product]:
+        *layer, fc = self._draft.products(rows, rows)
+        return [*layer, fc] if observed else layer
+
+    def head_product(self, rows: int) -> Product:
+        head, config = self._draft.head, self._draft.config
+        if head is not None:
+            return head.product(rows)
+        return Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, rows)
+
+
+def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:
+    path = config.speculative_draft_model_path
+    if path is None:
+        raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
+    folder = Path(path).expanduser()
+    return folder, load_eagle3_config(folder)
+
+
+def _trained_steps(folder: Path) -> int:
+    """Drafts a step that the checkpoint suggests (speculators), or the default."""
+    inner = read_json(folder / "config.json").get("speculators_config") or {}
+    for method in inner.get("proposal_methods") or ():
+        if tokens := method.get("speculative_tokens"):
+            return int(tokens)
+    return DEFAULT_STEPS

@@ -1,0 +1,153 @@
+"""STANDALONE: any small model that speaks the target's tokens, as a chain.
+
+It decodes on its own, with K/V of its own: propose runs a row a draft, from the newest token on,
+and draws with the very noise that the target draws with. What it wrote for drafts that are accepted
+is what these tokens need. So observe runs one row a request, the only one that propose did not: the
+last draft's, or the newest token's where nothing was proposed. Prompts it runs as the target does.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import LayerMask, Mask
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig, load_model_config
+from forerun.core.errors import ConfigError
+from forerun.kvcache.pools import KVLayout
+from forerun.layers.linear import Product
+from forerun.models.checkpoint import MEND_FOLDER
+from forerun.models.loader import load_target
+from forerun.models.registry import model_class
+from forerun.speculative.base import (
+    Commit,
+    Draft,
+    DraftContext,
+    SpecCaps,
+    SpeculativeAlgorithm,
+    Step,
+    TargetOutput,
+)
+from forerun.speculative.chain import NUM_STEPS, chain_length, draw_chain
+
+log = logging.getLogger("forerun")
+DEFAULT_STEPS = 4
+
+
+class Standalone(SpeculativeAlgorithm):
+    options = (NUM_STEPS,)
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        folder, model = _read(config)
+        drafts = chain_length(config, DEFAULT_STEPS)
+        _check_vocabulary(config, folder, model, target)
+        if model.max_position < (context := config.context_length or target.max_position):
+            log.warning(
+                "The draft %s knows %d positions of %d; past them it will seldom be right.",
+                folder, model.max_position, context,
+            )  # fmt: skip
+        return SpecCaps(
+            draft_tokens=drafts,
+            flexible=True,
+            kv_reserve=drafts + 1,
+            draft_kv=KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype),
+            draft_heads=model.num_heads,
+            draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
+        )
+
+    def load(self, ctx: DraftContext) -> None:
+        folder, config = _read(ctx.config)
+        self._draft = load_target(
+            folder, ctx.dtype, ctx.device, ctx.config.load_format, ctx.max_positions
+        )
+        self._smaller = config.vocab_size < ctx.target.config.vocab_size
+
+    def products(self, batch: int, width: int) -> list[Product]:
+        whole = self._draft.products(batch)  # the head comes last
+        return whole * (width - 1) + whole[:-1]
+
+    def propose(self, step: Step) -> Draft:
+        assert step.newest is not None
+
+        def run(i: int, token: Tensor) -> Tensor:
+            return self._draft.lm_head(self._run(step, i, token))
+
+        return draw_chain(step, run(0, step.newest), run)
+
+    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
+        assert step.input_ids is not None and step.attention is not None
+        if step.width is None:
+            ids = self._known(step.input_ids)
+            self._draft.forward(ids, step.positions, step.attention(None))
+        else:
+            last = step.width - 1
+            self._run(step, last, step.input_ids.view(-1, step.width)[:, last].contiguous())
+
+    def _run(self, step: Step, i: int, token: Tensor) -> Tensor:
+        """The rows at `start` + i, one a request: [B] int64 -> hidden [B, H]."""
+        assert step.attention is not None
+        ids = self._known(token)
+        return self._draft.forward(ids, step.start + i, step.attention(1, i))[0]
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Ids past the draft's vocabulary are padding that no tokenizer writes; any will do."""
+        return ids.clamp_max(self._draft.config.vocab_size - 1) if self._smaller else ids
+
+
+# --- start-up checks ------------------------------------------------------------------------
+
+
+def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
+    path = config.speculative_draft_model_path
+    if path is None:
+        raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+    model = load_model_config(folder)
+    return folder, model_class(model).adapt(model)
+
+
+def _check_vocabulary(
+    config: EngineConfig, folder: Path, draft: ModelConfig, target: ModelConfig
+) -> None:
+    """The same tokens under the same ids. Padding may differ, where tokenizers can be asked."""
+    sizes = f"the draft {folder} has a vocabulary of {draft.vocab_size}, the target"
+    sizes += f" {target.vocab_size}"
+    own = config.tokenizer_path or config.model_path
+    if config.skip_tokenizer_init or own is None:
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"Without tokenizers to compare, vocabularies must be of one size, but {sizes}."
+                " Use a draft of the target's family."
+            )
+        return
+    theirs, ours = _vocabulary(folder), _vocabulary(Path(own).expanduser())
+    if theirs != ours:
+        strange = sorted(t for t, i in (theirs.items() ^ ours.items()))[:1]
+        raise ConfigError(
+            f"The tokenizer of the draft {folder} is not the target's: they have {len(theirs)} and"
+            f" {len(ours)} tokens and differ at {strange[0]!r}. Use a draft of the same family."
+        )
+    if max(ours.values()) >= draft.vocab_size:
+        raise ConfigError(f"Not every token has an id in the draft: {sizes}. Use another draft.")
+
+
+def _vocabulary(folder: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"No tokenizer loads from {folder}: {reason} Copy the target's there if the draft was"
+            " trained with it, or set skip_tokenizer_init to work on token ids."
+        ) from error
+    return dict(tokenizer.get_vocab())
