@@ -1,0 +1,232 @@
+"""What a class, its caps and its rows may not be. Every line here is refused, and says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.attention.base import LayerMask, Mask
+from forerun.config.model_config import load_model_config
+from forerun.core.errors import ConfigError
+from forerun.kernels.tree import Tree
+from forerun.kvcache.pools import KVLayout
+from forerun.speculative.base import Draft, Option, SlotState, SpecCaps, SpeculativeAlgorithm
+from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_rows
+from tests.golden_engine import GOLDEN, golden_llm
+from tests.toy_algorithms import TOYS, Toy
+
+TARGET = load_model_config(GOLDEN / "target")
+
+
+def with_member(name: str, value: Any) -> type:
+    return type("Toy2", (Toy,), {name: value})
+
+
+def option(**values: Any) -> type:
+    usual: dict[str, Any] = {
+        "name": "speculative_toy_depth", "type": int, "default": 3, "help": "How deep"
+    }  # fmt: skip
+    return with_member("options", (Option(**{**usual, **values}),))
+
+
+async def async_propose(self: Any, step: Any) -> Draft:
+    raise AssertionError
+
+
+def generator_observe(self: Any, step: Any, target: Any, commit: Any) -> Any:
+    yield
+
+
+class Nothing(SpeculativeAlgorithm): ...  # type: ignore[abstract]
+
+
+CLASSES: list[tuple[Any, str]] = [
+    (Toy(), "is not a subclass"),
+    (int, "is not a subclass"),
+    (None, "is not a subclass"),
+    (Nothing, "lacks load, propose, resolve"),
+    (with_member("resolve", lambda self, config, target, dtype: None), "must be a classmethod"),
+    (with_member("resolve", staticmethod(lambda c, t, d: None)), "must be a classmethod"),
+    (with_member("resolve", classmethod(lambda cls, config: None)), "def resolve(cls, config, tar"),
+    (with_member("propose", lambda self: None), "cannot be called as def propose(self, step)"),
+    (with_member("propose", lambda self, a, b: None), "def propose(self, step)"),
+    (with_member("propose", lambda self, *, step: None), "def propose(self, step)"),
+    (with_member("propose", classmethod(lambda cls, step: None)), "method of the instance"),
+    (with_member("propose", staticmethod(lambda step: None)), "must be a method"),
+    (with_member("propose", async_propose), "neither async"),
+    (with_member("propose", 7), "must be a method"),
+    (with_member("observe", lambda self, step: None), "def observe(self, step, target, commit)"),
+    (with_member("observe", generator_observe), "nor a generator"),
+    (with_member("load", lambda self: None), "def load(self, ctx)"),
+    (with_member("create_future_map", lambda self, slots: None), "(self, slots, device)"),
+    (with_member("products", lambda self, batch: None), "def products(self, batch, width)"),
+    (with_member("supports_target_verify_for_draft", True), "must be a method"),
+    (with_member("__init__", lambda self, config: None), "made without arguments"),
+    (with_member("bundled_draft", 3), "bundled_draft must be"),
+    (with_member("options", [*option().options]), "must be a tuple of Option"),  # type: ignore[attr-defined]
+    (with_member("options", ("speculative_x",)), "must be a tuple of Option"),
+    (with_member("options", option().options * 2), "twice"),  # type: ignore[attr-defined]
+    (option(name="toy_depth"), "must be named speculative_..."),
+    (option(name="speculative_"), "must be named speculative_..."),
+    (option(name="speculative_Toy"), "must be named speculative_..."),
+    (option(name="speculative-toy"), "must be named speculative_..."),
+    (option(name="speculative_fallback"), "is a setting of the engine"),
+    (option(type=list), "it can be int, float, str or bool"),
+    (option(type="int"), "it can be int, float, str or bool"),
+    (option(default="3"), "has the default '3', which is no int"),
+    (option(default=True), "has the default True, which is no int"),
+    (option(type=float, default="0.5"), "which is no float"),
+    (option(type=bool, default=None), "is a switch"),
+    (option(help=" "), "needs a line of help"),
+]
+
+
+@pytest.mark.parametrize(("cls", "says"), CLASSES)
+def test_a_class_is_refused(cls: Any, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_class("TOY2", cls)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith("Algorithm TOY2: ") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *TOYS.values(),
+        with_member("propose", lambda self, *anything: None),
+        with_member("propose", lambda self, s, extra=None: None),
+        option(default=None),
+        option(type=float, default=1),
+        option(type=bool, default=False),
+        option(type=str, default="auto"),
+    ],
+)
+def test_a_class_is_taken(cls: Any) -> None:
+    assert check_class("TOY2", cls) is cls
+
+
+KV = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+TWO = (LayerMask(), LayerMask(Mask.BLOCK))
+DRAFT: dict[str, Any] = {"draft_kv": KV, "draft_heads": 4, "draft_attention": TWO}
+CAPS: list[tuple[dict[str, Any], str]] = [
+    ({"draft_tokens": -1}, "draft_tokens must be >= 0"),
+    ({"draft_tokens": 2.0}, "draft_tokens must be an integer"),
+    ({"draft_tokens": True}, "draft_tokens must be an integer"),
+    ({"draft_tokens": 5, "kv_reserve": 5}, "kv_reserve 5 is less than the 6 rows"),
+    ({"kv_reserve": 0}, "kv_reserve 0 is less than the 1 rows"),
+    ({"draft_tokens": 10**6, "kv_reserve": 10**7}, "do not fit the target's"),
+    ({"flexible": 1}, "flexible must be True or False"),
+    ({"needs_host_tokens": None}, "needs_host_tokens must be True or False"),
+    ({"needs_host_tokens": True}, "draft_tokens is 0"),
+    ({"prefix_lookahead": 2}, "prefix_lookahead must be 0 or 1"),
+    ({"prefix_lookahead": -1}, "prefix_lookahead must be 0 or 1"),
+    ({"verify_mask": Mask.BLOCK}, "verify_mask must be"),
+    ({"verify_mask": "custom"}, "verify_mask must be"),
+    ({"verify_mask": Mask.CUSTOM}, "a tree has 1 to 63 drafts, got draft_tokens 0"),
+    ({"verify_mask": Mask.CUSTOM, "draft_tokens": 64, "kv_reserve": 65}, "1 to 63 drafts"),
+    ({"target_layers": [0]}, "must be a tuple of integers"),
+    ({"target_layers": (0, TARGET.num_layers)}, f"names layer {TARGET.num_layers}; the target has"),
+    ({"target_layers": (-1,)}, "names layer -1"),
+    ({"draft_heads": 4}, "draft_heads is set without draft_kv"),
+    ({"draft_attention": TWO}, "draft_attention is set without draft_kv"),
+    ({**DRAFT, "draft_kv": "auto"}, "draft_kv must be a KVLayout"),
+    ({**DRAFT, "draft_kv": replace(KV, num_layers=0)}, "draft_kv is empty"),
+    ({**DRAFT, "draft_heads": 0}, "draft_heads must be a multiple"),
+    ({**DRAFT, "draft_heads": 3}, "draft_heads must be a multiple"),
+    ({**DRAFT, "draft_attention": TWO[:1]}, "1 masks for draft_kv's 2 layers"),
+    ({**DRAFT, "draft_attention": list(TWO)}, "must be a tuple of LayerMask"),
+    ({**DRAFT, "draft_attention": (Mask.CAUSAL,) * 2}, "must be a tuple of LayerMask"),
+    ({**DRAFT, "draft_attention": (LayerMask(Mask.CUSTOM),) * 2}, "CUSTOM is for the verify"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), CAPS)
+def test_caps_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_caps("Toy", SpecCaps(**values), TARGET)
+    assert says in str(refused.value) and str(refused.value).startswith("Toy.resolve: ")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        DRAFT,
+        {"draft_tokens": 63, "kv_reserve": 64, "verify_mask": Mask.CUSTOM},
+        {"draft_tokens": 70, "kv_reserve": 80, "flexible": True, "prefix_lookahead": 1},
+        {"target_layers": (0, TARGET.num_layers - 1)},
+    ],
+)
+def test_caps_are_taken(values: dict[str, Any]) -> None:
+    check_caps("Toy", SpecCaps(**values), TARGET)
+
+
+def test_what_resolve_returns_must_be_caps() -> None:
+    with pytest.raises(ConfigError, match=r"Toy\.resolve must return SpecCaps, got None"):
+        check_caps("Toy", None, TARGET)
+
+
+class Failing(Toy):
+    error: ClassVar[Exception] = ZeroDivisionError("oops")
+
+    @classmethod
+    def resolve(cls, config: Any, target: Any, dtype: Any) -> SpecCaps:
+        raise cls.error
+
+
+def test_a_resolve_that_fails_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: Any = (None, TARGET, torch.float32)
+    with pytest.raises(ConfigError, match=r"Failing\.resolve failed: ZeroDivisionError: oops"):
+        resolve_caps(Failing(), *arguments)
+    own = ConfigError("Set it to 3.")
+    monkeypatch.setattr(Failing, "error", own)
+    with pytest.raises(ConfigError) as kept:
+        resolve_caps(Failing(), *arguments)
+    assert kept.value is own
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"x": torch.zeros(5)}, "must return a SlotState"),
+        (SlotState({"x": torch.zeros(4, 2)}), r"'x' must be a tensor \[5, ...\], got \[4, 2\]"),
+        (SlotState({"x": torch.zeros(())}), r"'x' must be a tensor \[5, ...\], got \[\]"),
+        (SlotState({"x": [0] * 5}), r"'x' must be a tensor"),  # type: ignore[dict-item]
+        (SlotState({"x": torch.zeros(5, device="meta")}), "'x' is on meta, the engine on cpu"),
+    ],
+)
+def test_rows_are_refused(state: Any, says: str) -> None:
+    algorithm = with_member("create_future_map", lambda self, slots, device: state)()
+    with pytest.raises(ConfigError, match=says):
+        slot_rows(algorithm, 5, torch.device("cpu"))
+
+
+def test_the_engine_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.toy_algorithms import register_toys
+
+    register_toys()
+    for caps, says in (
+        ({"kv_reserve": 1}, "kv_reserve 1 is less"),
+        ({"draft_heads": 1}, "without"),
+    ):
+        monkeypatch.setattr(TOYS["TOY-LEARNER"], "caps", replace(Toy.caps, **caps))
+        with pytest.raises(ConfigError, match=says):
+            golden_llm("TOY-LEARNER")
+    monkeypatch.undo()
+    state = SlotState({"x": torch.zeros(1)})
+    monkeypatch.setattr(TOYS["TOY-LEARNER"], "create_future_map", lambda self, n, device: state)
+    with pytest.raises(ConfigError, match="must be a tensor"):
+        golden_llm("TOY-LEARNER")
+
+
+@given(st.integers(1, 63))
+def test_a_tree_of_any_size_allowed_has_bits(drafts: int) -> None:
+    """The limit of 63 is the real one: an ancestor mask is an int64."""
+    chain = torch.arange(drafts).unsqueeze(0)
+    bits = Tree.of(chain).bits[0]
+    assert [int(b) & (2**64 - 1) for b in bits] == [2 ** (i + 1) - 1 for i in range(drafts + 1)]
