@@ -80,7 +80,9 @@ def choose_splits(
     each = 1 if costly and 2 * tiles <= gpu.processors and not gpu.amd else 2
     wanted = each * gpu.processors // tiles
     span = 2 * MIN_SPAN if small else MIN_SPAN
-    return max(1, min(wanted, -(-longest // span), MAX_SPLITS))
+    most = -(-longest // span)
+    most += most > 1  # the block's own rows stand by themselves
+    return max(1, min(wanted, most, MAX_SPLITS))
 
 
 def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
