@@ -51,6 +51,7 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = _setting(
         None, "Largest batch with a captured step; none: max_running_requests, at most 256"
     )
+    cpu_graph: bool = _setting(False, "On a CPU: compile the decode step (needs a C++ compiler)")
     disable_overlap_schedule: bool = _setting(
         False, "Wait for each step's result before the next is scheduled"
     )

@@ -170,7 +170,12 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     explain = _explain(settings, attention, budget, memory, seen)
     log.info("engine: %s", explain)
     runner = Runner(step, graphs)
-    return Parts(runner, limits, allocator, prefix, _policy(settings, runner), explain)
+    policy = _policy(settings, runner)
+    if config.cpu_graph:  # compiled when first met: too slow to measure at start
+        from forerun.engine.cpu_graph import CompiledSteps
+
+        runner = Runner(step, CompiledSteps(step, settings.positions))
+    return Parts(runner, limits, allocator, prefix, policy, explain)
 
 
 def _resolve(
@@ -180,6 +185,10 @@ def _resolve(
     overlap_depth: int | None,
 ) -> _Settings:
     device = resolve_device(config.device)
+    if config.cpu_graph:
+        from forerun.engine.cpu_graph import check_usable
+
+        check_usable(device)
     target = load_model_config(model_path)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)

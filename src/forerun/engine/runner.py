@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from forerun.core.plan import DecodeRow, StepPlan, StepResult
 from forerun.engine.graphs import StepGraphs
 from forerun.engine.step import DeviceStep
 from forerun.sampling.sampler import SamplingFlags
+
+if TYPE_CHECKING:
+    from forerun.engine.cpu_graph import CompiledSteps
 
 MEASURING = 2.0  # seconds at start that measuring step costs may take
 
@@ -45,7 +49,7 @@ class StepFuture:
 class Runner:
     """Launches steps, through a graph where there is one."""
 
-    def __init__(self, step: DeviceStep, graphs: StepGraphs | None = None) -> None:
+    def __init__(self, step: DeviceStep, graphs: StepGraphs | CompiledSteps | None = None) -> None:
         self.step = step
         self.tables = step.tables
         self.graphs = graphs

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,18 +17,22 @@ from torch import Tensor
 from forerun.config.model_config import RopeConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class RopeRows:
     """The rows of one forward: kernels look up the table themselves, others gather it once."""
 
     table: Tensor  # [P, 2, 1, D]
     positions: Tensor  # [T] int
+    # By hand: the lock in a `cached_property` stops a compiler.
+    _gathered: tuple[Tensor, Tensor] | None = None
 
-    @cached_property
+    @property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """cos and signed sin, [T, 1, D] each."""
-        cos, sin = self.table.index_select(0, self.positions).unbind(1)
-        return cos, sin
+        if self._gathered is None:
+            cos, sin = self.table.index_select(0, self.positions).unbind(1)
+            self._gathered = cos, sin
+        return self._gathered
 
 
 def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
