@@ -35,10 +35,11 @@ NO_TORCH = ("core/", "config/", "scheduler/", "kvcache/pages.py", "kvcache/prefi
 # May name algorithms: the table, an algorithm's own files (by their stem), and front doors,
 # where naming one is the user's choice.
 NAMES = re.compile(
-    r"dflash|eagle|n_?gram|medusa|next_?n|dspark|(?<![a-z])mtp(?![a-z])", re.IGNORECASE
+    r"dflash|ddtree|eagle|n_?gram|medusa|next_?n|dspark|(?<![a-z])mtp(?![a-z])", re.IGNORECASE
 )
 NAMES_ALLOWED = ("speculative/registry.py",)
 OWN_FILES = ("speculative/", "models/", "kernels/")
+BUILT_ON = {"ddtree": "dflash"}  # an algorithm made from another names it
 NAMES_FRONT = ("cli/", "bench/", "evals/", "train/")
 
 NO_PROBING = (
@@ -145,6 +146,7 @@ def no_algorithm_names(module: Module) -> Iterator[str]:
     if module.path in NAMES_ALLOWED or module.under(NAMES_FRONT):
         return
     own = module.stem.lower() if module.under(OWN_FILES) else ""
+    own += BUILT_ON.get(own, "")
     for line, word in _words(module):
         for match in NAMES.finditer(word):
             if match[0].lower().replace("_", "") not in own.replace("_", ""):

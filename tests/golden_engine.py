@@ -18,7 +18,7 @@ POISON = 3e4  # finite: masked rows are multiplied by 0
 
 def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
     """The golden target in float32, on token ids, with poison on release."""
-    if algorithm == "DFLASH":
+    if algorithm in ("DFLASH", "DDTREE"):
         settings.setdefault("speculative_draft_model_path", str(GOLDEN / "draft"))
     settings.setdefault("speculative_adaptive", False)  # steps of one width, the same every time
     settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}

@@ -1,12 +1,28 @@
-"""Draft trees against a walk by hand."""
+"""Draft trees: kernels and twins against a walk by hand."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import pytest
 import torch
+from torch import Tensor
 
-from forerun.kernels.tree import Tree, move_rows
+from forerun.kernels.tree import (
+    Tree,
+    accept_path_torch,
+    move_rows,
+    move_rows_torch,
+    tree_shape_torch,
+)
+
+Shape = Callable[[Tensor], Tree]
+Move = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def twin_of(parents: Tensor) -> Tree:
+    return Tree(*tree_shape_torch(parents))
 
 
 def random_parents(rng: random.Random, rows: int) -> list[int]:
@@ -22,12 +38,16 @@ def ancestors(parents: list[int], row: int) -> list[int]:
     return way
 
 
-def test_shape_of_random_trees() -> None:
+@pytest.mark.parametrize("shape", [Tree.of, twin_of])
+def test_shape_of_random_trees(shape: Shape, device: torch.device) -> None:
     rng = random.Random(0)
     for rows in (1, 2, 3, 17, 33, 64):
         parents = [random_parents(rng, rows) for _ in range(5)]
-        tree = Tree.of(torch.tensor(parents, dtype=torch.int64).view(5, rows - 1))
+        if rows == 64:
+            parents[0] = list(range(63))  # a chain
+        tree = shape(torch.tensor(parents, dtype=torch.int64, device=device).view(5, rows - 1))
         for b, own in enumerate(parents):
+            assert tree.parents[b].tolist() == [0, *own]
             for row in range(rows):
                 way = ancestors(own, row)
                 assert tree.depth[b, row] == len(way) - 1
@@ -35,47 +55,66 @@ def test_shape_of_random_trees() -> None:
                 assert [j for j in range(rows) if bits >> j & 1] == sorted(way)
 
 
-def test_accepts_the_path_that_was_drawn() -> None:
+def drawn_tree(rng: random.Random, rows: int) -> tuple[list[int], list[int], list[int]]:
+    """Parents, drafted tokens (of siblings, different ones), and draws that often agree."""
+    parents = random_parents(rng, rows)
+    draft = [0] * (rows - 1)
+    taken: dict[int, set[int]] = {}
+    for i, parent in enumerate(parents):
+        draft[i] = rng.choice(sorted(set(range(70)) - taken.setdefault(parent, set())))
+        taken[parent].add(draft[i])
+    drawn = [
+        rng.choice([t for i, t in enumerate(draft) if parents[i] == row] or [69])
+        if rng.random() < 0.8
+        else rng.randrange(70)
+        for row in range(rows)
+    ]
+    return parents, draft, drawn
+
+
+@pytest.mark.parametrize("accept", [Tree.accept, accept_path_torch])
+def test_accepts_the_path_that_was_drawn(
+    accept: Callable[[Tree, Tensor, Tensor], tuple[Tensor, Tensor]], device: torch.device
+) -> None:
     rng = random.Random(1)
     longest = 0
-    for _ in range(300):
-        rows = rng.randint(2, 24)
-        parents = random_parents(rng, rows)
-        draft = [0] * (rows - 1)
-        taken: dict[int, set[int]] = {}
-        for i, parent in enumerate(parents):  # siblings hold different tokens
-            draft[i] = rng.choice(sorted(set(range(30)) - taken.setdefault(parent, set())))
-            taken[parent].add(draft[i])
-        drawn = [
-            rng.choice([t for i, t in enumerate(draft) if parents[i] == row] or [29])
-            if rng.random() < 0.8
-            else rng.randrange(30)
-            for row in range(rows)
-        ]
-        path = [0]
-        while child := [
-            i + 1 for i, p in enumerate(parents) if p == path[-1] and draft[i] == drawn[path[-1]]
-        ]:
-            path += child
-        longest = max(longest, len(path))
-        tree = Tree.of(torch.tensor([parents]))
-        got, new = tree.accept(torch.tensor([draft]), torch.tensor([drawn]))
-        assert new.tolist() == [len(path)]
-        assert got[0, : len(path)].tolist() == path
+    for rows in (1, 2, 3, 9, 24, 64):
+        cases = [drawn_tree(rng, rows) for _ in range(20)]
+        parents, draft, drawn = (torch.tensor(x, device=device) for x in zip(*cases, strict=True))
+        tree = Tree.of(parents.long().view(20, -1))
+        got, new = accept(tree, draft.long().view(20, -1), drawn)
+        for b, (up, tokens, draws) in enumerate(cases):
+            path = [0]
+            while child := [
+                i + 1 for i, p in enumerate(up) if p == path[-1] and tokens[i] == draws[path[-1]]
+            ]:
+                path += child
+            longest = max(longest, len(path))
+            assert new[b] == len(path)
+            assert got[b].tolist() == [*path, *range(len(path), rows)]
     assert longest > 5
 
 
-def test_faulty_parents_do_no_harm() -> None:
-    tree = Tree.of(torch.tensor([[5, -3, 2]]))
+@pytest.mark.parametrize("shape", [Tree.of, twin_of])
+def test_faulty_parents_do_no_harm(shape: Shape, device: torch.device) -> None:
+    tree = shape(torch.tensor([[5, -3, 2]], device=device))
     assert tree.parents.tolist() == [[0, 0, 0, 2]]
+    assert tree.depth.tolist() == [[0, 1, 1, 2]]
 
 
-def test_moved_rows_are_read_before_any_is_written() -> None:
-    for dtype in (torch.float32, torch.float8_e4m3fn):
-        data = torch.arange(2 * 3 * 4 * 2).view(2, 3, 4, 2, 1, 1).float().to(dtype)
-        before = data.float().flatten(2, 3).clone()
-        source, target = torch.tensor([5, 1, 2]), torch.tensor([1, 2, 3])
-        move_rows(data, source, target)
-        want = before.clone()
-        want[:, :, target] = before[:, :, source]
-        assert torch.equal(data.float().flatten(2, 3), want)
+@pytest.mark.parametrize("move", [move_rows, move_rows_torch])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 1), (2, 80)])
+def test_moved_rows_are_read_before_any_is_written(
+    move: Move, dtype: torch.dtype, heads: int, dim: int, device: torch.device
+) -> None:
+    shape = (2, 3, 4, 2, heads, dim)
+    torch.manual_seed(0)
+    data = torch.randn(shape, device=device).to(dtype)
+    before = data.float().flatten(2, 3).clone()
+    rows = torch.tensor([[1, 2, 3], [6, 5, 4]], device=device)
+    path = torch.tensor([[0, 2, 2], [2, 0, 1]], device=device)
+    move(data, rows, path)
+    want = before.clone()
+    want[:, :, [2, 6, 5, 4]] = before[:, :, [3, 4, 6, 5]]
+    assert torch.equal(data.float().flatten(2, 3), want)

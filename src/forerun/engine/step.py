@@ -248,7 +248,7 @@ class DeviceStep:
         batch, width = path.shape
         index = path + torch.arange(0, batch * width, width, device=path.device).unsqueeze(1)
         index = index.flatten()
-        move_rows(self.attention.pool.data, rows.pool_rows[index], rows.pool_rows)
+        move_rows(self.attention.pool.data, rows.pool_rows.view(batch, width), path)
         features = None if output.features is None else output.features[index]
         return drawn.gather(1, path), TargetOutput(output.hidden[index], features)
 

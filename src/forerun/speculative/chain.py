@@ -63,8 +63,8 @@ def chain_length(config: EngineConfig, default: int) -> int:
     for name, value in config.algorithm_options.items():
         if name.endswith("_topk") and value not in (None, 1):
             raise ConfigError(
-                f"{name} must be 1 (a chain), got {value}; for trees of drafts use"
-                " speculative_algorithm DDTREE."
+                f"{name} must be 1 (a chain), got {value}; for trees choose another"
+                " speculative_algorithm."
             )
     if config.speculative_draft_window_size is not None:
         raise ConfigError(

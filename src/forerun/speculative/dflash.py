@@ -9,6 +9,7 @@ context K/V. Rows past the committed ones may be written too; the next block ove
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kernels.argmax import argmax
 from forerun.kvcache.pools import KVLayout
 from forerun.layers.linear import Product
 from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
@@ -33,7 +33,7 @@ from forerun.speculative.base import (
 
 
 class DFlash(SpeculativeAlgorithm):
-    options = (
+    options: ClassVar[tuple[Option, ...]] = (
         Option(
             "speculative_dflash_block_size",
             int,
@@ -76,9 +76,10 @@ class DFlash(SpeculativeAlgorithm):
             ctx.config.load_format,
         )
         self._first = 0 if config.sample_from_anchor else 1  # the first row that predicts
-        longest = ctx.caps.draft_tokens + self._first
+        block = _block_size(ctx.config, config)
+        self._deepest = block - self._first  # tokens that a whole block predicts
         mask = _mask_token(ctx.config, config, ctx.target.config)
-        self._masks = torch.full((1, longest - 1), mask, dtype=torch.int64, device=ctx.device)
+        self._masks = torch.full((1, block - 1), mask, dtype=torch.int64, device=ctx.device)
         embedding, head = self._draft.embedding, self._draft.head
         self._embedding, self._head, self._target = embedding, head, ctx.target
 
@@ -86,27 +87,35 @@ class DFlash(SpeculativeAlgorithm):
         return self._first == 1
 
     def products(self, batch: int, width: int) -> list[Product]:
-        drafts = batch * (width - 1)
+        depth = self._depth(width)
+        drafts = batch * depth
         own, config = self._head, self._target.config
         head = (
             Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, drafts)
             if own is None
             else own.product(drafts)
         )
-        block = batch * (width - 1 + self._first)
+        block = batch * (depth + self._first)
         return [*self._draft.products(block, batch * width), head]
 
     def propose(self, step: Step) -> Draft:
+        rows = self._predicting(step)
+        best = self._target.lm_head_argmax if self._head is None else self._head.argmax
+        return Draft(self._draft.target_ids(best(rows)).view(step.slots.shape[0], -1))
+
+    def _depth(self, width: int) -> int:
+        """Tokens that the block of a step predicts."""
+        return min(width - 1, self._deepest)
+
+    def _predicting(self, step: Step) -> Tensor:
+        """One pass over the block: hidden [B * depth, H] of the rows that predict."""
         assert step.width is not None and step.newest is not None and step.attention is not None
-        batch, block = step.slots.shape[0], step.width - 1 + self._first
+        batch, block = step.slots.shape[0], self._depth(step.width) + self._first
         masks = self._masks[:, : block - 1].expand(batch, -1)
         ids = torch.cat([step.newest.unsqueeze(1), masks], dim=1).flatten()
         positions = step.positions.view(batch, -1)[:, :block].flatten()
         hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
-        rows = hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)  # [B * K, H]
-        head = self._target.lm_head if self._head is None else self._head
-        tokens = self._draft.target_ids(argmax(head(rows)))
-        return Draft(tokens.view(batch, -1))
+        return hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
         assert target.features is not None and step.attention is not None

@@ -26,6 +26,7 @@ GROUP = "forerun.algorithms"
 _BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
     "DFLASH": "forerun.speculative.dflash:DFlash",
+    "DDTREE": "forerun.speculative.ddtree:DDTree",
     "EAGLE3": "forerun.speculative.eagle3:Eagle3",
     "NEXTN": "forerun.speculative.nextn:NextN",
     "NGRAM": "forerun.speculative.ngram:Ngram",

@@ -1,0 +1,64 @@
+"""DDTREE: the most probable prefixes of a DFLASH block, verified as one tree.
+
+A block gives a distribution at every position. The tree holds the N prefixes that are most probable
+under their product, found best first, so it is closed under parents; its expected accept length,
+if the marginals were true and independent, is the largest of all trees with N nodes.
+(arXiv 2604.12989.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from forerun.attention.base import Mask
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.kernels.best_first import best_first, top_log_probs
+from forerun.kernels.tree import MAX_ROWS
+from forerun.speculative.base import Draft, Option, SpecCaps, Step
+from forerun.speculative.dflash import DFlash
+
+
+class DDTree(DFlash):
+    options: ClassVar[tuple[Option, ...]] = (
+        *DFlash.options,
+        Option("speculative_ddtree_budget", int, 32, "Tokens of a draft tree, 1 to 63"),
+    )
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        budget = _budget(config)
+        caps = super().resolve(config, target, dtype)
+        return replace(
+            caps,
+            draft_tokens=budget,
+            kv_reserve=max(budget + 1, caps.kv_reserve),
+            verify_mask=Mask.CUSTOM,
+        )
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return False  # a tree has more rows than its block
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None
+        rows, nodes = self._predicting(step), step.width - 1
+        head = self._target.lm_head if self._head is None else self._head
+        logits = head(rows).unflatten(0, (step.slots.shape[0], -1))  # [B, depth, V]
+        scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))
+        return Draft(*best_first(scores, self._draft.target_ids(ids), nodes))
+
+
+def _budget(config: EngineConfig) -> int:
+    budget = config.algorithm_options["speculative_ddtree_budget"]
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < MAX_ROWS:
+        raise ConfigError(f"speculative_ddtree_budget must be 1 to {MAX_ROWS - 1}, got {budget!r}.")
+    if config.speculative_num_draft_tokens is not None:
+        raise ConfigError(
+            "speculative_num_draft_tokens counts the rows of a chain; set speculative_ddtree_budget"
+            " (tokens of a tree) instead."
+        )
+    return budget

@@ -1,0 +1,147 @@
+"""DDTREE in the engine: the text of plain decoding, budgets and blocks, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from forerun.evals.acceptance import Acceptance
+from forerun.evals.prompts import held_out
+from forerun.evals.word_problems import TEST_SEED, generate
+from tests.engine.test_dflash import edited_draft, speculators
+from tests.engine.test_matrix import hold
+from tests.golden_engine import CASES, golden_llm
+
+SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "ignore_eos": True}
+
+
+def greedy(case: dict[str, Any]) -> dict[str, Any]:
+    keys = ("max_new_tokens", "stop_token_ids")
+    return {"temperature": 0.0, "ignore_eos": True, **{k: case[k] for k in keys}}
+
+
+def run(algorithm: str = "DDTREE", **settings: Any) -> list[Any]:
+    with golden_llm(algorithm, **settings) as llm:
+        outs: list[Any] = llm.generate(
+            input_ids=[c["prompt"] for c in CASES], sampling_params=[greedy(c) for c in CASES]
+        )
+        llm.engine.check()
+    assert [o.output_ids for o in outs] == [c["output"] for c in CASES]
+    return outs
+
+
+def total(outs: list[Any]) -> Acceptance:
+    return Acceptance.total(Acceptance.of(out.meta_info) for out in outs)
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 4)])
+def test_text_is_that_of_plain_decoding(
+    page_size: int, chunk: int, tight: bool, depth: int
+) -> None:
+    budget = {"speculative_ddtree_budget": 12}  # rows that fit where it is tight
+    hold("DDTREE", page_size, chunk, depth, tight, **budget)
+
+
+def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
+    chain, tree = total(run("DFLASH")), total(run())
+    assert tree.proposed == 32 * tree.verify_ct
+    assert tree.correct / tree.verify_ct > 1.1 * chain.correct / chain.verify_ct
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafts"),
+    [
+        ({"speculative_ddtree_budget": 1}, 1),
+        ({"speculative_ddtree_budget": 5}, 5),
+        ({"speculative_ddtree_budget": 63}, 63),
+        ({"speculative_dflash_block_size": 2}, 32),
+        ({"speculative_draft_window_size": 16}, 32),
+    ],
+)
+def test_budgets_blocks_and_windows_change_the_pace_only(
+    settings: dict[str, Any], drafts: int
+) -> None:
+    whole = total(run(**settings))
+    assert whole.proposed == drafts * whole.verify_ct
+    if "speculative_dflash_block_size" in settings:
+        assert len(whole.histogram) <= 2
+
+
+def test_sampling_from_the_anchor(tmp_path: Path) -> None:
+    run(speculative_draft_model_path=edited_draft(tmp_path, speculators(anchor=True)))
+
+
+def test_requests_limit_the_depth() -> None:
+    limits = [None, 0, 1, 2, 100]
+    kinds = [{**greedy(c), "max_draft_tokens": n} for c, n in zip(CASES, limits, strict=False)]
+    with golden_llm("DDTREE") as llm:
+        outs = llm.generate(input_ids=[c["prompt"] for c in CASES[:5]], sampling_params=kinds)
+    assert [o.output_ids for o in outs] == [c["output"] for c in CASES[:5]]
+    for out, limit in zip(outs, limits, strict=True):
+        assert max(out.meta_info["spec_accept_lengths"]) <= (9 if limit is None else limit) + 1
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+def test_any_width_gives_the_same_text(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [{**SEEDED, "sampling_seed": i, "max_new_tokens": 24} for i in range(5)]
+    prompts = [c["prompt"] for c in CASES[:5]]
+    with golden_llm() as llm:
+        want = [o.output_ids for o in llm.generate(input_ids=prompts, sampling_params=kinds)]
+    with golden_llm("DDTREE", speculative_adaptive=True, overlap_depth=depth) as llm:
+        widths = llm.engine.scheduler.widths
+        assert widths.widths == (1, 4, 8, 16, 33)
+        turns = iter(range(10**6))
+        monkeypatch.setattr(
+            widths, "_choose", lambda requests, most: widths.widths[next(turns) % (most + 1)]
+        )
+        for _ in ("cold", "warm"):
+            outs = llm.generate(input_ids=prompts, sampling_params=kinds)
+            assert [o.output_ids for o in outs] == want
+        assert set(widths.chosen) == set(widths.widths)
+        while llm.engine.has_work:  # a step in flight
+            llm.engine.step()
+        llm.engine.check()
+
+
+def test_the_bundled_pair() -> None:
+    """Its text, and its accept length beside the chain's over all verify steps."""
+    words = [p.question for p in generate(TEST_SEED, 6)]
+    python = [row["prompt"] for row in held_out()[:6]]
+    seeds = [{**SEEDED, "sampling_seed": i} if i % 2 else {"temperature": 0} for i in range(6)]
+    ids: dict[str, list[list[int]]] = {}
+    whole: dict[str, Acceptance] = {}
+    for name in ("NONE", "DFLASH", "DDTREE"):
+        with LLM(speculative_algorithm=name, dtype="float32", speculative_adaptive=False) as llm:
+            chats = [[{"role": "user", "content": text}] for text in words]
+            outs = llm.chat(chats, {"temperature": 0, "max_new_tokens": 96})
+            outs += llm.generate(python, [{**kind, "max_new_tokens": 48} for kind in seeds])
+        ids[name] = [o.output_ids for o in outs]
+        whole[name] = total(outs)
+    assert ids["NONE"] == ids["DFLASH"] == ids["DDTREE"]
+    chain, tree = whole["DFLASH"].accept_length, whole["DDTREE"].accept_length
+    assert chain is not None and tree is not None and tree >= 1.15 * chain
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculative_ddtree_budget": 0}, "must be 1 to 63, got 0"),
+        ({"speculative_ddtree_budget": 64}, "must be 1 to 63, got 64"),
+        ({"speculative_ddtree_budget": "abc"}, "must be 1 to 63, got 'abc'"),
+        ({"speculative_ddtree_budget": True}, "must be 1 to 63, got True"),
+        ({"speculative_num_draft_tokens": 16}, "set speculative_ddtree_budget"),
+        ({"speculative_simulate_accept_length": 2.0}, "chains, not trees"),
+        ({"speculative_dflash_block_size": 11}, "trained at 10"),
+        ({"speculative_draft_window_size": 9}, "below the block size 10"),
+        ({"speculative_draft_model_path": "/no/such/folder"}, "not a folder"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        golden_llm("DDTREE", **settings)
