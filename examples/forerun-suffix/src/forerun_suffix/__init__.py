@@ -1,0 +1,79 @@
+"""SUFFIX: what followed the longest earlier occurrence of the newest tokens is drafted again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.speculative.base import (
+    Draft,
+    DraftContext,
+    Option,
+    SpecCaps,
+    SpeculativeAlgorithm,
+    Step,
+)
+from forerun_suffix.automaton import SuffixAutomaton
+
+
+class Suffix(SpeculativeAlgorithm):
+    options = (
+        Option("speculative_suffix_min_match", int, 1, "Fewest repeated tokens worth a draft"),
+        Option("speculative_suffix_max_drafts", int, 8, "Tokens drafted a step"),
+    )
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        for option in cls.options:
+            value = config.algorithm_options[option.name]
+            if value < 1:
+                raise ConfigError(f"{option.name} must be >= 1, got {value}.")
+        if config.speculative_num_draft_tokens is not None:
+            raise ConfigError(
+                "This algorithm counts drafts, not rows: set speculative_suffix_max_drafts instead"
+                " of speculative_num_draft_tokens."
+            )
+        if config.speculative_draft_model_path is not None:
+            raise ConfigError("This algorithm has no model; drop speculative_draft_model_path.")
+        drafts = config.algorithm_options["speculative_suffix_max_drafts"]
+        return SpecCaps(
+            draft_tokens=drafts,
+            flexible=True,
+            kv_reserve=drafts + 1,
+            needs_host_tokens=True,
+        )
+
+    def load(self, ctx: DraftContext) -> None:
+        self._device = ctx.device
+        self._min_match = ctx.config.algorithm_options["speculative_suffix_min_match"]
+        self._automata: dict[str, SuffixAutomaton] = {}
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None and step.tokens is not None and step.request_ids is not None
+        # Only those of this step are kept: what is missing later is made again from the tokens.
+        self._automata = {
+            name: self._current(name, tokens)
+            for name, tokens in zip(step.request_ids, step.tokens, strict=True)
+        }
+        count = step.width - 1
+        drafts = [self._draft(automaton, count) for automaton in self._automata.values()]
+        return Draft(torch.tensor(drafts, device=self._device))
+
+    def _current(self, name: str, tokens: Sequence[int]) -> SuffixAutomaton:
+        """The request's automaton, with what has come since the last step."""
+        automaton = self._automata.get(name)
+        known = len(automaton.tokens) if automaton else 0
+        if automaton is None or automaton.tokens != list(tokens[:known]):  # a name used again
+            automaton, known = SuffixAutomaton(), 0
+        automaton.extend(tokens[known:])
+        return automaton
+
+    def _draft(self, automaton: SuffixAutomaton, count: int) -> list[int]:
+        length, place = automaton.longest_repetition()
+        if length < self._min_match:  # a guess must be made, and a wrong one costs nothing more
+            return [automaton.tokens[-1]] * count
+        return automaton.continuation(place, count)

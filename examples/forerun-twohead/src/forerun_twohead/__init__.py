@@ -1,0 +1,103 @@
+"""TWOHEAD: the target's last hidden state says not only the next token, but a few behind it.
+
+propose: the hidden row that made the newest token, through the heads and the target's lm_head.
+observe: the hidden row of the last committed token is kept for the next step.
+
+Nothing is read on the host and every shape follows from the step's, so on a GPU all of it is part
+of the step's graph.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.layers.linear import Product
+from forerun.speculative.base import (
+    Commit,
+    Draft,
+    DraftContext,
+    SlotState,
+    SpecCaps,
+    SpeculativeAlgorithm,
+    Step,
+    TargetOutput,
+)
+from forerun_twohead.heads import SHIPPED, Heads, Shape, read_shape
+
+
+class TwoHead(SpeculativeAlgorithm):
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        path, shape = _weights(config)
+        if shape.hidden_size != target.hidden_size:
+            raise ConfigError(
+                f"The heads of {path} read hidden states of {shape.hidden_size}, the target's have"
+                f" {target.hidden_size}. Train heads for this target."
+            )
+        rows = config.speculative_num_draft_tokens or shape.heads + 1
+        if not 2 <= rows <= shape.heads + 1:
+            raise ConfigError(
+                f"speculative_num_draft_tokens must be 2 to {shape.heads + 1} (a draft a head, and"
+                f" the newest token), got {rows}."
+            )
+        return SpecCaps(draft_tokens=rows - 1, flexible=True, kv_reserve=rows)
+
+    def load(self, ctx: DraftContext) -> None:
+        path, self._shape = _weights(ctx.config)
+        self._heads = Heads.load(path, ctx.device, ctx.dtype)
+        self._target, self._dtype = ctx.target, ctx.dtype
+        self._ahead = 1 + torch.arange(ctx.caps.draft_tokens, device=ctx.device)
+
+    def create_future_map(self, slots: int, device: torch.device) -> SlotState:
+        size = self._shape.hidden_size
+        self._hidden = torch.zeros(slots, size, dtype=self._dtype, device=device)
+        return SlotState({"hidden": self._hidden})
+
+    def products(self, batch: int, width: int) -> list[Product]:
+        drafts, shape, vocab = width - 1, self._shape, self._target.config.vocab_size
+        return [
+            Product(drafts * shape.rank, shape.hidden_size, self._dtype, batch),
+            Product(shape.hidden_size, shape.rank, self._dtype, drafts * batch),
+            Product(vocab, shape.hidden_size, self._dtype, drafts * batch),
+        ]
+
+    def propose(self, step: Step) -> Draft:
+        assert step.width is not None and step.draw is not None
+        drafts = step.width - 1
+        hidden = self._heads(self._hidden[step.slots], drafts)  # [B, n, H]
+        logits = self._target.lm_head(hidden.flatten(0, 1)).unflatten(0, (-1, drafts))
+        # The newest token stands at `start`, and these behind it.
+        return Draft(step.draw(logits, step.start.unsqueeze(1) + self._ahead[:drafts]))
+
+    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
+        self._hidden[step.slots] = target.hidden[_last_rows(step, target, commit)]
+
+
+def _last_rows(step: Step, target: TargetOutput, commit: Commit | None) -> Tensor:
+    """[B]: the row of each request's last committed token."""
+    if commit is None:  # a prompt: its rows are all committed
+        assert target.last_rows is not None
+        return target.last_rows
+    begin = torch.arange(0, commit.tokens.numel(), commit.tokens.shape[1], device=step.slots.device)
+    return begin + commit.new - 1
+
+
+def _weights(config: EngineConfig) -> tuple[Path, Shape]:
+    """The file that was named; the one that ships was trained for the bundled target."""
+    named = config.speculative_draft_model_path
+    if named is None and config.model_path is not None:
+        raise ConfigError(
+            "The heads that ship belong to the bundled target. Train some for this one (train.py)"
+            " and name the file with speculative_draft_model_path."
+        )
+    path = SHIPPED if named is None else Path(named).expanduser()
+    try:
+        return path, read_shape(path)
+    except ValueError as error:
+        raise ConfigError(f"{error}. Name a file that train.py wrote.") from error
