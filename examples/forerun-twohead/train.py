@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import torch
-from forerun_twohead.heads import Heads, Shape
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -21,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun.evals.word_problems import TRAIN_SEEDS, generate
 from forerun.llm.bundled import bundled
+from forerun_twohead.heads import Heads, Shape
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from importlib.metadata import EntryPoint
 from typing import Annotated, Any
 
 import pytest
@@ -15,6 +16,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.sampling_params import SamplingParams
 from forerun.speculative import registry
 from forerun.speculative.base import Option
+from tests.toy_algorithms import Toy, register_toys
 
 
 def call(command, *args: str) -> None:
@@ -102,6 +104,44 @@ def test_an_option_that_an_algorithm_declares_is_a_flag(monkeypatch, capsys) -> 
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)  # one line a flag
     call(command, "--help")
     assert "How deep the toy looks" in capsys.readouterr().out
+
+
+def test_help_names_the_algorithms_and_their_options_a_package_s_too(monkeypatch, forerun) -> None:
+    class Theirs(Toy):
+        options = (Option("speculative_theirs_depth", int, 3, "How deep theirs looks"),)
+
+    monkeypatch.setitem(globals(), "Theirs", Theirs)
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 300)
+    points = [
+        EntryPoint("THEIRS", f"{__name__}:Theirs", registry.GROUP),
+        EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP),
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    registry._registry.cache_clear()
+    try:
+        shown = forerun("generate", "--help")
+    finally:
+        registry._registry.cache_clear()
+        register_toys()
+    assert shown.code == 0
+    assert "--speculative-theirs-depth" in shown.out and "How deep theirs looks" in shown.out
+    (line,) = [line for line in shown.out.splitlines() if "--speculative-algorithm" in line]
+    assert "THEIRS" in line and "NONE" in line and "BROKEN" not in line
+
+
+def test_a_broken_package_stops_only_who_asks_for_it(monkeypatch, forerun) -> None:
+    broken = EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    registry._registry.cache_clear()
+    try:
+        asked = forerun("generate", "hello", "--speculative-algorithm", "broken")
+    finally:
+        registry._registry.cache_clear()
+        register_toys()
+    *warnings, refusal = asked.err.splitlines()
+    assert asked.code == 2 and refusal.startswith("forerun: error: Algorithm BROKEN")
+    assert "No module named 'nowhere_to_be_found'" in refusal
+    assert all("nowhere_to_be_found" in line for line in warnings)
 
 
 def test_defaults_of_a_command_may_differ() -> None:

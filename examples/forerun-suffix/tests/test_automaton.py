@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from forerun_suffix.automaton import SuffixAutomaton
 from hypothesis import given
 from hypothesis import strategies as st
+
+from forerun_suffix.automaton import SuffixAutomaton
 
 
 def searched(text: list[int]) -> tuple[int, int]:

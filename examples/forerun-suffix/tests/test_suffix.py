@@ -10,11 +10,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
-from forerun_suffix import Suffix
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.speculative.registry import get_algorithm
+from forerun_suffix import Suffix
 
 REPETITIVE = "def a(x):\n    return x + 1\n\ndef b(x):\n    return x + 1\n\ndef c(x):\n    return x"
 PROMPTS = [REPETITIVE, "import os\nimport sys\n", "def add(a, b):\n", "class Stack:\n"]

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from forerun_twohead import TwoHead
-from forerun_twohead.heads import SHIPPED, Heads, Shape, read_shape
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +20,8 @@ from forerun.core.errors import ConfigError
 from forerun.evals.word_problems import TEST_SEED, generate
 from forerun.speculative.base import Commit, Step, TargetOutput
 from forerun.speculative.registry import get_algorithm
+from forerun_twohead import TwoHead
+from forerun_twohead.heads import SHIPPED, Heads, Shape, read_shape
 
 PROBLEMS = [[{"role": "user", "content": p.question}] for p in generate(TEST_SEED, 6)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 48}

@@ -62,12 +62,16 @@ class Flag:
 
 def engine_flags() -> list[Flag]:
     """Every setting of the engine, and the options that registered algorithms declare."""
-    from forerun.speculative.registry import all_options  # imports torch: only when flags are asked
+    # Imports torch: only when flags are asked.
+    from forerun.speculative.registry import algorithm_names, all_options
 
     hints = get_type_hints(EngineConfig)
+    options = all_options()  # first: packages that turn out to be broken are not named
     flags = []
     for spec in EngineConfig.settings():
         choices = spec.metadata.get("choices")
+        if spec.name == "speculative_algorithm":
+            choices = algorithm_names()
         listed = f" ({', '.join(map(str, choices))})" if choices else ""
         flags.append(
             Flag(
@@ -78,7 +82,7 @@ def engine_flags() -> list[Flag]:
                 "Speculation" if spec.name.startswith("speculative_") else "Engine",
             )
         )
-    for option in all_options():
+    for option in options:
         flags.append(Flag(option.name, option.type, option.default, option.help, "Speculation"))
     return flags
 
