@@ -9,7 +9,8 @@ from rich.console import Console
 
 from forerun.bench.bounds import Bounds
 from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts
-from forerun.cli.bench import COLUMNS, LISTS, Shape, check, fill_in, repeat_flag, table
+from forerun.cli.bench_inputs import COLUMNS, LISTS, Shape, check, repeat_flag
+from forerun.cli.bench_one_batch import fill_in, table
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import windows

@@ -4,74 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand
 
 from forerun import LLM
 from forerun.bench.bounds import Bounds, Work
 from forerun.bench.ceilings import Ceilings
-from forerun.bench.environment import Environment, environment
-from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch, random_prompts
+from forerun.bench.environment import environment
+from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch
 from forerun.bench.profile import keep, profile_steps
+from forerun.cli.bench_inputs import (
+    Shape,
+    check,
+    made_with,
+    make_prompts,
+    wide_console,
+    with_preset,
+    with_room,
+)
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import print_json
-from forerun.cli.settings import bundled_algorithm, with_speculation, without_speculation
+from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
-from forerun.evals.prompts import encoder, held_out, windows
-from forerun.llm.bundled import preset as bundled_preset
 from forerun.platform.device import resolve_device
-from forerun.speculative.registry import get_algorithm
-
-app = typer.Typer(no_args_is_help=True)
-
-COLUMNS = 100  # that a table needs
-SPARE = 256  # K/V rows a request may need beyond its text: drafts, steps in flight, a page
 
 
-@app.callback()
-def _group() -> None:
-    """One command now; a callback keeps its name on the command line."""
-
-
-class ListCommand(TyperCommand):
-    """Lets a list be written as in SGLang: `--batch-size 1 4 16`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_flag(args, LISTS))
-
-
-LISTS = ("--batch-size", "--input-len", "--output-len")
-
-
-def repeat_flag(args: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`--flag 1 2` becomes `--flag 1 --flag 2`; whatever else is there stays as it is."""
-    out: list[str] = []
-    current: str | None = None  # a list flag that has its first value already
-    for arg in args:
-        if current is not None and not arg.startswith("-") and out[-1] != current:
-            out.append(current)
-        elif arg.startswith("-"):
-            current = arg if arg in flags else None
-        out.append(arg)
-    return out
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch_size: int
-    input_len: int
-    output_len: int
-
-
-@app.command("one-batch", cls=ListCommand)
 @with_flags(engine=engine_flags)
 def one_batch_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more: --batch-size 1 4 16")] = [1],  # noqa: B006
@@ -134,56 +97,16 @@ def one_batch_command(
             }
         )
         return
-    console = Console(width=max(COLUMNS, Console().width))  # a pipe would get 80, and dots
+    console = wide_console()
     console.print(ceilings.line(), style="dim", soft_wrap=True)
     console.print(table(results, settings.get("speculative_algorithm")))
-    chosen = where["engine"]
-    line = Environment.here(chosen["device"]).line()
-    console.print(f"{chosen['dtype']}, {line}", style="dim", soft_wrap=True)
-
-
-def with_preset(name: str, engine: Values) -> dict[str, Any]:
-    """Random weights in the shapes of a known pair; what was given otherwise stays."""
-    target, draft = bundled_preset(name)
-    settings = {"model_path": str(target), "load_format": "dummy", **engine}
-    settings.setdefault("speculative_algorithm", bundled_algorithm())
-    if get_algorithm(settings["speculative_algorithm"]).bundled_draft:
-        settings.setdefault("speculative_draft_model_path", str(draft))
-    return settings
-
-
-def check(shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Values) -> None:
-    """Raises ConfigError for what cannot be measured, before anything is loaded."""
-    for shape in shapes:
-        for name, value in vars(shape).items():
-            if value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {value}.")
-    if any(shape.output_len < 2 for shape in shapes):
-        raise ConfigError("--output-len must be >= 2: the first token comes from the prefill.")
-    if repetitions < 1:
-        raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
-    if engine.get("load_format") == "dummy" and not random_input:
-        raise ConfigError("--load-format dummy has random weights; add --random-input.")
+    console.print(made_with(where), style="dim", soft_wrap=True)
 
 
 def fill_in(engine: Values, shapes: Sequence[Shape], random_input: bool) -> dict[str, Any]:
-    """Settings as given, and for those left open: room for the largest batch in both engines."""
-    settings = with_speculation(engine) | {"speculative_adaptive": False}  # steps of one width
-    if random_input:
-        settings["skip_tokenizer_init"] = True
-    settings.setdefault("max_running_requests", max(s.batch_size for s in shapes))
-    rows = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
-    settings.setdefault("max_total_tokens", rows + settings.get("page_size", 0))
-    return settings
-
-
-def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
-    if random_input:
-        vocab = llm.engine.model_config.vocab_size
-        return random_prompts(vocab, shape.batch_size, shape.input_len)
-    encode = encoder(llm.tokenizer)
-    text = [token for row in held_out() for token in encode(row["prompt"])]
-    return windows(text, shape.batch_size, shape.input_len)
+    """For both engines; steps have one width."""
+    settings = with_speculation(engine) | {"speculative_adaptive": False}
+    return with_room(settings, shapes, random_input)
 
 
 def with_bounds(

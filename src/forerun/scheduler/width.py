@@ -17,6 +17,7 @@ import bisect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from forerun.core.request import Request
 
@@ -58,6 +59,11 @@ class WidthPolicy(ABC):
         """A step took so long."""
         return None
 
+    def as_dict(self) -> dict[str, Any]:
+        """What is decided by, and what was decided."""
+        steps = {width: self.chosen[width] for width in self.widths}
+        return {"adaptive": False, "steps_by_width": steps, "probes": 0}
+
 
 class FixedWidth(WidthPolicy):
     """The full width, or the least that gives every request the drafts it takes."""
@@ -77,6 +83,7 @@ class AdaptiveWidth(WidthPolicy):
         self._rates = [PRIOR] * (self.widths[-1] - 1)  # of all requests: where a new one starts
         self._expected = self._tokens(self._rates)
         self._saved = 0.0  # seconds that probes may cost
+        self._probes = 0
 
     # --- choosing -------------------------------------------------------------------------------
 
@@ -93,6 +100,7 @@ class AdaptiveWidth(WidthPolicy):
         if self._saved < price:
             return 1
         self._saved -= max(price, 0.0)
+        self._probes += 1
         return self.widths[1]
 
     def _yield(self, requests: Sequence[Request], index: int) -> float:
@@ -122,6 +130,12 @@ class AdaptiveWidth(WidthPolicy):
         at = bisect.bisect_left(self._batches, batch)
         exact = at < len(self._batches) and self._batches[at] == batch
         return self._costs[max(at - (not exact), 0) : at + 1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Also the seconds of a step by batch size, one for every width, and the mean c_k."""
+        costs = dict(zip(self._batches, map(list, self._costs), strict=True))
+        own = {"adaptive": True, "probes": self._probes}
+        return super().as_dict() | own | {"step_costs": costs, "accept_rates": list(self._rates)}
 
     # --- learning -------------------------------------------------------------------------------
 

@@ -1,0 +1,125 @@
+"""`forerun bench adaptive`: steps as wide as pay, beside plain decoding and the full width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from forerun import LLM
+from forerun.bench.adaptive import Cell, sweep
+from forerun.bench.environment import environment
+from forerun.cli.bench_inputs import (
+    Shape,
+    check,
+    made_with,
+    make_prompts,
+    progress_bar,
+    wide_console,
+    with_preset,
+    with_room,
+)
+from forerun.cli.flags import Values, engine_flags, with_flags
+from forerun.cli.output import print_json
+from forerun.cli.settings import with_speculation, without_speculation
+from forerun.core.errors import ConfigError
+
+
+@with_flags(engine=engine_flags)
+def adaptive_command(
+    batch_size: Annotated[list[int], typer.Option(help="One or more")] = [1, 2, 4, 8, 16],  # noqa: B006
+    accept_length: Annotated[
+        list[float], typer.Option(help="Forced, one or more; none: the text's own")
+    ] = [],  # noqa: B006
+    input_len: Annotated[int, typer.Option(help="Prompt tokens")] = 128,
+    output_len: Annotated[int, typer.Option(help="New tokens")] = 64,
+    *,
+    random_input: Annotated[
+        bool, typer.Option("--random-input", help="Random token ids instead of Python text")
+    ] = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
+    ] = None,
+    repetitions: Annotated[int, typer.Option(help="Runs of each batch, each way")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    engine: Values,
+) -> None:
+    """Tokens/s of plain decoding, of the full width, and of the width that pays; must not lose."""
+    if preset is not None:
+        engine, random_input = with_preset(preset, engine), True
+    shapes = [Shape(batch, input_len, output_len) for batch in batch_size]
+    check(shapes, repetitions, random_input, engine)
+    settings = adaptive_settings(engine, shapes, accept_length, random_input)
+    with ExitStack() as stack:
+        plain = stack.enter_context(LLM(**without_speculation(settings)))
+        spec = stack.enter_context(LLM(**settings))
+        widths = spec.engine.scheduler.widths.widths
+        if not accept_length and random_input:
+            raise ConfigError("Random text has no accept length; give --accept-length.")
+        if len(widths) < 2 or max(accept_length, default=1) > widths[-1]:
+            raise ConfigError(f"--accept-length must be at most {widths[-1]}, the rows of a step.")
+        batches = [make_prompts(plain, shape, random_input) for shape in shapes]
+        with progress_bar(as_json) as bar:
+            task = bar.add_task("measuring", total=len(batches) * max(1, len(accept_length)))
+            cells = sweep(
+                *(plain, spec, batches, output_len, accept_length, repetitions),
+                on_cell=lambda cell: bar.advance(task),
+            )
+        where = environment(spec)
+        policy = spec.engine.scheduler.widths.as_dict()
+    if as_json:
+        results = [cell.as_dict() for cell in cells]
+        print_json(
+            {"settings": settings, "results": results, "policy": policy, "environment": where}
+        )
+        return
+    console = wide_console()
+    console.print(table(cells))
+    console.print(made_with(where), style="dim", soft_wrap=True)
+
+
+def adaptive_settings(
+    engine: Values, shapes: Sequence[Shape], lengths: Sequence[float], random_input: bool
+) -> dict[str, Any]:
+    """Raises ConfigError where there is nothing to adapt."""
+    settings = with_room(with_speculation(engine), shapes, random_input)
+    if "speculative_algorithm" not in settings:
+        raise ConfigError("There is nothing to adapt without --speculative-algorithm.")
+    if "speculative_simulate_accept_length" in settings:
+        raise ConfigError("Give forced lengths as --accept-length: one or more.")
+    if any(length < 1 for length in lengths):
+        raise ConfigError(f"--accept-length must be at least 1, got {min(lengths)}.")
+    if lengths:
+        settings["speculative_simulate_accept_length"] = lengths[0]
+    return settings | {"speculative_adaptive": True}
+
+
+def table(cells: Sequence[Cell]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    out.add_column("batch", justify="right")
+    out.add_column("accept\nlength", justify="right")
+    for name in ("plain\ntok/s", "full\ntok/s", "adaptive\ntok/s", "over the\nbetter"):
+        out.add_column(name, justify="right", no_wrap=True)
+    out.add_column("steps by width")
+    out.add_column("same\ntext", no_wrap=True)
+    for c in cells:
+        length = c.accept_length or 0.0
+        out.add_row(
+            *(str(c.batch_size), f"{length:.2f}" if c.forced is None else f"{c.forced:g}"),
+            *(f"{speed:.0f}" for speed in (c.plain, c.fixed, c.adaptive)),
+            f"{c.ratio:.3f}",
+            shares(c.widths),
+            "-" if c.identical is None else "yes" if c.identical else "no",
+        )
+    return out
+
+
+def shares(widths: dict[int, int]) -> str:
+    """`"1: 95 %, 4: 5 %"`."""
+    whole = sum(widths.values())
+    return ", ".join(f"{width}: {count / whole:.0%}" for width, count in widths.items())

@@ -1,0 +1,126 @@
+"""What the benchmarks of `forerun bench` share: shapes, prompts, lists on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from typer.core import TyperCommand
+
+from forerun import LLM
+from forerun.bench.environment import Environment
+from forerun.bench.one_batch import random_prompts
+from forerun.cli.flags import Values
+from forerun.cli.settings import bundled_algorithm
+from forerun.core.errors import ConfigError
+from forerun.evals.prompts import encoder, held_out, windows
+from forerun.llm.bundled import preset as bundled_preset
+from forerun.speculative.registry import get_algorithm
+
+COLUMNS = 100  # that a table needs
+SPARE = 256  # K/V rows a request may need beyond its text: drafts, steps in flight, a page
+
+
+class ListCommand(TyperCommand):
+    """Lets a list be written as in SGLang: `--batch-size 1 4 16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_flag(args, LISTS))
+
+
+LISTS = ("--batch-size", "--input-len", "--output-len", "--accept-length", "--algorithms")
+
+
+def repeat_flag(args: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """`--flag 1 2` becomes `--flag 1 --flag 2`; whatever else is there stays as it is."""
+    out: list[str] = []
+    current: str | None = None  # a list flag that has its first value already
+    for arg in args:
+        if current is not None and not arg.startswith("-") and out[-1] != current:
+            out.append(current)
+        elif arg.startswith("-"):
+            current = arg if arg in flags else None
+        out.append(arg)
+    return out
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch_size: int
+    input_len: int
+    output_len: int
+
+
+def check(
+    shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError for what cannot be measured, before anything is loaded."""
+    for shape in shapes:
+        for name, value in vars(shape).items():
+            if value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {value}.")
+    if any(shape.output_len < 2 for shape in shapes):
+        raise ConfigError("--output-len must be >= 2: the first token comes from the prefill.")
+    check_repetitions(repetitions)
+    if engine.get("load_format") == "dummy" and not random_input:
+        raise ConfigError("--load-format dummy has random weights; add --random-input.")
+
+
+def check_repetitions(repetitions: int) -> None:
+    """Raises ConfigError."""
+    if repetitions < 1:
+        raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
+
+
+def with_preset(name: str, engine: Values) -> dict[str, Any]:
+    """Random weights in the shapes of a known pair; what was given otherwise stays."""
+    target, draft = bundled_preset(name)
+    settings = {"model_path": str(target), "load_format": "dummy", **engine}
+    settings.setdefault("speculative_algorithm", bundled_algorithm())
+    if get_algorithm(settings["speculative_algorithm"]).bundled_draft:
+        settings.setdefault("speculative_draft_model_path", str(draft))
+    return settings
+
+
+def with_room(
+    settings: Mapping[str, Any], shapes: Sequence[Shape], random_input: bool
+) -> dict[str, Any]:
+    """Settings as given, and for those left open room for the largest batch and no more."""
+    out = dict(settings)
+    if random_input:
+        out["skip_tokenizer_init"] = True
+    out.setdefault("max_running_requests", max(s.batch_size for s in shapes))
+    rows = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
+    out.setdefault("max_total_tokens", rows + out.get("page_size", 0))
+    return out
+
+
+def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
+    if random_input:
+        vocab = llm.engine.model_config.vocab_size
+        return random_prompts(vocab, shape.batch_size, shape.input_len)
+    encode = encoder(llm.tokenizer)
+    text = [token for row in held_out() for token in encode(row["prompt"])]
+    return windows(text, shape.batch_size, shape.input_len)
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """On standard error, and only where somebody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = quiet or not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=hidden)
+
+
+def wide_console() -> Console:
+    """Wide enough for a table: a pipe would get 80 columns, and dots."""
+    return Console(width=max(COLUMNS, Console().width))
+
+
+def made_with(where: Mapping[str, Any]) -> str:
+    """The line under a table, from `environment(llm)`."""
+    chosen = where["engine"]
+    return f"{chosen['dtype']}, {Environment.here(chosen['device']).line()}"
