@@ -1,0 +1,137 @@
+"""Drafts of every kind for the golden target, made where they are needed: none was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.golden_engine import CASES, GOLDEN
+
+TARGET = GOLDEN / "target"
+CONFIG: dict[str, Any] = json.loads((TARGET / "config.json").read_text())
+HIDDEN, VOCAB, LAYERS = CONFIG["hidden_size"], CONFIG["vocab_size"], CONFIG["num_hidden_layers"]
+LAST = f"model.layers.{LAYERS}."  # of the layer that predicts further ahead
+AUX = "eagle_aux_hidden_state_layer_ids"
+PRUNED = 200  # tokens of the pruned vocabulary
+
+EAGLE3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "target_hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": PRUNED,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "eagle_config": {AUX: [1, 3, 4]},
+}
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def hugging_face(folder: Path = TARGET) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def states() -> list[tuple[Tensor, list[Tensor]]]:
+    """What the target's layers give for the golden texts: (ids, Hugging Face's hidden states)."""
+    model, out = hugging_face(), []
+    for case in CASES:
+        ids = torch.tensor(case["prompt"] + case["output"])
+        hidden = model(ids[None], output_hidden_states=True).hidden_states
+        out.append((ids, [layer[0] for layer in hidden]))
+    return out
+
+
+def fitted(x: list[Tensor], y: list[Tensor]) -> Tensor:
+    """The matrix W [out, in] for which x Wᵀ is nearest to y, by least squares with a ridge."""
+    rows, wanted = torch.cat(x).double(), torch.cat(y).double()
+    ridge = torch.eye(rows.shape[1], dtype=torch.float64)
+    return torch.linalg.solve(rows.T @ rows + ridge, rows.T @ wanted).T.float().contiguous()
+
+
+def eagle3(folder: Path) -> Path:
+    """Tokens but each third; `fc` guesses the target's last hidden state one further, the layer
+    adds a little at random. So the first draft is right now and then."""
+    wide, layers = EAGLE3["intermediate_size"], EAGLE3["eagle_config"][AUX]
+    heads, kv_heads = 4 * 16, 2 * 16
+    shapes = {
+        "midlayer.input_layernorm": (HIDDEN,),
+        "midlayer.hidden_norm": (HIDDEN,),
+        "midlayer.post_attention_layernorm": (HIDDEN,),
+        "midlayer.self_attn.q_proj": (heads, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj": (HIDDEN, heads),
+        "midlayer.mlp.gate_proj": (wide, HIDDEN),
+        "midlayer.mlp.up_proj": (wide, HIDDEN),
+        "midlayer.mlp.down_proj": (HIDDEN, wide),
+    }
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)
+        for name, shape in shapes.items()
+    }
+    target, seen = load_file(TARGET / "model.safetensors"), states()
+    features = [torch.cat([h[i + 1] for i in layers], 1)[:-1] for _, h in seen]
+    weights["fc.weight"] = fitted(features, [h[-1][1:] for _, h in seen])
+    ids = torch.tensor([i for i in range(VOCAB) if i % 3])[:PRUNED]
+    weights["norm.weight"] = torch.ones(HIDDEN)
+    weights["lm_head.weight"] = target["model.embed_tokens.weight"][ids]
+    weights["d2t"] = ids - torch.arange(PRUNED)
+    return write(folder, EAGLE3, weights)
+
+
+def nextn(folder: Path) -> Path:
+    """The target with one layer more: a copy of its last, behind a projection that guesses that
+    layer's input at p + 1 from the token there and the hidden state at p."""
+    weights, seen = load_file(TARGET / "model.safetensors"), states()
+    table = weights["model.embed_tokens.weight"]
+    rows = [torch.cat((unit(table[ids[1:]]), unit(h[-1][:-1])), 1) for ids, h in seen]
+    weights[f"{LAST}eh_proj.weight"] = fitted(rows, [h[-2][1:] for _, h in seen])
+    weights[f"{LAST}enorm.weight"] = weights[f"{LAST}hnorm.weight"] = torch.ones(HIDDEN)
+    weights[f"{LAST}shared_head.norm.weight"] = weights["model.norm.weight"]
+    copied = f"model.layers.{LAYERS - 1}."
+    for name in list(weights):
+        if name.startswith(copied):
+            weights[LAST + name.removeprefix(copied)] = weights[name]
+    # Copies of what it shares with the target, as in DeepSeek's files.
+    weights[f"{LAST}embed_tokens.weight"] = weights[f"{LAST}shared_head.head.weight"] = table
+    apart = {name: tensor.clone() for name, tensor in weights.items()}  # as the format wants them
+    return write(folder, {**CONFIG, "num_nextn_predict_layers": 1}, apart)
+
+
+def unit(x: Tensor) -> Tensor:
+    """RMSNorm without a weight."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=CONFIG["rms_norm_eps"])
+
+
+def standalone(folder: Path, noise: float = 0.1) -> Path:
+    """The target, its weights a little off."""
+    shutil.copytree(TARGET, folder)
+    weights = load_file(TARGET / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        weights[name] = weight * (1 + noise * torch.randn(weight.shape, generator=generator))
+    save_file(weights, folder / "model.safetensors")
+    return folder

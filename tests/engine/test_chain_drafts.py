@@ -1,0 +1,425 @@
+"""Chain drafts in the engine: what they propose is what a chain without a cache gives, the text is
+that of plain decoding, and what cannot work is refused at start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from forerun.sampling.noise import gumbel_argmax, seed_key
+from forerun.speculative.base import Draft, Step
+from tests import chain_models as models
+from tests.engine.test_algorithms import GREEDY, PROMPTS, rules
+from tests.engine.test_matrix import hold
+from tests.golden_engine import CASES, GOLDEN, golden_llm, poison_on_release
+from tests.models.eagle3_oracle import Oracle as Eagle3Oracle
+from tests.models.nextn_oracle import Oracle as NextNOracle
+
+TARGET = GOLDEN / "target"
+NAMES = ["EAGLE3", "NEXTN", "STANDALONE"]
+LONGEST = max(CASES, key=lambda case: len(case["prompt"]))["prompt"]
+EMBEDDING = "model.embed_tokens.weight"
+SEED = 7
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("drafts")
+    makers: dict[str, Callable[[Path], Path]] = {
+        "EAGLE3": models.eagle3,
+        "NEXTN": models.nextn,
+        "STANDALONE": models.standalone,
+    }
+    return {name: make(folder / name) for name, make in makers.items()}
+
+
+@pytest.fixture
+def chain_llm(drafts: dict[str, Path]) -> Callable[..., LLM]:
+    def make(name: str, **settings: Any) -> LLM:
+        settings.setdefault("speculative_draft_model_path", str(drafts[name]))
+        return golden_llm(name, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[list[int]]]:
+    with golden_llm() as llm:
+        runs = [llm.generate(input_ids=PROMPTS, sampling_params=rules(s)) for s in (False, True)]
+    return [[out.output_ids for out in run] for run in runs]
+
+
+# --- what is proposed -----------------------------------------------------------------------
+
+Draw = Callable[[Tensor, int], Any]  # (logits, the position to draw for) -> a column
+Chain = Callable[[Tensor, int, Draw], list[int]]  # (ids, drafts, draw) -> tokens
+
+
+class Oracles:
+    """The drafts after ids [n], of which the target has run all but the last."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.target = models.hugging_face()
+        self.small = models.hugging_face(folders["STANDALONE"])
+        nextn = load_file(folders["NEXTN"] / "model.safetensors")
+        config = LlamaConfig(**models.CONFIG, attn_implementation="eager")
+        self.layer = NextNOracle(nextn, config)
+        weights = load_file(folders["EAGLE3"] / "model.safetensors")
+        table = self.target.get_input_embeddings().weight
+        own = {k: v for k, v in models.EAGLE3.items() if k not in ("architectures", "eagle_config")}
+        self.head = Eagle3Oracle(
+            {**weights, "embed_tokens.weight": table}, LlamaConfig(**own), "midlayer."
+        )
+        self.tokens = weights["d2t"] + torch.arange(models.PRUNED)
+
+    def hidden(self, ids: Tensor) -> tuple[Tensor, ...]:
+        states = self.target(ids[None, :-1], output_hidden_states=True).hidden_states
+        return tuple(state[0] for state in states)
+
+    def eagle3(self, ids: Tensor, count: int, draw: Draw) -> list[int]:
+        states = self.hidden(ids)
+        layers = models.EAGLE3["eagle_config"][models.AUX]
+        h = self.head.fuse(torch.cat([states[i + 1] for i in layers], 1))
+        tokens, drafts = ids[1:], []
+        for i in range(count):
+            normed, further = self.head.rows(tokens, h)
+            column = draw(normed[-1] @ self.head.weights["lm_head.weight"].T, len(ids) + i)
+            drafts.append(int(self.tokens[column]))
+            tokens = torch.cat((tokens, tokens.new_tensor(drafts[-1:])))
+            h = torch.cat((h, further[-1:]))
+        return drafts
+
+    def nextn(self, ids: Tensor, count: int, draw: Draw) -> list[int]:
+        return self.layer.chain(ids, self.hidden(ids)[-1], draw, count)
+
+    def standalone(self, ids: Tensor, count: int, draw: Draw) -> list[int]:
+        tokens = ids
+        for _ in range(count):
+            token = draw(self.small(tokens[None]).logits[0, -1], len(tokens))
+            tokens = torch.cat((tokens, token.view(1)))
+        return [int(token) for token in tokens[len(ids) :]]
+
+
+@pytest.fixture(scope="module")
+def oracles(drafts: dict[str, Path]) -> Oracles:
+    return Oracles(drafts)
+
+
+def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Of every step with one request: where its newest token stands, and what was proposed."""
+    algorithm, seen = llm.engine.parts.runner.step.algorithm, []
+    propose = algorithm.propose
+
+    def recording(step: Step) -> Draft:
+        draft = propose(step)
+        seen.append((int(step.start[0]), draft.tokens[0].tolist()))
+        return draft
+
+    monkeypatch.setattr(algorithm, "propose", recording)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_drafts_are_those_of_a_chain_without_a_cache(
+    name: str,
+    sampled: bool,
+    chunk: int,
+    chain_llm: Callable[..., LLM],
+    oracles: Oracles,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step by step, cold and on a warm prefix, with the noise of the positions drawn for."""
+    columns = oracles.tokens if name == "EAGLE3" else None
+    key = torch.tensor(seed_key(SEED))
+
+    def draw(logits: Tensor, position: int) -> Tensor:
+        if not sampled:
+            return logits.argmax()
+        return gumbel_argmax(logits / 0.8, key, torch.tensor(position), columns)
+
+    chain: Chain = vars(Oracles)[name.lower()].__get__(oracles)
+    kind = {**GREEDY, "temperature": 0.8 * sampled, "sampling_seed": SEED}
+    with chain_llm(name, chunked_prefill_size=chunk, speculative_num_steps=3) as llm:
+        seen = recorded(llm, monkeypatch)
+        outs = [llm.generate(input_ids=LONGEST, sampling_params=kind) for _ in ("cold", "warm")]
+    assert outs[1].meta_info["cached_tokens"] > 16 > outs[0].meta_info["cached_tokens"]
+    lengths = [out.meta_info["spec_accept_lengths"] for out in outs]
+    assert lengths[0] == lengths[1]
+    assert len(seen) == 2 * len(lengths[0]) and max(lengths[0]) > 1
+    text = torch.tensor(LONGEST + outs[0].output_ids)
+    for start, tokens in seen[: len(lengths[0])]:
+        assert tokens == chain(text[: start + 1], 3, draw), start
+    assert seen[len(lengths[0]) :] == seen[: len(lengths[0])]
+
+
+def test_the_target_as_its_own_draft_is_always_right(plain: list[list[list[int]]]) -> None:
+    """With the same noise a draft that samples is no worse than a greedy one."""
+    own = {"speculative_draft_model_path": str(TARGET), "speculative_num_steps": 6}
+    with golden_llm("STANDALONE", **own) as llm:
+        for sampled in (False, True):
+            for _ in ("cold", "warm"):
+                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
+                assert [o.output_ids for o in outs] == plain[sampled]
+                for out in outs:
+                    assert set(out.meta_info["spec_accept_lengths"][:-1]) == {7}
+        llm.engine.check()
+
+
+# --- the text -------------------------------------------------------------------------------
+
+CELLS = [  # (page size, chunk, depth, tight): every pair of values is among them
+    (1, 4, 1, True),
+    (16, 512, 1, False),
+    (256, 512, 0, True),
+    (1, 512, 0, False),
+    (16, 4, 0, True),
+    (256, 4, 1, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [("EAGLE3", cell) for cell in CELLS]
+    + [(name, cell) for name in ("NEXTN", "STANDALONE") for cell in CELLS[:3]],
+)
+def test_text_is_that_of_plain_decoding(
+    name: str, cell: tuple[int, int, int, bool], drafts: dict[str, Path]
+) -> None:
+    hold(name, *cell, speculative_draft_model_path=str(drafts[name]))
+
+
+WIDTHS = (1, 4, 6)  # of 5 drafts, where the width adapts
+
+
+def take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of every width, one after another."""
+    widths, turns = llm.engine.scheduler.widths, iter(range(10**6))
+    assert widths.widths == WIDTHS
+    monkeypatch.setattr(widths, "_choose", lambda _, most: WIDTHS[next(turns) % (most + 1)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_widths_change_no_draft(
+    name: str, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain steps among the others keep the draft's K/V current."""
+    drafts: list[dict[int, list[int]]] = []
+    for adaptive in (False, True):
+        own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive}
+        with chain_llm(name, **own) as llm:
+            if adaptive:
+                take_turns(llm, monkeypatch)
+            seen = recorded(llm, monkeypatch)
+            llm.generate(input_ids=LONGEST, sampling_params={**GREEDY, "max_new_tokens": 64})
+            drafts.append(dict(seen))
+    full, some = drafts
+    common = full.keys() & some.keys()
+    assert len(common) > 3 and {len(some[start]) for start in common} == {3, 5}
+    assert all(some[start] == full[start][: len(some[start])] for start in common)
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_widths_change_no_text(
+    name: str,
+    depth: int,
+    plain: list[list[list[int]]],
+    chain_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = {"speculative_num_steps": 5, "speculative_adaptive": True}
+    with chain_llm(name, overlap_depth=depth, **own) as llm:
+        take_turns(llm, monkeypatch)
+        for sampled in (False, True):
+            for _ in ("cold", "warm"):
+                outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
+                assert [o.output_ids for o in outs] == plain[sampled]
+        assert set(llm.engine.scheduler.widths.chosen) == set(WIDTHS)
+        llm.close()  # a step may still be under way
+        llm.engine.check()
+
+
+def test_a_checkpoint_drafts_for_itself(
+    drafts: dict[str, Path], plain: list[list[list[int]]]
+) -> None:
+    settings: dict[str, Any] = {
+        "speculative_algorithm": "NEXTN",
+        "speculative_adaptive": False,
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+    }
+    lengths = []
+    for own in ({}, {"speculative_draft_model_path": str(drafts["NEXTN"])}):
+        with LLM(drafts["NEXTN"], **settings, **own) as llm:
+            poison_on_release(llm)
+            outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
+            assert [o.output_ids for o in outs] == plain[0]
+            lengths.append([o.meta_info["spec_accept_lengths"] for o in outs])
+            assert llm.explain()["rows_per_step"] == 4
+            llm.engine.check()
+    assert lengths[0] == lengths[1] and max(map(max, lengths[0])) == 4
+
+
+def test_the_bundled_head() -> None:
+    """Trained, so that a mistake in the rows shows; see its card for the figures of whole sets."""
+    question = (
+        "Diana is 11 years older than Kenji. Felix is twice as old as Diana. If Kenji is 8 years"
+        " old, how old are the three of them together?"
+    )
+    chat = [{"role": "user", "content": question}]
+    texts = []
+    for name in (None, "EAGLE3"):
+        with LLM(speculative_algorithm=name, dtype="float32", speculative_adaptive=False) as llm:
+            outs = [
+                llm.chat(chat, {"temperature": t, "max_new_tokens": 64, "sampling_seed": 1})
+                for t in (0.0, 0.8)
+            ]
+            texts.append([out.output_ids for out in outs])
+            if name is not None:
+                assert all(out.meta_info["spec_accept_length"] > 5.5 for out in outs)
+    assert texts[0] == texts[1]
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("settings", "drafted"),
+    [
+        ({}, None),
+        ({"speculative_num_steps": 1}, 1),
+        ({"speculative_num_draft_tokens": 8}, 7),
+        ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}, 2),
+        ({"speculative_eagle_topk": 1}, None),
+    ],
+)
+def test_the_length_of_a_chain(
+    name: str, settings: dict[str, Any], drafted: int | None, chain_llm: Callable[..., LLM]
+) -> None:
+    defaults = {"EAGLE3": 5, "NEXTN": 3, "STANDALONE": 4}
+    with chain_llm(name, **settings) as llm:
+        assert llm.engine.limits.width == (drafted or defaults[name]) + 1
+        if drafted == 1:
+            out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
+            assert out.output_ids[: len(CASES[0]["output"])] == CASES[0]["output"][:24]
+        step = llm.engine.parts.runner.step
+        width = step.caps.width
+        rows = [p.rows for p in step.algorithm.products(3, width)]
+        assert set(rows) <= {3, 3 * width} and len(rows) > 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculative_num_steps": 0}, "must be >= 1, got 0"),
+        ({"speculative_num_draft_tokens": 1}, "must be >= 2"),
+        (
+            {"speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
+            "disagree: a chain of 3 drafts verifies 4 rows",
+        ),
+        ({"speculative_eagle_topk": 4}, "must be 1.*for trees"),
+        ({"speculative_draft_window_size": 64}, "whole context; drop it"),
+        ({"speculative_draft_model_path": "/no/such/folder"}, "not a folder"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    name: str, settings: dict[str, Any], words: str, chain_llm: Callable[..., LLM]
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        chain_llm(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("EAGLE3", "needs a draft model"),
+        ("STANDALONE", "needs a draft model"),
+        ("NEXTN", "no layer that predicts further ahead"),  # nor has the target one
+    ],
+)
+def test_a_draft_is_needed(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        golden_llm(name)
+
+
+MISFITS = [
+    ("EAGLE3", {"target_hidden_size": 64}, "target hidden size is 64, the target's 160"),
+    ("EAGLE3", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),
+    ("EAGLE3", {"eagle_config": {models.AUX: [1, 3, 6]}}, "has 6 layers"),
+    ("EAGLE3", {"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 draft"),
+    ("NEXTN", {"hidden_size": 128}, "hidden size is 128, the target's 160"),
+    ("NEXTN", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),
+    ("NEXTN", {"num_nextn_predict_layers": 2}, "must be 1"),
+    ("STANDALONE", {"vocab_size": 512}, "vocabulary of 512, the target 320"),
+    ("STANDALONE", {"architectures": ["GPT2LMHeadModel"]}, "not supported"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), MISFITS)
+def test_a_draft_for_another_target_is_refused(
+    name: str, changes: dict[str, Any], words: str, drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    config = json.loads((drafts[name] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=words):
+        golden_llm(name, speculative_draft_model_path=str(tmp_path))
+
+
+def with_tokenizer(folder: Path, source: Path, words: list[str], size: int | None = None) -> str:
+    """A copy of a model with a tokenizer of these words, and if asked with a smaller embedding."""
+    shutil.copytree(source, folder)
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    if size is not None:
+        weights = load_file(folder / "model.safetensors")
+        table = weights["model.embed_tokens.weight"][:size].contiguous()
+        models.write(folder, {**models.CONFIG, "vocab_size": size}, {**weights, EMBEDDING: table})
+    return str(folder)
+
+
+def test_vocabularies_are_compared(drafts: dict[str, Path], tmp_path: Path) -> None:
+    """Where there are tokenizers: the same tokens under the same ids. Padding may differ."""
+    words = [f"w{i}" for i in range(300)]
+    target = with_tokenizer(tmp_path / "target", TARGET, words)
+    small = drafts["STANDALONE"]
+    settings = {"speculative_algorithm": "STANDALONE", "dtype": "float32"}
+
+    def llm(draft: str, **own: Any) -> LLM:
+        return LLM(target, speculative_draft_model_path=draft, **settings, **own)
+
+    swapped = with_tokenizer(tmp_path / "a", small, [*words[:7], "w8", "w7", *words[9:]])
+    with pytest.raises(ConfigError, match="300 and 300 tokens and differ at 'w7'"):
+        llm(swapped)
+    with pytest.raises(ConfigError, match="No tokenizer loads from"):
+        llm(str(small))
+    with pytest.raises(ConfigError, match="Not every token has an id in the draft"):
+        llm(with_tokenizer(tmp_path / "b", small, words, size=290))
+    unpadded = with_tokenizer(tmp_path / "c", small, words, size=300)
+    with pytest.raises(ConfigError, match="vocabularies must be of one size"):
+        llm(unpadded, skip_tokenizer_init=True)
+    prompt = [*CASES[0]["prompt"], 319]  # the target's padding is no token of the draft's
+    with golden_llm() as plain:
+        want = plain.generate(input_ids=prompt, sampling_params=GREEDY).output_ids
+    with llm(unpadded, speculative_adaptive=False) as padded:
+        out = padded.generate(input_ids=prompt, sampling_params=GREEDY)
+    assert out.output_ids == want
+    assert max(out.meta_info["spec_accept_lengths"]) > 1

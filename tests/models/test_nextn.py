@@ -1,0 +1,137 @@
+"""The MTP layer against transformers' decoder layers, and checkpoints that bring one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext
+from forerun.core.errors import ConfigError
+from forerun.kvcache.pools import KVLayout
+from forerun.models.loader import load_target
+from forerun.models.nextn import COUNT, NextNDraft, load_nextn, load_nextn_config
+from tests.models.nextn_oracle import Oracle
+from tests.models.support import CPU, Loop, family, save
+
+NAMES = ["llama", "llama-3.1", "llama-biases", "qwen3", "qwen3-bias-sliding"]
+LENGTH = 23
+
+
+def checkpoint(folder: Path, name: str) -> tuple[Path, Any, dict[str, Tensor]]:
+    """A random target that brings the layer; (folder, transformers' model, all tensors)."""
+    model = family(name)
+    save(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    layers, size = model.config.num_hidden_layers, model.config.hidden_size
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int, mean: float = 0.0) -> Tensor:
+        return torch.randn(shape, generator=generator) * 0.2 + mean
+
+    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    copies = {new + n.removeprefix(last): w for n, w in weights.items() if n.startswith(last)}
+    weights |= {n: random(*w.shape, mean=float("norm" in n)) for n, w in copies.items()}
+    weights[f"{new}eh_proj.weight"] = random(size, 2 * size)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{new}{norm}.weight"] = random(size, mean=1.0)
+    weights[f"{new}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    edit(folder, **{COUNT: 1})
+    return folder, model, weights
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def load(folder: Path) -> NextNDraft:
+    return load_nextn(folder, load_nextn_config(folder), torch.float32, CPU, 128)
+
+
+def loop(draft: NextNDraft, table: Tensor) -> Loop:
+    """Over token ids, with h as the argument."""
+
+    def forward(ids: Tensor, positions: Tensor, ctx: AttentionContext, h: Tensor) -> Tensor:
+        return draft.forward(table[ids], h, positions, ctx)
+
+    config = draft.config.model
+    layout = KVLayout(1, config.num_kv_heads, config.head_dim, torch.float32)
+    return Loop.over(forward, layout, (draft.config.mask,), config.num_heads, requests=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    folder, model, weights = checkpoint(tmp_path / "m", name)
+    draft = load(folder)
+    model.config._attn_implementation = "eager"
+    oracle = Oracle(weights, model.config)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 96, (LENGTH,), generator=generator)
+    h = torch.randn(LENGTH, 32, generator=generator)
+    window = draft.config.mask.window  # the oracle has none: as many rows as it holds
+    assert (window is not None) == ("sliding" in name)
+    seen = LENGTH if window is None else window
+    want = oracle.rows(ids[:seen], h[:seen])
+    run = loop(draft, weights["model.embed_tokens.weight"])
+    first = run.ragged([(0, ids[:2])], h[:2])
+    chunks = [run.fixed([at], ids[at : at + 1], h[at : at + 1]) for at in range(2, seen - 2)]
+    last = run.fixed([seen - 2], ids[seen - 2 : seen], h[seen - 2 : seen])
+    torch.testing.assert_close(torch.cat((first, *chunks, last)), want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_target_is_what_it_was(tmp_path: Path) -> None:
+    """The layer is not the target's: with it and without, the same hidden states."""
+    folder, model, _ = checkpoint(tmp_path / "with", "qwen3")
+    plain = save(model, tmp_path / "without")
+    ids = torch.arange(LENGTH)
+    runs = [
+        Loop.of_model(load_target(path, torch.float32, CPU)).ragged([(0, ids)])[0]
+        for path in (folder, plain)
+    ]
+    assert torch.equal(*runs)
+    edit(folder, **{COUNT: 0})  # nothing says what these tensors are
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\..*does not have"):
+        load_target(folder, torch.float32, CPU)
+
+
+def test_what_is_not_there_or_not_supported_is_refused(tmp_path: Path) -> None:
+    folder, _, weights = checkpoint(tmp_path / "m", "llama")
+    name = "model.layers.3.eh_proj.weight"
+    for tensor, words in ((None, "lacks 1 tensor"), (torch.ones(32, 32), "has shape")):
+        changed = {n: w for n, w in weights.items() if n != name}
+        changed |= {} if tensor is None else {name: tensor}
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=words):
+            load(folder)
+    save_file({**weights, "model.layers.3.e_score": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="e_score"):
+        load(folder)
+    for changes, words in (
+        ({COUNT: 2}, "2 is not supported; it must be 1"),
+        ({COUNT: 0}, "no layer that predicts further ahead"),
+        ({COUNT: 1, "architectures": ["DeepseekV3ForCausalLM"]}, "not supported"),
+    ):
+        edit(folder, **changes)
+        with pytest.raises(ConfigError, match=words):
+            load_nextn_config(folder)
+    with pytest.raises(ConfigError, match="not a folder"):
+        load_nextn_config(tmp_path / "nowhere")
+
+
+def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
+    folder, _, _ = checkpoint(tmp_path / "m", "qwen3")
+    (folder / "model.safetensors").unlink()
+    config = load_nextn_config(folder)
+    drafts = [load_nextn(folder, config, torch.float32, CPU, 128, "dummy") for _ in range(2)]
+    table = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(8)
+    outs = [loop(draft, table).ragged([(0, ids)], table[ids]) for draft in drafts]
+    assert torch.equal(*outs) and bool(outs[0].isfinite().all())
+    assert {p.rows for p in drafts[0].products(5)} == {5} and len(drafts[0].products(5)) == 5
