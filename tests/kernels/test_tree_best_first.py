@@ -106,7 +106,18 @@ def test_log_probabilities(
     torch.manual_seed(vocab)
     wide = (torch.randn(6, vocab + 5, device=device) * 4).to(dtype)
     logits = wide[:, :vocab].unflatten(0, (2, 3))
+    logits[0, 0, 1] = -torch.inf
     for scores, ids in (top_log_probs(logits, ranks), top_log_probs_torch(logits, ranks)):
         whole = logits.double().log_softmax(-1)
         assert torch.equal(logits.gather(-1, ids), logits.topk(ranks).values)
+        assert all(len(set(row)) == ranks for row in ids.flatten(0, 1).tolist())
         torch.testing.assert_close(scores.double(), whole.gather(-1, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_no_number_is_no_token(device: torch.device) -> None:
+    logits = torch.randn(1, 3, 50, device=device)
+    logits[0, 1] = torch.nan
+    for top in (top_log_probs, top_log_probs_torch):
+        tokens, parents = best_first(*top(logits, 4), 6)
+        assert tokens[0, :4].tolist() == logits[0, 0].topk(4).indices.tolist()
+        assert tokens[0, 4:].tolist() == [-1] * 2 and parents.tolist() == [[0] * 6]
