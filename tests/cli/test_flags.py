@@ -16,7 +16,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.sampling_params import SamplingParams
 from forerun.speculative import registry
 from forerun.speculative.base import Option
-from tests.toy_algorithms import Toy, register_toys
+from tests.toy_algorithms import Toy
 
 
 def call(command, *args: str) -> None:
@@ -106,7 +106,7 @@ def test_an_option_that_an_algorithm_declares_is_a_flag(monkeypatch, capsys) -> 
     assert "How deep the toy looks" in capsys.readouterr().out
 
 
-def test_help_names_the_algorithms_and_their_options_a_package_s_too(monkeypatch, forerun) -> None:
+def test_help_names_the_algorithms_and_the_options_of_packages(monkeypatch, capsys) -> None:
     class Theirs(Toy):
         options = (Option("speculative_theirs_depth", int, 3, "How deep theirs looks"),)
 
@@ -116,28 +116,24 @@ def test_help_names_the_algorithms_and_their_options_a_package_s_too(monkeypatch
         EntryPoint("THEIRS", f"{__name__}:Theirs", registry.GROUP),
         EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP),
     ]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
-    registry._registry.cache_clear()
-    try:
-        shown = forerun("generate", "--help")
-    finally:
-        registry._registry.cache_clear()
-        register_toys()
-    assert shown.code == 0
-    assert "--speculative-theirs-depth" in shown.out and "How deep theirs looks" in shown.out
-    (line,) = [line for line in shown.out.splitlines() if "--speculative-algorithm" in line]
+    table = registry.Registry(registry._BUILT_IN, points)
+    monkeypatch.setattr(registry, "_registry", lambda: table)
+
+    @with_flags(engine=engine_flags)
+    def command(*, engine: Values) -> None: ...
+
+    call(command, "--help")
+    shown = capsys.readouterr().out
+    assert "--speculative-theirs-depth" in shown and "How deep theirs looks" in shown
+    (line,) = [line for line in shown.splitlines() if "--speculative-algorithm" in line]
     assert "THEIRS" in line and "NONE" in line and "BROKEN" not in line
 
 
 def test_a_broken_package_stops_only_who_asks_for_it(monkeypatch, forerun) -> None:
     broken = EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
-    registry._registry.cache_clear()
-    try:
-        asked = forerun("generate", "hello", "--speculative-algorithm", "broken")
-    finally:
-        registry._registry.cache_clear()
-        register_toys()
+    table = registry.Registry(registry._BUILT_IN, [broken])
+    monkeypatch.setattr(registry, "_registry", lambda: table)
+    asked = forerun("generate", "hello", "--speculative-algorithm", "broken")
     *warnings, refusal = asked.err.splitlines()
     assert asked.code == 2 and refusal.startswith("forerun: error: Algorithm BROKEN")
     assert "No module named 'nowhere_to_be_found'" in refusal
