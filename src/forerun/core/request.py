@@ -57,7 +57,7 @@ class Request:
     pending: list[int] = field(default_factory=list)  # rows of each step in flight
 
     # Acceptance so far, from which the width of its steps is chosen; None: nothing seen yet.
-    accept_rates: list[float] | None = None
+    rates: Any = None  # of the width policy
     expected: tuple[float, ...] | None = None  # tokens a step, for every width
 
     # Figures.

@@ -7,8 +7,7 @@ text does not depend on it. Width 1 is plain decoding.
     tokens a step of width W   sum over requests of 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1)
     its cost                   seconds of (batch, W), measured at start and corrected while running
 
-where c_k, kept per request, is a running mean of "draft k was right, given that those before it
-were".
+where c_k, kept per request, says how often draft k was right, given that those before it were.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.core.request import Request
+from forerun.scheduler.accept import Rates, tokens
 
-LEARN = 0.1  # weight of the newest observation in c_k
-PRIOR = 0.8  # c_k before anything is known: try
+OWN, ALL = 16.0, 64.0  # observations that a request's c_k goes back, and that of all of them
 TIMED = 0.1  # weight of the newest step in a cost
-PROBES = 0.005  # share of the time that may go into drafts which do not seem to pay
+PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay
 
 
 def ladder(full: int, flexible: bool) -> tuple[int, ...]:
@@ -80,8 +79,9 @@ class AdaptiveWidth(WidthPolicy):
         super().__init__(widths)
         self._batches = sorted(costs)
         self._costs = [list(costs[batch]) for batch in self._batches]
-        self._rates = [PRIOR] * (self.widths[-1] - 1)  # of all requests: where a new one starts
-        self._expected = self._tokens(self._rates)
+        self._rates = Rates(self.widths[-1] - 1, ALL)  # of all requests: where a new one starts
+        self._means = self._rates.estimates()
+        self._expected = tokens(self._means, self.widths)
         self._saved = 0.0  # seconds that probes may cost
         self._probes = 0
 
@@ -110,8 +110,7 @@ class AdaptiveWidth(WidthPolicy):
             params = request.params
             left = params.max_new_tokens - len(request.output) - len(request.pending)
             limit = min(params.draft_limit(width - 1) + 1, max(left, 1))
-            expected = (request.expected or self._expected)[index]
-            total += min(expected, limit)
+            total += min((request.expected or self._expected)[index], limit)
         return total
 
     def costs(self, batch: int) -> list[float]:
@@ -135,19 +134,24 @@ class AdaptiveWidth(WidthPolicy):
         """Also the seconds of a step by batch size, one for every width, and the mean c_k."""
         costs = dict(zip(self._batches, map(list, self._costs), strict=True))
         own = {"adaptive": True, "probes": self._probes}
-        return super().as_dict() | own | {"step_costs": costs, "accept_rates": list(self._rates)}
+        return super().as_dict() | own | {"step_costs": costs, "accept_rates": list(self._means)}
 
     # --- learning -------------------------------------------------------------------------------
 
     def learn(self, request: Request, drafts: int, accepted: int) -> None:
+        rates: Rates | None = request.rates
         if drafts < 1:
+            self._rates.wait()
+            if rates is not None:
+                rates.wait()
             return
-        if request.accept_rates is None:
-            request.accept_rates = list(self._rates)
-        _update(request.accept_rates, drafts, accepted, LEARN)
-        _update(self._rates, drafts, accepted, LEARN / 4)
-        request.expected = self._tokens(request.accept_rates)
-        self._expected = self._tokens(self._rates)
+        self._rates.learn(drafts, accepted)
+        self._means = self._rates.estimates()
+        self._expected = tokens(self._means, self.widths)
+        if rates is None:
+            request.rates = rates = Rates(self.widths[-1] - 1, OWN)
+        rates.learn(drafts, accepted)
+        request.expected = tokens(rates.estimates(self._means), self.widths)
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
@@ -155,28 +159,3 @@ class AdaptiveWidth(WidthPolicy):
         ratio = min(max(seconds / self.costs(batch)[i], 0.5), 2.0)
         for row in self._around(batch):
             row[i] *= 1 + TIMED * (ratio - 1)
-
-    def _tokens(self, rates: Sequence[float]) -> tuple[float, ...]:
-        expected, product, total = [], 1.0, 1.0
-        steps = iter(self.widths)
-        width = next(steps)
-        for k in range(self.widths[-1]):
-            if k + 1 == width:
-                expected.append(total)
-                width = next(steps, 0)
-            if k < len(rates):
-                product *= rates[k]
-                total += product
-        return tuple(expected)
-
-
-def _update(rates: list[float], drafts: int, accepted: int, weight: float) -> None:
-    for k in range(min(accepted, drafts)):
-        rates[k] += weight * (1.0 - rates[k])
-    if accepted < drafts:
-        rates[accepted] -= weight * rates[accepted]
-        return
-    # All agreed: what lies behind is like the last that was seen.
-    last = rates[drafts - 1]
-    for k in range(drafts, len(rates)):
-        rates[k] += weight * (last - rates[k])
