@@ -1,36 +1,31 @@
-"""Resolves the settings once and puts the engine's parts together."""
+"""Puts the engine's parts together, and the memory they may take."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask, Mask
-from forerun.attention.select import Choice, select
 from forerun.config.engine_config import EngineConfig
-from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.engine.graphs import StepGraphs, capture_with_bar
 from forerun.engine.memory import KVBudget, MemoryLog, Rehearsal, kv_budget, rehearse
+from forerun.engine.resolve import Attending, Settings, attending, resolve
 from forerun.engine.runner import Runner
 from forerun.engine.step import DeviceStep
 from forerun.engine.tables import SlotTables
 from forerun.kernels.commit import Pace
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.pools import KVLayout, KVPool
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
-from forerun.platform.device import dtype_name, resolve_device, resolve_dtype, resolve_kv_dtype
+from forerun.platform.device import dtype_name
 from forerun.scheduler.scheduler import Limits
-from forerun.scheduler.width import AdaptiveWidth, FixedWidth, WidthPolicy, ladder
-from forerun.speculative.base import DraftContext, SpecCaps, SpeculativeAlgorithm, TargetHandle
-from forerun.speculative.check import resolve_caps, slot_rows
+from forerun.scheduler.width import AdaptiveWidth, FixedWidth, WidthPolicy
+from forerun.speculative.base import DraftContext, TargetHandle
+from forerun.speculative.check import slot_rows
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import simulated_pace
 
@@ -48,70 +43,6 @@ class Parts:
     explain: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What was asked for, and what it means for this model on this machine."""
-
-    config: EngineConfig
-    target: ModelConfig
-    device: torch.device
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    caps: SpecCaps
-    limits: Limits
-
-    @property
-    def positions(self) -> int:
-        """Rows a request can touch, and one."""
-        return self.limits.context_length + self.limits.overshoot + 1
-
-    @property
-    def graphs(self) -> bool:
-        """Whether steps are captured."""
-        return self.device.type == "cuda" and not self.config.disable_cuda_graph
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The widths that steps may have."""
-        return ladder(self.caps.width, self.caps.flexible and self.config.speculative_adaptive)
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """Of the target or the draft: what it needs, who serves it, and the K/V it keeps."""
-
-    need: AttentionNeed
-    choice: Choice
-    layout: KVLayout
-
-    @classmethod
-    def of(
-        cls,
-        settings: _Settings,
-        layout: KVLayout,
-        heads: int,
-        masks: tuple[LayerMask, ...],
-        flag: str,
-    ) -> _Attention:
-        """`flag`: the setting that may name a backend."""
-        need = AttentionNeed(
-            device=settings.device.type,
-            dtype=settings.dtype,
-            head_dim=layout.head_dim,
-            num_heads=heads,
-            num_kv_heads=layout.num_kv_heads,
-            page_size=settings.config.page_size,
-            masks=frozenset(masks),
-            graph=settings.graphs,
-            kv_dtype=layout.dtype,
-        )
-        return cls(need, select(need, getattr(settings.config, flag), flag), layout)
-
-    def over(self, pages: int, device: torch.device) -> AttentionBackend:
-        pool = KVPool(self.layout, pages, self.need.page_size, device)
-        return self.choice.backend(self.need, pool)
-
-
 def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> Parts:
     """Cheap checks first: what cannot work fails before any weight is read.
 
@@ -119,7 +50,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         ConfigError: settings that cannot work, a broken folder, too little memory.
     """
     algorithm = get_algorithm(config.speculative_algorithm)()
-    settings = _resolve(config, model_path, algorithm, overlap_depth)
+    settings = resolve(config, model_path, algorithm, overlap_depth)
     device, caps, limits = settings.device, settings.caps, settings.limits
     memory = MemoryLog(device)
     with memory.stage("weights", "use a device with more, or stop what else uses it"):
@@ -127,7 +58,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
             model_path, settings.dtype, device, config.load_format, settings.positions
         )
         algorithm.load(_draft_context(settings, model))
-    attention = _attention(settings, model)
+    attention = attending(settings, model)
     with memory.stage("slot tables", "lower max_running_requests or context_length"):
         pages = limits.pages(settings.positions)
         tables = SlotTables(limits.slots, settings.positions, pages, caps.draft_tokens, device)
@@ -178,72 +109,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     return Parts(runner, limits, allocator, prefix, policy, explain)
 
 
-def _resolve(
-    config: EngineConfig,
-    model_path: Path,
-    algorithm: SpeculativeAlgorithm,
-    overlap_depth: int | None,
-) -> _Settings:
-    device = resolve_device(config.device)
-    if config.cpu_graph:
-        from forerun.engine.cpu_graph import check_usable
-
-        check_usable(device)
-    target = load_model_config(model_path)
-    dtype = resolve_dtype(config.dtype, target.dtype, device)
-    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
-    caps = resolve_caps(algorithm, config, target, dtype)
-    if caps.draft_kv is not None:
-        caps = replace(caps, draft_kv=replace(caps.draft_kv, dtype=kv_dtype))
-    _check_draft_settings(config, caps)
-    limits = _limits(config, target, caps, device, overlap_depth)
-    return _Settings(config, target, device, dtype, kv_dtype, caps, limits)
-
-
-def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
-    """Draft settings without a draft are a mistake, not a wish."""
-    if config.speculative_algorithm is None:
-        for name in ("speculative_draft_model_path", "speculative_num_draft_tokens"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"{name} is set without speculative_algorithm; name one.")
-    if caps.draft_kv is None:
-        for name in ("speculative_draft_attention_backend", "speculative_draft_window_size"):
-            if getattr(config, name) is not None:
-                raise ConfigError(
-                    f"{name} is set, but {config.speculative_algorithm or 'plain decoding'} has"
-                    " no draft attention; drop it."
-                )
-
-
-def _limits(
-    config: EngineConfig,
-    target: ModelConfig,
-    caps: SpecCaps,
-    device: torch.device,
-    overlap_depth: int | None,
-) -> Limits:
-    context = config.context_length or target.max_position
-    if context > target.max_position:
-        raise ConfigError(
-            f"context_length {context} is over the model's max_position_embeddings"
-            f" {target.max_position}; lower it."
-        )
-    # Eager CPU steps cannot overlap with the host: launching early would only waste steps.
-    on_cpu = device.type == "cpu"
-    waits = config.disable_overlap_schedule or caps.needs_host_tokens
-    depth = 0 if waits or on_cpu else 1
-    return Limits(
-        slots=config.max_running_requests or (32 if on_cpu else 256),
-        page_size=config.page_size,
-        width=caps.width,
-        kv_reserve=max(caps.kv_reserve, caps.width),
-        prefill_tokens=config.chunked_prefill_size,
-        context_length=context,
-        depth=depth if waits or overlap_depth is None else overlap_depth,
-    )
-
-
-def _draft_context(settings: _Settings, model: CausalLM) -> DraftContext:
+def _draft_context(settings: Settings, model: CausalLM) -> DraftContext:
     return DraftContext(
         config=settings.config,
         caps=settings.caps,
@@ -255,21 +121,7 @@ def _draft_context(settings: _Settings, model: CausalLM) -> DraftContext:
     )
 
 
-def _attention(settings: _Settings, model: CausalLM) -> list[_Attention]:
-    """The target's and, where there is one, the draft's."""
-    layout, heads = model.kv_layout(settings.kv_dtype), model.config.num_heads
-    masks, caps = model.layer_masks, settings.caps
-    if caps.makes_trees:  # beside those of prompts and plain steps
-        masks += tuple(LayerMask(Mask.CUSTOM, mask.window) for mask in masks)
-    out = [_Attention.of(settings, layout, heads, masks, "attention_backend")]
-    if caps.draft_kv is not None:
-        flag = "speculative_draft_attention_backend"
-        args = (caps.draft_kv, caps.draft_heads, caps.draft_attention, flag)
-        out.append(_Attention.of(settings, *args))
-    return out
-
-
-def _simulated(settings: _Settings) -> Pace | None:
+def _simulated(settings: Settings) -> Pace | None:
     mean = settings.config.speculative_simulate_accept_length
     if mean is None:
         return None
@@ -278,7 +130,7 @@ def _simulated(settings: _Settings) -> Pace | None:
     return simulated_pace(mean, settings.caps.width, settings.limits.slots + 1, settings.device)
 
 
-def _graphs(settings: _Settings, step: DeviceStep) -> StepGraphs | None:
+def _graphs(settings: Settings, step: DeviceStep) -> StepGraphs | None:
     """Of `step`, not captured yet."""
     if not settings.graphs:
         return None
@@ -286,15 +138,15 @@ def _graphs(settings: _Settings, step: DeviceStep) -> StepGraphs | None:
     return StepGraphs(step, settings.positions, largest, settings.widths)
 
 
-def _policy(settings: _Settings, runner: Runner) -> WidthPolicy:
+def _policy(settings: Settings, runner: Runner) -> WidthPolicy:
     if not settings.config.speculative_adaptive or len(settings.widths) == 1:
         return FixedWidth(settings.widths)
     return AdaptiveWidth(settings.widths, runner.measure(settings.widths, settings.limits.slots))
 
 
 def _explain(
-    settings: _Settings,
-    attention: list[_Attention],
+    settings: Settings,
+    attention: list[Attending],
     budget: KVBudget,
     memory: MemoryLog,
     seen: Rehearsal,
