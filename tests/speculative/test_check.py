@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.attention.base import LayerMask, Mask
@@ -224,6 +224,7 @@ def test_the_engine_asks(monkeypatch: pytest.MonkeyPatch) -> None:
         golden_llm("TOY-LEARNER")
 
 
+@settings(deadline=None)
 @given(st.integers(1, 63))
 def test_a_tree_of_any_size_allowed_has_bits(drafts: int) -> None:
     """The limit of 63 is the real one: an ancestor mask is an int64."""

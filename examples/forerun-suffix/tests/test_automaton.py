@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun_suffix.automaton import SuffixAutomaton
@@ -20,6 +20,7 @@ def searched(text: list[int]) -> tuple[int, int]:
     return 0, -1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 9), max_size=20))
 def test_every_repetition_is_the_one_a_search_finds(few: list[int], many: list[int]) -> None:
     automaton, text = SuffixAutomaton(), []
@@ -30,6 +31,7 @@ def test_every_repetition_is_the_one_a_search_finds(few: list[int], many: list[i
         assert automaton.longest_repetition() == searched(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 12))
 def test_a_continuation_repeats_what_followed(text: list[int], count: int) -> None:
     automaton = SuffixAutomaton()
