@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -28,6 +29,8 @@ def test_prefill_ends_with_the_last_first_token() -> None:
     assert TRACE.prefill_seconds == 1.0
     assert TRACE.step_seconds == pytest.approx([0.1, 0.3, 0.2])
     assert TRACE.decode_tok_s == pytest.approx((15 - 3) / (1.6 - 1.0))
+    assert TRACE.whole_tok_s == TRACE.decode_tok_s
+    assert replace(TRACE, whole_steps=4).whole_tok_s == pytest.approx((13 - 3) / (1.4 - 1.0))
 
 
 def test_timing_pools_the_steps_of_all_repetitions() -> None:

@@ -23,7 +23,8 @@ PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size at one accept length. Speeds: tokens/s after the prefill, medians."""
+    """One batch size at one accept length. Speeds: medians of tokens/s from the end of the
+    prefill until the first request ends."""
 
     batch_size: int
     forced: float | None  # accept length; None: the text's own
@@ -116,7 +117,7 @@ def _flush(*engines: LLM) -> None:
 def _cell(
     batch: int, forced: float | None, timed: dict[str, list[Timed[Trace]]], widths: Counter[int]
 ) -> Cell:
-    speeds = {name: median([t.value.decode_tok_s for t in runs]) for name, runs in timed.items()}
+    speeds = {name: median([t.value.whole_tok_s for t in runs]) for name, runs in timed.items()}
     texts = {t.value.output_ids for runs in timed.values() for t in runs}
     return Cell(
         batch_size=batch,

@@ -32,6 +32,7 @@ class Trace:
     prefill_steps: int  # results until every request had its first token
     output_ids: tuple[tuple[int, ...], ...]
     acceptance: Acceptance
+    whole_steps: int | None = None  # results until the first request ended; None: not noted
 
     @property
     def prefill_seconds(self) -> float:
@@ -40,7 +41,15 @@ class Trace:
     @property
     def decode_tok_s(self) -> float:
         """Tokens after the prefill per second after the prefill; 0 where there are none."""
-        (begin, before), (end, after) = self.steps[self.prefill_steps - 1], self.steps[-1]
+        return self._speed(len(self.steps))
+
+    @property
+    def whole_tok_s(self) -> float:
+        """The same, only while all requests ran: of the batch size itself."""
+        return self._speed(self.whole_steps or len(self.steps))
+
+    def _speed(self, until: int) -> float:
+        (begin, before), (end, after) = self.steps[self.prefill_steps - 1], self.steps[until - 1]
         return (after - before) / (end - begin) if end > begin else 0.0
 
     @property
@@ -168,12 +177,14 @@ def trace(
     for request in requests:
         engine.submit(request)
     steps: list[tuple[float, int]] = []
-    prefill_steps = 0
+    prefill_steps = whole_steps = 0
     while any(request.state is not State.FINISHED for request in requests):
         if engine.step():  # empty: launched, nothing has come back yet
             steps.append((clock() - begin, _tokens_out(requests)))
             if not prefill_steps and all(request.output for request in requests):
                 prefill_steps = len(steps)
+            if not whole_steps and any(r.state is State.FINISHED for r in requests):
+                whole_steps = len(steps)
     while engine.has_work:
         engine.step()
     for request in requests:
@@ -183,6 +194,7 @@ def trace(
         prefill_steps=prefill_steps,
         output_ids=tuple(tuple(r.output) for r in requests),
         acceptance=Acceptance.total(Acceptance.of(meta_info(r)) for r in requests),
+        whole_steps=max(whole_steps, prefill_steps),
     )
 
 

@@ -99,7 +99,7 @@ def _run(
         with _progress(as_json) as progress:
             bar = progress.add_task("generating", total=count)
             result, outputs = evaluate(llm, prompts, params, lambda: progress.advance(bar))
-        where = environment(llm)
+        where, stats = environment(llm), llm.stats()
     if identical:
         with LLM(**without_speculation(settings)) as plain, _progress(as_json) as progress:
             bar = progress.add_task("plain, to compare", total=count)
@@ -107,7 +107,8 @@ def _run(
                 result, outputs, plain, prompts, params, lambda: progress.advance(bar)
             )
     if as_json:
-        print_json({**result.as_dict(), "settings": settings, "environment": where})
+        found = {**result.as_dict(), "stats": stats}
+        print_json({**found, "settings": settings, "environment": where})
     else:
         show(result, where, Console())
     if result.identical is not None and result.identical < result.examples:

@@ -17,6 +17,7 @@ from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.build import Parts, build
 from forerun.engine.runner import StepFuture
+from forerun.engine.stats import SpecStats
 from forerun.engine.text import Stopper, Tokenizer
 from forerun.sampling.table import check_stop_ids
 from forerun.scheduler.scheduler import Scheduler
@@ -48,6 +49,8 @@ class Engine:
         self.scheduler = Scheduler(
             parts.limits, parts.allocator, parts.prefix, self._stopper.take, parts.widths
         )
+        algorithm = config.speculative_algorithm or "NONE"
+        self._stats = SpecStats(algorithm.upper(), parts.limits.width - 1)
         self._last_result = 0.0  # time.monotonic() of the newest
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
@@ -136,6 +139,7 @@ class Engine:
             return []
         future = self._in_flight.popleft()
         result, now = future.result(), time.monotonic()
+        self._stats.count(future.plan, result)
         changed = self.scheduler.complete(future.plan, result)
         self._book_time(future, now)
         for request in changed:
@@ -156,6 +160,7 @@ class Engine:
 
     def _drafts_failed(self, plan: StepPlan, error: AlgorithmError) -> None:
         """The step itself is sound: drafts decide nothing but its speed."""
+        self._stats.failures += 1
         if self.config.speculative_fallback:
             log.warning("Plain decoding from now on: %s", error)
             self._runner.step.guard.retire()
@@ -193,3 +198,7 @@ class Engine:
     def explain(self) -> dict[str, Any]:
         """What was chosen at start, and why."""
         return self.parts.explain
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of speculation (see `SpecStats`), and what widths are chosen by."""
+        return {**self._stats.as_dict(), "width": self.scheduler.widths.as_dict()}

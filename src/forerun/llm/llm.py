@@ -71,6 +71,10 @@ class LLM:
         """What was chosen at start (device, dtype, backends with reasons, pools)."""
         return self.engine.explain()
 
+    def stats(self) -> dict[str, Any]:
+        """What the drafts were worth so far: counters since the start, and the choice of widths."""
+        return self.engine.stats()
+
     # --- generation -----------------------------------------------------------------------------
 
     def generate(
