@@ -9,7 +9,7 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.engine import build, memory
+from forerun.engine import memory, resolve
 from forerun.engine.memory import SLACK, MemoryLog, Rehearsal, kv_budget
 from forerun.engine.runner import Runner
 from forerun.kvcache.pools import KVLayout
@@ -84,7 +84,7 @@ def test_running_out_is_one_line_with_the_mend(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(build, "KVPool", fail)
+    monkeypatch.setattr(resolve, "KVPool", fail)
     with pytest.raises(
         ConfigError, match=r"out of memory for the K/V pools: .* lower mem_frac"
     ) as e:
