@@ -40,6 +40,18 @@ EAGLE3: dict[str, Any] = {
     "eagle_config": {AUX: [1, 3, 4]},
 }
 
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": {k: v for k, v in EAGLE3.items() if k != "eagle_config"},
+    "draft_vocab_size": VOCAB,
+    "target_hidden_size": HIDDEN,
+    AUX: [i + 1 for i in EAGLE3["eagle_config"][AUX]],  # they count the embedding
+    "speculators_config": {
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 2}]
+    },
+}
+
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,9 +82,10 @@ def fitted(x: list[Tensor], y: list[Tensor]) -> Tensor:
     return torch.linalg.solve(rows.T @ rows + ridge, rows.T @ wanted).T.float().contiguous()
 
 
-def eagle3(folder: Path) -> Path:
+def eagle3(folder: Path, whole: bool = False) -> Path:
     """Tokens but each third; `fc` guesses the target's last hidden state one further, the layer
-    adds a little at random. So the first draft is right now and then."""
+    adds a little at random. So the first draft is right now and then. `whole`: with the target's
+    vocabulary and head, in speculators' format."""
     wide, layers = EAGLE3["intermediate_size"], EAGLE3["eagle_config"][AUX]
     heads, kv_heads = 4 * 16, 2 * 16
     shapes = {
@@ -95,8 +108,11 @@ def eagle3(folder: Path) -> Path:
     target, seen = load_file(TARGET / "model.safetensors"), states()
     features = [torch.cat([h[i + 1] for i in layers], 1)[:-1] for _, h in seen]
     weights["fc.weight"] = fitted(features, [h[-1][1:] for _, h in seen])
-    ids = torch.tensor([i for i in range(VOCAB) if i % 3])[:PRUNED]
     weights["norm.weight"] = torch.ones(HIDDEN)
+    if whole:
+        renamed = {name.replace("midlayer.", "layers.0."): w for name, w in weights.items()}
+        return write(folder, SPECULATORS, renamed)
+    ids = torch.tensor([i for i in range(VOCAB) if i % 3])[:PRUNED]
     weights["lm_head.weight"] = target["model.embed_tokens.weight"][ids]
     weights["d2t"] = ids - torch.arange(PRUNED)
     return write(folder, EAGLE3, weights)

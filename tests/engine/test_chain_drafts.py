@@ -1,10 +1,8 @@
 """Chain drafts in the engine: what they propose is what a chain without a cache gives, the text is
-that of plain decoding, and what cannot work is refused at start."""
+that of plain decoding."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 
 from forerun import LLM
-from forerun.core.errors import ConfigError
 from forerun.sampling.noise import gumbel_argmax, seed_key
 from forerun.speculative.base import Draft, Step
 from tests import chain_models as models
@@ -31,28 +26,7 @@ from tests.models.nextn_oracle import Oracle as NextNOracle
 TARGET = GOLDEN / "target"
 NAMES = ["EAGLE3", "NEXTN", "STANDALONE"]
 LONGEST = max(CASES, key=lambda case: len(case["prompt"]))["prompt"]
-EMBEDDING = "model.embed_tokens.weight"
 SEED = 7
-
-
-@pytest.fixture(scope="module")
-def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("drafts")
-    makers: dict[str, Callable[[Path], Path]] = {
-        "EAGLE3": models.eagle3,
-        "NEXTN": models.nextn,
-        "STANDALONE": models.standalone,
-    }
-    return {name: make(folder / name) for name, make in makers.items()}
-
-
-@pytest.fixture
-def chain_llm(drafts: dict[str, Path]) -> Callable[..., LLM]:
-    def make(name: str, **settings: Any) -> LLM:
-        settings.setdefault("speculative_draft_model_path", str(drafts[name]))
-        return golden_llm(name, **settings)
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +106,7 @@ def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[
     return seen
 
 
-@pytest.mark.parametrize("chunk", [7, 512])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("sampled", "chunk"), [(False, 512), (True, 7)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_drafts_are_those_of_a_chain_without_a_cache(
@@ -296,130 +269,51 @@ def test_the_bundled_head() -> None:
     assert texts[0] == texts[1]
 
 
-# --- settings -------------------------------------------------------------------------------
+def test_a_head_of_the_whole_vocabulary(tmp_path: Path, plain: list[list[list[int]]]) -> None:
+    """speculators' format, which also says how many drafts; head and embedding the target's."""
+    folder = models.eagle3(tmp_path / "draft", whole=True)
+    with golden_llm("EAGLE3", speculative_draft_model_path=str(folder)) as llm:
+        assert llm.engine.limits.width == 3
+        for sampled in (False, True):
+            outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
+            assert [o.output_ids for o in outs] == plain[sampled]
+            assert max(max(o.meta_info["spec_accept_lengths"]) for o in outs) > 1
+        rows = [p.rows for p in llm.engine.parts.runner.step.algorithm.products(2, 3)]
+        assert rows == [6] * 5 + [2] + [2] * 4 + [2]  # layer and fc; head; layer; head
 
 
+# --- on a GPU -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("settings", "drafted"),
-    [
-        ({}, None),
-        ({"speculative_num_steps": 1}, 1),
-        ({"speculative_num_draft_tokens": 8}, 7),
-        ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}, 2),
-        ({"speculative_eagle_topk": 1}, None),
-    ],
-)
-def test_the_length_of_a_chain(
-    name: str, settings: dict[str, Any], drafted: int | None, chain_llm: Callable[..., LLM]
+def test_text_on_a_gpu(
+    name: str, cell: tuple[int, int, int, bool], graph: bool, drafts: dict[str, Path]
 ) -> None:
-    defaults = {"EAGLE3": 5, "NEXTN": 3, "STANDALONE": 4}
-    with chain_llm(name, **settings) as llm:
-        assert llm.engine.limits.width == (drafted or defaults[name]) + 1
-        if drafted == 1:
-            out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
-            assert out.output_ids[: len(CASES[0]["output"])] == CASES[0]["output"][:24]
-        step = llm.engine.parts.runner.step
-        width = step.caps.width
-        rows = [p.rows for p in step.algorithm.products(3, width)]
-        assert set(rows) <= {3, 3 * width} and len(rows) > 5
+    own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
+    hold(name, *cell, speculative_draft_model_path=str(drafts[name]), **own)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"speculative_num_steps": 0}, "must be >= 1, got 0"),
-        ({"speculative_num_draft_tokens": 1}, "must be >= 2"),
-        (
-            {"speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
-            "disagree: a chain of 3 drafts verifies 4 rows",
-        ),
-        ({"speculative_eagle_topk": 4}, "must be 1.*for trees"),
-        ({"speculative_draft_window_size": 64}, "whole context; drop it"),
-        ({"speculative_draft_model_path": "/no/such/folder"}, "not a folder"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(
-    name: str, settings: dict[str, Any], words: str, chain_llm: Callable[..., LLM]
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        chain_llm(name, **settings)
+def test_a_step_never_waits_for_the_device(name: str, chain_llm: Callable[..., LLM]) -> None:
+    """Nor do plain steps of one request among those of others; graphs or not."""
+    kinds = [{**kind, "speculative": i % 2 == 0} for i, kind in enumerate(rules(True))]
+    for graph in (True, False):
+        with chain_llm(
+            name, device="cuda", max_running_requests=4, disable_cuda_graph=not graph
+        ) as llm:
+            llm.generate(input_ids=PROMPTS[:2], sampling_params=kinds[:2])  # kernels compiled
+            launch = llm.engine._runner.launch
 
+            def strict(plan: Any, launch: Callable[[Any], Any] = launch) -> Any:
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    return launch(plan)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("EAGLE3", "needs a draft model"),
-        ("STANDALONE", "needs a draft model"),
-        ("NEXTN", "no layer that predicts further ahead"),  # nor has the target one
-    ],
-)
-def test_a_draft_is_needed(name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        golden_llm(name)
-
-
-MISFITS = [
-    ("EAGLE3", {"target_hidden_size": 64}, "target hidden size is 64, the target's 160"),
-    ("EAGLE3", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),
-    ("EAGLE3", {"eagle_config": {models.AUX: [1, 3, 6]}}, "has 6 layers"),
-    ("EAGLE3", {"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 draft"),
-    ("NEXTN", {"hidden_size": 128}, "hidden size is 128, the target's 160"),
-    ("NEXTN", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),
-    ("NEXTN", {"num_nextn_predict_layers": 2}, "must be 1"),
-    ("STANDALONE", {"vocab_size": 512}, "vocabulary of 512, the target 320"),
-    ("STANDALONE", {"architectures": ["GPT2LMHeadModel"]}, "not supported"),
-]
-
-
-@pytest.mark.parametrize(("name", "changes", "words"), MISFITS)
-def test_a_draft_for_another_target_is_refused(
-    name: str, changes: dict[str, Any], words: str, drafts: dict[str, Path], tmp_path: Path
-) -> None:
-    config = json.loads((drafts[name] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ConfigError, match=words):
-        golden_llm(name, speculative_draft_model_path=str(tmp_path))
-
-
-def with_tokenizer(folder: Path, source: Path, words: list[str], size: int | None = None) -> str:
-    """A copy of a model with a tokenizer of these words, and if asked with a smaller embedding."""
-    shutil.copytree(source, folder)
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    if size is not None:
-        weights = load_file(folder / "model.safetensors")
-        table = weights["model.embed_tokens.weight"][:size].contiguous()
-        models.write(folder, {**models.CONFIG, "vocab_size": size}, {**weights, EMBEDDING: table})
-    return str(folder)
-
-
-def test_vocabularies_are_compared(drafts: dict[str, Path], tmp_path: Path) -> None:
-    """Where there are tokenizers: the same tokens under the same ids. Padding may differ."""
-    words = [f"w{i}" for i in range(300)]
-    target = with_tokenizer(tmp_path / "target", TARGET, words)
-    small = drafts["STANDALONE"]
-    settings = {"speculative_algorithm": "STANDALONE", "dtype": "float32"}
-
-    def llm(draft: str, **own: Any) -> LLM:
-        return LLM(target, speculative_draft_model_path=draft, **settings, **own)
-
-    swapped = with_tokenizer(tmp_path / "a", small, [*words[:7], "w8", "w7", *words[9:]])
-    with pytest.raises(ConfigError, match="300 and 300 tokens and differ at 'w7'"):
-        llm(swapped)
-    with pytest.raises(ConfigError, match="No tokenizer loads from"):
-        llm(str(small))
-    with pytest.raises(ConfigError, match="Not every token has an id in the draft"):
-        llm(with_tokenizer(tmp_path / "b", small, words, size=290))
-    unpadded = with_tokenizer(tmp_path / "c", small, words, size=300)
-    with pytest.raises(ConfigError, match="vocabularies must be of one size"):
-        llm(unpadded, skip_tokenizer_init=True)
-    prompt = [*CASES[0]["prompt"], 319]  # the target's padding is no token of the draft's
-    with golden_llm() as plain:
-        want = plain.generate(input_ids=prompt, sampling_params=GREEDY).output_ids
-    with llm(unpadded, speculative_adaptive=False) as padded:
-        out = padded.generate(input_ids=prompt, sampling_params=GREEDY)
-    assert out.output_ids == want
-    assert max(out.meta_info["spec_accept_lengths"]) > 1
+            llm.engine._runner.launch = strict  # type: ignore[method-assign]
+            llm.generate(input_ids=PROMPTS, sampling_params=kinds)
