@@ -55,6 +55,10 @@ class EngineConfig:
     disable_overlap_schedule: bool = _setting(
         False, "Wait for each step's result before the next is scheduled"
     )
+    enable_trace: bool = _setting(False, "OpenTelemetry spans of requests and their steps")
+    otlp_traces_endpoint: str = _setting(
+        "localhost:4317", "Where spans go: an OTLP collector, by gRPC"
+    )
     random_seed: int = _setting(0, "From which requests without a sampling_seed get theirs")
     log_level: str = _setting(
         "warning", "Python's logging level", ("debug", "info", "warning", "error", "critical")

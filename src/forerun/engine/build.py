@@ -12,6 +12,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.engine.graphs import StepGraphs, capture_with_bar
 from forerun.engine.memory import KVBudget, MemoryLog, Rehearsal, kv_budget, rehearse
+from forerun.engine.phases import PhaseClock
 from forerun.engine.resolve import Attending, Settings, attending, resolve
 from forerun.engine.runner import Runner
 from forerun.engine.step import DeviceStep
@@ -64,11 +65,13 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         tables = SlotTables(limits.slots, settings.positions, pages, caps.draft_tokens, device)
         tables.states += slot_rows(algorithm, limits.slots + 1, device)
         simulate = _simulated(settings)
+        # A compiled step would keep the time at which it was compiled.
+        clock = PhaseClock(device) if config.enable_trace and not config.cpu_graph else None
 
     def over(pages: int) -> DeviceStep:
         target, *draft = (each.over(pages, device) for each in attention)
         own = draft[0] if draft else None
-        return DeviceStep(model, algorithm, caps, tables, target, own, simulate)
+        return DeviceStep(model, algorithm, caps, tables, target, own, simulate, clock)
 
     seen = Rehearsal()
     if device.type == "cuda":

@@ -19,6 +19,7 @@ from forerun.engine.build import Parts, build
 from forerun.engine.runner import StepFuture
 from forerun.engine.stats import SpecStats
 from forerun.engine.text import Stopper, Tokenizer
+from forerun.engine.tracing import Tracing, start_tracing
 from forerun.sampling.table import check_stop_ids
 from forerun.scheduler.scheduler import Scheduler
 from forerun.scheduler.width import FixedWidth
@@ -39,6 +40,7 @@ class Engine:
     ) -> None:
         """`overlap_depth` overrides what the device suggests (tests run depth 1 on a CPU)."""
         self.config = config
+        spans = start_tracing(config)
         parts: Parts = build(config, model_path, overlap_depth)
         self.parts = parts
         self.model_config = parts.runner.step.model.config
@@ -51,6 +53,7 @@ class Engine:
         )
         algorithm = config.speculative_algorithm or "NONE"
         self._stats = SpecStats(algorithm.upper(), parts.limits.width - 1)
+        self._tracing = Tracing(spans, parts.runner.step.clock) if spans else None
         self._last_result = 0.0  # time.monotonic() of the newest
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
@@ -103,6 +106,8 @@ class Engine:
             raise RequestError(f"A request with id {request.rid!r} is running already.")
         self._requests[request.rid] = request
         self._stopper.open(request)
+        if self._tracing is not None:
+            self._tracing.open(request)
         self.scheduler.add(request)
 
     def abort(self, rid: str, message: str = "aborted by the user") -> None:
@@ -119,6 +124,8 @@ class Engine:
         """The final text of an ended request; the engine forgets it."""
         self._requests.pop(request.rid, None)
         request.finished_at = time.monotonic()
+        if self._tracing is not None:
+            self._tracing.close(request)
         return self._stopper.close(request)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -142,6 +149,8 @@ class Engine:
         self._stats.count(future.plan, result)
         changed = self.scheduler.complete(future.plan, result)
         self._book_time(future, now)
+        if self._tracing is not None:
+            self._tracing.book(future, now)
         for request in changed:
             if request.first_token_at is None:
                 request.first_token_at = now
@@ -190,6 +199,11 @@ class Engine:
         if self.has_work:
             raise RequestError("The cache cannot be flushed while requests run; try when idle.")
         self.parts.prefix.clear()
+
+    def close(self) -> None:
+        """Sends the spans that wait. The engine can still be used."""
+        if self._tracing is not None:
+            self._tracing.flush()
 
     def check(self) -> None:
         """Invariants that hold when idle: every page is free or cached, every slot is free."""

@@ -33,6 +33,7 @@ class StepFuture:
     event: torch.cuda.Event | None
     error: AlgorithmError | None  # the drafts of this step failed
     launched: float  # time.monotonic() before it was
+    stamps: Tensor | None = None  # [4] int64, where steps are traced
 
     def result(self) -> StepResult:
         """Waits for the device."""
@@ -62,13 +63,15 @@ class Runner:
         drawn, new = self._decode(plan.decode, plan.width) if plan.decode else (None, None)
         # What a graph returns lives until its next replay; the copies are queued before that.
         decode = self._to_host(drawn), self._to_host(new)
+        clock = self.step.clock
+        stamps = clock.take() if clock is not None and plan.decode else None
         first = self._to_host(self.step.prefill(plan.prefill) if plan.prefill else None)
         event = None
         if self.tables.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
         error = self.step.guard.take_error()
-        return StepFuture(plan, *decode, first, event, error, launched)
+        return StepFuture(plan, *decode, first, event, error, launched, stamps)
 
     def _decode(self, rows: Sequence[DecodeRow], width: int) -> tuple[Tensor, Tensor]:
         slots = [row.slot for row in rows]

@@ -18,6 +18,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.core.plan import PrefillChunk
 from forerun.engine.guard import Guard
+from forerun.engine.phases import Border, PhaseClock
 from forerun.engine.tables import SlotTables
 from forerun.kernels.commit import Pace
 from forerun.kernels.prepare import prepare
@@ -94,6 +95,7 @@ class DeviceStep:
         attention: AttentionBackend,
         draft_attention: AttentionBackend | None,
         simulate: Pace | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         self.model = model
         self.algorithm = algorithm
@@ -103,6 +105,7 @@ class DeviceStep:
         self.attention = attention
         self.draft_attention = draft_attention
         self.simulate = simulate
+        self.clock = clock
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -126,9 +129,12 @@ class DeviceStep:
         Returns:
             Drawn tokens [B, W] int64 and how many of each row are committed [B] int32.
         """
+        if draft is None:  # else it began when that was made
+            self._mark(Border.BEGIN)
         rows, step = self._rows(slots, kv_len_ub, width)
         if draft is None:
             draft = self._propose(step, flags)
+        self._mark(Border.PROPOSED)
         tree = None if draft.parents is None else Tree.of(draft.parents)
 
         depth = None if tree is None else tree.depth[:, 1:]
@@ -136,6 +142,7 @@ class DeviceStep:
         ids, judged = verify_ids(rows.newest, draft.tokens, slots, limits, depth, vocab)
         output, drawn = self._verify(rows, ids.flatten(), slots, tree, flags)
 
+        self._mark(Border.VERIFIED)
         forced: Tensor | Pace | None = self.simulate
         if tree is not None:
             path, forced = tree.accept(judged, drawn)
@@ -146,6 +153,7 @@ class DeviceStep:
             begin = torch.arange(0, drawn.numel(), width, device=drawn.device)
             output = replace(output, next_ids=drawn.flatten(), last_rows=begin + new - 1)
         self.guard.observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
+        self._mark(Border.COMMITTED)
         return drawn, new
 
     def filler(self, slots: Tensor, width: int) -> Draft:
@@ -162,8 +170,13 @@ class DeviceStep:
         request_ids: Sequence[str],
     ) -> Draft:
         """What an algorithm with `needs_host_tokens` proposes: the step without its graph."""
+        self._mark(Border.BEGIN)
         step = self._rows(slots, kv_len_ub, width)[1]
         return self.guard.propose(replace(step, tokens=tokens, request_ids=request_ids))
+
+    def _mark(self, border: Border) -> None:
+        if self.clock is not None:
+            self.clock.mark(border)
 
     def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_DecodeRows, Step]:
         tables, page = self.tables, self.attention.pool.page_size

@@ -66,6 +66,7 @@ class LLM:
             self.engine.abort(request.rid, "the engine was closed")
         while self.engine.has_work:
             self.engine.step()
+        self.engine.close()
 
     def explain(self) -> dict[str, Any]:
         """What was chosen at start (device, dtype, backends with reasons, pools)."""

@@ -1,0 +1,188 @@
+"""OpenTelemetry spans of requests, made when a step's result is booked; off by default.
+
+    request
+    ├── prefill                     one an admission: a preempted request has several
+    ├── spec_draft · spec_verify · spec_accept      the phases of each step that had drafts for it
+    └── decode                      each step that had none
+
+All times are explicit, the phases' own from the device (`phases.py`), so that spans are right
+although the host is a step ahead. OpenTelemetry is imported here only, and only when asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.core.request import Request
+from forerun.engine.phases import Border, PhaseClock
+from forerun.engine.runner import StepFuture
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+PROTOCOLS = ("grpc", "http/protobuf")
+VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+MISSING = (
+    "enable_trace needs OpenTelemetry, which is not installed: pip install 'forerun[trace]'"
+    " (opentelemetry-sdk and an OTLP exporter)."
+)
+
+
+@dataclass
+class _Open:
+    """A request that runs."""
+
+    root: Span
+    steps: int = 0  # verify steps that have spans
+    prefill: float | None = None  # time.monotonic() at which its first chunk was launched
+
+
+class Tracing:
+    """The spans of one engine's requests."""
+
+    def __init__(self, provider: TracerProvider, clock: PhaseClock | None) -> None:
+        """`clock`: of the device's step; None: phases are not told apart."""
+        from opentelemetry import trace
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("forerun")
+        self._under = trace.set_span_in_context
+        self._clock = clock
+        self._open: dict[str, _Open] = {}
+        self._unix = time.time_ns() - time.monotonic_ns()
+
+    def open(self, request: Request) -> None:
+        root = self._tracer.start_span("request", start_time=self._at(request.arrival))
+        self._open[request.rid] = _Open(root)
+
+    def book(self, future: StepFuture, now: float) -> None:
+        """The spans of a step whose result the scheduler has booked."""
+        for chunk in future.plan.prefill:
+            known = self._open.get(chunk.request.rid)
+            if known is None:
+                continue
+            if known.prefill is None:
+                known.prefill = future.launched
+            if chunk.last:
+                told = {"tokens": chunk.start + len(chunk.tokens)}
+                self._span(known, "prefill", self._at(known.prefill), self._at(now), told)
+                known.prefill = None
+        if future.plan.decode:
+            self._book_decode(future, now)
+
+    def close(self, request: Request) -> None:
+        """It has ended, and its figures are final."""
+        known = self._open.pop(request.rid, None)
+        if known is None:
+            return
+        reason = request.finish
+        steps, drafts = request.verify_ct, sum(request.correct_drafts)
+        known.root.set_attributes(
+            {
+                "request.id": request.rid,
+                "prompt_tokens": len(request.prompt),
+                "cached_tokens": request.cached_tokens,
+                "completion_tokens": len(request.output),
+                "finish_reason": reason.type if reason else "none",
+                "preemptions": request.preemptions,
+                "spec_verify_ct": steps,
+                "spec_num_proposed_drafts": request.proposed,
+                "spec_num_correct_drafts": drafts,
+                "spec_accept_length": len(request.output) / steps if steps else 0.0,
+            }
+        )
+        known.root.end(self._at(time.monotonic()))
+
+    def flush(self) -> None:
+        """Sends what is waiting."""
+        self._provider.force_flush()
+
+    def _book_decode(self, future: StepFuture, now: float) -> None:
+        plan = future.plan
+        begin, proposed, verified, committed = self._borders(future, now)
+        common = {"width": plan.width, "batch_size": len(plan.decode)}
+        for row in plan.decode:
+            request, known = row.request, self._open.get(row.request.rid)
+            if known is None or request.verify_ct == known.steps:  # it had ended before
+                continue
+            known.steps = request.verify_ct
+            drafted = request.params.draft_limit(plan.width - 1)
+            counts = {"drafted_tokens": drafted, "accepted_tokens": request.correct_drafts[-1]}
+            told = {**common, **counts, "new_tokens": request.accept_lengths[-1]}
+            if drafted:
+                self._span(known, "spec_draft", begin, proposed, told)
+                self._span(known, "spec_verify", proposed, verified, told)
+                self._span(known, "spec_accept", verified, committed, told)
+            else:
+                self._span(known, "decode", begin, committed, told)
+
+    def _borders(self, future: StepFuture, now: float) -> list[int]:
+        if self._clock is not None and future.stamps is not None:
+            return self._clock.unix(future.stamps)
+        begin, end = self._at(future.launched), self._at(now)
+        borders = dict.fromkeys(Border, end) | {Border.BEGIN: begin, Border.PROPOSED: begin}
+        return [borders[border] for border in Border]
+
+    def _span(self, known: _Open, name: str, begin: int, end: int, told: dict[str, int]) -> None:
+        context = self._under(known.root)
+        self._tracer.start_span(name, context, attributes=told, start_time=begin).end(end)
+
+    def _at(self, monotonic: float) -> int:
+        return self._unix + int(monotonic * 1e9)
+
+
+def start_tracing(config: EngineConfig) -> TracerProvider | None:
+    """Where spans go, if they are wanted. Called before anything is loaded.
+
+    Raises:
+        ConfigError: OpenTelemetry is missing, or the protocol is unknown.
+    """
+    if not config.enable_trace:
+        return None
+    try:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter = make_exporter(config.otlp_traces_endpoint)
+    except ImportError as error:
+        raise ConfigError(MISSING) from error
+    name = os.environ.get("OTEL_SERVICE_NAME", "forerun")
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def make_exporter(endpoint: str) -> SpanExporter:
+    """OTLP over gRPC, or over HTTP where OpenTelemetry's own variables say so.
+
+    Raises:
+        ConfigError: they name another protocol.
+    """
+    protocol = next((os.environ[v] for v in VARIABLES if os.environ.get(v)), PROTOCOLS[0])
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"{VARIABLES[0]} is {protocol!r}; known: {', '.join(PROTOCOLS)}.")
+    made: SpanExporter
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
+
+        secure = endpoint.startswith("https://")
+        made = grpc.OTLPSpanExporter(endpoint, insecure=not secure)
+    else:
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
+
+        made = http.OTLPSpanExporter(whole_url(endpoint))
+    return made
+
+
+def whole_url(endpoint: str) -> str:
+    """`host:4318` as HTTP wants it: with a scheme, and the path of traces."""
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    return url if "/" in url.partition("://")[2] else f"{url}/v1/traces"
