@@ -153,3 +153,24 @@ def test_the_groups_are_not_parameters_of_the_command() -> None:
     names = inspect.signature(command).parameters
     assert "engine" not in names
     assert "page_size" in names
+
+
+def test_a_switch_that_is_on_is_shown_by_its_twin(monkeypatch, capsys) -> None:
+    seen: list[Values] = []
+
+    @with_flags(sampling=sampling_flags)
+    def command(*, sampling: Values) -> None:
+        seen.append(sampling)
+
+    for args in (
+        [],
+        ["--speculative"],
+        ["--no-speculative"],
+        ["--speculative", "--no-speculative"],
+    ):
+        call(command, *args)
+    assert seen == [{}, {}, {"speculative": False}, {"speculative": False}]
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    call(command, "--help")
+    out = capsys.readouterr().out
+    assert "--no-skip-special-tokens" in out and "…" not in out

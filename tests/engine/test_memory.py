@@ -9,7 +9,7 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.engine import memory, resolve
+from forerun.engine import build, memory, resolve
 from forerun.engine.memory import SLACK, MemoryLog, Rehearsal, kv_budget
 from forerun.engine.runner import Runner
 from forerun.kvcache.pools import KVLayout

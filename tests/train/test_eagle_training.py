@@ -63,7 +63,7 @@ def draft(target):  # type: ignore[no-untyped-def]
 @torch.no_grad()
 def test_chains_are_those_of_the_served_model(target, draft, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Every chain of the trainer equals the paged model's, run row by row after its prefix."""
-    save_eagle(draft, tmp_path)
+    save_eagle(draft, tmp_path, steps=5)
     draft = load_eagle(tmp_path).eval()  # the weights as rounded on disk
     embed, steps = target.model.embed_tokens, 4
     served = load_eagle3(tmp_path, torch.float32, CPU, 64, embed, target.lm_head)
@@ -172,7 +172,7 @@ def test_draft_learns(target, tmp_path: Path) -> None:  # type: ignore[no-untype
 
 
 def test_files(draft, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    save_eagle(draft, tmp_path)
+    save_eagle(draft, tmp_path, steps=5)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert load_eagle3_config(tmp_path).aux_layer_ids == EAGLE.target_layer_ids

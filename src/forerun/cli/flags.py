@@ -40,24 +40,41 @@ class Flag:
     def spelling(self) -> str:
         return "--" + self.name.replace("_", "-")
 
-    def parameter(self) -> inspect.Parameter:
-        """As typer wants it. A switch that is off by default has no `--no-` twin."""
-        spelling = self.spelling
-        if self.type is bool and self.default:
-            spelling = f"{spelling}/--no-{spelling[2:]}"
+    @property
+    def is_on(self) -> bool:
+        """A switch that is on by default: what changes anything is its `--no-` twin."""
+        return self.type is bool and bool(self.default)
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """As typer wants it. Of a switch that is on, help shows the twin alone: side by side they
+        would both be cut off on a terminal of 80 columns."""
         option = typer.Option(
-            spelling,
-            help=self.help,
+            f"--no-{self.spelling[2:]}" if self.is_on else self.spelling,
+            help=f"Off (it is on): {self.help}" if self.is_on else self.help,
             rich_help_panel=self.panel,
             show_default=self.type is not bool,
         )
+        if self.is_on:
+            accepted = typer.Option(self.spelling, hidden=True)
+            return [
+                _keyword(OFF + self.name, False, Annotated[bool, option]),
+                _keyword(self.name, False, Annotated[bool, accepted]),
+            ]
         kind = self.type | None if self.default is None else self.type
-        return inspect.Parameter(
-            self.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=self.default,
-            annotation=Annotated[kind, option],
-        )
+        return [_keyword(self.name, self.default, Annotated[kind, option])]
+
+    def take(self, values: Values) -> Any:
+        """Its value out of what the command line gave."""
+        value = values.pop(self.name)
+        return not values.pop(OFF + self.name) if self.is_on else value
+
+
+OFF = "no_"  # before the name of a switch that is on: given, it is off
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def engine_flags() -> list[Flag]:
@@ -134,11 +151,11 @@ def with_flags(
         @wraps(function)
         def command(**values: Any) -> None:
             for group, members in generated.items():
-                given = {name: values.pop(name) for name in members}
+                given = {name: flag.take(values) for name, flag in members.items()}
                 values[group] = _changed(given, members)
             function(**values)
 
-        parameters = [*own, *(flag.parameter() for flag in flags)]
+        parameters = [*own, *(p for flag in flags for p in flag.parameters())]
         vars(command)["__signature__"] = inspect.Signature(parameters)
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command

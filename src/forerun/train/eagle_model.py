@@ -164,8 +164,8 @@ class Eagle(nn.Module):
         return normed
 
 
-def save_eagle(model: Eagle, folder: Path) -> None:
-    """SpecForge's files, weights in bfloat16."""
+def save_eagle(model: Eagle, folder: Path, steps: int) -> None:
+    """SpecForge's files, weights in bfloat16; how long its chains should be as speculators says."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: (x.detach().to("cpu", torch.bfloat16 if x.is_floating_point() else x.dtype))
@@ -185,6 +185,7 @@ def save_eagle(model: Eagle, folder: Path) -> None:
             "eagle_aux_hidden_state_layer_ids": layers,
             "use_aux_hidden_state": True,
         },
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": steps}]},
         "rope_scaling": None,
         "attention_bias": False,
         "attention_dropout": 0.0,

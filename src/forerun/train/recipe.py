@@ -314,9 +314,9 @@ def eagle3_stage(s: Settings) -> dict[str, Any]:
         samples,
         run,
         s.out / "eagle3_log.jsonl",
-        save=lambda: save_eagle(draft, s.eagle3),
+        save=lambda: save_eagle(draft, s.eagle3, run.steps),
     )
-    save_eagle(draft, s.eagle3)
+    save_eagle(draft, s.eagle3, run.steps)
     parameters = sum(p.numel() for p in draft.parameters())
     return {**facts, "parameters": parameters, "run": vars(run), "shape": vars(draft.shape)}
 
