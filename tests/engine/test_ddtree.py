@@ -95,7 +95,7 @@ def test_any_width_gives_the_same_text(depth: int, monkeypatch: pytest.MonkeyPat
         want = [o.output_ids for o in llm.generate(input_ids=prompts, sampling_params=kinds)]
     with golden_llm("DDTREE", speculative_adaptive=True, overlap_depth=depth) as llm:
         widths = llm.engine.scheduler.widths
-        assert widths.widths == (1, 4, 8, 16, 33)
+        assert widths.widths == (1, 33)
         turns = iter(range(10**6))
         monkeypatch.setattr(
             widths, "_choose", lambda requests, most: widths.widths[next(turns) % (most + 1)]
@@ -104,8 +104,6 @@ def test_any_width_gives_the_same_text(depth: int, monkeypatch: pytest.MonkeyPat
             outs = llm.generate(input_ids=prompts, sampling_params=kinds)
             assert [o.output_ids for o in outs] == want
         assert set(widths.chosen) == set(widths.widths)
-        while llm.engine.has_work:  # a step in flight
-            llm.engine.step()
         llm.engine.check()
 
 

@@ -229,3 +229,11 @@ def test_settings_that_cannot_work_are_refused_at_start(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(GOLDEN / "target", skip_tokenizer_init=True, **settings)
+
+
+def test_idle_means_that_nobody_waits() -> None:
+    with golden_llm("DFLASH", overlap_depth=1) as llm:
+        for _ in range(3):
+            llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
+            llm.engine.flush_cache()  # a step may be in flight for the request that just ended
+            llm.engine.check()

@@ -162,3 +162,15 @@ def test_the_end_of_a_request_is_near() -> None:
     adaptive = AdaptiveWidth(WIDTHS, {1: [1.0, 1.1, 1.2, 1.3]})
     short = Request("r", (1,), SamplingParams(max_new_tokens=2), 0, frozenset())
     assert adaptive.choose([short]) == 4
+
+
+def test_a_tree_is_not_deeper_than_its_paths() -> None:
+    policy = AdaptiveWidth((1, 33), {1: [1.0, 6.5]}, depth=5)
+    r = request()
+    for _ in range(50):
+        policy.learn(r, 32, 5)  # every step accepts a whole path
+    assert policy.choose([r]) == 1  # 6 tokens for 6.5
+    policy = AdaptiveWidth((1, 33), {1: [1.0, 5.5]}, depth=5)
+    for _ in range(50):
+        policy.learn(r, 32, 5)
+    assert policy.choose([r]) == 33

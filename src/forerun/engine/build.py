@@ -144,7 +144,8 @@ def _graphs(settings: Settings, step: DeviceStep) -> StepGraphs | None:
 def _policy(settings: Settings, runner: Runner) -> WidthPolicy:
     if not settings.config.speculative_adaptive or len(settings.widths) == 1:
         return FixedWidth(settings.widths)
-    return AdaptiveWidth(settings.widths, runner.measure(settings.widths, settings.limits.slots))
+    costs = runner.measure(settings.widths, settings.limits.slots)
+    return AdaptiveWidth(settings.widths, costs, settings.caps.tree_depth)
 
 
 def _explain(

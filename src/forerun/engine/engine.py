@@ -196,6 +196,7 @@ class Engine:
         Raises:
             RequestError: requests are running.
         """
+        self._drain()
         if self.has_work:
             raise RequestError("The cache cannot be flushed while requests run; try when idle.")
         self.parts.prefix.clear()
@@ -207,7 +208,13 @@ class Engine:
 
     def check(self) -> None:
         """Invariants that hold when idle: every page is free or cached, every slot is free."""
+        self._drain()
         self.scheduler.check_idle()
+
+    def _drain(self) -> None:
+        """Books the steps in flight that only requests which ended still wait for."""
+        while self._in_flight and not (self.scheduler.running or self.scheduler.waiting):
+            self.step()
 
     def explain(self) -> dict[str, Any]:
         """What was chosen at start, and why."""

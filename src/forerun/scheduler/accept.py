@@ -58,10 +58,11 @@ class Rates:
 
 
 def tokens(rates: Sequence[float], widths: Sequence[int]) -> tuple[float, ...]:
-    """Tokens that a step of each width brings: 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1)."""
+    """Tokens that a step of each width brings: 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1), as far
+    as there are rates."""
     sums, product, total = [1.0], 1.0, 1.0
     for rate in rates:
         product *= rate
         total += product
         sums.append(total)
-    return tuple(sums[width - 1] for width in widths)
+    return tuple(sums[min(width, len(sums)) - 1] for width in widths)

@@ -74,12 +74,19 @@ class FixedWidth(WidthPolicy):
 class AdaptiveWidth(WidthPolicy):
     """The width of the most expected tokens a second."""
 
-    def __init__(self, widths: Sequence[int], costs: Mapping[int, Sequence[float]]) -> None:
-        """`costs`: seconds of a step by batch size, one for every width."""
+    def __init__(
+        self,
+        widths: Sequence[int],
+        costs: Mapping[int, Sequence[float]],
+        depth: int | None = None,
+    ) -> None:
+        """`costs`: seconds of a step by batch size, one for every width; `depth`: drafts that can
+        be accepted at most (a tree's longest path), if fewer than the full width has."""
         super().__init__(widths)
+        self._depth = self.widths[-1] - 1 if depth is None else depth
         self._batches = sorted(costs)
         self._costs = [list(costs[batch]) for batch in self._batches]
-        self._rates = Rates(self.widths[-1] - 1, ALL)  # of all requests: where a new one starts
+        self._rates = Rates(self._depth, ALL)  # of all requests: where a new one starts
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
         self._saved = 0.0  # seconds that probes may cost
@@ -145,11 +152,12 @@ class AdaptiveWidth(WidthPolicy):
             if rates is not None:
                 rates.wait()
             return
+        drafts = min(drafts, self._depth)
         self._rates.learn(drafts, accepted)
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
         if rates is None:
-            request.rates = rates = Rates(self.widths[-1] - 1, OWN)
+            request.rates = rates = Rates(self._depth, OWN)
         rates.learn(drafts, accepted)
         request.expected = tokens(rates.estimates(self._means), self.widths)
 

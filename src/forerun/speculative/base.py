@@ -46,6 +46,7 @@ class SpecCaps:
     draft_heads: int = 0  # query heads of the draft's attention, where it has any
     draft_attention: tuple[LayerMask, ...] = ()  # one a draft layer
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` gives trees
+    tree_depth: int | None = None  # drafts on their longest path, if that is known
     prefix_lookahead: int = 0  # 1 where draft K/V at i depends on token i + 1
     needs_host_tokens: bool = False  # `propose` reads `step.tokens`: no overlap, not captured
 

@@ -228,6 +228,8 @@ def _why_not_rows(caps: SpecCaps, target: ModelConfig) -> str | None:
         return f"verify_mask must be Mask.CAUSAL, or Mask.CUSTOM for trees, got {caps.verify_mask}"
     if caps.makes_trees and not 1 <= drafts < MAX_ROWS:
         return f"a tree has 1 to {MAX_ROWS - 1} drafts, got draft_tokens {drafts}"
+    if caps.tree_depth is not None and not (caps.makes_trees and 1 <= caps.tree_depth <= drafts):
+        return f"tree_depth {caps.tree_depth} is for trees, from 1 to the {drafts} drafts of one"
     if caps.prefix_lookahead not in (0, 1):
         return f"prefix_lookahead must be 0 or 1, got {caps.prefix_lookahead}"
     if caps.needs_host_tokens and drafts == 0:

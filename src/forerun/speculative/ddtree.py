@@ -36,6 +36,9 @@ class DDTree(DFlash):
         return replace(
             caps,
             draft_tokens=budget,
+            # How much of a tree is accepted says little about a smaller one: one width, or none.
+            flexible=False,
+            tree_depth=min(budget, caps.draft_tokens),
             kv_reserve=max(budget + 1, caps.kv_reserve),
             verify_mask=Mask.CUSTOM,
         )
