@@ -169,9 +169,11 @@ def trace(
     prompts: Sequence[Sequence[int]],
     output_len: int,
     clock: Clock = time.perf_counter,
+    *,
+    ignore_eos: bool = True,
 ) -> Trace:
     """Runs one batch to its end, stepping the engine by hand."""
-    params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=ignore_eos)
     requests = [engine.make_request(list(ids), params) for ids in prompts]
     begin = clock()
     for request in requests:

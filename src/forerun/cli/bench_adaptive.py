@@ -58,11 +58,6 @@ def adaptive_command(
     with ExitStack() as stack:
         plain = stack.enter_context(LLM(**without_speculation(settings)))
         spec = stack.enter_context(LLM(**settings))
-        widths = spec.engine.scheduler.widths.widths
-        if not accept_length and random_input:
-            raise ConfigError("Random text has no accept length; give --accept-length.")
-        if len(widths) < 2 or max(accept_length, default=1) > widths[-1]:
-            raise ConfigError(f"--accept-length must be at most {widths[-1]}, the rows of a step.")
         batches = [make_prompts(plain, shape, random_input) for shape in shapes]
         with progress_bar(as_json) as bar:
             task = bar.add_task("measuring", total=len(batches) * max(1, len(accept_length)))
@@ -94,8 +89,10 @@ def adaptive_settings(
         raise ConfigError("Give forced lengths as --accept-length: one or more.")
     if any(length < 1 for length in lengths):
         raise ConfigError(f"--accept-length must be at least 1, got {min(lengths)}.")
-    if lengths:
-        settings["speculative_simulate_accept_length"] = lengths[0]
+    if random_input and not lengths:
+        raise ConfigError("Random text has no accept length; give --accept-length.")
+    if lengths:  # the largest is checked against the rows of a step
+        settings["speculative_simulate_accept_length"] = max(lengths)
     return settings | {"speculative_adaptive": True}
 
 
