@@ -14,7 +14,12 @@ from forerun.kernels.attention import (
     paged_attention_torch,
 )
 from forerun.kernels.attention_tiles import Tiles, choose_splits
-from tests.kernels.attention_support import Paged, make_paged, relative_error
+from tests.kernels.attention_support import (
+    Paged,
+    make_paged,
+    relative_error,
+    with_large_queries,
+)
 
 pytest.importorskip("triton")
 
@@ -58,6 +63,7 @@ def spans(starts: list[int], width: int) -> list[tuple[int, int]]:
         (256, 6, 2, 80, 3, 1),
         (16, 2, 1, 128, 10, 1),
         (1, 1, 1, 256, 2, 2),
+        (8, 3, 1, 24, 33, 2),
     ],
 )
 def test_kernel_is_the_definition(
@@ -109,6 +115,15 @@ def test_float8_pool(dtype: torch.dtype, device: torch.device) -> None:
     assert relative_error(out, case.reference(Sight())) < BOUND[dtype]
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_large_queries_over_a_float8_pool(splits: int, device: torch.device) -> None:
+    """bfloat16 rows are multiplied in float16 there, whose largest number is 65504."""
+    kinds = torch.bfloat16, torch.float8_e4m3fn
+    case = with_large_queries(make_paged(spans([5, 33], 2), 4, 2, 64, 16, *kinds, device))
+    out = run(case, Sight(), splits)
+    assert relative_error(out, case.reference(Sight())) < BOUND[torch.bfloat16]
+
+
 def test_a_tree_of_64_rows(device: torch.device) -> None:
     """Bit 63 is the sign of an int64."""
     case = make_paged(spans([20], 64), 2, 1, 64, 16, device=device)
@@ -130,20 +145,19 @@ QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("page", "sight"),
+    ("shape", "dtype", "page", "sight"),  # six kernels each to be compiled: no full product
     [
-        (16, Sight()),
-        (16, Sight(CAUSAL, 300)),
-        (16, Sight(BLOCK)),
-        (16, Sight(TREE)),
-        (1, Sight()),
-        (64, Sight()),
-        (256, Sight(BLOCK, 500)),
+        *((QWEN3_8B, dtype, 16, Sight()) for dtype in BOUND),
+        *((PAIR, torch.bfloat16, 16, sight) for sight in (Sight(), Sight(TREE))),
+        (QWEN3_8B, torch.bfloat16, 16, Sight(CAUSAL, 300)),
+        (QWEN3_8B, torch.bfloat16, 16, Sight(BLOCK)),
+        (QWEN3_8B, torch.bfloat16, 16, Sight(TREE)),
+        (QWEN3_8B, torch.bfloat16, 1, Sight()),
+        (QWEN3_8B, torch.bfloat16, 64, Sight()),
+        (QWEN3_8B, torch.bfloat16, 256, Sight(BLOCK, 500)),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
-@pytest.mark.parametrize("shape", [QWEN3_8B, PAIR], ids=["qwen3-8b", "pair"])
 def test_on_gpu(shape: tuple[int, int, int], dtype: torch.dtype, page: int, sight: Sight) -> None:
     for width, starts in ((1, [0, 1023, 2000]), (16, [0, 511, 1500]), (64, [100])):
         case = make_paged(spans(starts, width), *shape, page, dtype, device="cuda", padded=1)

@@ -9,7 +9,12 @@ from forerun.kernels.attention import BLOCK, CAUSAL, Sight
 from forerun.kernels.attention_tiles import Tiles, prefill_tiles
 from forerun.kernels.device import gpu_of
 from forerun.kernels.prefill_attention import map_tiles, prefill_attention, prefill_attention_torch
-from tests.kernels.attention_support import Paged, make_paged, relative_error
+from tests.kernels.attention_support import (
+    Paged,
+    make_paged,
+    relative_error,
+    with_large_queries,
+)
 
 pytest.importorskip("triton")
 
@@ -61,6 +66,20 @@ def test_default_tiles_and_half_precision(device: torch.device) -> None:
 def test_float8_pool(device: torch.device) -> None:
     case = make_paged([(9, 20)], 2, 1, 64, 16, kv_dtype=torch.float8_e4m3fn, device=device)
     assert relative_error(run(case, Sight()), case.reference(Sight())) < 2e-6
+
+
+def test_large_queries_over_a_float8_pool(device: torch.device) -> None:
+    kinds = torch.bfloat16, torch.float8_e4m3fn
+    case = with_large_queries(make_paged([(9, 20)], 2, 1, 64, 16, *kinds, device))
+    assert relative_error(run(case, Sight()), case.reference(Sight())) < BOUND[torch.bfloat16]
+
+
+def test_a_tile_must_hold_all_heads_of_a_group(device: torch.device) -> None:
+    case = make_paged([(0, 3)], 32, 1, 64, 16, device=device)
+    tile_map = map_tiles(case.spans, 1, lambda host: host.to(device))
+    args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans, tile_map)
+    with pytest.raises(AssertionError, match="no room"):
+        prefill_attention(*args, Sight(), case.scale, Tiles(16, 16, 4, 1))
 
 
 def test_tiles_cover_every_row_once_long_requests_first() -> None:

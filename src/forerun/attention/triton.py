@@ -33,7 +33,6 @@ from forerun.kernels.qkv import kv_norm_rope_write, qk_norm_rope_write
 from forerun.platform.device import upload
 
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
-MAX_TREE = 64  # rows of a block under a custom mask: the bits of an int64
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

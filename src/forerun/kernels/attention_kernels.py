@@ -74,6 +74,14 @@ def load_kv(pool, offset, d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, FP8: tl.c
 
 
 @jit
+def as_kind(q, kind: tl.constexpr):
+    """`q` in the dtype it is multiplied in; beyond float16's range its largest number, not inf."""
+    if kind == tl.float16 and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0)
+    return q.to(kind)
+
+
+@jit
 def soft_step(s, v, qk_scale, top, total, acc):
     """One block of the online softmax, in powers of two; what is not seen is -inf in `s` [M, N].
 
@@ -136,7 +144,7 @@ def short_block(
     kind: tl.constexpr = tl.float16 if FP8 > 0 and q_type.primitive_bitwidth == 16 else q_type
     q = tl.zeros([BLOCK_M, BLOCK_D], kind)
     if not PDL:
-        q = tl.load(q_ptr, mask=real, other=0).to(kind)
+        q = as_kind(tl.load(q_ptr, mask=real, other=0), kind)
 
     top = tl.full([BLOCK_M], -1e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -151,7 +159,7 @@ def short_block(
         if PDL:  # noqa: SIM102  a constant
             if first == begin:
                 tl.extra.cuda.gdc_wait()
-                q = tl.load(q_ptr, mask=real, other=0).to(kind)
+                q = as_kind(tl.load(q_ptr, mask=real, other=0), kind)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if WINDOW >= 0 or first + BLOCK_N > end:
             position = first + tl.arange(0, BLOCK_N)
@@ -166,7 +174,7 @@ def short_block(
     if split == splits - 1:
         if PDL:  # noqa: SIM102  a constant
             if begin >= end:
-                q = tl.load(q_ptr, mask=real, other=0).to(kind)
+                q = as_kind(tl.load(q_ptr, mask=real, other=0), kind)
         bits = row
         if MASK == 2:
             bits = tl.load(tree_ptr + token, mask=m < GROUP * WIDTH, other=0)

@@ -23,6 +23,7 @@ from forerun.kernels.attention import (
     wide_offsets,
 )
 from forerun.kernels.attention_kernels import (
+    as_kind,
     load_kv,
     page_ids,
     pool_rows_of,
@@ -95,6 +96,7 @@ def prefill_attention(
     kv_heads = k_pool.shape[2]
     if tiles is None:
         tiles = prefill_tiles(gpu_of(q.device), dim, q.dtype)
+    assert tile_map.rows * heads <= tiles.block_m * kv_heads, "a tile has no room for its heads"
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     _prefill[(kv_heads, tile_map.entries.shape[0])](
         q,
@@ -151,7 +153,7 @@ def _prefill(
     q = tl.load(q_ptr + (token * q_token + head * q_head)[:, None] + d[None, :], mask=real, other=0)
     q_type: tl.constexpr = q_ptr.dtype.element_ty
     kind: tl.constexpr = tl.float16 if FP8 > 0 and q_type.primitive_bitwidth == 16 else q_type
-    q = q.to(kind)
+    q = as_kind(q, kind)
 
     # Blocks within [clear, full) are seen by every row.
     last_row = tl.minimum(first_row + ROWS, count) - 1
