@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.kernels import gemm as g
 from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.gemm import GemmConfig, Matrix, Scaled
-from forerun.kernels.gemm_table import choose, default
+from forerun.kernels.gemm_table import TABLE, choose, default
 
 EPS = 1e-6
 GPU = torch.cuda.is_available()
@@ -130,6 +130,20 @@ def test_default_configurations_fit() -> None:
             c = default(bucket, gpu)
             assert (c.block_n + bucket) * c.block_k * 2 * c.stages <= limit
             assert c.programs >= gpu.processors
+
+
+def test_tuned_configurations_are_served() -> None:
+    """What a launch asserts: locks, and whole programs a tile for descriptors and partial sums."""
+    for products in TABLE.values():
+        for (n, k), choices in products.items():
+            locks = len(Matrix.of(torch.empty(n, k, device="meta")).locks)
+            for bucket, c in choices.items():
+                assert bucket == g.rows_block(bucket)
+                if c is not None:
+                    count = g.tiles(bucket, n, c)
+                    assert count <= locks
+                    assert not (c.tma or c.parts) or c.programs % count == 0
+                    assert (c.block_n + bucket) * c.block_k * 2 * c.stages <= 227 << 10
 
 
 def test_unknown_shapes_leave_many_rows_to_the_library() -> None:

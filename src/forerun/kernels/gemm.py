@@ -217,7 +217,7 @@ def _launch(
         partial = torch.empty(size, dtype=torch.float32, device=rows_in.device)
     x_blocks = w_blocks = None
     if config.tma:
-        # Triton 3.6 on an H200: now and then wrong where one program has several such tiles.
+        # Triton 3.6 on an H200: wrong where one program has several such tiles (docs/kernels.md).
         assert programs % count == 0, "descriptors need whole programs a tile"
         width = config.block_n // 2 if paired else config.block_n
         x_blocks = _descriptor(rows_in, block_m, config.block_k)

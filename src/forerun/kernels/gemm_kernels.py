@@ -53,9 +53,9 @@ def gemm_kernel(
             tl.extra.cuda.gdc_launch_dependents()
         if prefetch > 0:
             first = begin - first_tile * chunks
-            count = tl.minimum(tl.minimum(chunks - first, end - begin) * BLOCK_K, prefetch)
-            tile_n = first_tile // tiles_m
-            _prefetch(w, tile_n, first * BLOCK_K, count, N, K, BLOCK_N, PAIRED, THREADS)
+            column = first * BLOCK_K
+            count = tl.minimum(tl.minimum(K - column, (end - begin) * BLOCK_K), prefetch)
+            _prefetch(w, first_tile // tiles_m, column, count, N, K, BLOCK_N, PAIRED, THREADS)
         tl.extra.cuda.gdc_wait()
 
     # Descriptors give gate and up as two blocks and two sums; pointers, one tile of both.
