@@ -11,7 +11,6 @@ from forerun.kernels.dispatch import jit, tl, triton, use_triton
 from forerun.kernels.norm import vector_warps
 from forerun.kernels.pdl import pdl_options
 
-BLOCK = 2048  # columns that a program of the sampler reads at once
 SHORT, LONG = 1024, 8192  # columns a program of argmax reads: few rows, and many
 
 
@@ -41,15 +40,6 @@ def argmax(logits: Tensor) -> Tensor:
         keys, out, parts, BLOCK=padded, num_warps=1 if padded <= 128 else 4, **options
     )
     return out
-
-
-def split_rows(logits: Tensor) -> tuple[int, int]:
-    """(parts, columns a part): enough programs to fill the device four times over."""
-    rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
-    parts = max(1, min(blocks, triton.cdiv(4 * gpu_of(logits.device).processors, rows)))
-    span = triton.cdiv(blocks, parts) * BLOCK
-    return triton.cdiv(vocab, span), span
 
 
 @jit

@@ -10,7 +10,7 @@
                          the tied tokens are kept, lower ids first.
 
 In each, the row's last program to come reads what all of them added up. Masses are integers
-(`_mass`), so that the order of addition changes nothing.
+(`mass_of`), so that the order of addition changes nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.argmax import BLOCK, split_rows
-from forerun.kernels.dispatch import jit, tl
+from forerun.kernels.device import gpu_of
+from forerun.kernels.dispatch import jit, tl, triton
 from forerun.kernels.norm import vector_warps
 from forerun.kernels.pdl import pdl_options
 
+BLOCK = 2048  # columns a program of the sampler reads at once
 BINS, LINE = 4096, 64
 LAST = 16  # values of the last digit
 STATE = 6  # int64 a row: target, what is left of it, first bits of the bin, programs come x 3
+
+
+def split_rows(logits: Tensor) -> tuple[int, int]:
+    """(parts, columns a part): enough programs to fill the device four times over."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, BLOCK)
+    parts = max(1, min(blocks, triton.cdiv(4 * gpu_of(logits.device).processors, rows)))
+    span = triton.cdiv(blocks, parts) * BLOCK
+    return triton.cdiv(vocab, span), span
 
 
 @dataclass(frozen=True)

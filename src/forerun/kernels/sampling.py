@@ -21,18 +21,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.kernels.argmax import split_rows
 from forerun.kernels.dispatch import jit, tl, triton
 from forerun.kernels.noise import keyed_noise
 from forerun.kernels.norm import vector_warps
 from forerun.kernels.nucleus import (
     BINS,
+    BLOCK,
     LAST,
     STATE,
     Nucleus,
     cut_row,
     find_edges,
     mass_of,
+    split_rows,
     sum_of_part,
     sum_row,
     weight_of,
@@ -44,7 +45,6 @@ TEMPERATURE, TOP_P, MIN_P, FLOATS = 0, 1, 2, 3
 KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
 
 GROUP = 128  # logits that share a maximum
-BLOCK = 2048  # columns a program reads at once
 KEEP = 512  # candidates that it keeps in registers
 FEW = 256  # block maxima that bound the candidates of top-k, at most
 FEW_MASS = 128  # those that bound them where there is top-p alone
