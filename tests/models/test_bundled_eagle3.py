@@ -57,7 +57,7 @@ class Pair:
         drafts = []
         for step in range(DRAFTS):
             column = self.draft.logits(normed).argmax(-1)
-            drafts.append(self.draft.target_ids(column))
+            drafts.append(self.draft.draft_tokens_of_columns[column])
             if step + 1 < DRAFTS:
                 normed, h = self.chain.fixed([at + step], drafts[-1], h)
         return torch.cat(drafts)

@@ -303,6 +303,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         without("num_target_layers", dflash_config={"block_size": 4, "mask_token_id": 1}),
         "lacks target_layer_ids and num_target_layers",
     ),
+    "empty layers": (
+        without(dflash_config={**INNER_ZLAB, "target_layer_ids": []}),
+        "target_layer_ids is empty",
+    ),
     "no window": (without(layer_types=list(SLIDING)), "but no sliding_window"),
     "negative layer": (
         {**SPECULATORS, "aux_hidden_state_layer_ids": [0, 3]},

@@ -177,7 +177,7 @@ class Case:
         drafts, logits = [], []
         for step in range(STEPS):
             logits.append(self.draft.logits(normed))
-            drafts.append(self.draft.target_ids(logits[-1].argmax(-1)))
+            drafts.append(self.draft.draft_tokens_of_columns[logits[-1].argmax(-1)])
             normed, h = self.loop.fixed([s + step for s in starts], drafts[-1], h)
         return torch.stack(drafts), torch.stack(logits)
 
@@ -271,8 +271,6 @@ def test_pruned_vocabulary(tmp_path: Path) -> None:
     config, prefix = FORMS["specforge"]
     draft = load(write(tmp_path, config, random_weights(config, prefix)))
     assert torch.equal(draft.draft_tokens_of_columns, torch.arange(PRUNED) * 3)
-    columns = torch.tensor([[4, 0], [30, 7]])
-    assert torch.equal(draft.target_ids(columns), columns * 3)
 
 
 def test_the_targets_embedding_and_head_serve(tmp_path: Path) -> None:
@@ -293,14 +291,14 @@ def test_the_targets_embedding_and_head_serve(tmp_path: Path) -> None:
     ids = torch.tensor([3, 5])
     assert torch.equal(draft.embed(ids), table[ids])
     assert torch.equal(draft.logits(table[ids]), table[ids] @ table.T)
-    assert torch.equal(draft.target_ids(ids), ids)
+    assert torch.equal(draft.draft_tokens_of_columns, torch.arange(VOCAB))
 
 
 def test_dummy_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SPECFORGE))
     draft = load(tmp_path, load_format="dummy")
     assert draft.logits(torch.randn(2, HIDDEN)).shape == (2, PRUNED)
-    assert torch.equal(draft.target_ids(torch.tensor([30])), torch.tensor([30]))
+    assert torch.equal(draft.draft_tokens_of_columns, torch.arange(PRUNED))
 
 
 def bad(base: dict[str, Any], **changes: Any) -> dict[str, Any]:

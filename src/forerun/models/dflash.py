@@ -30,14 +30,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import rotate
 from forerun.models.checkpoint import Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
-from forerun.models.draft_vocab import (
-    OFFSETS,
-    OWN_EMBEDDING,
-    OWN_HEAD,
-    UNUSED,
-    check_offsets,
-    own_parts,
-)
+from forerun.models.draft_vocab import UNUSED, OwnParts, check_offsets, own_parts
 from forerun.models.loader import HARMLESS
 from forerun.models.registry import check_layers
 
@@ -191,6 +184,8 @@ def _check(config: DFlashConfig, where: str) -> None:
         raise ConfigError(f"{where}: block_size must be at least 2, got {config.block_size}.")
     if config.mask_token_id is None and config.mask_token is None:
         raise ConfigError(f"{where} names no mask token: mask_token_id (or mask_token) is needed.")
+    if not config.target_layer_ids:
+        raise ConfigError(f"{where}: target_layer_ids is empty; name the layers the draft reads.")
     if min(config.target_layer_ids) < 0:
         raise ConfigError(f"{where}: target layer ids {config.target_layer_ids} start below 0.")
     if config.draft_vocab_size > config.vocab_size:
@@ -251,22 +246,14 @@ class DFlashDraft:
         self.fc = Linear(config.feature_size, model.hidden_size, dtype, device)
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype, device)
 
-        def place(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor | None:
-            return torch.empty(shape, dtype=kind, device=device) if name in own else None
-
-        vocab, pruned = model.vocab_size, config.draft_vocab_size
-        self.embedding = place(OWN_EMBEDDING, (vocab, model.hidden_size), dtype)
-        head = place(OWN_HEAD, (pruned, model.hidden_size), dtype)
-        self.head = None if head is None else Linear.of(head)
-        self.d2t = place(OFFSETS, (pruned,), torch.int64)
+        sizes = model.vocab_size, config.draft_vocab_size, model.hidden_size
+        self._own = parts = OwnParts(own, *sizes, dtype, device)
+        self.embedding, self.head, self.d2t = parts.embedding, parts.head, parts.d2t
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name -> the view it is copied into."""
         out = {"fc.weight": self.fc.weight, "hidden_norm.weight": self.hidden_norm.weight}
-        out |= self.decoder.weights("")
-        head = None if self.head is None else self.head.weight
-        own = {OWN_EMBEDDING: self.embedding, OWN_HEAD: head, OFFSETS: self.d2t}
-        return out | {name: slot for name, slot in own.items() if slot is not None}
+        return out | self.decoder.weights("") | self._own.weights()
 
     def prepare(self) -> None:
         """After the weights are in. Copies every layer's k and v rows into one matrix first."""

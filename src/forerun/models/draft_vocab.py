@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.layers.linear import Linear
 from forerun.models.checkpoint import Checkpoint
 
 OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
@@ -33,6 +34,39 @@ def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset
             " needs lm_head.weight and d2t; the checkpoint is incomplete."
         )
     return own
+
+
+class OwnParts:
+    """Room for what a checkpoint brings, uninitialised; None: it does not bring that."""
+
+    embedding: Tensor | None  # [V, H]
+    head: Linear | None  # [V_d, H]
+    d2t: Tensor | None  # [V_d] int64
+
+    def __init__(
+        self,
+        names: frozenset[str],
+        vocab: int,
+        draft_vocab: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`names`: of `own_parts`."""
+
+        def place(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor | None:
+            return torch.empty(shape, dtype=kind, device=device) if name in names else None
+
+        self.embedding = place(OWN_EMBEDDING, (vocab, hidden), dtype)
+        head = place(OWN_HEAD, (draft_vocab, hidden), dtype)
+        self.head = None if head is None else Linear.of(head)
+        self.d2t = place(OFFSETS, (draft_vocab,), torch.int64)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Checkpoint name -> the tensor it is copied into."""
+        head = None if self.head is None else self.head.weight
+        slots = {OWN_EMBEDDING: self.embedding, OWN_HEAD: head, OFFSETS: self.d2t}
+        return {name: slot for name, slot in slots.items() if slot is not None}
 
 
 def check_offsets(folder: Path, d2t: Tensor | None, vocab: int) -> None:

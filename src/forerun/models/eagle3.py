@@ -29,10 +29,10 @@ from forerun.layers.rope import Rope
 from forerun.models.checkpoint import Checkpoint, fill_dummy
 from forerun.models.decoder import join, join_whole
 from forerun.models.draft_vocab import (
-    OFFSETS,
     OWN_EMBEDDING,
     OWN_HEAD,
     UNUSED,
+    OwnParts,
     check_offsets,
     own_parts,
 )
@@ -246,15 +246,10 @@ class Eagle3Draft:
         count = config.num_aux_layers if config.fc_norm else 0
         self.fc_norms = [norm(config.target_hidden_size) for _ in range(count)]
 
-        def place(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor | None:
-            return torch.empty(shape, dtype=kind, device=device) if name in own else None
-
-        vocab, pruned = config.vocab_size, config.draft_vocab_size
-        self.embedding = place(OWN_EMBEDDING, (vocab, hidden), dtype)
-        head = place(OWN_HEAD, (pruned, hidden), dtype)
-        self.head = None if head is None else Linear.of(head)
-        self.d2t = place(OFFSETS, (pruned,), torch.int64)
-        self.draft_tokens_of_columns = torch.arange(pruned, device=device)
+        sizes = config.vocab_size, config.draft_vocab_size, hidden
+        self._own = parts = OwnParts(own, *sizes, dtype, device)
+        self.embedding, self.head, self.d2t = parts.embedding, parts.head, parts.d2t
+        self.draft_tokens_of_columns = torch.arange(config.draft_vocab_size, device=device)
         self._target_embed, self._target_head = embed, lm_head
 
     def weights(self) -> dict[str, Tensor]:
@@ -269,14 +264,12 @@ class Eagle3Draft:
         }
         if self.features_norm is not None:
             norms["input_norm"] = self.features_norm
-        head = None if self.head is None else self.head.weight
-        own = {OWN_EMBEDDING: self.embedding, OWN_HEAD: head, OFFSETS: self.d2t}
         return {
             "fc.weight": self.fc.weight,
             **self.attention.weights(f"{p}self_attn."),
             **self.mlp.weights(f"{p}mlp."),
             **{f"{name}.weight": norm.weight for name, norm in norms.items()},
-            **{name: slot for name, slot in own.items() if slot is not None},
+            **self._own.weights(),
         }
 
     def prepare(self) -> None:
@@ -338,10 +331,6 @@ class Eagle3Draft:
     def logits(self, normed: Tensor) -> Tensor:
         """[T, H], the first result of `forward` -> [T, V_d]."""
         return self._target_head(normed) if self.head is None else self.head(normed)
-
-    def target_ids(self, ids: Tensor) -> Tensor:
-        """Columns of the logits -> the target's ids, int64, any shape."""
-        return self.draft_tokens_of_columns[ids]
 
 
 def load_eagle3(
