@@ -135,6 +135,22 @@ def test_a_measured_cost_is_corrected_while_running() -> None:
     assert policy.costs(6)[1] == pytest.approx(3.0, rel=0.01)
 
 
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_pause_while_measuring_is_overcome(wrong: int) -> None:
+    """All drafts are right and rows are nearly free, but one width was measured as very dear."""
+    costs = {1: [1.0, 1.1, 1.2, 1.3]}
+    costs[1][wrong] = 300.0
+    policy, requests = AdaptiveWidth(WIDTHS, costs), [request()]
+    for _ in range(500):
+        width = policy.choose(requests)
+        policy.learn(requests[0], width - 1, width - 1)
+        policy.timed(1, width, [1.0, 1.1, 1.2, 1.3][WIDTHS.index(width)])
+    policy.chosen.clear()
+    for _ in range(100):
+        policy.learn(requests[0], policy.choose(requests) - 1, 15)
+    assert policy.chosen[16] + policy.chosen[8] == 100
+
+
 def test_one_pause_does_not_look_like_a_dear_step() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     policy.timed(8, 16, 1000.0)

@@ -85,7 +85,7 @@ class AdaptiveWidth(WidthPolicy):
         super().__init__(widths)
         self._depth = self.widths[-1] - 1 if depth is None else depth
         self._batches = sorted(costs)
-        self._costs = [list(costs[batch]) for batch in self._batches]
+        self._costs = [self._plausible(costs[batch]) for batch in self._batches]
         self._rates = Rates(self._depth, ALL)  # of all requests: where a new one starts
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
@@ -130,6 +130,14 @@ class AdaptiveWidth(WidthPolicy):
         below, above = self._batches[at - 1 : at + 1]
         share = (batch - below) / (above - below)
         return [a + share * (b - a) for a, b in zip(*rows, strict=True)]
+
+    def _plausible(self, measured: Sequence[float]) -> list[float]:
+        """A pause while measuring must not make a width look so dear that it is never seen again:
+        no wider step is cheaper, and W rows cost no more than W plain steps."""
+        costs = list(measured)
+        for i in reversed(range(len(costs) - 1)):
+            costs[i] = min(costs[i], costs[i + 1])
+        return [min(cost, width * costs[0]) for width, cost in zip(self.widths, costs, strict=True)]
 
     def _around(self, batch: int) -> list[list[float]]:
         """The measured rows that the costs of a batch size come from: one, or those beside it."""
