@@ -1,11 +1,24 @@
-"""Draft trees: the best prefixes, and what a step does with a tree."""
+"""Drafts on their way to the verify pass; draft trees, and what a step does with them."""
 
 from __future__ import annotations
 
-from forerun.kernels import best_first, tree
+from forerun.kernels import best_first, tree, verify
 from tests.kernels.compiled import Case
 
 CASES = [
+    *(
+        Case(
+            f"verify ids, {'a tree' if depth else 'a chain'}",
+            verify._verify_ids,
+            dict.fromkeys(("newest", "draft", "slots", "ids", "judged"), "*i64")
+            | dict.fromkeys(("limits", "depth") if depth else ("limits",), "*i32")
+            | dict.fromkeys(("draft_row", "depth_row", "vocab"), "i32"),
+            ({} if depth else {"depth": None}) | {"WIDTH": 16, "BLOCK": 16, "PDL": False},
+            options={"num_warps": 1},
+            wide=False,
+        )
+        for depth in (False, True)
+    ),
     *(
         Case(
             f"best_first {block}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,19 @@ import pytest
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src" / "forerun" / "kernels"
 FAMILIES = sorted(path.stem.removeprefix("cases_") for path in HERE.glob("cases_*.py"))
+
+
+def test_every_kernel_that_is_launched_has_a_case() -> None:
+    launched = {
+        name
+        for path in SOURCES.glob("*.py")
+        for name in re.findall(r"^ +(\w+)\[.*\]\(", path.read_text(), re.MULTILINE)
+    }
+    assert len(launched) >= 30
+    cases = "".join(path.read_text() for path in HERE.glob("cases_*.py"))
+    assert [name for name in sorted(launched) if not re.search(rf"\b{name}\b", cases)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
