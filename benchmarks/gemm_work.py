@@ -1,4 +1,3 @@
-
 """What `kernels_gemm.py` and `gemm_chain.py` share: the products, how each is run, and timing."""
 
 from __future__ import annotations
