@@ -15,10 +15,11 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from forerun.config.model_config import RopeConfig
+from forerun.kernels.qkv import rotate
 from forerun.layers import linear
 from forerun.layers.linear import Linear, can_pack
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rope import Rope, frequencies, rotate
+from forerun.layers.rope import Rope, frequencies
 from tests.models.support import CPU
 
 packable = pytest.mark.skipif(not can_pack(torch.empty(1)), reason="torch without oneDNN")

@@ -35,10 +35,19 @@ class HeadNorms:
     eps: float
 
 
-def rotate_torch(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """x [T, heads, D]; table [P, 2, 1, D] of cos and signed sin (layers/rope.py)."""
-    cos, sin = table.index_select(0, positions).to(x.dtype).unbind(1)
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """x [T, heads, D], queries and keys together or keys alone -> the same shape.
+
+    cos and signed sin [T, 1, D] (layers/rope.py).
+    """
+    cos, sin = cos_sin
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def _rotate_at(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """`rotate` by the rows of a table [P, 2, 1, D]."""
+    cos, sin = table.index_select(0, positions).to(x.dtype).unbind(1)
+    return rotate(x, (cos, sin))
 
 
 def qk_norm_rope_write_torch(
@@ -57,8 +66,8 @@ def qk_norm_rope_write_torch(
     q, k, v = whole.view(len(whole), -1, dim).split([heads, kv_heads, kv_heads], 1)
     if norms is not None:
         q, k = rms_norm_torch(q, norms.q, norms.eps), rms_norm_torch(k, norms.k, norms.eps)
-    write_kv_torch(rotate_torch(k, table, positions), v, rows, k_pool, v_pool)
-    return rotate_torch(q, table, positions)
+    write_kv_torch(_rotate_at(k, table, positions), v, rows, k_pool, v_pool)
+    return _rotate_at(q, table, positions)
 
 
 def qk_norm_rope_write(
@@ -109,7 +118,7 @@ def kv_norm_rope_write_torch(
         key = k[:, layer]
         if norms is not None:
             key = rms_norm_torch(key, norms.k[layer], norms.eps)
-        key = rotate_torch(key, table, positions)
+        key = _rotate_at(key, table, positions)
         write_kv_torch(key, v[:, layer], rows, pool[0, layer], pool[1, layer])
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Prologue, Rotation
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm import Scaled
-from forerun.kernels.qkv import HeadNorms
+from forerun.kernels.qkv import HeadNorms, rotate
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rope import RopeRows, rotate
+from forerun.layers.rope import RopeRows
 
 
 class HeadPrologue(Prologue):

@@ -3,7 +3,7 @@
     out = x · cos + rotate_half(x) · sin,  rotate_half([a, b]) = [-b, a]
 
 The minus goes into the sine table, so rotate_half becomes a roll by D/2 and the whole takes three
-operations, on q and k together.
+operations, on q and k together (`kernels.qkv.rotate`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ class RopeRows:
             cos, sin = self.table.index_select(0, self.positions).unbind(1)
             self._gathered = cos, sin
         return self._gathered
-
-
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """x [T, heads, D], queries and keys together or keys alone -> the same shape."""
-    cos, sin = cos_sin
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:

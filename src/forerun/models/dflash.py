@@ -24,10 +24,9 @@ from forerun.attention.base import (
 )
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
-from forerun.kernels.qkv import HeadNorms
+from forerun.kernels.qkv import HeadNorms, rotate
 from forerun.layers.linear import Linear, Product
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rope import rotate
 from forerun.models.checkpoint import Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
 from forerun.models.draft_vocab import UNUSED, OwnParts, check_offsets, own_parts
