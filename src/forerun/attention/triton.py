@@ -100,6 +100,7 @@ class TritonAttention(AttentionBackend):
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         first = upload(ends, device)
         rows = pool_rows(batch.page_table, batch.start, first, max(counts), sum(counts), page)
+        # What `map_tiles` uploads lies between `rows` and who reads them before waiting (pdl.py).
         tile_rows = max(1, prefill_tiles(gpu_of(device), dim, self.need.dtype).block_m // group)
         return TritonPlan(
             batch, rows, 1, map_tiles(batch.ragged, tile_rows, partial(upload, device=device))
