@@ -34,7 +34,6 @@ class KVPool:
         self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device
     ) -> None:
         self.layout = layout
-        self.num_pages = num_pages
         self.page_size = page_size
         shape = (
             2,
