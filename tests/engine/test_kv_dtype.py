@@ -83,7 +83,8 @@ def test_acceptance_of_the_bundled_pair_stays() -> None:
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
     mean = {}
     for kv in ("float32", "fp8_e4m3"):
-        with LLM(speculative_algorithm="DFLASH", dtype="float32", kv_cache_dtype=kv) as llm:
+        own = {"dtype": "float32", "kv_cache_dtype": kv, "speculative_adaptive": False}
+        with LLM(speculative_algorithm="DFLASH", **own) as llm:
             outs = llm.chat(chats, {"temperature": 0, "max_new_tokens": 96})
         counts = [Acceptance.of(out.meta_info) for out in outs]
         steps = sum(sum(count.histogram) for count in counts)
