@@ -72,7 +72,7 @@ class CompiledSteps:
         """Drawn tokens [B, W] and how many are committed [B], as `DeviceStep.decode`."""
         tables = self._step.tables
         index = tables.upload(slots, torch.int64)
-        longest = int(tables.kv_len[index].max()) + self._step.caps.width  # no wait: a CPU
+        longest = int(tables.kv_len[index].max()) + self._step.caps.kv_reserve  # no wait: a CPU
         key = (len(slots), width, self._bound(longest), sampled)
         if key not in self._steps:
             nobody = torch.full_like(index, tables.nobody)

@@ -107,7 +107,7 @@ def _limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),
         page_size=config.page_size,
         width=caps.width,
-        kv_reserve=max(caps.kv_reserve, caps.width),
+        kv_reserve=caps.kv_reserve,
         prefill_tokens=config.chunked_prefill_size,
         context_length=context,
         depth=depth if waits or overlap_depth is None else overlap_depth,

@@ -76,7 +76,7 @@ class Runner:
     def _decode(self, rows: Sequence[DecodeRow], width: int) -> tuple[Tensor, Tensor]:
         slots = [row.slot for row in rows]
         flags = SamplingFlags.of(row.request.params for row in rows)
-        bound = max(row.kv_len_ub for row in rows) + self.step.caps.width
+        bound = max(row.kv_len_ub for row in rows) + self.step.caps.kv_reserve
         draft = None
         if self.step.caps.needs_host_tokens and width > 1:
             requests = [row.request for row in rows]
@@ -113,7 +113,7 @@ class Runner:
 
     def _cost(self, batch: int, width: int) -> float:
         slots = [self.tables.nobody] * batch
-        flags, bound = SamplingFlags(), 1 + self.step.caps.width
+        flags, bound = SamplingFlags(), 1 + self.step.caps.kv_reserve
         draft = None
         if self.step.caps.needs_host_tokens and width > 1:
             index = self.tables.upload(slots, torch.int64)

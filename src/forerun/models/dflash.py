@@ -272,10 +272,13 @@ class DFlashDraft:
         self.hidden_norm.prepare()
         self.decoder.prepare()
 
-    def products(self, block: int, context: int) -> list[Product]:
-        """Of `forward` with `block` rows and `write_context` with `context` rows; no head."""
-        made = [linear.product(context) for linear in (self.fc, self._context_kv)]
-        return [*self.decoder.products(block), *made]
+    def block_products(self, rows: int) -> list[Product]:
+        """Of `forward`, without a head."""
+        return self.decoder.products(rows)
+
+    def context_products(self, rows: int) -> list[Product]:
+        """Of `write_context`."""
+        return [linear.product(rows) for linear in (self.fc, self._context_kv)]
 
     def context(self, features: Tensor) -> Tensor:
         """Target features [T, n * H_t] -> C [T, H]."""

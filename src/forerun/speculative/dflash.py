@@ -80,6 +80,7 @@ class DFlash(SpeculativeAlgorithm):
         self._deepest = block - self._first  # tokens that a whole block predicts
         mask = _mask_token(ctx.config, config, ctx.target.config)
         self._masks = torch.full((1, block - 1), mask, dtype=torch.int64, device=ctx.device)
+        self._places = torch.arange(block, dtype=torch.int32, device=ctx.device)
         embedding, head = self._draft.embedding, self._draft.head
         self._embedding, self._head, self._target = embedding, head, ctx.target
 
@@ -87,16 +88,15 @@ class DFlash(SpeculativeAlgorithm):
         return self._first == 1
 
     def products(self, batch: int, width: int) -> list[Product]:
-        depth = self._depth(width)
-        drafts = batch * depth
+        drafts = batch * self._depth(width)
         own, config = self._head, self._target.config
         head = (
             Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, drafts)
             if own is None
             else own.product(drafts)
         )
-        block = batch * (depth + self._first)
-        return [*self._draft.products(block, batch * width), head]
+        made = [] if width == 1 else [*self._draft.block_products(batch * len(self._places)), head]
+        return [*made, *self._draft.context_products(batch * width)]
 
     def propose(self, step: Step) -> Draft:
         rows = self._predicting(step)
@@ -104,18 +104,25 @@ class DFlash(SpeculativeAlgorithm):
         return Draft(self._draft.target_ids(best(rows)).view(step.slots.shape[0], -1))
 
     def _depth(self, width: int) -> int:
-        """Tokens that the block of a step predicts."""
+        """Tokens of the block that a step verifies."""
         return min(width - 1, self._deepest)
 
     def _predicting(self, step: Step) -> Tensor:
-        """One pass over the block: hidden [B * depth, H] of the rows that predict."""
+        """One pass over the block: hidden [B * depth, H] of the rows that predict.
+
+        The block is whole however few rows the target verifies: with fewer masks behind them, all
+        rows predict worse than they were trained to.
+        """
         assert step.width is not None and step.newest is not None and step.attention is not None
-        batch, block = step.slots.shape[0], self._depth(step.width) + self._first
-        masks = self._masks[:, : block - 1].expand(batch, -1)
+        batch, block = step.slots.shape[0], len(self._places)
+        masks = self._masks.expand(batch, -1)
         ids = torch.cat([step.newest.unsqueeze(1), masks], dim=1).flatten()
-        positions = step.positions.view(batch, -1)[:, :block].flatten()
+        positions = step.positions
+        if step.width != block:
+            positions = (step.start.unsqueeze(1) + self._places).flatten()
         hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
-        return hidden.view(batch, block, -1)[:, self._first :].flatten(0, 1)
+        end = self._first + self._depth(step.width)
+        return hidden.view(batch, block, -1)[:, self._first : end].flatten(0, 1)
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
         assert target.features is not None and step.attention is not None
