@@ -121,7 +121,7 @@ class DeviceStep:
 
         Args:
             slots: [B] int64.
-            kv_len_ub: host bound of every row's committed length plus the width.
+            kv_len_ub: host bound of every committed length plus the rows a step may write.
             width: rows verified a request; 1: nothing is proposed.
             flags: which sampling operations to run.
             draft: what was proposed before the step, where it must read tokens on the host.
