@@ -14,6 +14,9 @@ from forerun import LLM
 from forerun.bench.adaptive import Cell, sweep
 from forerun.bench.environment import environment
 from forerun.cli.bench_inputs import (
+    AsJson,
+    Preset,
+    RandomInput,
     Shape,
     check,
     made_with,
@@ -38,15 +41,10 @@ def adaptive_command(
     input_len: Annotated[int, typer.Option(help="Prompt tokens")] = 128,
     output_len: Annotated[int, typer.Option(help="New tokens")] = 64,
     *,
-    random_input: Annotated[
-        bool, typer.Option("--random-input", help="Random token ids instead of Python text")
-    ] = False,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
-    ] = None,
+    random_input: RandomInput = False,
+    preset: Preset = None,
     repetitions: Annotated[int, typer.Option(help="Runs of each batch, each way")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    as_json: AsJson = False,
     engine: Values,
 ) -> None:
     """Tokens/s of plain decoding, of the full width, and of the width that pays; must not lose."""

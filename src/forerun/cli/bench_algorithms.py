@@ -13,7 +13,13 @@ from rich.table import Table
 from forerun import LLM
 from forerun.bench.algorithms import Row, compare_algorithms
 from forerun.bench.environment import environment
-from forerun.cli.bench_inputs import check_repetitions, made_with, progress_bar, wide_console
+from forerun.cli.bench_inputs import (
+    AsJson,
+    check_repetitions,
+    made_with,
+    progress_bar,
+    wide_console,
+)
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import print_json
 from forerun.cli.settings import without_speculation
@@ -35,7 +41,7 @@ def algorithms_command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     *,
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, each way")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    as_json: AsJson = False,
     engine: Values,
 ) -> None:
     """Accept length, step time and speed-up of every algorithm, one request at a time."""

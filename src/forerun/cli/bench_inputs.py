@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from typer.core import TyperCommand
@@ -19,6 +20,15 @@ from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset
 from forerun.speculative.registry import get_algorithm
+
+RandomInput = Annotated[
+    bool, typer.Option("--random-input", help="Random token ids instead of Python text")
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
 COLUMNS = 100  # that a table needs
 SPARE = 256  # K/V rows a request may need beyond its text: drafts, steps in flight, a page

@@ -20,6 +20,9 @@ from forerun.bench.environment import environment
 from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch
 from forerun.bench.profile import keep, profile_steps
 from forerun.cli.bench_inputs import (
+    AsJson,
+    Preset,
+    RandomInput,
     Shape,
     check,
     made_with,
@@ -41,13 +44,8 @@ def one_batch_command(
     input_len: Annotated[list[int], typer.Option(help="Prompt tokens, one or more")] = [128],  # noqa: B006
     output_len: Annotated[list[int], typer.Option(help="New tokens, one or more")] = [128],  # noqa: B006
     *,
-    random_input: Annotated[
-        bool, typer.Option("--random-input", help="Random token ids instead of Python text")
-    ] = False,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
-    ] = None,
+    random_input: RandomInput = False,
+    preset: Preset = None,
     repetitions: Annotated[int, typer.Option(help="Runs of each batch, both ways")] = 3,
     profile: Annotated[
         Path | None,
@@ -56,7 +54,7 @@ def one_batch_command(
             help="Keep traces, figures and kernel tables of some steady steps (GPU)",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    as_json: AsJson = False,
     engine: Values,
 ) -> None:
     """Prefill time, step time and decoding speed of one static batch, beside what bounds them."""

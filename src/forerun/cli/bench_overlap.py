@@ -15,6 +15,9 @@ from forerun.bench.environment import environment
 from forerun.bench.one_batch import OneBatch, one_batch
 from forerun.bench.profile import profile_steps
 from forerun.cli.bench_inputs import (
+    AsJson,
+    Preset,
+    RandomInput,
     Shape,
     check,
     made_with,
@@ -36,15 +39,10 @@ def overlap_command(
     input_len: Annotated[int, typer.Option(help="Prompt tokens")] = 128,
     output_len: Annotated[int, typer.Option(help="New tokens")] = 128,
     *,
-    random_input: Annotated[
-        bool, typer.Option("--random-input", help="Random token ids instead of Python text")
-    ] = False,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
-    ] = None,
+    random_input: RandomInput = False,
+    preset: Preset = None,
     repetitions: Annotated[int, typer.Option(help="Runs of each batch, both ways")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
+    as_json: AsJson = False,
     engine: Values,
 ) -> None:
     """Tokens/s with overlap scheduling over without it, and how long the GPU waits for the host."""
