@@ -19,15 +19,13 @@ from forerun.cli.bench_inputs import (
     RandomInput,
     Shape,
     check,
-    made_with,
     make_prompts,
-    progress_bar,
     wide_console,
     with_preset,
     with_room,
 )
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
+from forerun.cli.output import made_with, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 

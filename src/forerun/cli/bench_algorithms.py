@@ -16,12 +16,10 @@ from forerun.bench.environment import environment
 from forerun.cli.bench_inputs import (
     AsJson,
     check_repetitions,
-    made_with,
-    progress_bar,
     wide_console,
 )
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
+from forerun.cli.output import made_with, print_json, progress_bar
 from forerun.cli.settings import without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import chat_encoder, encoder, python_prompts, word_prompts

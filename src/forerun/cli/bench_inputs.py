@@ -8,11 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from typer.core import TyperCommand
 
 from forerun import LLM
-from forerun.bench.environment import Environment
 from forerun.bench.one_batch import random_prompts
 from forerun.cli.flags import Values
 from forerun.cli.settings import bundled_algorithm
@@ -117,20 +115,6 @@ def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
     return windows(text, shape.batch_size, shape.input_len)
 
 
-def progress_bar(quiet: bool) -> Progress:
-    """On standard error, and only where somebody watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    hidden = quiet or not console.is_terminal
-    return Progress(*columns, console=console, transient=True, disable=hidden)
-
-
 def wide_console() -> Console:
     """Wide enough for a table: a pipe would get 80 columns, and dots."""
     return Console(width=max(COLUMNS, Console().width))
-
-
-def made_with(where: Mapping[str, Any]) -> str:
-    """The line under a table, from `environment(llm)`."""
-    chosen = where["engine"]
-    return f"{chosen['dtype']}, {Environment.here(chosen['device']).line()}"

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from forerun import LLM, SamplingParams
-from forerun.bench.environment import Environment, environment
+from forerun.bench.environment import environment
 from forerun.cli.demo_view import positions
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
+from forerun.cli.output import made_with, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import (
@@ -96,12 +95,12 @@ def _run(
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     with LLM(**settings) as llm:
         prompts = make(llm)
-        with _progress(as_json) as progress:
+        with progress_bar(as_json) as progress:
             bar = progress.add_task("generating", total=count)
             result, outputs = evaluate(llm, prompts, params, lambda: progress.advance(bar))
         where, stats = environment(llm), llm.stats()
     if identical:
-        with LLM(**without_speculation(settings)) as plain, _progress(as_json) as progress:
+        with LLM(**without_speculation(settings)) as plain, progress_bar(as_json) as progress:
             bar = progress.add_task("plain, to compare", total=count)
             result = check_identical(
                 result, outputs, plain, prompts, params, lambda: progress.advance(bar)
@@ -115,14 +114,6 @@ def _run(
         raise typer.Exit(1)
 
 
-def _progress(quiet: bool) -> Progress:
-    """On standard error, and only where somebody watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    hidden = quiet or not console.is_terminal
-    return Progress(*columns, console=console, transient=True, disable=hidden)
-
-
 def show(result: EvalResult, where: dict[str, Any], console: Console) -> None:
     table = Table(show_header=False)
     table.add_column()
@@ -133,9 +124,7 @@ def show(result: EvalResult, where: dict[str, Any], console: Console) -> None:
     if result.acceptance.proposed:
         console.print(Text("Verify steps that accepted draft k", style="bold"))
         console.print(positions(result.acceptance, console))
-    chosen = where["engine"]
-    line = Environment.here(chosen["device"]).line()
-    console.print(f"{chosen['dtype']}, {line}", style="dim", soft_wrap=True)
+    console.print(made_with(where), style="dim", soft_wrap=True)
 
 
 def rows(result: EvalResult) -> Sequence[tuple[str, str]]:

@@ -1,14 +1,16 @@
-"""What the commands that generate text print, and how."""
+"""What the commands print, and how."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from forerun.bench.environment import Environment
 from forerun.evals.acceptance import Acceptance
 
 if TYPE_CHECKING:
@@ -53,3 +55,17 @@ def summary(outputs: list[RequestOutput], seconds: float) -> str:
 def dim(line: str) -> None:
     """A remark beside the text: on stderr, so that the text alone can be piped."""
     Console(stderr=True, highlight=False).print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """On standard error, and only where somebody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = quiet or not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=hidden)
+
+
+def made_with(where: Mapping[str, Any]) -> str:
+    """The line under a table, from `environment(llm)`."""
+    chosen = where["engine"]
+    return f"{chosen['dtype']}, {Environment.here(chosen['device']).line()}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -290,8 +291,9 @@ class DeviceStep:
         context = AttentionContext(self.attention, self.attention.plan(rows.attention(None)))
         hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
         tables.kv_len[slots] = tables.upload([s + n for s, n in spans], torch.int32)
-        drawn = self._first_tokens(chunks, hidden)
-        output = TargetOutput(hidden, features, self._ends(spans) - 1)
+        last_rows = [end - 1 for end in accumulate(count for _, count in spans)]
+        drawn = self._first_tokens(chunks, last_rows, hidden)
+        output = TargetOutput(hidden, features, tables.upload(last_rows, torch.int64))
         if self.caps.prefix_lookahead:  # of the last row: the token just drawn
             owner = tables.upload([c.slot for c in chunks for _ in c.tokens], torch.int64)
             behind = tables.history[owner, positions.long() + 1].long()
@@ -299,26 +301,18 @@ class DeviceStep:
         self.guard.observe(step, output, None)
         return drawn
 
-    def _ends(self, spans: Sequence[tuple[int, int]]) -> Tensor:
-        counts = torch.tensor([count for _, count in spans]).cumsum(0)
-        return self.tables.upload(counts.tolist(), torch.int64)
-
-    def _first_tokens(self, chunks: Sequence[PrefillChunk], hidden: Tensor) -> Tensor | None:
+    def _first_tokens(
+        self, chunks: Sequence[PrefillChunk], last_rows: Sequence[int], hidden: Tensor
+    ) -> Tensor | None:
         tables = self.tables
-        last_rows, slots_of, lengths, requests, row = [], [], [], [], 0
-        for chunk in chunks:
-            row += len(chunk.tokens)
-            if chunk.last:
-                last_rows.append(row - 1)
-                slots_of.append(chunk.slot)
-                lengths.append(chunk.start + len(chunk.tokens))
-                requests.append(chunk.request)
-        if not requests:
+        ends = [(chunk, row) for chunk, row in zip(chunks, last_rows, strict=True) if chunk.last]
+        if not ends:
             return None
-        rows = tables.upload(last_rows, torch.int64)
-        slots = tables.upload(slots_of, torch.int64)
-        at = tables.upload(lengths, torch.int64)  # position of the token to draw
-        flags = SamplingFlags.of(request.params for request in requests)
+        rows = tables.upload([row for _, row in ends], torch.int64)
+        slots = tables.upload([chunk.slot for chunk, _ in ends], torch.int64)
+        # Positions of the tokens to draw.
+        at = tables.upload([chunk.start + len(chunk.tokens) for chunk, _ in ends], torch.int64)
+        flags = SamplingFlags.of(chunk.request.params for chunk, _ in ends)
         drawn = self._drawn(hidden[rows], at.unsqueeze(1), slots, flags).squeeze(1)
         tables.last_token[slots] = drawn
         tables.history[slots, at] = drawn.int()

@@ -194,8 +194,9 @@ class SpeculativeAlgorithm(ABC):
     def supports_target_verify_for_draft(self) -> bool:
         """Whether the draft's forward has the verify pass's shape: the same W rows a request.
 
-        Then it is captured with the rows that were prepared for the verify pass; else it makes its
-        own, through `step.attention(width, offset)`.
+        Rows that were prepared for the verify pass serve every forward that asks for the same shape
+        through `step.attention(width, offset)`; others are captured with rows of their own. So this
+        changes nothing here: it is for those who must know beforehand.
         """
         return False
 

@@ -77,7 +77,6 @@ class DFlash(SpeculativeAlgorithm):
         )
         self._first = 0 if config.sample_from_anchor else 1  # the first row that predicts
         block = _block_size(ctx.config, config)
-        self._deepest = block - self._first  # tokens that a whole block predicts
         mask = _mask_token(ctx.config, config, ctx.target.config)
         self._masks = torch.full((1, block - 1), mask, dtype=torch.int64, device=ctx.device)
         self._places = torch.arange(block, dtype=torch.int32, device=ctx.device)
@@ -105,7 +104,7 @@ class DFlash(SpeculativeAlgorithm):
 
     def _depth(self, width: int) -> int:
         """Tokens of the block that a step verifies."""
-        return min(width - 1, self._deepest)
+        return min(width - 1, len(self._places) - self._first)
 
     def _predicting(self, step: Step) -> Tensor:
         """One pass over the block: hidden [B * depth, H] of the rows that predict.
