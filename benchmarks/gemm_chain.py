@@ -7,6 +7,7 @@ with stand-ins for attention.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -110,7 +111,7 @@ def kept(report: Report, name: str, bucket: int) -> list[Choice]:
     else:
         first = choose(*SHAPES[name][:2], bucket, gpu_of(DEVICE))
         found = [] if first is None else [first]
-    late = [replace(c, early=False) for c in found[:2]]
+    late = [replace(c, early=False) for c in found[:2] if not c.hopper]
     return [*found, *late, None]
 
 
@@ -157,6 +158,9 @@ def chain(timer: Timer, pool: ProcessPoolExecutor, rows_list: list[int], report:
         for name in none:
             if chosen[name] is not None:
                 entry[f"{name} by the library"] = run(lambda: links.step(x, chosen | {name: None}))
+        both = {"library": none, "chosen": chosen}
+        works = {label: lambda c=c: links.step(x, c) for label, c in both.items()}
+        entry |= in_turn(timer, works)
         report.found["chain"][rows] = {
             "ms": entry,
             "chosen": {name: None if c is None else asdict(c) for name, c in chosen.items()},
@@ -167,6 +171,22 @@ def chain(timer: Timer, pool: ProcessPoolExecutor, rows_list: list[int], report:
             print(f"  {label:28} {ms:6.3f} ms  {ms / floor:5.2f} x floor", flush=True)
         for name, config in chosen.items():
             print(f"  {name:10} {config}")
+
+
+def in_turn(timer: Timer, works: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """ms of each, replayed in turn: what is measured later runs on a warmer chip, and slower.
+
+    "Short" is 3 replays after a rest, "sustained" 60 in a row, at the chip's power limit perhaps.
+    """
+    graphs = {label: timer.capture(work) for label, work in works.items()}
+    times: dict[str, list[float]] = {}
+    for kind, turns, count, rest in (("short", 7, 3, 0.01), ("sustained", 3, 60, 0.0)):
+        for _ in range(turns):
+            for label, graph in graphs.items():
+                timer.replay(graph, -(-count // 4))
+                times.setdefault(f"{label}, {kind}", []).append(timer.replay(graph, count) / 1e3)
+                time.sleep(rest)
+    return {label: statistics.median(found) for label, found in times.items()}
 
 
 def unable(config: Choice, name: str, bucket: int, broken: set[Job]) -> bool:

@@ -49,6 +49,8 @@ TMA: dict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {
 }  # fmt: skip
 TMA[32], TMA[256] = TMA[16], TMA[512]
 
+HOPPER = ((64, 8), (128, 6), (192, 5))  # (block_n, stages) in Gluon
+
 
 def shapes(bucket: int) -> Iterator[GemmConfig]:
     """Configurations short of their number of programs."""
@@ -63,8 +65,15 @@ def shapes(bucket: int) -> Iterator[GemmConfig]:
 
 def candidates(name: str, bucket: int) -> Iterator[GemmConfig]:
     """Programs fill the multiprocessors evenly, or are a whole number a tile."""
-    n, k, _ = SHAPES[name]
+    n, k, form = SHAPES[name]
     units = torch.cuda.get_device_properties(0).multi_processor_count
+    for block_n, stages in HOPPER if bucket >= 128 else ():
+        base = GemmConfig(block_n, 64, units, stages=stages, hopper=True)
+        count = tiles(bucket, n, base)
+        if form != "add and norm":
+            yield replace(base, programs=min(units, count))
+        elif k % (64 * max(units // count, 1)) == 0:
+            yield replace(base, programs=count * max(units // count, 1), parts=True)
     for base in shapes(bucket):
         rows = min(bucket, base.block_m)
         deep = base.stages if base.tma or base.swap else base.stages - 1
@@ -81,7 +90,7 @@ def candidates(name: str, bucket: int) -> Iterator[GemmConfig]:
                 continue
             if programs < 0.6 * units or programs * 2 > count * (k // base.block_k):
                 continue
-            if SHAPES[name][2] == "add and norm" and programs % count == 0 and bucket > 32:
+            if form == "add and norm" and programs % count == 0 and bucket > 32:
                 yield replace(base, programs=programs, parts=True)
             if whole or (programs <= fits * units and -(-programs // units) * shared >= 60_000):
                 yield replace(base, programs=programs)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels import gemm as g
+from forerun.kernels import gemm_table
 from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.gemm import GemmConfig, Matrix, Scaled
 from forerun.kernels.gemm_table import TABLE, choose, default
@@ -144,6 +145,19 @@ def test_tuned_configurations_are_served() -> None:
                     assert count <= locks
                     assert not (c.tma or c.parts) or c.programs % count == 0
                     assert (c.block_n + bucket) * c.block_k * 2 * c.stages <= 227 << 10
+                    if c.hopper:
+                        split = c.programs // count if c.parts else 1
+                        assert bucket >= 128 and c.block_k == 64 and k % (64 * split) == 0
+
+
+def test_without_a_gluon_that_is_known_the_library_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(132, amd=False, capability=90)
+    monkeypatch.setattr(gemm_table, "available", lambda: True)
+    chosen = choose(24576, 4096, 128, gpu)
+    assert chosen is not None and chosen.hopper
+    monkeypatch.setattr(gemm_table, "available", lambda: False)
+    assert choose(24576, 4096, 128, gpu) is None
+    assert choose(24576, 4096, 64, gpu) is not None
 
 
 def test_unknown_shapes_leave_many_rows_to_the_library() -> None:
@@ -200,6 +214,41 @@ def test_same_bits_run_after_run_and_whatever_stands_beside(config: GemmConfig) 
         assert torch.equal(g.gemm(given.x, given.matrix, config), first)
     for rows in (65, 100, 127) if config.tma else (1, 5, 15):
         assert torch.equal(g.gemm(given.x[:rows], given.matrix, config), first[:rows])
+
+
+# (rows, N, K, configuration): several tiles a program, splits, columns past the end, two row tiles.
+HOPPER = [
+    (100, 24576, 4096, GemmConfig(192, programs=128, stages=5, hopper=True)),
+    (128, 4096, 12288, GemmConfig(128, programs=128, stages=6, hopper=True)),
+    (77, 5008, 640, GemmConfig(192, programs=3, stages=5, hopper=True)),
+    (300, 1536, 1024, GemmConfig(64, programs=20, stages=8, hopper=True)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (GPU and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)),
+    reason="for Hopper alone",
+)
+@pytest.mark.parametrize(("rows", "n", "k", "config"), HOPPER)
+def test_the_kernel_for_hopper(rows: int, n: int, k: int, config: GemmConfig) -> None:
+    torch.manual_seed(rows)
+    given = Given(rows, n, k, torch.bfloat16, torch.device("cuda", 0))
+    m = Matrix(given.matrix.weight, None, given.matrix.locks)
+    got = g.gemm(given.x, m, config)
+    close(got, given.product, 5e-3)
+    gate, up = given.product.chunk(2, -1)
+    close(g.gemm_silu(given.x, m, config), F.silu(gate) * up, 5e-3)
+    assert torch.equal(g.gemm_argmax(given.x, m, config), got.argmax(-1))
+    count = g.tiles(rows, n, config)
+    for split in (1, 2):
+        parts = g.gemm_partials(given.x, m, replace(config, programs=split * count))
+        close(parts.sum(0), given.product, 1e-4)
+    # The same bits run after run, and whatever stands beside a row.
+    for _ in range(10):
+        assert torch.equal(g.gemm(given.x, m, config), got)
+    fewer = rows - 11
+    assert torch.equal(g.gemm(given.x[:fewer], m, config), got[:fewer])
 
 
 @pytest.mark.gpu

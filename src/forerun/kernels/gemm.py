@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels import gemm_hopper
 from forerun.kernels.dispatch import use_triton
 from forerun.kernels.gemm_kernels import best_kernel, gemm_kernel
 from forerun.kernels.pdl import pdl_options
@@ -46,6 +47,9 @@ class GemmConfig:
     block_m: int = 128  # rows of x in a tile, where there are so many
     parts: bool = False  # partial sums are left to the next kernel, where it can add them up
     tma: bool = False  # operands come through tensor descriptors: bulk copies from Hopper on
+    # The kernel of `gemm_hopper.py`: block_m 128, block_k 64, its own warps; no `Scaled` rows, bias
+    # or residual.
+    hopper: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,16 @@ def _launch(
     rows_in = _plain(x)
     squares = x.squares if isinstance(x, Scaled) else None
     rows, k = rows_in.shape
+    if config.hopper:
+        assert squares is None and m.bias is None and residual is None
+        target = next(t for t in (out, best, partial) if t is not None)
+        gemm_hopper.launch(
+            rows_in, m.weight, target, best_ids,
+            block_n=config.block_n, stages=config.stages, programs=config.programs,
+            split=1 if partial is None else partial.shape[0],
+            paired=paired, partials=partial is not None,
+        )  # fmt: skip
+        return
     n = m.weight.shape[0] // (2 if paired else 1)
     assert rows <= MAX_ROWS and tiles(rows, m.weight.shape[0], config) <= len(m.locks)
     assert m.weight.is_contiguous() and rows_in.stride(1) == 1

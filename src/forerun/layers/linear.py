@@ -166,16 +166,19 @@ class Linear:
             return None
         n, k = matrix.weight.shape
         config = choose(n, k, _rows(x), gpu_of(matrix.weight.device))
-        return None if config is None else (matrix, config)
+        if config is None or (config.hopper and matrix.bias is not None):
+            return None
+        return matrix, config
 
     def takes_scaled(self, x: Tensor) -> bool:
         """Whether a product with as many rows as `x` has can finish an RMSNorm (`Scaled`)."""
-        return self._few(x) is not None
+        few = self._few(x)
+        return few is not None and not few[1].hopper
 
     def leaves_scaled(self, x: Tensor) -> bool:
         """Whether `add_scaled` is the fastest way to add and norm."""
         few = self._few(x)
-        return few is not None and not few[1].parts
+        return few is not None and not (few[1].parts or few[1].hopper)
 
     @property
     def fuses_add(self) -> bool:
