@@ -112,7 +112,9 @@ def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
 def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
     pools = Pools.make(batch, context, width, dtype, page, None)
     group = HEADS // KV_HEADS
-    splits = choose_splits(pools.q.device, batch, group * width, KV_HEADS, context, DIM, dtype)
+    splits = choose_splits(
+        pools.q.device, batch, group * width, KV_HEADS, context, DIM, dtype, page
+    )
     took = short(pools, width, splits, None)
     read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
     name = f"{'decode' if width == 1 else 'verify'} b{batch} w{width} ctx{context} page{page}"
@@ -120,12 +122,12 @@ def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: i
     return {"case": f"{name} {kind}", "splits": splits, "us": took, "gbs": read / took / 1e3}
 
 
-def behind_case(batch: int, context: int, width: int, dtype: torch.dtype) -> dict:
+def behind_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
     """Attention behind the fused norm, rotation and write of its own rows."""
-    pools = Pools.make(batch, context, width, dtype, PAGE, None)
+    pools = Pools.make(batch, context, width, dtype, page, None)
     device, group = pools.q.device, HEADS // KV_HEADS
-    splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype)
-    rows = pool_rows(pools.table, pools.start, None, width, batch * width, PAGE)
+    splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype, page)
+    rows = pool_rows(pools.table, pools.start, None, width, batch * width, page)
     positions = (pools.start.unsqueeze(1) + torch.arange(width, device=device)).flatten().int()
     qkv = torch.randn(batch * width, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
     ones = torch.ones(DIM, device=device, dtype=torch.bfloat16)
@@ -142,7 +144,7 @@ def behind_case(batch: int, context: int, width: int, dtype: torch.dtype) -> dic
     took = median_us(lambda: run(True), len(pools.k)) - median_us(lambda: run(False), len(pools.k))
     read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
     kind = str(dtype).removeprefix("torch.")
-    name = f"behind b{batch} w{width} ctx{context} page{PAGE} {kind}"
+    name = f"behind b{batch} w{width} ctx{context} page{page} {kind}"
     return {"case": name, "splits": splits, "us": took, "gbs": read / took / 1e3}
 
 
@@ -271,7 +273,8 @@ def main() -> None:
     rows += [short_case(32, 1024, 1, fp8, PAGE), short_case(32, 1024, 16, fp8, PAGE)]
     rows += [short_case(32, 8192, 1, fp8, PAGE)]
     rows += [short_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
-    rows += [behind_case(*shape, kind) for kind in (torch.bfloat16, fp8) for shape in SHORT]
+    kinds = ((torch.bfloat16, PAGE), (torch.bfloat16, 64), (fp8, PAGE))
+    rows += [behind_case(*shape, *kind) for kind in kinds for shape in SHORT]
     rows += [prefill_case(32, 1024, 1024, PAGE), prefill_case(8, 1024, 1024, PAGE)]
     rows += [prefill_case(1, 8192, 8192, PAGE), prefill_case(1, 4096, 8192, PAGE)]
     rows += [prefill_case(8, 1024, 1024, 64)]

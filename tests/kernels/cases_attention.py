@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forerun.kernels.attention_kernels import combine, short_block
-from forerun.kernels.attention_tiles import Tiles, prefill_tiles, short_tiles
+from forerun.kernels.attention_tiles import Tiles, by_bulk, prefill_tiles, short_tiles
 from forerun.kernels.device import Gpu
 from forerun.kernels.paged import _pool_rows, _write_kv
 from forerun.kernels.prefill_attention import _prefill
@@ -74,12 +74,21 @@ def short(
         " q_token q_head table_row"
     )
     kinds = [q, pool, pool, "*fp32" if splits else q, "*fp32", "*i32", "*i32", "*i64", "fp32"]
-    signature = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
+    plain = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
     own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, "PDL": False, **more}
 
     def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
-        blocks, options = _tiles(short_tiles(gpu, group * width, dim, dtype, kv, alone=splits))
-        blocks["BLOCK_W"] = min(blocks["BLOCK_N"], max(16, 1 << (width - 1).bit_length()))
+        tiles = short_tiles(gpu, group * width, dim, dtype, kv, page, alone=splits)
+        blocks: dict[str, Any]
+        blocks, options = _tiles(tiles)
+        blocks |= {"AHEAD": 128, "STAGES": tiles.stages, "BULK": False}
+        signature = dict(plain)
+        if by_bulk(gpu, page, tiles.block_n, dim, kv):
+            box = f"tensordesc<{POOLS[kv]}[1, {tiles.block_n}, {dim}]>"
+            signature |= {"k_blocks": box, "v_blocks": box}
+            blocks["BULK"] = True
+        else:
+            blocks |= {"k_blocks": None, "v_blocks": None}
         if not gpu.amd and gpu.capability >= 90:
             options, blocks = options | {"launch_pdl": True}, blocks | {"PDL": True}
         return Case(
@@ -135,6 +144,11 @@ def prefill(
 CASES = [
     *short("decode"),
     *short("verify 16", width=16, page=64),
+    *short("verify 16, pages of 16", width=16, targets=ONE),
+    *short("decode, pages of 64", page=64, targets=("sm_90", "sm_100")),
+    *short("tree, pages of 128", width=16, page=128, MASK=2, targets=("sm_90",)),
+    *short("window, pages of 64", width=16, page=64, WINDOW=512, targets=("sm_90",)),
+    *short("float32, pages of 64", dtype=torch.float32, dim=64, page=64, targets=("sm_90",)),
     *short("draft block", width=16, MASK=1, WINDOW=512, targets=ONE),
     *short("tree", width=16, MASK=2, targets=ONE),
     *short("decode, head dim 64", dim=64, group=2, targets=ONE),

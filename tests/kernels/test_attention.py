@@ -64,6 +64,7 @@ def spans(starts: list[int], width: int) -> list[tuple[int, int]]:
         (16, 2, 1, 128, 10, 1),
         (1, 1, 1, 256, 2, 2),
         (8, 3, 1, 24, 33, 2),
+        (256, 2, 1, 32, 20, 1),
     ],
 )
 def test_kernel_is_the_definition(
@@ -132,10 +133,11 @@ def test_a_tree_of_64_rows(device: torch.device) -> None:
 
 
 def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
-    few = choose_splits(device, 64, 4, 8, 4096, 128)
-    many = choose_splits(device, 1, 4, 1, 4096, 128)
+    pool = (128, torch.bfloat16, 16)
+    few = choose_splits(device, 64, 4, 8, 4096, *pool)
+    many = choose_splits(device, 1, 4, 1, 4096, *pool)
     assert few <= many
-    assert choose_splits(device, 1, 4, 1, 10, 128) == 1  # nothing to cut
+    assert choose_splits(device, 1, 4, 1, 10, *pool) == 1  # nothing to cut
 
 
 # --- real shapes, on a GPU ----------------------------------------------------------------------
@@ -154,6 +156,10 @@ QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
         (QWEN3_8B, torch.bfloat16, 16, Sight(TREE)),
         (QWEN3_8B, torch.bfloat16, 1, Sight()),
         (QWEN3_8B, torch.bfloat16, 64, Sight()),
+        (QWEN3_8B, torch.bfloat16, 64, Sight(TREE)),
+        (QWEN3_8B, torch.bfloat16, 64, Sight(CAUSAL, 300)),
+        (QWEN3_8B, torch.float32, 64, Sight(BLOCK)),
+        (PAIR, torch.float16, 128, Sight()),
         (QWEN3_8B, torch.bfloat16, 256, Sight(BLOCK, 500)),
     ],
     ids=str,

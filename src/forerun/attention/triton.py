@@ -92,6 +92,7 @@ class TritonAttention(AttentionBackend):
                 batch.kv_len_ub,
                 dim,
                 self.pool.layout.dtype,
+                page,
             )
             tree = None if batch.tree is None else batch.tree.flatten()
             return TritonPlan(batch, rows, splits, None, tree)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forerun.kernels.attention_kernels import combine, short_block
-from forerun.kernels.attention_tiles import Tiles, short_tiles
+from forerun.kernels.attention_tiles import Tiles, by_bulk, short_tiles
 from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import triton, use_triton
 from forerun.kernels.fp8 import as_bits, fp8_mode
@@ -25,6 +26,7 @@ from forerun.kernels.pdl import pdl_options
 
 CAUSAL, BLOCK, TREE = 0, 1, 2  # as kernels see masks
 LOG2E = math.log2(math.e)
+AHEAD = 128  # positions a program brings into the L2 cache while it waits
 COMBINED = 4096  # elements of partial results that a program puts together at once
 
 
@@ -59,6 +61,8 @@ def paged_attention(
     `start` are read before the kernel waits for its predecessor: a kernel without it (`pool_rows`)
     must lie between what writes them and this one. The W rows' own K/V is read after the wait.
 
+    Fastest on Hopper and later where a page holds whole blocks (64 positions; 32 of head dim 256).
+
     Args:
         q: [B * W, Hq, D]; tokens may be apart in memory.
         k_pool, v_pool: [pages, P, Hkv, D], any float dtype or float8_e4m3fn.
@@ -79,22 +83,25 @@ def paged_attention(
             q, k_pool, v_pool, page_table, start, width, sight, scale, tree
         )
     total, heads, dim = q.shape
-    kv_heads = k_pool.shape[2]
+    page, kv_heads = k_pool.shape[1:3]
     group = heads // kv_heads
     if tiles is None:
         gpu, rows = gpu_of(q.device), group * width
         alone = -(-rows // 64) * kv_heads * splits * start.shape[0] <= gpu.processors
-        tiles = short_tiles(gpu, rows, dim, q.dtype, k_pool.dtype, alone)
+        tiles = short_tiles(gpu, rows, dim, q.dtype, k_pool.dtype, page, alone)
     count = triton.cdiv(group * width, tiles.block_m)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     part, lse = out, out
     if splits > 1:
         part = torch.empty((total, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((total, heads, splits), dtype=torch.float32, device=q.device)
+    bulk = by_bulk(gpu_of(q.device), page, tiles.block_n, dim, k_pool.dtype)
     short_block[(kv_heads * count, splits, start.shape[0])](
         q,
         as_bits(k_pool),
         as_bits(v_pool),
+        _blocks(k_pool, tiles) if bulk else None,
+        _blocks(v_pool, tiles) if bulk else None,
         part,
         lse,
         page_table,
@@ -108,16 +115,18 @@ def paged_attention(
         KV_HEADS=kv_heads,
         WIDTH=width,
         DIM=dim,
-        PAGE=k_pool.shape[1],
+        PAGE=page,
         MASK=sight.mask,
         WINDOW=-1 if sight.window is None else sight.window,
         SPLIT=splits > 1,
         FP8=fp8_mode(k_pool),
         WIDE=wide_offsets(k_pool),
+        BULK=bulk,
+        AHEAD=AHEAD,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_W=min(tiles.block_n, max(16, triton.next_power_of_2(width))),
         BLOCK_D=triton.next_power_of_2(dim),
+        STAGES=tiles.stages,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(q),
@@ -130,6 +139,14 @@ def paged_attention(
 def wide_offsets(pool: Tensor) -> bool:
     """Whether an element's place in a pool needs more than 32 bits."""
     return pool.numel() >= 1 << 31
+
+
+def _blocks(pool: Tensor, tiles: Tiles) -> Any:
+    """Descriptor of a pool's blocks, [1, N, D] of [pages, P, Hkv * D]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = [1, tiles.block_n, pool.shape[3]]
+    return TensorDescriptor.from_tensor(pool.flatten(2), block)
 
 
 def _combine(part: Tensor, lse: Tensor, out: Tensor) -> None:

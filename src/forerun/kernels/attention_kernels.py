@@ -97,19 +97,41 @@ def soft_step(s, v, qk_scale, top, total, acc):
 
 
 @jit
+def bring(
+    k_ptr, v_ptr, table, first, high,
+    PAGE: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Brings K/V of AHEAD positions from `first` on, below `high`, into the L2 cache (CUDA)."""
+    position = tl.minimum(first + tl.arange(0, AHEAD), high - 1)
+    page = tl.load(table + position // PAGE)
+    if WIDE:
+        page = page.to(tl.int64)
+    at = (page * PAGE + position % PAGE) * ROW
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    lines = tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE
+    at = at[:, None] + tl.minimum(lines, DIM - 1)[None, :]
+    order: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(order, "=r,l", [k_ptr + at], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(order, "=r,l", [v_ptr + at], tl.int32, is_pure=False, pack=1)
+
+
+@jit
 def short_block(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, start_ptr, tree_ptr, qk_scale,
-    q_token, q_head, table_row,
+    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, out_ptr, lse_ptr, table_ptr, start_ptr, tree_ptr,
+    qk_scale, q_token, q_head, table_row,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
     PAGE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
-    FP8: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr = False,
+    FP8: tl.constexpr, WIDE: tl.constexpr, BULK: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """One tile of a request's rows, one K/V head, one split of the context.
+    """One tile of a request's rows, one K/V head, one split of the positions.
 
-    The context before the block is older than the kernel that runs just before, so its first
-    blocks are asked for before the wait; the loop's first pass waits and loads q. The block's own
-    rows, W positions at most, come after the context and belong to the last split.
+    What is older than the kernel that runs just before is asked for before the wait. BULK: K/V
+    come through the descriptors [pages, PAGE, KV_HEADS * DIM], and that is a call into the L2
+    cache. Otherwise the loop's first blocks are on their way before its first pass waits and loads
+    q, unless the block's own rows, which the kernel before writes, are among them.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
@@ -127,9 +149,11 @@ def short_block(
             low += (tile * BLOCK_M) // GROUP + 1
         low = tl.minimum(tl.maximum(low, 0), start)
     base = low // BLOCK_N
-    blocks = tl.cdiv(start, BLOCK_N) - base + 1  # the block's own rows weigh as much as one
+    blocks = tl.cdiv(start + WIDTH, BLOCK_N) - base
     begin = (base + blocks * split // splits) * BLOCK_N
-    end = tl.minimum((base + blocks * (split + 1) // splits) * BLOCK_N, start)
+    end = tl.minimum((base + blocks * (split + 1) // splits) * BLOCK_N, start + WIDTH)
+    high = tl.maximum(end, 1)
+    page = page_ids(table, begin, low, high, PAGE, BLOCK_N)
 
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
@@ -142,57 +166,49 @@ def short_block(
     q_type: tl.constexpr = q_ptr.dtype.element_ty
     # float8 becomes float16 in one instruction, bfloat16 in several.
     kind: tl.constexpr = tl.float16 if FP8 > 0 and q_type.primitive_bitwidth == 16 else q_type
+    ROW: tl.constexpr = KV_HEADS * DIM
     q = tl.zeros([BLOCK_M, BLOCK_D], kind)
-    if not PDL:
+    if PDL:  # noqa: SIM102  a constant
+        if BULK or ((end > start) & (begin + STAGES * BLOCK_N > start)):
+            bring(k_ptr, v_ptr, table, begin, high, PAGE, WIDE, ROW, DIM, BLOCK_D, AHEAD)
+            tl.extra.cuda.gdc_wait()
+    if BULK or not PDL:
         q = as_kind(tl.load(q_ptr, mask=real, other=0), kind)
 
     top = tl.full([BLOCK_M], -1e38, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    high = tl.maximum(end, 1)
-    page = page_ids(table, begin, low, high, PAGE, BLOCK_N)
     for first in range(begin, end, BLOCK_N):
-        offset = pool_rows_of(page, first, low, high, PAGE, BLOCK_N, WIDE) * (KV_HEADS * DIM)
-        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(kind)
-        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(kind)
+        origin = first  # position of the block's first row
+        if BULK:
+            # The last block reaches back: what lies past the end is no number, what is outside
+            # the page comes as zeros.
+            origin = tl.minimum(first, end - BLOCK_N)
+            at = first % PAGE + (origin - first)
+            k = k_blocks.load([page, at, kv_head * DIM]).reshape(BLOCK_N, BLOCK_D).to(kind)
+            v = v_blocks.load([page, at, kv_head * DIM]).reshape(BLOCK_N, BLOCK_D).to(kind)
+        else:
+            offset = pool_rows_of(page, first, low, high, PAGE, BLOCK_N, WIDE) * ROW
+            k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(kind)
+            v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(kind)
         page = page_ids(table, first + BLOCK_N, low, high, PAGE, BLOCK_N)
-        if PDL:  # noqa: SIM102  a constant
+        if PDL and not BULK:  # noqa: SIM102  a constant
             if first == begin:
                 tl.extra.cuda.gdc_wait()
                 q = as_kind(tl.load(q_ptr, mask=real, other=0), kind)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if WINDOW >= 0 or first + BLOCK_N > end:
-            position = first + tl.arange(0, BLOCK_N)
-            seen = (position < end)[None, :] & (row >= 0)[:, None]
-            if WINDOW >= 0:
-                seen = seen & visible(row, position, start, row, WIDTH, MASK, WINDOW)
+        if WINDOW >= 0 or first + BLOCK_N > start:
+            position = origin + tl.arange(0, BLOCK_N)
+            bits = row
+            if MASK == 2:
+                bits = tl.load(tree_ptr + token, mask=m < GROUP * WIDTH, other=0)
+            seen = visible(row, position, start, bits, WIDTH, MASK, WINDOW)
+            seen = seen & ((position >= first) & (position < end))[None, :]
             s = tl.where(seen, s, float("-inf"))
         top, total, acc = soft_step(s, v, qk_scale, top, total, acc)
 
     if PDL:
-        tl.extra.cuda.gdc_wait()  # for those that had no context, and then of no effect
-    if split == splits - 1:
-        if PDL:  # noqa: SIM102  a constant
-            if begin >= end:
-                q = as_kind(tl.load(q_ptr, mask=real, other=0), kind)
-        bits = row
-        if MASK == 2:
-            bits = tl.load(tree_ptr + token, mask=m < GROUP * WIDTH, other=0)
-        for behind in tl.range(0, WIDTH, BLOCK_W, num_stages=1):
-            own = start + tl.minimum(behind + tl.arange(0, BLOCK_W), WIDTH - 1)
-            own_page = tl.load(table + own // PAGE)
-            if WIDE:
-                own_page = own_page.to(tl.int64)
-            at = (own_page * PAGE + own % PAGE) * (KV_HEADS * DIM)
-            own_k = load_kv(k_ptr, at, d, DIM, BLOCK_D, FP8).to(kind)
-            own_v = load_kv(v_ptr, at, d, DIM, BLOCK_D, FP8).to(kind)
-            scores = tl.dot(q, tl.trans(own_k), input_precision="ieee")
-            place = start + behind + tl.arange(0, BLOCK_W)
-            marked = visible(row, place, start, bits, WIDTH, MASK, WINDOW)
-            marked = marked & (place < start + WIDTH)[None, :]
-            scores = tl.where(marked, scores, float("-inf"))
-            top, total, acc = soft_step(scores, own_v, qk_scale, top, total, acc)
-
+        tl.extra.cuda.gdc_wait()  # for those that had nothing to do, and then of no effect
     weight = tl.where(total == 0.0, 1.0, total)
     acc = acc / weight[:, None]
     where = token * (KV_HEADS * GROUP) + head

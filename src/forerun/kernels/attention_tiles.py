@@ -29,17 +29,29 @@ class Tiles:
         return {} if self.registers is None else {"maxnreg": self.registers}
 
 
+def by_bulk(gpu: Gpu, page: int, block_n: int, dim: int, pool: torch.dtype) -> bool:
+    """Whether the bulk copy engine (sm_90 on) brings blocks of K/V: each within one page."""
+    able = not gpu.amd and gpu.capability >= 90 and pool.itemsize > 1
+    return able and page % block_n == 0 and dim == triton.next_power_of_2(dim)
+
+
+def short_block_n(dim: int, dtype: torch.dtype) -> int:
+    """Positions of a block of K/V, but of RDNA and of some float8."""
+    row_bytes: int = triton.next_power_of_2(dim) * dtype.itemsize
+    return max(16, min(64, (64 << 8) // row_bytes))
+
+
 def short_tiles(
-    gpu: Gpu, rows: int, dim: int, dtype: torch.dtype, pool: torch.dtype, alone: bool
+    gpu: Gpu, rows: int, dim: int, dtype: torch.dtype, pool: torch.dtype, page: int, alone: bool
 ) -> Tiles:
-    """`rows`: W * group; `alone`: no processor has more than one program.
+    """`rows`: W * group; `page`: positions a page; `alone`: no processor has two programs.
 
     AMD has 64 KiB of shared memory, RDNA few registers besides.
     """
     power = triton.next_power_of_2(dim)
     row_bytes = power * dtype.itemsize
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    block_n = max(16, min(64, (64 << 8) // row_bytes))
+    block_n = short_block_n(dim, dtype)
     if gpu.amd and gpu.wave == 32:
         return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
     if gpu.amd:
@@ -48,6 +60,8 @@ def short_tiles(
         block_n *= 2
     # Few programs must keep much in flight; of many, two shall share a processor.
     stages = 3 if pool.itemsize == 1 or (block_m > 16 and not alone) else 4
+    if block_m == 16 and alone and by_bulk(gpu, page, block_n, dim, pool):
+        stages = 5
     room = gpu.shared - 2 * block_m * row_bytes
     stages = max(1, min(stages, room // (2 * block_n * power * pool.itemsize)))
     warps = 8 if row_bytes > 256 or dtype == torch.float32 else 4
@@ -61,27 +75,31 @@ def choose_splits(
     kv_heads: int,
     longest: int,
     dim: int,
-    pool: torch.dtype | None = None,
+    pool: torch.dtype,
+    page: int,
 ) -> int:
     """Splits that fill the device.
 
-    Two programs a processor hide each other's arithmetic; where a tile has many rows, each split
-    also costs their partial results, which a short context does not earn back.
+    Two programs a processor hide each other's arithmetic. One is enough for the bulk copy engine,
+    and where a tile has many rows: each split also costs their partial results, which a short
+    context does not earn back.
 
     Args:
         rows: W * group.
         longest: bound of the context.
-        pool: dtype of the K/V where it is not the rows'.
+        pool: dtype of the K/V.
+        page: positions a page.
     """
     gpu = gpu_of(device)
     tiles = -(-rows // 64) * batch * kv_heads
-    small = pool is not None and pool.itemsize == 1
-    costly = rows > 16 and longest < LONG and not small
-    each = 1 if costly and 2 * tiles <= gpu.processors and not gpu.amd else 2
-    wanted = each * gpu.processors // tiles
-    span = 2 * MIN_SPAN if small else MIN_SPAN
-    most = -(-longest // span)
-    most += most > 1  # the block's own rows stand by themselves
+    small = pool.itemsize == 1
+    most = -(-longest // (2 * MIN_SPAN if small else MIN_SPAN))
+    wanted = 2 * gpu.processors // tiles
+    one = rows > 16 and longest < LONG and not small
+    if by_bulk(gpu, page, short_block_n(dim, pool), dim, pool):
+        one = rows > 16 or most > wanted  # unless every block can be a split of its own
+    if one and 2 * tiles <= gpu.processors and not gpu.amd:
+        wanted = gpu.processors // tiles
     return max(1, min(wanted, most, MAX_SPLITS))
 
 
