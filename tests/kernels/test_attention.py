@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from forerun.kernels.attention import (
     paged_attention_torch,
 )
 from forerun.kernels.attention_tiles import Tiles, choose_splits
+from forerun.kernels.paged import pool_rows
+from forerun.kernels.qkv import qk_norm_rope_write
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -203,3 +207,37 @@ def test_places_past_32_bits() -> None:
     case.k_pool, case.v_pool = pools.unbind(0)
     case.table += pages - small
     assert relative_error(run(case, Sight(), 3), expected) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_behind_the_kernel_that_writes(page: int, splits: int) -> None:
+    """Its launch overlaps: rows of the block that were read too early would be no numbers."""
+    width, layers = 16, 12
+    heads, kv_heads, dim = QWEN3_8B
+    for starts in ([0, 3, 47, 48, 63, 64, 200], [1000, 1023, 2000]):
+        make = partial(make_paged, spans(starts, width), *QWEN3_8B, page, torch.bfloat16)
+        cases = [make(device="cuda") for _ in range(layers)]
+        table, start = cases[0].table, cases[0].start  # all have these
+        rows = pool_rows(table, start, None, width, len(starts) * width, page)
+        position = (start[:, None] + torch.arange(width, device="cuda")).flatten().int()
+        rope = torch.ones(max(starts) + width, 2, 1, dim, device="cuda", dtype=torch.bfloat16)
+        rope[:, 1] = 0  # by no angle
+        qkv = torch.randn(len(rows), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
+
+        def step(case: Paged) -> torch.Tensor:
+            args = (rope, position, rows, case.k_pool, case.v_pool)  # noqa: B023
+            case.q = qk_norm_rope_write(qkv, heads, None, *args)  # noqa: B023
+            return run(case, Sight(), splits)
+
+        step(cases[0])  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [step(case) for case in cases]
+        for case in cases:
+            for pool in (case.k_pool, case.v_pool):
+                pool.flatten(0, 1)[rows] = float("nan")
+        graph.replay()
+        for case, out in zip(cases, outs, strict=True):
+            assert relative_error(out, case.reference(Sight())) < BOUND[torch.bfloat16]
