@@ -45,6 +45,10 @@ def poison_on_release(llm: LLM) -> None:
         tables.page_table[slot] = 2**30
         for state in tables.states:
             state[slot] = 2**30
+        if step.late is not None:
+            for kept in (step.late._hidden, step.late._features):
+                if kept is not None:
+                    kept[slot] = torch.nan
 
     def poisoned_free(pages: list[int]) -> None:
         free(pages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.kernels import best_first, tree, verify
+from forerun.kernels import best_first, keep, tree, verify
 from tests.kernels.compiled import Case
 
 CASES = [
@@ -80,5 +80,16 @@ CASES = [
         )
         for kind in ("*bf16", "*u8", "*fp32")
         for block in (16, 64)
+    ),
+    *(
+        Case(
+            f"keep rows {kind}",
+            keep._keep_rows,
+            {"ring": kind, "slots": "*i64", "positions": "*i32", "rows": kind}
+            | {"size": "i32", "columns": "i32"},
+            {"BLOCK": keep.COLUMNS, "PDL": False},
+            multiples=("columns",),
+        )
+        for kind in ("*bf16", "*fp32")
     ),
 ]

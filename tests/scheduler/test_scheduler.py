@@ -2,7 +2,8 @@
 
 The device keeps, per (page, offset), a fingerprint of the tokens whose K/V was written there. A
 step reads its whole context through the page table and fails if any row holds another prefix: a
-page handed out too early, shared wrongly or written by two requests is found at once.
+page handed out too early, shared wrongly or written by two requests is found at once. So it keeps
+the draft's K/V, which a step that drafts reads: plain steps may leave it behind.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Device:
     def __init__(self, limits: Limits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
         self.kv: dict[tuple[int, int], int] = {}
+        self.draft_kv: dict[tuple[int, int], int] = {}
         self.table: dict[int, dict[int, int]] = {}
         self.tokens: dict[int, tuple[int, ...]] = {}  # device truth: all known tokens of a slot
 
@@ -75,12 +77,23 @@ class Device:
         size = self.limits.page_size
         return self.table[slot][position // size], position % size
 
-    def write(self, slot: int, tokens: tuple[int, ...], position: int) -> None:
-        self.kv[self.row(slot, position)] = hash(tokens[: position + 1])
+    def write(self, slot: int, tokens: tuple[int, ...], position: int, observed: bool) -> None:
+        row, mark = self.row(slot, position), hash(tokens[: position + 1])
+        self.kv[row] = mark
+        if observed:
+            self.draft_kv[row] = mark
 
-    def read(self, slot: int, tokens: tuple[int, ...], end: int) -> None:
+    def read(self, slot: int, tokens: tuple[int, ...], end: int, drafts: bool) -> None:
         for position in range(end):
-            assert self.kv.get(self.row(slot, position)) == hash(tokens[: position + 1])
+            row, mark = self.row(slot, position), hash(tokens[: position + 1])
+            assert self.kv.get(row) == mark
+            assert not drafts or self.draft_kv.get(row) == mark
+
+    def observe_late(self, slot: int, rows: int) -> None:
+        assert 0 < rows <= self.limits.late_rows
+        tokens = self.tokens[slot]
+        for position in range(len(tokens) - 1 - rows, len(tokens) - 1):
+            self.write(slot, tokens, position, observed=True)
 
     def launch(self, plan: StepPlan) -> StepResult:
         for admission in plan.admitted:
@@ -92,6 +105,8 @@ class Device:
                 written.add((slot, first + i))
                 assert page != 0
                 self.table[slot][first + i] = page
+        for late, rows in plan.late:
+            self.observe_late(late.slot, rows)
         return StepResult(
             [self._decode(r.slot, r.kv_len_ub, plan.width) for r in plan.decode],
             [self._prefill(c.slot, c.start, c.tokens, c.request, c.last) for c in plan.prefill],
@@ -101,15 +116,16 @@ class Device:
         tokens = self.tokens[slot]
         kv_len = len(tokens) - 1
         assert kv_len <= bound
-        self.read(slot, tokens, kv_len)
+        self.read(slot, tokens, kv_len, drafts=width > 1)
         for position in range(kv_len, kv_len + self.limits.kv_reserve):  # garbage, then the truth
-            self.kv[self.row(slot, position)] = -1
+            self.kv[self.row(slot, position)] = self.draft_kv[self.row(slot, position)] = -1
         drawn: tuple[int, ...] = ()
         for _ in range(self.rng.randint(1, width)):
             drawn = (*drawn, next_token(tokens + drawn))
         self.tokens[slot] = tokens + drawn
         for position in range(kv_len, kv_len + len(drawn)):
-            self.write(slot, self.tokens[slot], position)
+            observed = width > 1 or not self.limits.late_rows
+            self.write(slot, self.tokens[slot], position, observed)
         return list(drawn)
 
     def _prefill(
@@ -117,9 +133,9 @@ class Device:
     ) -> int | None:
         known = request.prefill_tokens
         assert known[start : start + len(tokens)] == tokens
-        self.read(slot, known, start)
+        self.read(slot, known, start, drafts=True)
         for position in range(start, start + len(tokens)):
-            self.write(slot, known, position)
+            self.write(slot, known, position, observed=True)
         if not last:
             return None
         token = next_token(known)
@@ -136,8 +152,9 @@ def make(
     slots: int = 4,
     cache: bool = True,
     seed: int = 0,
+    late_rows: int = 0,
 ) -> tuple[Scheduler, Device]:
-    limits = Limits(slots, page_size, width, width, chunk, 64, depth)
+    limits = Limits(slots, page_size, width, width, chunk, 64, depth, late_rows)
     allocator = PageAllocator(pages + 1)
     prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
     widths = AnyWidth(width, random.Random(seed + 1))
@@ -199,6 +216,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     tight=st.booleans(),
     cache=st.booleans(),
     aborts=st.sampled_from([0.0, 0.1]),
+    late_rows=st.sampled_from([0, 1, 3]),
 )
 def test_texts_are_those_of_plain_decoding(
     seed: int,
@@ -209,11 +227,12 @@ def test_texts_are_those_of_plain_decoding(
     tight: bool,
     cache: bool,
     aborts: float,
+    late_rows: int,
 ) -> None:
     rng = random.Random(seed)
     alone = -(-(64 + 2 * width) // page_size)  # pages of the largest request
     pages = alone + rng.randint(0, alone) if tight else alone * 4
-    scheduler, device = make(page_size, pages, depth, width, chunk, 4, cache, seed)
+    scheduler, device = make(page_size, pages, depth, width, chunk, 4, cache, seed, late_rows)
     stem = tuple(rng.randrange(6) for _ in range(40))
     requests = []
     for i in range(rng.randint(1, 12)):
@@ -221,6 +240,9 @@ def test_texts_are_those_of_plain_decoding(
         prompt = (*shared, *(rng.randrange(6) for _ in range(rng.randint(1, 8))))
         requests.append(request(i, prompt, rng.randint(1, 64 - len(prompt))))
     run(scheduler, device, requests, rng, aborts)
+    turns = [(item.prompt + tuple(item.output))[:63] for item in requests]  # goes on from there
+    requests += [request(100 + i, turn, 64 - len(turn)) for i, turn in enumerate(turns)]
+    run(scheduler, device, requests[len(turns) :], rng, aborts)
     scheduler.check_idle()
     for item in requests:
         assert item.state is State.FINISHED and item.finish is not None
@@ -279,7 +301,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 def test_two_thousand_requests_with_aborts_lose_no_page() -> None:
     rng = random.Random(7)
-    scheduler, device = make(page_size=4, pages=60, depth=1, width=4, slots=8)
+    scheduler, device = make(page_size=4, pages=60, depth=1, width=4, slots=8, late_rows=4)
     requests = []
     for i in range(2000):
         prompt = tuple(rng.randrange(6) for _ in range(rng.randint(1, 30)))

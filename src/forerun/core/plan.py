@@ -43,6 +43,8 @@ class StepPlan:
     # (slot, first index in its page-table row, page ids)
     page_writes: list[tuple[int, int, list[int]]] = field(default_factory=list)
     decode: list[DecodeRow] = field(default_factory=list)
+    # Of `decode`, before it: requests whose drafts hear of so many plain steps now.
+    late: list[tuple[Request, int]] = field(default_factory=list)
     width: int = 1  # rows that each of `decode` verifies
     prefill: list[PrefillChunk] = field(default_factory=list)
 

@@ -11,6 +11,7 @@ from typing import Any
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.engine.graphs import StepGraphs, capture_with_bar
+from forerun.engine.late import LateRows
 from forerun.engine.memory import KVBudget, MemoryLog, Rehearsal, kv_budget, rehearse
 from forerun.engine.phases import PhaseClock
 from forerun.engine.resolve import Attending, Settings, attending, resolve
@@ -64,6 +65,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         pages = limits.pages(settings.positions)
         tables = SlotTables(limits.slots, settings.positions, pages, caps.draft_tokens, device)
         tables.states += slot_rows(algorithm, limits.slots + 1, device)
+        late = LateRows.of(settings, device)
         simulate = _simulated(settings)
         # A compiled step would keep the time at which it was compiled.
         clock = PhaseClock(device) if config.enable_trace and not config.cpu_graph else None
@@ -71,7 +73,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     def over(pages: int) -> DeviceStep:
         target, *draft = (each.over(pages, device) for each in attention)
         own = draft[0] if draft else None
-        return DeviceStep(model, algorithm, caps, tables, target, own, simulate, clock)
+        return DeviceStep(model, algorithm, caps, tables, target, own, simulate, clock, late)
 
     seen = Rehearsal()
     if device.type == "cuda":

@@ -112,7 +112,7 @@ def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepP
     """
     sampled = SamplingParams(temperature=1.0, top_k=9, top_p=0.9, min_p=0.1, min_new_tokens=1)
     requests = [
-        Request("rehearsal", (0,), params, 0, frozenset())
+        Request("rehearsal", (0,), params, 0, frozenset(), slot=nobody)
         for params in (SamplingParams(temperature=0.0), sampled)
     ]
     chunks: list[PrefillChunk] = []
@@ -124,7 +124,8 @@ def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepP
     yield StepPlan(prefill=chunks)
     for request, width, batch in product(requests, widths, (1, limits.slots)):
         row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
-        yield StepPlan(decode=[row] * batch, width=width)
+        late = [(request, 0)] * batch if limits.late_rows and width > 1 else []
+        yield StepPlan(decode=[row] * batch, late=late, width=width)
 
 
 def _graph_bytes(graphs: StepGraphs, device: torch.device) -> int:

@@ -20,6 +20,8 @@ from forerun.scheduler.width import ladder
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
 
+LATE_ROWS = 16  # most outputs of plain steps that are kept back for a draft, each request
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -111,6 +113,7 @@ def _limits(
         prefill_tokens=config.chunked_prefill_size,
         context_length=context,
         depth=depth if waits or overlap_depth is None else overlap_depth,
+        late_rows=min(caps.width, LATE_ROWS) if caps.late_observe else 0,
     )
 
 

@@ -60,6 +60,8 @@ class Runner:
         """Queues the whole step on the device and returns at once (on a CPU: computes it)."""
         launched = time.monotonic()
         self.tables.apply(plan)
+        if plan.late:
+            self._observe_late(plan)
         drawn, new = self._decode(plan.decode, plan.width) if plan.decode else (None, None)
         # What a graph returns lives until its next replay; the copies are queued before that.
         decode = self._to_host(drawn), self._to_host(new)
@@ -76,7 +78,7 @@ class Runner:
     def _decode(self, rows: Sequence[DecodeRow], width: int) -> tuple[Tensor, Tensor]:
         slots = [row.slot for row in rows]
         flags = SamplingFlags.of(row.request.params for row in rows)
-        bound = max(row.kv_len_ub for row in rows) + self.step.caps.kv_reserve
+        bound = self._bound(rows)
         draft = None
         if self.step.caps.needs_host_tokens and width > 1:
             requests = [row.request for row in rows]
@@ -87,6 +89,15 @@ class Runner:
             return self.graphs.run(slots, width, flags.sampled or flags.min_tokens, draft)
         index = self.tables.upload(slots, torch.int64)
         return self.step.decode(index, bound, width, flags, draft)
+
+    def _observe_late(self, plan: StepPlan) -> None:
+        requests, counts = zip(*plan.late, strict=True)
+        slots = self.tables.upload([request.slot for request in requests], torch.int64)
+        new = self.tables.upload(counts, torch.int32)
+        self.step.observe_late(slots, new, self._bound(plan.decode))
+
+    def _bound(self, rows: Sequence[DecodeRow]) -> int:
+        return max(row.kv_len_ub for row in rows) + self.step.caps.kv_reserve
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.device.type != "cuda":

@@ -19,6 +19,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.core.plan import PrefillChunk
 from forerun.engine.guard import Guard
+from forerun.engine.late import LateRows
 from forerun.engine.phases import Border, PhaseClock
 from forerun.engine.tables import SlotTables
 from forerun.kernels.commit import Pace
@@ -97,7 +98,9 @@ class DeviceStep:
         draft_attention: AttentionBackend | None,
         simulate: Pace | None = None,
         clock: PhaseClock | None = None,
+        late: LateRows | None = None,
     ) -> None:
+        """`late`: keeps what plain steps put out until the algorithm hears of it."""
         self.model = model
         self.algorithm = algorithm
         self.guard = Guard(algorithm, trees=caps.makes_trees)
@@ -107,6 +110,7 @@ class DeviceStep:
         self.draft_attention = draft_attention
         self.simulate = simulate
         self.clock = clock
+        self.late = late
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -150,12 +154,33 @@ class DeviceStep:
             drawn, output = self._along(path, drawn, output, rows)
         new = self.tables.commit(judged, drawn, slots, step.start, forced)  # [B]
 
-        if self.caps.prefix_lookahead:
-            begin = torch.arange(0, drawn.numel(), width, device=drawn.device)
-            output = replace(output, next_ids=drawn.flatten(), last_rows=begin + new - 1)
-        self.guard.observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
+        if width == 1 and self.late is not None:
+            self.late.keep(slots, step.positions, output)
+        else:
+            self._observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
         self._mark(Border.COMMITTED)
         return drawn, new
+
+    def observe_late(self, slots: Tensor, new: Tensor, kv_len_ub: int) -> None:
+        """Tells the algorithm of the newest `new` [B] int32 rows of `slots` [B], which were kept."""
+        assert self.late is not None
+        tables, width = self.tables, self.late.rows
+        before = tables.kv_len.index_add(0, slots, new, alpha=-1)
+        _, step = self._rows(slots, kv_len_ub, width, before)
+        at = step.positions.view(-1, width).long()
+        behind = torch.arange(width, device=slots.device) >= new.unsqueeze(1)
+        tokens = (tables.history[slots.unsqueeze(1), at + i].long() for i in (0, 1))
+        ids, drawn = (each.masked_fill(behind, 0) for each in tokens)
+        output = self.late.take(slots, at, behind)
+        step = replace(step, newest=ids[:, 0], input_ids=ids.flatten(), late=True)
+        self._observe(step, output, Commit(drawn, new))
+
+    def _observe(self, step: Step, output: TargetOutput, commit: Commit) -> None:
+        drawn = commit.tokens
+        if self.caps.prefix_lookahead:
+            begin = torch.arange(0, drawn.numel(), drawn.shape[1], device=drawn.device)
+            output = replace(output, next_ids=drawn.flatten(), last_rows=begin + commit.new - 1)
+        self.guard.observe(step, output, commit)
 
     def filler(self, slots: Tensor, width: int) -> Draft:
         """Tokens that are as good as none, where a draft must be given."""
@@ -179,10 +204,14 @@ class DeviceStep:
         if self.clock is not None:
             self.clock.mark(border)
 
-    def _rows(self, slots: Tensor, kv_len_ub: int, width: int) -> tuple[_DecodeRows, Step]:
+    def _rows(
+        self, slots: Tensor, kv_len_ub: int, width: int, kv_len: Tensor | None = None
+    ) -> tuple[_DecodeRows, Step]:
+        """`kv_len` [S]: lengths to start from, instead of the tables'."""
         tables, page = self.tables, self.attention.pool.page_size
+        lengths = tables.kv_len if kv_len is None else kv_len
         head = prepare(
-            slots, tables.kv_len, tables.last_token, tables.page_table, width, page, kv_len_ub
+            slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub
         )
         rows = _DecodeRows(
             page_table=head.page_rows,

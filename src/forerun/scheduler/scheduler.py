@@ -39,6 +39,7 @@ class Limits:
     prefill_tokens: int  # prompt tokens a step, over all requests
     context_length: int
     depth: int  # steps that may be in flight when the next is scheduled
+    late_rows: int = 0  # plain steps that drafts may hear of later; 0: at once
 
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -152,6 +153,8 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, message: str) -> None:
         """A step that could not be launched: its requests end, with what they have."""
+        for request, rows in plan.late:
+            request.unobserved += rows
         for request in [r.request for r in plan.decode] + [c.request for c in plan.prefill]:
             request.pending.pop()
             if request.state is not State.FINISHED:
@@ -171,10 +174,23 @@ class Scheduler:
                 plan.decode.append(DecodeRow(request, request.slot, bound))
 
     def _choose_width(self, plan: StepPlan) -> None:
-        if plan.decode:
-            plan.width = self.widths.choose([row.request for row in plan.decode])
-        for row in plan.decode:
-            row.request.pending.append(plan.width)
+        requests = [row.request for row in plan.decode]
+        if requests:
+            plan.width = self.widths.choose(requests)
+        for request in requests:
+            request.pending.append(plan.width)
+        if self.limits.late_rows:
+            self._plan_late(plan, requests)
+
+    def _plan_late(self, plan: StepPlan, requests: list[Request]) -> None:
+        """Drafts hear of plain steps when they are wanted again, or when no more can be kept."""
+        if plan.width > 1 or any(r.unobserved == self.limits.late_rows for r in requests):
+            plan.late = [(r, r.unobserved) for r in requests if r.unobserved]
+            for request, _ in plan.late:
+                request.unobserved = 0
+        if plan.width == 1:
+            for request in requests:
+                request.unobserved += 1
 
     def _surely_done(self, request: Request) -> bool:
         """Steps in flight yield a token each at least: no use launching past the end."""
@@ -259,6 +275,7 @@ class Scheduler:
         request.pages = [*match.pages, *pages]
         request.prefill_tokens = tokens
         request.prefill_done = request.kv_len = request.cached_len = match.length
+        request.unobserved = 0
         if not request.preemptions:
             request.cached_tokens = match.length
         plan.admitted.append(Admission(request, request.slot))
@@ -315,7 +332,8 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Slot and pages go back. Only what was returned is shared: nothing past a stop."""
         tokens = request.tokens
-        kv_len = min(request.kv_len, len(tokens))
+        # Of a step past the end, `unobserved` counts a row that `kv_len` does not: less is shared.
+        kv_len = min(request.kv_len - request.unobserved, len(tokens))
         inserted = self.prefix.insert(tokens, request.pages, request.node, kv_len)
         self.allocator.free(inserted.owned)
         self.prefix.unlock(request.node)

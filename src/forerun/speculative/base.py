@@ -49,6 +49,8 @@ class SpecCaps:
     tree_depth: int | None = None  # drafts on their longest path, if that is known
     prefix_lookahead: int = 0  # 1 where draft K/V at i depends on token i + 1
     needs_host_tokens: bool = False  # `propose` reads `step.tokens`: no overlap, not captured
+    # `observe` may hear of plain steps later: several rows of a request at once (`Step.late`)
+    late_observe: bool = False
 
     @property
     def width(self) -> int:
@@ -122,6 +124,9 @@ class Step:
     input_ids: Tensor | None  # [T] int64: in `observe`, what the target ran on
     history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
     attention: DraftRows | None  # where the algorithm has a pool
+    # In `observe`, with `late_observe`: rows of plain steps from `start` on, over which nothing was
+    # proposed; `commit.new` of them are there, and what stands behind these means nothing.
+    late: bool = False
     draw: Draw | None = None  # in `propose`
     # Host, where `needs_host_tokens`: all tokens of each request, and its name while it runs.
     tokens: Sequence[Sequence[int]] | None = None

@@ -207,7 +207,7 @@ def _why_not_numbers(caps: SpecCaps) -> str | None:
     for field in ("draft_tokens", "kv_reserve", "draft_heads", "prefix_lookahead"):
         if not _is_a(value := vars(caps)[field], int):
             return f"{field} must be an integer, got {value!r}"
-    for field in ("flexible", "needs_host_tokens"):
+    for field in ("flexible", "needs_host_tokens", "late_observe"):
         if not _is_a(value := vars(caps)[field], bool):
             return f"{field} must be True or False, got {value!r}"
     return None

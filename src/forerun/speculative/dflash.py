@@ -63,6 +63,7 @@ class DFlash(SpeculativeAlgorithm):
             draft_kv=KVLayout(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks(window),
+            late_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:

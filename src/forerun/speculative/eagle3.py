@@ -44,6 +44,7 @@ class Eagle3(HiddenChain):
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks,
             prefix_lookahead=1,
+            late_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:

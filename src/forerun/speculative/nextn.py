@@ -41,6 +41,7 @@ class NextN(HiddenChain):
             draft_heads=model.num_heads,
             draft_attention=(draft.mask,),
             prefix_lookahead=1,
+            late_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:

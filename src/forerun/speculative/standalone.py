@@ -59,6 +59,7 @@ class Standalone(SpeculativeAlgorithm):
             draft_kv=KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype),
             draft_heads=model.num_heads,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
+            late_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:
@@ -82,10 +83,10 @@ class Standalone(SpeculativeAlgorithm):
 
     def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
         assert step.input_ids is not None and step.attention is not None
-        if step.width is None:
+        if step.width is None or step.late:
             ids = self._known(step.input_ids)
-            self._draft.forward(ids, step.positions, step.attention(None))
-        else:
+            self._draft.forward(ids, step.positions, step.attention(step.width))
+        else:  # `propose` ran the rows before
             last = step.width - 1
             self._run(step, last, step.input_ids.view(-1, step.width)[:, last].contiguous())
 

@@ -1,0 +1,86 @@
+"""Plain steps of which the draft hears later: it proposes what it would have proposed anyway."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from forerun import LLM
+from forerun.speculative.base import Draft, Step
+from tests.engine.test_algorithms import GREEDY, PROMPTS
+from tests.golden_engine import golden_llm
+
+NAMES = ["DFLASH", "DDTREE", "EAGLE3", "NEXTN", "STANDALONE"]
+Proposals = dict[tuple[int, int], list[int]]  # (request, position) -> what was drafted there
+
+
+def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
+    settings = {"speculative_adaptive": True, "max_running_requests": 3, **settings}
+    make = golden_llm if name in ("DFLASH", "DDTREE") else chain_llm
+    return make(name, **settings)
+
+
+def follow(
+    llm: LLM, prompts: list[list[int]], seed: int
+) -> tuple[list[list[int]], list[list[int]], Proposals]:
+    """Texts, accept lengths and drafts, with widths that depend on nothing but the step's rows."""
+    widths, step = llm.engine.scheduler.widths, llm.engine.parts.runner.step
+    rng, proposals = random.Random(seed), {}
+    turns: list[int] = []
+
+    def choose(requests: list[Any], most: int) -> int:
+        if not turns:  # stretches of plain steps, longer than what can be kept
+            turns.extend([0] * rng.choice([1, 2, 7, 16, 17, 40]) + [most] * rng.choice([1, 2]))
+        return widths.widths[turns.pop(0)]
+
+    widths._choose = choose  # type: ignore[method-assign, assignment]
+    propose = step.guard.propose
+
+    def recorded(of: Step) -> Draft:
+        draft = propose(of)
+        owner = {r.slot: r for r in llm.engine.scheduler.running}
+        for slot, start, tokens in zip(*map(Tensor.tolist, (of.slots, of.start, draft.tokens))):
+            if slot in owner:
+                proposals[prompts.index(list(owner[slot].prompt)), start] = tokens
+        return draft
+
+    step.guard.propose = recorded  # type: ignore[method-assign]
+    outs = llm.generate(input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": 48})
+    step.guard.propose = propose  # type: ignore[method-assign]
+    llm.engine.check()
+    lengths = [o.meta_info["spec_accept_lengths"] for o in outs]
+    return [o.output_ids for o in outs], lengths, proposals
+
+
+def conversation(llm: LLM) -> list[tuple[list[list[int]], list[list[int]], Proposals]]:
+    """The second and third turn find their past in the prefix cache."""
+    turns, prompts = [], PROMPTS
+    for seed in range(3):
+        turns.append(follow(llm, prompts, seed))
+        prompts = [p + text for p, text in zip(prompts, turns[-1][0], strict=True)]
+    return turns
+
+
+@pytest.mark.parametrize(("depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_are_those_of_an_engine_that_tells_at_once(
+    name: str,
+    depth: int,
+    page_size: int,
+    chain_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"overlap_depth": depth, "page_size": page_size, "disable_cuda_graph": True}
+    with engine(name, chain_llm, **settings) as llm:
+        assert llm.engine.limits.late_rows == min(16, llm.engine.limits.width)
+        late = conversation(llm)
+    monkeypatch.setattr("forerun.engine.resolve.LATE_ROWS", 0)
+    with engine(name, chain_llm, **settings) as llm:
+        assert llm.engine.limits.late_rows == 0
+        at_once = conversation(llm)
+    for got, want in zip(late, at_once, strict=True):
+        assert got[2] and got == want
