@@ -8,7 +8,7 @@ import pytest
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.scheduler.width import AdaptiveWidth, FixedWidth, ladder
+from forerun.scheduler.width import AdaptiveWidth, FixedWidth, Outcome, ladder
 
 WIDTHS = (1, 4, 8, 16)
 # A device on which rows are nearly free for few requests and cost in full for many.
@@ -26,12 +26,14 @@ def speed(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed: int 
     for _ in range(steps):
         width = policy.choose(requests)
         seconds += COSTS[batch][policy.widths.index(width)]
+        outcomes = []
         for r in requests:
             right = 0
             while right < width - 1 and rng.random() < rate:
                 right += 1
-            policy.learn(r, width - 1, right)
+            outcomes.append(Outcome(r, width - 1, right))
             tokens += right + 1
+        policy.learn(outcomes)
     return tokens / seconds
 
 
@@ -97,8 +99,8 @@ def test_no_slower_than_the_better_of_plain_and_full(batch: int) -> None:
                 late.append((width, new))
                 if step:
                     before, lengths = late.pop(0)
-                    for r, n in zip(requests, lengths, strict=True):
-                        policy.learn(r, before - 1, n - 1)
+                    pairs = zip(requests, lengths, strict=True)
+                    policy.learn([Outcome(r, before - 1, n - 1) for r, n in pairs])
                 policy.timed(batch, width, taken / 1000)
                 made, ms = made + sum(new), ms + taken
         best = max(batch / PLAIN[batch], batch * mean / TRUE[batch][3])
@@ -118,11 +120,11 @@ def test_it_comes_back_when_the_text_becomes_easy() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     requests = [request()]
     for _ in range(300):
-        policy.learn(requests[0], policy.choose(requests) - 1, 0)
+        policy.learn([Outcome(requests[0], policy.choose(requests) - 1, 0)])
     policy.chosen.clear()
     for _ in range(3000):
         width = policy.choose(requests)
-        policy.learn(requests[0], width - 1, width - 1)
+        policy.learn([Outcome(requests[0], width - 1, width - 1)])
     assert policy.chosen[16] > 2000
 
 
@@ -143,11 +145,11 @@ def test_a_pause_while_measuring_is_overcome(wrong: int) -> None:
     policy, requests = AdaptiveWidth(WIDTHS, costs), [request()]
     for _ in range(500):
         width = policy.choose(requests)
-        policy.learn(requests[0], width - 1, width - 1)
+        policy.learn([Outcome(requests[0], width - 1, width - 1)])
         policy.timed(1, width, [1.0, 1.1, 1.2, 1.3][WIDTHS.index(width)])
     policy.chosen.clear()
     for _ in range(100):
-        policy.learn(requests[0], policy.choose(requests) - 1, 15)
+        policy.learn([Outcome(requests[0], policy.choose(requests) - 1, 15)])
     assert policy.chosen[16] + policy.chosen[8] == 100
 
 
@@ -184,9 +186,9 @@ def test_a_tree_is_not_deeper_than_its_paths() -> None:
     policy = AdaptiveWidth((1, 33), {1: [1.0, 6.5]}, depth=5)
     r = request()
     for _ in range(50):
-        policy.learn(r, 32, 5)  # every step accepts a whole path
+        policy.learn([Outcome(r, 32, 5)])  # every step accepts a whole path
     assert policy.choose([r]) == 1  # 6 tokens for 6.5
     policy = AdaptiveWidth((1, 33), {1: [1.0, 5.5]}, depth=5)
     for _ in range(50):
-        policy.learn(r, 32, 5)
+        policy.learn([Outcome(r, 32, 5)])
     assert policy.choose([r]) == 33

@@ -210,9 +210,7 @@ class DeviceStep:
         """`kv_len` [S]: lengths to start from, instead of the tables'."""
         tables, page = self.tables, self.attention.pool.page_size
         lengths = tables.kv_len if kv_len is None else kv_len
-        head = prepare(
-            slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub
-        )
+        head = prepare(slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub)
         rows = _DecodeRows(
             page_table=head.page_rows,
             start=head.start,

@@ -2,7 +2,8 @@
 
 A mean over few observations says little, and draft k is judged only where all before it agreed. So
 every mean is taken together with a guess, worth `GUESS` observations: of a request, what is known
-of all requests; of all requests, what is known of draft k - 1. No torch.
+of all requests; of all requests, what is known of draft k - 1. The latter only bridges what was
+never seen: it is weighed against all there ever was, not against what a mean goes back. No torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Rates:
         self._memory = memory
         self._means = [0.0] * drafts
         self._seen = [0.0] * drafts  # observations behind each mean
+        self._ever = [0.0] * drafts  # and all there were
         self._age = 0  # steps since the last observation
 
     def wait(self) -> None:
@@ -41,18 +43,21 @@ class Rates:
             return
         for k in range(drafts, len(self._seen)):  # what is known of those behind grows old
             self._seen[k] *= 1 - 1 / self._memory
+            self._ever[k] = min(self._ever[k], self._memory) * (1 - 1 / self._memory)
 
     def _observe(self, k: int, right: float) -> None:
         seen = min(self._seen[k] + 1, self._memory)
         self._means[k] += (right - self._means[k]) / seen
         self._seen[k] = seen
+        self._ever[k] += 1
 
     def estimates(self, of_all: Sequence[float] | None = None) -> list[float]:
         """c_1, c_2, ...; `of_all`: the same of all requests."""
         out, before = [], PRIOR
-        for k, (mean, seen) in enumerate(zip(self._means, self._seen, strict=True)):
+        behind = self._ever if of_all is None else self._seen
+        for k, (mean, weight) in enumerate(zip(self._means, behind, strict=True)):
             guess = before if of_all is None else of_all[k]
-            before = (seen * mean + GUESS * guess) / (seen + GUESS)
+            before = (weight * mean + GUESS * guess) / (weight + GUESS)
             out.append(before)
         return out
 

@@ -25,7 +25,7 @@ from forerun.core.plan import Admission, DecodeRow, PrefillChunk, StepPlan, Step
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import PrefixStore
-from forerun.scheduler.width import WidthPolicy
+from forerun.scheduler.width import Outcome, WidthPolicy
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Scheduler:
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Books the result of a step; returns the requests that got tokens or ended."""
-        changed = []
+        changed, outcomes = [], []
         for row, tokens in zip(plan.decode, result.decode, strict=True):
             request = row.request
             request.pending.pop(0)
@@ -137,9 +137,11 @@ class Scheduler:
                 request.verify_ct += 1
                 drafts = request.params.draft_limit(plan.width - 1)
                 request.proposed += drafts
-                self.widths.learn(request, drafts, len(tokens) - 1)
+                outcomes.append(Outcome(request, drafts, len(tokens) - 1))
                 changed.append(self._append(request, tokens, verified=True))
             self._settle(request)
+        if outcomes:
+            self.widths.learn(outcomes)
         for chunk, token in zip(plan.prefill, result.prefill, strict=True):
             request = chunk.request
             request.pending.pop(0)

@@ -16,20 +16,29 @@ import bisect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.core.request import Request
 from forerun.scheduler.accept import Rates, tokens
 
-OWN, ALL = 16.0, 64.0  # observations that a request's c_k goes back, and that of all of them
+OWN, ALL = 16.0, 256.0  # observations that a request's c_k goes back, and that of all of them
 TIMED = 0.1  # weight of the newest step in a cost
 PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay
+DOUBT = 1.02  # drafts must promise so much more than plain steps: what is expected is not certain
 
 
 def ladder(full: int, flexible: bool) -> tuple[int, ...]:
     """The widths that steps can have: 1, the full one, and powers of two between them."""
     between = [1 << n for n in range(2, full.bit_length())] if flexible else []
     return (1, *(w for w in between if w <= 0.75 * full), *([full] if full > 1 else []))
+
+
+class Outcome(NamedTuple):
+    """Of a request's step: how many `drafts` were made for it, and how many agreed."""
+
+    request: Request
+    drafts: int
+    accepted: int
 
 
 class WidthPolicy(ABC):
@@ -50,8 +59,8 @@ class WidthPolicy(ABC):
     def _choose(self, requests: Sequence[Request], most: int) -> int:
         """One of the first `most` + 1 widths."""
 
-    def learn(self, request: Request, drafts: int, accepted: int) -> None:
-        """`accepted` of the `drafts` that were made for a request agreed."""
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        """What came of a step."""
         return None
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
@@ -98,7 +107,7 @@ class AdaptiveWidth(WidthPolicy):
         costs = self.costs(len(requests))
         speeds = [self._yield(requests, i) / costs[i] for i in range(most + 1)]
         best = max(range(most + 1), key=speeds.__getitem__)
-        if best > 0:
+        if speeds[best] > DOUBT * speeds[0]:
             return self.widths[best]
         # Plain steps tell nothing about drafts, and texts change: look now and then, with the
         # narrowest drafts, as often as the saved time allows.
@@ -153,21 +162,23 @@ class AdaptiveWidth(WidthPolicy):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def learn(self, request: Request, drafts: int, accepted: int) -> None:
-        rates: Rates | None = request.rates
-        if drafts < 1:
+    def learn(self, outcomes: Sequence[Outcome]) -> None:
+        judged = [Outcome(r, min(n, self._depth), right) for r, n, right in outcomes if n > 0]
+        for request in {r for r, _, _ in outcomes} - {r for r, _, _ in judged}:
+            if request.rates is not None:
+                request.rates.wait()
+        if not judged:
             self._rates.wait()
-            if rates is not None:
-                rates.wait()
             return
-        drafts = min(drafts, self._depth)
-        self._rates.learn(drafts, accepted)
+        for _, drafts, accepted in judged:
+            self._rates.learn(drafts, accepted)
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
-        if rates is None:
-            request.rates = rates = Rates(self._depth, OWN)
-        rates.learn(drafts, accepted)
-        request.expected = tokens(rates.estimates(self._means), self.widths)
+        for request, drafts, accepted in judged:
+            if request.rates is None:
+                request.rates = Rates(self._depth, OWN)
+            request.rates.learn(drafts, accepted)
+            request.expected = tokens(request.rates.estimates(self._means), self.widths)
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
