@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from forerun import LLM
 from forerun.speculative.base import Draft, Step
@@ -43,7 +42,9 @@ def follow(
     def recorded(of: Step) -> Draft:
         draft = propose(of)
         owner = {r.slot: r for r in llm.engine.scheduler.running}
-        for slot, start, tokens in zip(*map(Tensor.tolist, (of.slots, of.start, draft.tokens))):
+        for slot, start, tokens in zip(
+            *(each.tolist() for each in (of.slots, of.start, draft.tokens)), strict=True
+        ):
             if slot in owner:
                 proposals[prompts.index(list(owner[slot].prompt)), start] = tokens
         return draft

@@ -22,7 +22,7 @@ CELL = sum(layout.cell_bytes for layout in LAYOUTS)
 
 def tokens(free: int, total: int, seen: Rehearsal, monkeypatch: Any, **settings: Any) -> int:
     monkeypatch.setattr(memory, "memory", lambda device: (free, total))
-    budget = kv_budget(EngineConfig(**settings), LAYOUTS, GPU, 10**9, 17, seen)
+    budget = kv_budget(EngineConfig(**settings), 16, LAYOUTS, GPU, 10**9, 17, seen)
     return (budget.num_pages - 1) * 16
 
 
@@ -47,7 +47,9 @@ def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's page counts too."""
     monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
     config = EngineConfig(mem_fraction_static=0.5)
-    budget = kv_budget(config, LAYOUTS, torch.device("cpu"), 10**9, 17, Rehearsal())
+    budget = kv_budget(
+        config, 16, LAYOUTS, torch.device("cpu"), 10**9, 17, Rehearsal()
+    )
     assert budget.num_pages == 100
 
 

@@ -102,7 +102,7 @@ def with_room(
         out["skip_tokenizer_init"] = True
     out.setdefault("max_running_requests", max(s.batch_size for s in shapes))
     rows = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
-    out.setdefault("max_total_tokens", rows + out.get("page_size", 0))
+    out.setdefault("max_total_tokens", rows + (out.get("page_size") or 0))
     return out
 
 

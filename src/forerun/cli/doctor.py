@@ -19,6 +19,7 @@ from forerun.attention.select import survey
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kernels.attention_tiles import best_page
 from forerun.kernels.device import Gpu, gpu_of, have_triton
 from forerun.kernels.gemm_table import TABLE, choose
 from forerun.kernels.pdl import pdl_options
@@ -121,7 +122,7 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
         head_dim=128,
         num_heads=32,
         num_kv_heads=8,
-        page_size=16,
+        page_size=best_page(gpu_of(device), 128, dtype) if device.type == "cuda" else 16,
         masks=ask.masks,
     )
 

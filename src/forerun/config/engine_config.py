@@ -38,7 +38,9 @@ class EngineConfig:
     )
     device: str = _setting("auto", "auto, cpu, or cuda (NVIDIA and AMD), with an index if wanted")
     context_length: int | None = _setting(None, "Tokens of prompt and output; none: the model's")
-    page_size: int = _setting(16, "Tokens a K/V page", (1, 16, 64, 256))
+    page_size: int | None = _setting(
+        None, "Tokens a K/V page; none: what the GPU reads fastest, else 16", (1, 16, 64, 256)
+    )
     mem_fraction_static: float = _setting(
         0.85, "Share of the device's memory for weights and K/V (a CPU gives K/V at most 4 GiB)"
     )
@@ -94,7 +96,7 @@ class EngineConfig:
             )
         for spec in self.settings():
             value, choices = getattr(self, spec.name), spec.metadata.get("choices")
-            if choices and value not in choices:
+            if choices and value not in (spec.default, *choices):
                 raise ConfigError(
                     f"{spec.name} must be one of {', '.join(map(str, choices))}, got {value!r}."
                 )

@@ -84,6 +84,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
             del step
     budget = kv_budget(
         config,
+        limits.page_size,
         [each.layout for each in attention],
         device,
         tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
@@ -101,7 +102,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
     prefix: PrefixStore = (
         NoPrefixCache()
         if config.disable_radix_cache
-        else PrefixCache(allocator, config.page_size, caps.prefix_lookahead)
+        else PrefixCache(allocator, limits.page_size, caps.prefix_lookahead)
     )
     explain = _explain(settings, attention, budget, memory, seen)
     log.info("engine: %s", explain)

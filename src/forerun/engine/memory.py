@@ -46,6 +46,7 @@ class KVBudget:
 
 def kv_budget(
     config: EngineConfig,
+    page: int,
     layouts: list[KVLayout],
     device: torch.device,
     tokens_wanted: int,
@@ -55,13 +56,12 @@ def kv_budget(
     """Pages from what memory is left, never more than can be used.
 
     Of a GPU the share `mem_fraction_static` is for weights and K/V; where steps and graphs need
-    more than the rest, they get it. `tokens_wanted`: every slot at the full context;
-    `tokens_least`: one request of one token.
+    more than the rest, they get it. `page`: tokens a page; `tokens_wanted`: every slot at the full
+    context; `tokens_least`: one request of one token.
 
     Raises:
         ConfigError: not even one request fits.
     """
-    page = config.page_size
     cell = sum(layout.cell_bytes for layout in layouts)
     most = -(-tokens_wanted // page)
     if config.max_total_tokens is not None:

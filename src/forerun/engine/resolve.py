@@ -12,6 +12,8 @@ from forerun.attention.select import Choice, select
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kernels.attention_tiles import best_page
+from forerun.kernels.device import gpu_of
 from forerun.kvcache.pools import KVLayout, KVPool
 from forerun.models.base import CausalLM
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
@@ -20,6 +22,7 @@ from forerun.scheduler.width import ladder
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
 
+DEFAULT_PAGE = 16
 LATE_ROWS = 16  # most outputs of plain steps that are kept back for a draft, each request
 
 
@@ -69,7 +72,8 @@ def resolve(
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=replace(caps.draft_kv, dtype=kv_dtype))
     _check_draft_settings(config, caps)
-    limits = _limits(config, target, caps, device, overlap_depth)
+    page = _page_size(config, target, device, kv_dtype)
+    limits = _limits(config, target, caps, device, page, overlap_depth)
     return Settings(config, target, device, dtype, kv_dtype, caps, limits)
 
 
@@ -88,11 +92,21 @@ def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
                 )
 
 
+def _page_size(
+    config: EngineConfig, target: ModelConfig, device: torch.device, kv_dtype: torch.dtype
+) -> int:
+    if config.page_size is not None:
+        return config.page_size
+    on_gpu = device.type == "cuda"
+    return best_page(gpu_of(device), target.head_dim, kv_dtype) if on_gpu else DEFAULT_PAGE
+
+
 def _limits(
     config: EngineConfig,
     target: ModelConfig,
     caps: SpecCaps,
     device: torch.device,
+    page: int,
     overlap_depth: int | None,
 ) -> Limits:
     context = config.context_length or target.max_position
@@ -107,7 +121,7 @@ def _limits(
     depth = 0 if waits or on_cpu else 1
     return Limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),
-        page_size=config.page_size,
+        page_size=page,
         width=caps.width,
         kv_reserve=caps.kv_reserve,
         prefill_tokens=config.chunked_prefill_size,
@@ -141,7 +155,7 @@ class Attending:
             head_dim=layout.head_dim,
             num_heads=heads,
             num_kv_heads=layout.num_kv_heads,
-            page_size=settings.config.page_size,
+            page_size=settings.limits.page_size,
             masks=frozenset(masks),
             graph=settings.graphs,
             kv_dtype=layout.dtype,

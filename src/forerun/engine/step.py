@@ -162,7 +162,7 @@ class DeviceStep:
         return drawn, new
 
     def observe_late(self, slots: Tensor, new: Tensor, kv_len_ub: int) -> None:
-        """Tells the algorithm of the newest `new` [B] int32 rows of `slots` [B], which were kept."""
+        """Tells the algorithm of the newest `new` [B] int32 rows of slots [B], which were kept."""
         assert self.late is not None
         tables, width = self.tables, self.late.rows
         before = tables.kv_len.index_add(0, slots, new, alpha=-1)

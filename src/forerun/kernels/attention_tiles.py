@@ -35,6 +35,12 @@ def by_bulk(gpu: Gpu, page: int, block_n: int, dim: int, pool: torch.dtype) -> b
     return able and page % block_n == 0 and dim == triton.next_power_of_2(dim)
 
 
+def best_page(gpu: Gpu, dim: int, pool: torch.dtype) -> int:
+    """Positions a page: blocks within one page are brought by the bulk copy engine."""
+    block_n = short_block_n(dim, pool)
+    return max(16, block_n) if by_bulk(gpu, block_n, block_n, dim, pool) else 16
+
+
 def short_block_n(dim: int, dtype: torch.dtype) -> int:
     """Positions of a block of K/V, but of RDNA and of some float8."""
     row_bytes: int = triton.next_power_of_2(dim) * dtype.itemsize

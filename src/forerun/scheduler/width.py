@@ -22,8 +22,13 @@ from forerun.core.request import Request
 from forerun.scheduler.accept import Rates, tokens
 
 OWN, ALL = 16.0, 256.0  # observations that a request's c_k goes back, and that of all of them
-TIMED = 0.1  # weight of the newest step in a cost
-PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay
+TIMED, FASTER = 0.1, 4.0  # weight of the newest step in a cost; more where it was much faster
+PROBES = 0.005  # share of the time that may go into drafts which do not seem to pay
+CLOSE, STALE = (
+    1.1,
+    50,
+)  # drafts that promise less more than plain steps: those are timed now and then
+LEAST_LOSS = 0.1  # of a probe's time
 DOUBT = 1.02  # drafts must promise so much more than plain steps: what is expected is not certain
 
 
@@ -100,6 +105,7 @@ class AdaptiveWidth(WidthPolicy):
         self._expected = tokens(self._means, self.widths)
         self._saved = 0.0  # seconds that probes may cost
         self._probes = 0
+        self._drafted = 0  # steps since one was plain for want of better
 
     # --- choosing -------------------------------------------------------------------------------
 
@@ -108,16 +114,26 @@ class AdaptiveWidth(WidthPolicy):
         speeds = [self._yield(requests, i) / costs[i] for i in range(most + 1)]
         best = max(range(most + 1), key=speeds.__getitem__)
         if speeds[best] > DOUBT * speeds[0]:
-            return self.widths[best]
-        # Plain steps tell nothing about drafts, and texts change: look now and then, with the
-        # narrowest drafts, as often as the saved time allows.
+            self._drafted += 1
+            stale = self._drafted >= STALE and speeds[best] < CLOSE * speeds[0]
+            if not stale:
+                return self.widths[best]
+        elif self._may_probe(costs, speeds):
+            return self.widths[1]
+        self._drafted = 0
+        return 1
+
+    def _may_probe(self, costs: Sequence[float], speeds: Sequence[float]) -> bool:
+        """Plain steps tell nothing about drafts, and texts change: look now and then, with the
+        narrowest drafts, as often as the saved time allows."""
         self._saved += PROBES * costs[0]
-        price = costs[1] * (1 - speeds[1] / speeds[0])  # over plain steps to as many tokens
+        lost = 1 - speeds[1] / speeds[0]  # over plain steps to as many tokens, as far as is known
+        price = costs[1] * max(lost, LEAST_LOSS)
         if self._saved < price:
-            return 1
-        self._saved -= max(price, 0.0)
+            return False
+        self._saved -= price
         self._probes += 1
-        return self.widths[1]
+        return True
 
     def _yield(self, requests: Sequence[Request], index: int) -> float:
         """Tokens that a step of this width is expected to bring."""
@@ -182,7 +198,9 @@ class AdaptiveWidth(WidthPolicy):
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
-        # A pause of the machine must not look like a dear step.
+        # A pause of the machine must not look like a dear step, but what was measured during one is
+        # soon put right.
         ratio = min(max(seconds / self.costs(batch)[i], 0.5), 2.0)
+        weight = max(TIMED, FASTER * (1 - ratio)) if ratio > 0.875 else 0.5
         for row in self._around(batch):
-            row[i] *= 1 + TIMED * (ratio - 1)
+            row[i] *= 1 + weight * (ratio - 1)
