@@ -47,9 +47,7 @@ def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's page counts too."""
     monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
     config = EngineConfig(mem_fraction_static=0.5)
-    budget = kv_budget(
-        config, 16, LAYOUTS, torch.device("cpu"), 10**9, 17, Rehearsal()
-    )
+    budget = kv_budget(config, 16, LAYOUTS, torch.device("cpu"), 10**9, 17, Rehearsal())
     assert budget.num_pages == 100
 
 

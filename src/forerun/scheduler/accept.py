@@ -20,7 +20,7 @@ class Rates:
 
     def __init__(self, drafts: int, memory: float) -> None:
         """`memory`: observations that a mean goes back at most."""
-        self._memory = memory
+        self.memory = memory
         self._means = [0.0] * drafts
         self._seen = [0.0] * drafts  # observations behind each mean
         self._ever = [0.0] * drafts  # and all there were
@@ -42,11 +42,11 @@ class Rates:
             self._observe(accepted, 0.0)
             return
         for k in range(drafts, len(self._seen)):  # what is known of those behind grows old
-            self._seen[k] *= 1 - 1 / self._memory
-            self._ever[k] = min(self._ever[k], self._memory) * (1 - 1 / self._memory)
+            self._seen[k] *= 1 - 1 / self.memory
+            self._ever[k] = min(self._ever[k], self.memory) * (1 - 1 / self.memory)
 
     def _observe(self, k: int, right: float) -> None:
-        seen = min(self._seen[k] + 1, self._memory)
+        seen = min(self._seen[k] + 1, self.memory)
         self._means[k] += (right - self._means[k]) / seen
         self._seen[k] = seen
         self._ever[k] += 1

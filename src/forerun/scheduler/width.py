@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 from forerun.core.request import Request
 from forerun.scheduler.accept import Rates, tokens
 
-OWN, ALL = 16.0, 256.0  # observations that a request's c_k goes back, and that of all of them
+OWN, ALL = 16.0, 32.0  # observations that a request's c_k goes back, and that of all of them,
+ALL_STEPS = 2.0  # but never fewer steps than this
 TIMED, FASTER = 0.1, 4.0  # weight of the newest step in a cost; more where it was much faster
-PROBES = 0.005  # share of the time that may go into drafts which do not seem to pay
+PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay
 CLOSE, STALE = (
     1.1,
     50,
@@ -186,6 +187,7 @@ class AdaptiveWidth(WidthPolicy):
         if not judged:
             self._rates.wait()
             return
+        self._rates.memory = max(ALL, ALL_STEPS * len(judged))
         for _, drafts, accepted in judged:
             self._rates.learn(drafts, accepted)
         self._means = self._rates.estimates()
