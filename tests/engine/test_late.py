@@ -66,6 +66,16 @@ def conversation(llm: LLM) -> list[tuple[list[list[int]], list[list[int]], Propo
     return turns
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_steps_do_as_others(name: str, chain_llm: Callable[..., LLM]) -> None:
+    seen = []
+    for disabled in (False, True):
+        with engine(name, chain_llm, overlap_depth=1, disable_cuda_graph=disabled) as llm:
+            seen.append([turn[:2] for turn in conversation(llm)])
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize(("depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_those_of_an_engine_that_tells_at_once(
