@@ -135,6 +135,21 @@ def test_it_comes_back_when_the_text_becomes_easy() -> None:
     assert policy.chosen[16] > 2000
 
 
+def test_a_text_that_begins_hard_is_drafted_soon_after() -> None:
+    """40 tokens of which none is foreseen, then all are; texts like it came before."""
+    costs = {1: [7.0, 12.0, 13.4, 15.6]}  # a CPU, milliseconds
+    policy = AdaptiveWidth(WIDTHS, costs)
+    for _ in range(5):
+        policy.chosen.clear()
+        r, at = request(), 0
+        while at < 160:
+            width = policy.choose([r])
+            right = width - 1 if at >= 40 else 0
+            policy.learn([Outcome(r, width - 1, right)])
+            at += right + 1
+    assert policy.chosen[1] < 40 + 25
+
+
 def test_a_measured_cost_is_corrected_while_running() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(200):

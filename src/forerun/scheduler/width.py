@@ -29,6 +29,7 @@ CLOSE, STALE = (
     1.1,
     50,
 )  # drafts that promise less more than plain steps: those are timed now and then
+EAGER = 16.0  # times as many probes while they, or drafts of late, paid
 LEAST_LOSS = 0.1  # of a probe's time
 DOUBT = 1.02  # drafts must promise so much more than plain steps: what is expected is not certain
 
@@ -106,6 +107,8 @@ class AdaptiveWidth(WidthPolicy):
         self._expected = tokens(self._means, self.widths)
         self._saved = 0.0  # seconds that probes may cost
         self._probes = 0
+        self._eager = 1.0  # doubled by drafts that paid, halved by probes that did not
+        self._paid = self._probing = False
         self._drafted = 0  # steps since one was plain for want of better
 
     # --- choosing -------------------------------------------------------------------------------
@@ -126,14 +129,15 @@ class AdaptiveWidth(WidthPolicy):
 
     def _may_probe(self, costs: Sequence[float], speeds: Sequence[float]) -> bool:
         """Plain steps tell nothing about drafts, and texts change: look now and then, with the
-        narrowest drafts, as often as the saved time allows."""
-        self._saved += PROBES * costs[0]
+        narrowest drafts, as often as the saved time allows, and again where it paid."""
+        self._saved += self._eager * PROBES * costs[0]
         lost = 1 - speeds[1] / speeds[0]  # over plain steps to as many tokens, as far as is known
         price = costs[1] * max(lost, LEAST_LOSS)
-        if self._saved < price:
+        if not self._paid and self._saved < price:
             return False
-        self._saved -= price
+        self._saved = max(self._saved - price, 0.0)
         self._probes += 1
+        self._paid, self._probing = False, True
         return True
 
     def _yield(self, requests: Sequence[Request], index: int) -> float:
@@ -187,6 +191,7 @@ class AdaptiveWidth(WidthPolicy):
         if not judged:
             self._rates.wait()
             return
+        self._weigh(outcomes)
         self._rates.memory = max(ALL, ALL_STEPS * len(judged))
         for _, drafts, accepted in judged:
             self._rates.learn(drafts, accepted)
@@ -197,6 +202,18 @@ class AdaptiveWidth(WidthPolicy):
                 request.rates = Rates(self._depth, OWN)
             request.rates.learn(drafts, accepted)
             request.expected = tokens(request.rates.estimates(self._means), self.widths)
+
+    def _weigh(self, outcomes: Sequence[Outcome]) -> None:
+        """Whether a step that drafted brought more than a plain one."""
+        costs = self.costs(len(outcomes))
+        cost = costs[bisect.bisect_left(self.widths, 1 + max(drafts for _, drafts, _ in outcomes))]
+        made = sum(1 + accepted for _, _, accepted in outcomes)
+        self._paid = made / cost > len(outcomes) / costs[0]
+        if self._paid:
+            self._eager = min(2 * self._eager, EAGER)
+        elif self._probing:
+            self._eager = max(self._eager / 2, 1.0)
+        self._probing = False
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
