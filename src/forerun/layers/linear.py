@@ -205,7 +205,7 @@ class Linear:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, in], residual [T, out] -> residual + x Wᵀ + b, a new tensor."""
         few, packed = self._few(x), self._packed
-        if few is not None:
+        if few is not None and not few[1].hopper:
             return gemm_add(x, few[0], residual, few[1])
         if packed is None:
             return residual + F.linear(x, self.weight, self.bias)

@@ -24,14 +24,12 @@ from forerun.scheduler.accept import Rates, tokens
 OWN, ALL = 16.0, 32.0  # observations that a request's c_k goes back, and that of all of them,
 ALL_STEPS = 2.0  # but never fewer steps than this
 TIMED, FASTER = 0.1, 4.0  # weight of the newest step in a cost; more where it was much faster
-PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay
-CLOSE, STALE = (
-    1.1,
-    50,
-)  # drafts that promise less more than plain steps: those are timed now and then
-EAGER = 16.0  # times as many probes while they, or drafts of late, paid
-LEAST_LOSS = 0.1  # of a probe's time
 DOUBT = 1.02  # drafts must promise so much more than plain steps: what is expected is not certain
+CLOSE = 1.1  # where they promise less than this, plain steps are timed now and then:
+STALE = 50  # after so many without
+PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay;
+EAGER = 16.0  # up to so many times more while drafts paid of late
+LEAST_LOSS = 0.1  # of a probe's time, whatever is expected
 
 
 def ladder(full: int, flexible: bool) -> tuple[int, ...]:
