@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -103,6 +104,8 @@ def test_other_errors_pass() -> None:
 @pytest.mark.gpu
 def test_memory_is_accounted_for() -> None:
     """What the stages took is what is gone, and the estimate for the graphs covers them."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("other processes take and give memory meanwhile; run without -n")
     free = torch.cuda.mem_get_info()[0]
     with golden_llm("DFLASH", device="cuda", max_running_requests=32) as llm:
         took = llm.explain()["memory_bytes"]
