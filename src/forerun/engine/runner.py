@@ -19,8 +19,9 @@ from forerun.sampling.sampler import SamplingFlags
 if TYPE_CHECKING:
     from forerun.engine.cpu_graph import CompiledSteps
 
-MEASURING = 5.0  # seconds at start that measuring step costs may take
-ROW = 2  # steps measured together, as they follow each other when the host runs ahead
+# Measuring step costs at start, with captured steps and without: seconds it may take, steps in a
+# row (as they follow each other when the host runs ahead), and how often.
+MEASURING = {True: (5.0, 2, 3), False: (2.0, 1, 2)}
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Runner:
         """
         sizes = self.graphs.sizes if self.graphs else [1 << n for n in range(largest.bit_length())]
         sizes = [size for size in sizes if size <= largest]
-        costs, end = {}, time.monotonic() + MEASURING
+        costs, end = {}, time.monotonic() + MEASURING[self.graphs is not None][0]
         for size in sizes:
             costs[size] = [self._cost(size, width) for width in widths]
             if time.monotonic() > end:
@@ -124,6 +125,7 @@ class Runner:
         return costs
 
     def _cost(self, batch: int, width: int) -> float:
+        _, in_row, times = MEASURING[self.graphs is not None]
         slots = [self.tables.nobody] * batch
         flags, bound = SamplingFlags(), 1 + self.step.caps.kv_reserve
         draft = None
@@ -141,13 +143,13 @@ class Runner:
         def seconds() -> float:
             self._wait()
             begin = time.monotonic()
-            for _ in range(ROW):
+            for _ in range(in_row):
                 step()
             self._wait()
-            return (time.monotonic() - begin) / ROW
+            return (time.monotonic() - begin) / in_row
 
         step()
-        return min(seconds() for _ in range(3))
+        return min(seconds() for _ in range(times))
 
     def _wait(self) -> None:
         if self.tables.device.type == "cuda":
