@@ -122,7 +122,7 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
         head_dim=128,
         num_heads=32,
         num_kv_heads=8,
-        page_size=best_page(gpu_of(device), 128, dtype) if device.type == "cuda" else 16,
+        page_size=best_page(device, 128, dtype),
         masks=ask.masks,
     )
 

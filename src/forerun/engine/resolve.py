@@ -13,7 +13,6 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.attention_tiles import best_page
-from forerun.kernels.device import gpu_of
 from forerun.kvcache.pools import KVLayout, KVPool
 from forerun.models.base import CausalLM
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
@@ -22,7 +21,6 @@ from forerun.scheduler.width import ladder
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
 
-DEFAULT_PAGE = 16
 LATE_ROWS = 16  # most outputs of plain steps that are kept back for a draft, each request
 
 
@@ -97,8 +95,7 @@ def _page_size(
 ) -> int:
     if config.page_size is not None:
         return config.page_size
-    on_gpu = device.type == "cuda"
-    return best_page(gpu_of(device), target.head_dim, kv_dtype) if on_gpu else DEFAULT_PAGE
+    return best_page(device, target.head_dim, kv_dtype)
 
 
 def _limits(

@@ -35,10 +35,11 @@ def by_bulk(gpu: Gpu, page: int, block_n: int, dim: int, pool: torch.dtype) -> b
     return able and page % block_n == 0 and dim == triton.next_power_of_2(dim)
 
 
-def best_page(gpu: Gpu, dim: int, pool: torch.dtype) -> int:
+def best_page(device: torch.device, dim: int, pool: torch.dtype) -> int:
     """Positions a page: blocks within one page are brought by the bulk copy engine."""
     block_n = short_block_n(dim, pool)
-    return max(16, block_n) if by_bulk(gpu, block_n, block_n, dim, pool) else 16
+    on_gpu = device.type == "cuda"
+    return block_n if on_gpu and by_bulk(gpu_of(device), block_n, block_n, dim, pool) else 16
 
 
 def short_block_n(dim: int, dtype: torch.dtype) -> int:
