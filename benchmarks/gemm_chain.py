@@ -15,13 +15,25 @@ from dataclasses import asdict, replace
 
 import torch
 import torch.nn.functional as F
-from gemm_work import DEVICE, EPS, INNER, QKV, SHAPES, H, Job, Report, Timer, compile_all
+from gemm_work import (
+    DEVICE,
+    EPS,
+    INNER,
+    QKV,
+    SHAPES,
+    H,
+    Job,
+    Report,
+    Timer,
+    compile_all,
+    config_of,
+)  # fmt: skip
 from torch import Tensor
 
 from forerun.kernels import gemm_table
 from forerun.kernels.device import gpu_of
 from forerun.kernels.dispatch import jit, tl
-from forerun.kernels.gemm import GemmConfig, Scaled, rows_block, tiles
+from forerun.kernels.gemm import GemmConfig, Scaled, rows_block
 from forerun.kernels.gemm_table import Choice, choose
 from forerun.kernels.pdl import pdl_options
 from forerun.layers.linear import Linear
@@ -101,18 +113,14 @@ class Chain:
 
 
 def kept(report: Report, name: str, bucket: int) -> list[Choice]:
-    """The library, and the best found alone; without a search, variants of the table's."""
-    n = SHAPES[name][0]
+    """What the table says, the best found alone, variants, and the library."""
+    found = [choose(*SHAPES[name][:2], bucket, gpu_of(DEVICE))]
     tuned = report.found["tuned"].get(name, {}).get(bucket)
     if tuned is not None:
-        best = [{k: v for k, v in entry.items() if k != "us"} for entry in tuned["best"]]
-        found = [GemmConfig(**entry) for entry in best]
-        found = [c for c in found if not c.tma or c.programs % tiles(bucket, n, c) == 0][:KEPT]
-    else:
-        first = choose(*SHAPES[name][:2], bucket, gpu_of(DEVICE))
-        found = [] if first is None else [first]
-    late = [replace(c, early=False) for c in found[:2] if not c.hopper]
-    return [*found, *late, None]
+        best = [config_of(entry) for entry in tuned["best"]]
+        found += [c for c in best if c != found[0]][:KEPT]
+    late = [replace(c, early=False) for c in found[:2] if isinstance(c, GemmConfig)]
+    return [*found, *late] if None in found else [*found, *late, None]
 
 
 def chain(timer: Timer, pool: ProcessPoolExecutor, rows_list: list[int], report: Report) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from forerun.kernels.activation import silu_mul
 from forerun.kernels.argmax import argmax
 from forerun.kernels.gemm import (
+    Config,
     GemmConfig,
     Matrix,
     Scaled,
@@ -27,9 +28,11 @@ from forerun.kernels.gemm import (
     gemm_argmax,
     gemm_partials,
     gemm_silu,
+    leaves_parts,
     most_parts,
     tiles,
 )
+from forerun.kernels.gemm_sm90 import Sm90Config
 from forerun.kernels.norm import add_rms_norm
 
 DEVICE = torch.device("cuda", 0)
@@ -62,16 +65,22 @@ class Report:
         return weight_bytes / self.found["read_tbs"] / 1e6
 
 
-def call(form: str, x: Tensor, m: Matrix, residual: Tensor, config: GemmConfig) -> Any:
+def config_of(entry: dict[str, Any]) -> Config:
+    """A configuration as `Report` keeps it."""
+    values = {key: value for key, value in entry.items() if key != "us"}
+    return Sm90Config(**values) if "groups" in values else GemmConfig(**values)
+
+
+def call(form: str, x: Tensor, m: Matrix, residual: Tensor, config: Config) -> Any:
     """The product by our kernel, with what surrounds it."""
-    rows = x if config.hopper else scaled(x)
+    rows = scaled(x)
     if form == "silu after norm":
         return gemm_silu(rows, m, config)
     if form == "after norm":
         return gemm(rows, m, config)
     if form == "ids":
         return gemm_argmax(x, m, config)
-    if form == "add and norm" and config.parts:
+    if form == "add and norm" and leaves_parts(config):
         return add_rms_norm(gemm_partials(x, m, config), residual, residual[0], EPS)
     if form == "add and norm":
         return gemm_add_scaled(x, m, residual, residual[0], EPS, config)
@@ -88,7 +97,7 @@ def library(form: str, x: Tensor, m: Matrix, residual: Tensor) -> Any:
     return add_rms_norm(y, residual, residual[0], EPS) if form == "add and norm" else y
 
 
-def error(form: str, x: Tensor, m: Matrix, residual: Tensor, config: GemmConfig) -> float:
+def error(form: str, x: Tensor, m: Matrix, residual: Tensor, config: Config) -> float:
     """Of the kernel against float32, relative."""
     got = call(form, x, m, residual, config)
     want = F.linear(x.float(), m.weight.float())
@@ -97,8 +106,8 @@ def error(form: str, x: Tensor, m: Matrix, residual: Tensor, config: GemmConfig)
         return float((want.amax(1) - top).max() / want.amax())
     if form == "add and norm":
         want = F.rms_norm(want + residual.float(), residual.shape[1:], residual[0].float(), EPS)
-        got = got[0] if config.parts else got[0].x.float() * got[0].factor()
-    elif form != "plain" and not config.hopper:
+        got = got[0] if leaves_parts(config) else got[0].x.float() * got[0].factor()
+    elif form != "plain":
         want = want * scaled(x).factor()
     if form == "silu after norm":
         gate, up = want.chunk(2, -1)
@@ -118,12 +127,14 @@ def scaled(x: Tensor) -> Scaled:
 
 # --- compiling ------------------------------------------------------------------------------------
 
-Job = tuple[str, int, GemmConfig, str]  # form, rows, configuration, shape
+Job = tuple[str, int, Config, str]  # form, rows, configuration, shape
 
 
 def kernel_of(job: Job) -> Any:
     """Equal for jobs that Triton compiles once."""
     form, rows, config, shape = job
+    if isinstance(config, Sm90Config):
+        return form, rows, config
     n, k, _ = SHAPES[shape]
     parts = most_parts(config.programs, tiles(rows, n, config), -(-k // config.block_k))
     return form, rows, replace(config, programs=parts, prefetch=0)

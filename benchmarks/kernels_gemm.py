@@ -12,6 +12,7 @@ there among the best found alone and the library (`gemm_chain.py`).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import time
@@ -24,76 +25,81 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gemm_chain import KEPT, chain
-from gemm_work import DEVICE, SHAPES, Copies, Report, Timer, call, compile_all, error, library
+from gemm_work import (
+    DEVICE,
+    SHAPES,
+    Copies,
+    Report,
+    Timer,
+    call,
+    compile_all,
+    config_of,
+    error,
+    library,
+)  # fmt: skip
 
 from forerun.bench.ceilings import read_bandwidth
-from forerun.kernels.gemm import GemmConfig, tiles
+from forerun.kernels import cuda
+from forerun.kernels.gemm import Config, GemmConfig, tiles
+from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
 
-# (block_n, block_k, stages, warps) worth trying: by pointers, and with W on the left.
+# (block_n, block_k, stages, warps) worth trying in Triton: as it is, and with W on the left.
 FEW = (
     [(64, 128, 6, 4), (64, 256, 3, 8)],
     [(64, 64, 6, 4), (64, 64, 10, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4),
      (128, 128, 3, 4), (128, 128, 4, 8)],
 )  # fmt: skip
-# The same, by descriptors, after block_m.
-TMA: dict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]] = {
-    16: ([], [(64, 64, 12, 4), (64, 128, 5, 4), (128, 64, 6, 4), (128, 128, 5, 4),
-              (128, 128, 3, 4), (128, 64, 10, 8), (128, 128, 5, 8)]),
-    64: ([(128, 64, 4, 4), (128, 64, 8, 4), (128, 128, 4, 4), (256, 64, 5, 8), (256, 64, 5, 4),
-          (64, 128, 3, 4)],
-         [(128, 64, 4, 4), (128, 64, 8, 8), (128, 128, 4, 8), (256, 64, 5, 8), (64, 128, 4, 4)]),
-    128: ([(128, 64, 3, 4), (128, 64, 4, 8), (128, 64, 6, 8), (128, 128, 3, 8), (256, 64, 4, 8),
-           (64, 64, 4, 4)],
-          [(128, 64, 6, 8), (128, 128, 3, 8), (256, 64, 4, 8)]),
-    512: ([(256, 64, 4, 8), (128, 64, 6, 8), (128, 64, 3, 4)], [(256, 64, 4, 8)]),
-}  # fmt: skip
-TMA[32], TMA[256] = TMA[16], TMA[512]
-
-HOPPER = ((64, 8), (128, 6), (192, 5))  # (block_n, stages) in Gluon
+# In CUDA C++ for Hopper: block_n, and (groups, cluster).
+SM90 = (32, 48, 64, 96, 128, 160, 192, 224, 256)
+SM90_ROWS = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 
-def shapes(bucket: int) -> Iterator[GemmConfig]:
+def shapes() -> Iterator[GemmConfig]:
     """Configurations short of their number of programs."""
-    if bucket <= 32:
-        for swap, found in enumerate(FEW):
-            for block_n, block_k, stages, warps in found:
-                yield GemmConfig(block_n, block_k, 0, warps, stages, bool(swap))
-    for swap, found in enumerate(TMA[bucket]):
-        for block_n, block_k, stages, warps in found:
-            yield GemmConfig(block_n, block_k, 0, warps, stages, bool(swap), tma=True)
+    for swap, found in enumerate(FEW):
+        for block_n, block_k, deep, warps in found:
+            yield GemmConfig(block_n, block_k, 0, warps, deep, bool(swap))
 
 
-def candidates(name: str, bucket: int) -> Iterator[GemmConfig]:
+def candidates(name: str, bucket: int, sm90_only: bool = False) -> Iterator[Config]:
     """Programs fill the multiprocessors evenly, or are a whole number a tile."""
     n, k, form = SHAPES[name]
     units = torch.cuda.get_device_properties(0).multi_processor_count
-    for block_n, stages in HOPPER if bucket >= 128 else ():
-        base = GemmConfig(block_n, 64, units, stages=stages, hopper=True)
-        count = tiles(bucket, n, base)
-        if form != "add and norm":
-            yield replace(base, programs=min(units, count))
-        elif k % (64 * max(units // count, 1)) == 0:
-            yield replace(base, programs=count * max(units // count, 1), parts=True)
-    for base in shapes(bucket):
+    if cuda.available():
+        yield from candidates_sm90(n, k, form, bucket, units)
+    if sm90_only:
+        return
+    for base in shapes() if bucket <= 32 else ():
         rows = min(bucket, base.block_m)
-        deep = base.stages if base.tma or base.swap else base.stages - 1
+        deep = base.stages if base.swap else base.stages - 1
         shared = (base.block_n + rows) * base.block_k * 2 * deep
         count = tiles(bucket, n, base)
         fits = min(232_000 // (shared + 1024), 16 // base.warps)  # programs a multiprocessor
         for programs in sorted(
             {units * i for i in (1, 2, 3)} | {count * i for i in (1, 2, 3, 4, 8)}
         ):
-            whole = programs == count and bucket > 32  # one after another, none resident for all
-            if base.tma and programs % count:  # a program has one tile
-                continue
             if programs > 3 * units and programs > count:
                 continue
             if programs < 0.6 * units or programs * 2 > count * (k // base.block_k):
                 continue
-            if form == "add and norm" and programs % count == 0 and bucket > 32:
+            if form == "add and norm" and programs % count == 0:
                 yield replace(base, programs=programs, parts=True)
-            if whole or (programs <= fits * units and -(-programs // units) * shared >= 60_000):
+            if programs <= fits * units and -(-programs // units) * shared >= 60_000:
                 yield replace(base, programs=programs)
+
+
+def candidates_sm90(n: int, k: int, form: str, bucket: int, units: int) -> Iterator[Config]:
+    """Those that occupy most of the multiprocessors in every wave."""
+    kind = Form("silu" in form, best=form == "ids", scaled_in="after" in form)
+    for block_n, (groups, cluster) in itertools.product(SM90, SM90_ROWS):
+        if 64 * groups * cluster > max(bucket, 64) or (kind.paired and block_n % (16 * cluster)):
+            continue
+        base = Sm90Config(block_n, groups, cluster)
+        for split in (1, 2, 4) if form == "add and norm" else (1,):
+            programs = tiles(bucket, n, base) * split
+            busy = programs / units / -(-programs // units)
+            if k % (64 * split) == 0 and stages(base, kind) > 2 and busy > 0.7:
+                yield replace(base, split=split)
 
 
 def table(report: Report) -> str:
@@ -103,9 +109,9 @@ def table(report: Report) -> str:
         n, k, _ = SHAPES[name]
         lines.append(f"({n}, {k}): {{  # {name}")
         for bucket, entry in buckets.items():
-            best = {key: value for key, value in entry["best"][0].items() if key != "us"}
+            best = config_of(entry["best"][0])
             ours = entry["best"][0]["us"] < entry["library"]
-            lines.append(f"    {bucket}: {GemmConfig(**best) if ours else None},")
+            lines.append(f"    {bucket}: {best if ours else None},")
         lines.append("},")
     return "\n".join(lines)
 
@@ -116,8 +122,11 @@ def tune(
     names: list[str],
     buckets: list[int],
     report: Report,
+    sm90_only: bool,
 ) -> None:
-    jobs = {(SHAPES[s][2], b, c, s) for b in buckets for s in names for c in candidates(s, b)}
+    jobs = {
+        (SHAPES[s][2], b, c, s) for b in buckets for s in names for c in candidates(s, b, sm90_only)
+    }
     broken = compile_all(pool, jobs)
     for name in names:
         n, k, form = SHAPES[name]
@@ -127,17 +136,19 @@ def tune(
             x, residual = copies.inputs(bucket, form)
             lib = copies.time(timer, lambda m: library(form, x, m, residual))
             found = []
-            for config in candidates(name, bucket):
+            for config in candidates(name, bucket, sm90_only):
                 if (form, bucket, config, name) not in broken:
                     us = copies.time(timer, lambda m: call(form, x, m, residual, config))
                     found.append((us, config))
             found.sort(key=lambda pair: pair[0])
             if bucket <= 128:
-                for _, base in found[:3]:
+                for base in [c for _, c in found[:3] if isinstance(c, GemmConfig)]:
                     for prefetch in (0, 1024):
                         config = replace(base, prefetch=prefetch)
                         us = copies.time(timer, lambda m: call(form, x, m, residual, config))
                         found.append((us, config))
+            if not found:
+                continue
             found.sort(key=lambda pair: pair[0])
             entry: dict[str, Any] = {
                 "library": lib,
@@ -150,13 +161,11 @@ def tune(
                 off = error(form, x, copies.matrices[0], residual, config)
                 if not off < 1e-2:
                     print(f"  WRONG by {off}: {config}")
-            us, config = found[0]
             print(
                 f"{name:10} {bucket:4} floor {entry['floor_us']:6.1f} library {lib:6.1f} "
-                f"({entry['alone']:.1f} alone) ours {us:6.1f} {config} "
-                f"({time.perf_counter() - began:.1f} s)",
-                flush=True,
+                f"({entry['alone']:.1f} alone), {time.perf_counter() - began:.1f} s"
             )
+            print(*(f"    {us:6.1f} {config}" for us, config in found[:3]), sep="\n", flush=True)
             report.save()
         del copies
         torch.cuda.empty_cache()
@@ -166,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--chain", action="store_true")
+    parser.add_argument("--sm90", action="store_true", help="tune the kernel for Hopper alone")
     parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
@@ -188,7 +198,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         if arguments.tune:
-            tune(timer, pool, arguments.shapes, arguments.buckets, report)
+            tune(timer, pool, arguments.shapes, arguments.buckets, report, arguments.sm90)
             print(table(report))
         if arguments.chain:
             chain(timer, pool, arguments.rows, report)

@@ -93,7 +93,7 @@ def test_choices_are_those_of_the_table(gpu: Gpu) -> None:
     for (n, k), entry in shapes.items():
         said = rows[f"{n} x {k}"]
         expected = ["library" if c is None else "own" for c in entry["choices"].values()]
-        assert [word.replace("default", "own").removesuffix("+TMA") for word in said] == expected
+        assert [word.replace("default", "own").removesuffix("+C++") for word in said] == expected
 
 
 def test_one_model_at_a_time(forerun) -> None:

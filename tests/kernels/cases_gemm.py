@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.kernels import gemm_hopper, gemm_kernels
+from forerun.kernels import gemm_kernels
 from tests.kernels.compiled import CUDA, Case
 
 TENSORS = {"x": "*bf16", "w": "*bf16", "locks": "*i32"}
 ABSENT = dict.fromkeys(
     ("bias", "squares", "residual", "norm_weight", "out", "scaled", "out_squares", "best",
-     "best_ids", "partial", "x_blocks", "w_blocks")
+     "best_ids", "partial")
 )  # fmt: skip
 SCALARS = dict.fromkeys(
     (
@@ -52,54 +52,6 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
     )
 
 
-def blocks(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
-    """By descriptors: bulk copies. Where there are none, configurations have no descriptors."""
-    shape = {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64} | constants
-    width = shape["BLOCK_N"] // 2 if constants.get("PAIRED") else shape["BLOCK_N"]
-    given = {
-        "x_blocks": f"tensordesc<bf16[{shape['BLOCK_M']},64]>",
-        "w_blocks": f"tensordesc<bf16[{width},64]>",
-    }
-    return replace(case(name, tensors | given, **shape), targets=CUDA[1:])
-
-
-def hopper(name: str, *, block_n: int, stages: int, tensors: dict[str, str]) -> Case:
-    """The same in Gluon, which is for Hopper alone; tensors "paired" and "partials" are flags."""
-    first = 1 << (block_n.bit_length() - 1)
-    rest = block_n - first
-    paired = "paired" in tensors
-
-    def block(*shape: int) -> str:
-        layout = (
-            "NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, "
-            f"rank={len(shape)}, transposed=False, fp4_padded=False, cga_layout=[])"
-        )
-        return f"tensordesc<bf16{list(shape)},{layout}>"
-
-    def weight(rows: int) -> str:
-        return block(rows // 16, 2, 8, 64) if paired else block(rows, 64)
-
-    given = {"x_blocks": block(128, 64), "w_blocks": weight(first)}
-    given |= {"w_rest": weight(rest)} if rest else {}
-    given |= {key: kind for key, kind in tensors.items() if kind}
-    absent = {key: None for key in ("w_rest", "best_ids") if key not in given}
-    return Case(
-        name,
-        gemm_hopper.hopper_kernel,
-        given | dict.fromkeys(("M", "N", "tiles", "tiles_m", "split", "chunks"), "i32"),
-        absent
-        | {
-            "BLOCK_M": 128, "FIRST": first, "REST": rest, "BLOCK_K": 64, "STAGES": stages,
-            "PAIRED": paired, "PARTIALS": "partials" in tensors, "PDL": True,
-            "MULTIPLIER": gemm_hopper.MULTIPLIER, "LOADER": gemm_hopper.LOADER,
-        },
-        options={"num_warps": 4, "maxnreg": gemm_hopper.REGISTERS, "launch_pdl": True},
-        targets=("sm_90",),
-        multiples=("N",),
-        matrix=True,
-    )  # fmt: skip
-
-
 CASES = [
     case("gemm plain", OUT),
     case("gemm partials", PARTIAL, PARTS=4, PARTIALS=True),
@@ -108,23 +60,10 @@ CASES = [
     case("gemm silu after norm", OUT | SQUARES, PAIRED=True),
     case("gemm argmax", SQUARES | BEST, BLOCK_M=64),
     case("gemm swapped", OUT, SWAP=True),
-    blocks("gemm blocks", OUT),
-    blocks("gemm blocks, partials", PARTIAL, PARTS=4, PARTIALS=True),
-    blocks("gemm blocks, residual and norm", OUT | PARTIAL | SUM, PARTS=2),
-    blocks("gemm blocks, silu", OUT | SQUARES, PAIRED=True),
-    blocks("gemm blocks, argmax", BEST),
     replace(
         case("gemm overlapped", OUT, PDL=True, EARLY=False),
         targets=CUDA[1:],
         options={"num_warps": 4, "num_stages": 4, "launch_pdl": True},
-    ),
-    hopper("gemm hopper", block_n=192, stages=5, tensors=OUT),
-    hopper("gemm hopper, silu", block_n=192, stages=5, tensors=OUT | {"paired": ""}),
-    hopper(
-        "gemm hopper, partials", block_n=128, stages=6, tensors={"out": "*fp32", "partials": ""}
-    ),
-    hopper(
-        "gemm hopper, argmax", block_n=192, stages=5, tensors={"out": "*fp32", "best_ids": "*i32"}
     ),
     Case(
         "gemm best of tiles",

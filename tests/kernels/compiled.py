@@ -64,7 +64,6 @@ def compile_case(case: Case, target: str) -> Facts:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     hip = target.startswith("gfx")
     wave = 64 if target.startswith("gfx9") else 32
@@ -79,8 +78,7 @@ def compile_case(case: Case, target: str) -> Facts:
         for i, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name in case.multiples
     }
-    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = source_type(kernel, signature, constants, aligned)
+    source = ASTSource(kernel, signature, constants, aligned)
     options = {**case.options, **(case.hip_options if hip else {})}
     built = triton.compile(source, target=gpu, options=options)
     text = built.asm["amdgcn" if hip else "ptx"]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels import cuda
 from forerun.kernels import gemm as g
-from forerun.kernels import gemm_table
 from forerun.kernels.device import Gpu, gpu_of
-from forerun.kernels.gemm import GemmConfig, Matrix, Scaled
-from forerun.kernels.gemm_table import TABLE, choose, default
+from forerun.kernels.gemm import Config, GemmConfig, Matrix, Scaled
+from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
+from forerun.kernels.gemm_table import TABLE, choose, default, default_sm90
 
 EPS = 1e-6
 GPU = torch.cuda.is_available()
+HOPPER = GPU and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
 def close(got: Tensor, want: Tensor, limit: float) -> None:
@@ -43,13 +43,15 @@ class Given:
         self.y_scaled = self.product * self.scaled.factor().double() + b
 
 
-def check_all_forms(given: Given, config: GemmConfig, limit: float) -> None:
+def check_all_forms(given: Given, config: Config, limit: float) -> None:
     m = given.matrix
     close(g.gemm(given.x, m, config), given.y, limit)
     close(g.gemm(given.scaled, m, config), given.y_scaled, limit)
     total = given.y + given.residual.double()
     close(g.gemm_add(given.x, m, given.residual, config), total, limit)
-    if config.programs % g.tiles(*given.residual.shape, config) == 0:
+    if isinstance(config, Sm90Config) or (
+        config.programs % g.tiles(*given.residual.shape, config) == 0
+    ):
         close(g.gemm_partials(given.x, m, config).sum(0), given.product, limit)
 
     scaled, added = g.gemm_add_scaled(given.x, m, given.residual, given.norm, EPS, config)
@@ -73,9 +75,6 @@ SMALL = [
     (17, 40, 96, GemmConfig(32, 32, programs=4, swap=True)),
     (40, 56, 64, GemmConfig(32, 64, programs=1)),
     (5, 80, 224, GemmConfig(16, 32, programs=7)),
-    (20, 64, 128, GemmConfig(32, 32, programs=4, tma=True)),
-    (40, 72, 136, GemmConfig(32, 32, programs=12, tma=True, block_m=32)),
-    (150, 48, 96, GemmConfig(32, 32, programs=8, tma=True, swap=True)),
     (130, 48, 64, GemmConfig(32, 32, programs=8)),
 ]
 
@@ -140,30 +139,51 @@ def test_tuned_configurations_are_served() -> None:
             locks = len(Matrix.of(torch.empty(n, k, device="meta")).locks)
             for bucket, c in choices.items():
                 assert bucket == g.rows_block(bucket)
-                if c is not None:
+                if isinstance(c, Sm90Config):
+                    assert k % (64 * c.split) == 0 and c.block_n % (16 * c.cluster) == 0
+                    assert stages(c, Form(scaled_in=True)) > 2
+                elif c is not None:
                     count = g.tiles(bucket, n, c)
                     assert count <= locks
-                    assert not (c.tma or c.parts) or c.programs % count == 0
+                    assert not c.parts or c.programs % count == 0
                     assert (c.block_n + bucket) * c.block_k * 2 * c.stages <= 227 << 10
-                    if c.hopper:
-                        split = c.programs // count if c.parts else 1
-                        assert bucket >= 128 and c.block_k == 64 and k % (64 * split) == 0
 
 
-def test_without_a_gluon_that_is_known_the_library_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_library_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(132, amd=False, capability=90)
-    monkeypatch.setattr(gemm_table, "available", lambda: True)
-    chosen = choose(24576, 4096, 128, gpu)
-    assert chosen is not None and chosen.hopper
-    monkeypatch.setattr(gemm_table, "available", lambda: False)
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    assert isinstance(choose(24576, 4096, 128, gpu), Sm90Config)
+    monkeypatch.setattr(cuda, "available", lambda: False)
     assert choose(24576, 4096, 128, gpu) is None
-    assert choose(24576, 4096, 64, gpu) is not None
+    assert choose(24576, 4096, 32, gpu) is not None
 
 
-def test_unknown_shapes_leave_many_rows_to_the_library() -> None:
+def test_unknown_shapes_leave_many_rows_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    for gpu, most in (
+        (Gpu(132, amd=False, capability=90), 128),
+        (Gpu(108, amd=False, capability=80), 32),
+        (Gpu(304, amd=True, wave=64), 32),
+    ):
+        assert choose(1000, 512, most, gpu) is not None
+        assert choose(1000, 512, most + 1, gpu) is None
+    hopper = Gpu(132, amd=False, capability=90)
+    for n, k in ((1000, 520), (1004, 512)):  # what its copies and vectors cannot cut
+        assert choose(n, k, 64, hopper) is None
+
+
+@pytest.mark.parametrize("bucket", [64, 128])
+def test_the_default_for_hopper_finds_what_tuning_found(bucket: int) -> None:
     gpu = Gpu(132, amd=False, capability=90)
-    assert choose(1000, 512, 32, gpu) is not None
-    assert choose(1000, 512, 33, gpu) is None
+    found = {
+        shape: (default_sm90(*shape, bucket, gpu), choices[bucket])
+        for shape, choices in TABLE[90].items()
+    }
+    same = [shape for shape, (ours, tuned) in found.items() if ours == tuned]
+    assert {(6144, 4096), (24576, 4096), (4096, 12288)} <= set(same)
+    for config, _ in found.values():
+        assert config is not None and config.block_n % (16 * config.cluster) == 0
+        assert stages(config, Form(scaled_in=True, paired=True)) > 2
 
 
 REAL = [(6144, 4096), (4096, 12288), (24576, 4096), (151936, 4096), (5000, 2056)]
@@ -180,79 +200,67 @@ def test_on_a_gpu(rows: int, n: int, k: int) -> None:
     check_all_forms(given, config, 5e-3)
 
 
-# As the table has them: whole programs a tile.
-BLOCKS = [
-    GemmConfig(128, 64, 32, warps=8, stages=6, tma=True),
-    GemmConfig(128, 64, 384, warps=4, stages=3, tma=True),
-    GemmConfig(256, 64, 64, warps=8, stages=3, tma=True, swap=True),
-    GemmConfig(64, 128, 512, warps=4, stages=3, tma=True),
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [GemmConfig(64, 128, 133), GemmConfig(64, 128, 133, swap=True)])
+def test_same_bits_run_after_run_and_whatever_stands_beside(config: GemmConfig) -> None:
+    device = torch.device("cuda", 0)
+    given = Given(16, 4096, 4096, torch.bfloat16, device)
+    first = g.gemm(given.x, given.matrix, config)
+    for _ in range(20):
+        assert torch.equal(g.gemm(given.x, given.matrix, config), first)
+    for rows in (1, 5, 15):
+        assert torch.equal(g.gemm(given.x[:rows], given.matrix, config), first[:rows])
+
+
+# (rows, N, K, configuration): several tiles a program, splits, columns past the end, two and more
+# tiles below one another, in a cluster and not.
+SM90 = [
+    (2, 4096, 1024, Sm90Config(64, groups=1)),
+    (16, 6144, 4096, Sm90Config(96, groups=1, cluster=2)),
+    (100, 24576, 4096, Sm90Config(192)),
+    (128, 4096, 4096, Sm90Config(32)),
+    (128, 4096, 12288, Sm90Config(128, groups=1, cluster=2, split=2)),
+    (77, 5008, 640, Sm90Config(192)),
+    (33, 4096, 1024, Sm90Config(96, groups=1, split=4)),
+    (300, 1536, 1024, Sm90Config(64)),
+    (512, 24576, 2048, Sm90Config(256, cluster=2)),
+    (385, 5008, 1024, Sm90Config(160, groups=1, cluster=2)),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", BLOCKS)
-@pytest.mark.parametrize("rows", [60, 100, 300])
-def test_blocks_on_a_gpu(rows: int, config: GemmConfig) -> None:
+@pytest.mark.skipif(not HOPPER, reason="for Hopper alone")
+@pytest.mark.parametrize(("rows", "n", "k", "config"), SM90)
+def test_the_kernel_for_hopper(rows: int, n: int, k: int, config: Sm90Config) -> None:
     torch.manual_seed(rows)
-    count = g.tiles(rows, 4096, config)
-    config = replace(config, programs=max(config.programs // count, 1) * count)
-    given = Given(rows, 4096, 2048, torch.bfloat16, torch.device("cuda", 0))
+    given = Given(rows, n, k, torch.bfloat16, torch.device("cuda", 0))
     check_all_forms(given, config, 5e-3)
+    # The same bits run after run, and whatever stands beside a row.
+    got = g.gemm(given.scaled, given.matrix, config)
+    for _ in range(10):
+        assert torch.equal(g.gemm(given.scaled, given.matrix, config), got)
+    wide = torch.zeros(rows, k + 9, dtype=torch.bfloat16, device=given.x.device)
+    wide[:, 3 : k + 3] = given.x  # not as bulk copies like it
+    assert torch.equal(
+        g.gemm(wide[:, 3 : k + 3], given.matrix, config), g.gemm(given.x, given.matrix, config)
+    )
+    fewer = rows - 11 if rows > 20 else rows - 1
+    few = Scaled(given.x[:fewer], given.scaled.squares[:, :fewer].contiguous(), EPS)
+    assert torch.equal(g.gemm(few, given.matrix, config), got[:fewer])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
-    [GemmConfig(64, 128, 133), GemmConfig(64, 128, 133, swap=True), *BLOCKS],
+    [
+        GemmConfig(32, 128, 132),
+        pytest.param(
+            Sm90Config(32, groups=1),
+            marks=pytest.mark.skipif(not HOPPER, reason="for Hopper alone"),
+        ),
+    ],
 )
-def test_same_bits_run_after_run_and_whatever_stands_beside(config: GemmConfig) -> None:
-    device = torch.device("cuda", 0)
-    bucket = 128 if config.tma else 16
-    given = Given(bucket, 4096, 4096, torch.bfloat16, device)
-    first = g.gemm(given.x, given.matrix, config)
-    for _ in range(20):
-        assert torch.equal(g.gemm(given.x, given.matrix, config), first)
-    for rows in (65, 100, 127) if config.tma else (1, 5, 15):
-        assert torch.equal(g.gemm(given.x[:rows], given.matrix, config), first[:rows])
-
-
-# (rows, N, K, configuration): several tiles a program, splits, columns past the end, two row tiles.
-HOPPER = [
-    (100, 24576, 4096, GemmConfig(192, programs=128, stages=5, hopper=True)),
-    (128, 4096, 12288, GemmConfig(128, programs=128, stages=6, hopper=True)),
-    (77, 5008, 640, GemmConfig(192, programs=3, stages=5, hopper=True)),
-    (300, 1536, 1024, GemmConfig(64, programs=20, stages=8, hopper=True)),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not (GPU and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)),
-    reason="for Hopper alone",
-)
-@pytest.mark.parametrize(("rows", "n", "k", "config"), HOPPER)
-def test_the_kernel_for_hopper(rows: int, n: int, k: int, config: GemmConfig) -> None:
-    torch.manual_seed(rows)
-    given = Given(rows, n, k, torch.bfloat16, torch.device("cuda", 0))
-    m = Matrix(given.matrix.weight, None, given.matrix.locks)
-    got = g.gemm(given.x, m, config)
-    close(got, given.product, 5e-3)
-    gate, up = given.product.chunk(2, -1)
-    close(g.gemm_silu(given.x, m, config), F.silu(gate) * up, 5e-3)
-    assert torch.equal(g.gemm_argmax(given.x, m, config), got.argmax(-1))
-    count = g.tiles(rows, n, config)
-    for split in (1, 2):
-        parts = g.gemm_partials(given.x, m, replace(config, programs=split * count))
-        close(parts.sum(0), given.product, 1e-4)
-    # The same bits run after run, and whatever stands beside a row.
-    for _ in range(10):
-        assert torch.equal(g.gemm(given.x, m, config), got)
-    fewer = rows - 11
-    assert torch.equal(g.gemm(given.x[:fewer], m, config), got[:fewer])
-
-
-@pytest.mark.gpu
-def test_overlapped_kernels_wait_for_each_other() -> None:
+def test_overlapped_kernels_wait_for_each_other(config: Config) -> None:
     """A chain in a graph, each product's input the last one's output, over fresh inputs."""
     device = torch.device("cuda", 0)
     n = 2048
@@ -262,7 +270,6 @@ def test_overlapped_kernels_wait_for_each_other() -> None:
     ]
     x = torch.randn(4, n, device=device, dtype=torch.bfloat16)
     norm = torch.ones(n, device=device, dtype=torch.bfloat16)
-    config = GemmConfig(32, 128, 132)
 
     def run() -> Tensor:
         rows: Tensor | Scaled = x

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forerun.kernels.device import Gpu
-from forerun.kernels.gemm import GemmConfig, Matrix, Scaled
+from forerun.kernels.gemm import GemmConfig, Scaled
 from forerun.layers import linear
 from forerun.layers.linear import Linear
 from forerun.models.loader import load_target
@@ -59,31 +59,6 @@ def test_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     product.pack()
     assert product.takes_scaled(x)
     assert torch.equal(product.argmax(x), want)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_kernel_without_norm_and_bias_is_asked_for_neither(
-    bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = GemmConfig(192, 64, 1, hopper=True)
-    monkeypatch.setattr(linear, "can_stream", lambda weight: True)
-    monkeypatch.setattr(linear, "can_pack", lambda weight: False)
-    monkeypatch.setattr(linear, "choose", lambda n, k, rows, gpu: config)
-    served: list[GemmConfig] = []
-
-    def gemm(x: torch.Tensor, m: Matrix, config: GemmConfig) -> torch.Tensor:
-        served.append(config)
-        return x @ m.weight.T
-
-    monkeypatch.setattr(linear, "gemm", gemm)
-    product = Linear.of(torch.randn(8, 16), torch.randn(8) if bias else None)
-    product.pack()
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(
-        product(x), torch.nn.functional.linear(x, product.weight, product.bias)
-    )
-    assert served == ([] if bias else [config])
-    assert not product.takes_scaled(x) and not product.leaves_scaled(x)
 
 
 def test_rows_short_of_their_norm_are_refused_where_nothing_finishes_it() -> None:

@@ -113,8 +113,11 @@ def test_configs_of_transformers_4(tmp_path: Path) -> None:
 
 def test_dummy_weights_need_a_config_only(original: Path, folder: Path) -> None:
     (folder / SINGLE).unlink()
-    first = logits(folder, "dummy")
-    assert torch.equal(first, logits(folder, "dummy"))  # the same seed
+    first = logits(folder, "dummy_normal")
+    assert torch.equal(first, logits(folder, "dummy_normal"))  # the same seed
+    uniform = logits(folder, "dummy")
+    assert uniform.abs().sum() > 0
+    assert uniform.abs().max() < first.abs().max() / 100  # norms are small too
     assert torch.isfinite(first).all() and 0.01 < first.std() < 10
     assert not torch.allclose(first, logits(original))
 

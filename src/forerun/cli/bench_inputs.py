@@ -17,6 +17,7 @@ from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset
+from forerun.models.checkpoint import DUMMY_FORMATS
 from forerun.speculative.registry import get_algorithm
 
 RandomInput = Annotated[
@@ -73,8 +74,9 @@ def check(
     if any(shape.output_len < 2 for shape in shapes):
         raise ConfigError("--output-len must be >= 2: the first token comes from the prefill.")
     check_repetitions(repetitions)
-    if engine.get("load_format") == "dummy" and not random_input:
-        raise ConfigError("--load-format dummy has random weights; add --random-input.")
+    load_format = engine.get("load_format")
+    if load_format in DUMMY_FORMATS and not random_input:
+        raise ConfigError(f"--load-format {load_format} has random weights; add --random-input.")
 
 
 def check_repetitions(repetitions: int) -> None:

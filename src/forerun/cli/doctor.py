@@ -19,8 +19,11 @@ from forerun.attention.select import survey
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kernels import cuda
 from forerun.kernels.attention_tiles import best_page
 from forerun.kernels.device import Gpu, gpu_of, have_triton
+from forerun.kernels.gemm import Config
+from forerun.kernels.gemm_sm90 import Sm90Config
 from forerun.kernels.gemm_table import TABLE, choose
 from forerun.kernels.pdl import pdl_options
 from forerun.layers.linear import can_pack, can_stream
@@ -143,13 +146,15 @@ def gemm_choices(gpu: Gpu, shapes: list[Shape]) -> dict[str, Any]:
     """For `shapes` and those tuned for this GPU: a configuration by rows; None: the library."""
     tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
     out: list[dict[str, Any]] = []
-    used: list[dict[str, Any]] = []
     for n, k in dict.fromkeys((*shapes, *tuned)):
         chosen = {rows: choose(n, k, rows, gpu) for rows in ROWS}
-        choices = {str(rows): asdict(c) if c else None for rows, c in chosen.items()}
+        choices = {str(rows): _choice(c) if c else None for rows, c in chosen.items()}
         out.append({"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices})
-        used += [config for config in choices.values() if config]
-    return {"tma": any(c.get("tma") for c in used), "matrices": out}
+    return {"cuda": cuda.available(), "matrices": out}
+
+
+def _choice(config: Config) -> dict[str, Any]:
+    return {"kernel": "cuda" if isinstance(config, Sm90Config) else "triton", **asdict(config)}
 
 
 def _bundled() -> dict[str, Any]:
@@ -194,7 +199,7 @@ def _show_products(products: dict[str, Any], console: Console) -> None:
         return
     for said, on in (
         ("programmatic dependent launch", products["programmatic_launch"]),
-        ("bulk copies by descriptor (TMA)", products["tma"]),
+        ("compiler for kernels in CUDA C++ (NVRTC)", products["cuda"]),
     ):
         console.print(f"  {said}: {'[green]on[/]' if on else '[yellow]off[/]'}")
     table = Table(box=None, padding=(0, 1, 0, 2))
@@ -204,13 +209,14 @@ def _show_products(products: dict[str, Any], console: Console) -> None:
         shape = f"{entry['n']} x {entry['k']}"
         table.add_row(shape, *(_who(c, entry["tuned"]) for c in entry["choices"].values()))
     console.print(table)
-    console.print("  own: a kernel tuned for this matrix; default: the same kernel, untuned")
+    console.print("  own: a kernel tuned for this matrix; default: untuned; +C++: that for Hopper")
 
 
 def _who(config: dict[str, Any] | None, tuned: bool) -> str:
     if config is None:
         return "library"
-    return f"[green]{'own' if tuned else 'default'}{'+TMA' if config.get('tma') else ''}[/]"
+    language = "+C++" if config["kernel"] == "cuda" else ""
+    return f"[green]{'own' if tuned else 'default'}{language}[/]"
 
 
 def _verdict(reasons: list[str]) -> str:

@@ -24,7 +24,10 @@ class EngineConfig:
     tokenizer_path: str | None = _setting(None, "Folder of the tokenizer, if not the model's")
     skip_tokenizer_init: bool = _setting(False, "Work on token ids alone")
     load_format: str = _setting(
-        "auto", "Weights from safetensors, or random (dummy: a config is enough)", ("auto", "dummy")
+        "auto",
+        "Weights from safetensors, or random where a config is enough (dummy: as SGLang and vLLM"
+        " fill theirs; dummy_normal: like an untrained model)",
+        ("auto", "dummy", "dummy_normal"),
     )
     dtype: str = _setting(
         "auto",

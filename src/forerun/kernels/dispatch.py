@@ -13,7 +13,7 @@ A kernel file reads like any Triton code:
             return f_torch(x)                # the twin, in plain PyTorch
         _kernel[grid](x, n, BLOCK=128)
 
-Importing such a file costs nothing and works without Triton. A kernel in Gluon has `gluon_jit`.
+Importing such a file costs nothing and works without Triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-__all__ = ["Kernel", "Lazy", "gluon_jit", "jit", "jit_for_any", "tl", "triton", "use_triton"]
+__all__ = ["Kernel", "Lazy", "jit", "jit_for_any", "tl", "triton", "use_triton"]
 
 
 class Lazy:
@@ -57,14 +57,14 @@ class Kernel:
     launch is Triton's own. TRITON_INTERPRET must not change once a kernel has run.
     """
 
-    def __init__(self, fn: Callable[..., Any], language: str = "triton", **options: Any) -> None:
-        self.fn, self.language, self.options = fn, language, options
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        self.fn, self.options = fn, options
         self._jitted: Any = None
 
     def load(self) -> Any:
         """The function as Triton knows it."""
         if self._jitted is None:
-            self._jitted = importlib.import_module(self.language).jit(self.fn, **self.options)
+            self._jitted = triton.jit(self.fn, **self.options)
             scope = self.fn.__globals__
             for name, value in list(scope.items()):
                 if isinstance(value, Kernel):
@@ -87,8 +87,3 @@ def jit(fn: Callable[..., Any]) -> Kernel:
 def jit_for_any(*arguments: str) -> Callable[[Callable[..., Any]], Kernel]:
     """`jit`, and the named integers (row counts) are not compiled in: 1 and 16 are not special."""
     return lambda fn: Kernel(fn, do_not_specialize=arguments)
-
-
-def gluon_jit(*arguments: str) -> Callable[[Callable[..., Any]], Kernel]:
-    """`jit_for_any` for a kernel in Gluon, where layouts and barriers are spelt out."""
-    return lambda fn: Kernel(fn, "triton.experimental.gluon", do_not_specialize=arguments)

@@ -17,16 +17,16 @@ and asks for its first chunks of W to be brought into the L2 cache before it wai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import gemm_hopper
+from forerun.kernels import gemm_sm90
 from forerun.kernels.dispatch import use_triton
 from forerun.kernels.gemm_kernels import best_kernel, gemm_kernel
+from forerun.kernels.gemm_sm90 import Sm90Config
 from forerun.kernels.pdl import pdl_options
 
 MAX_ROWS = 512
@@ -46,10 +46,9 @@ class GemmConfig:
     early: bool = True  # the next kernel may start at once; else when the last chunk is read
     block_m: int = 128  # rows of x in a tile, where there are so many
     parts: bool = False  # partial sums are left to the next kernel, where it can add them up
-    tma: bool = False  # operands come through tensor descriptors: bulk copies from Hopper on
-    # The kernel of `gemm_hopper.py`: block_m 128, block_k 64, its own warps; no `Scaled` rows, bias
-    # or residual.
-    hopper: bool = False
+
+
+Config = GemmConfig | Sm90Config  # the kernel of this file, or that of `gemm_sm90.py`
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,18 @@ def rows_block(rows: int) -> int:
     return max(16, 1 << (rows - 1).bit_length()) if rows <= 128 else -(-rows // 128) * 128
 
 
-def tiles(rows: int, n: int, config: GemmConfig) -> int:
+def tiles(rows: int, n: int, config: Config) -> int:
     """How many tiles a product has: the same for all row counts of a bucket."""
     bucket = rows_block(rows)
-    return bucket // min(config.block_m, bucket) * -(-n // config.block_n)
+    return -(-bucket // min(config.block_m, bucket)) * -(-n // config.block_n)
 
 
-def gemm(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
+def leaves_parts(config: Config) -> bool:
+    """Whether partial sums are left to the next kernel, where it can add them up."""
+    return config.split > 1 if isinstance(config, Sm90Config) else config.parts
+
+
+def gemm(x: Tensor | Scaled, m: Matrix, config: Config) -> Tensor:
     """x [T, K] -> x Wᵀ + b [T, N]."""
     if not use_triton(m.weight):
         return _sum_torch(x, m).to(m.weight.dtype)
@@ -102,7 +106,7 @@ def gemm(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
     return out
 
 
-def gemm_add(x: Tensor | Scaled, m: Matrix, residual: Tensor, config: GemmConfig) -> Tensor:
+def gemm_add(x: Tensor | Scaled, m: Matrix, residual: Tensor, config: Config) -> Tensor:
     """residual [T, N] + x Wᵀ + b, a new tensor."""
     if not use_triton(m.weight):
         return (_sum_torch(x, m) + residual.float()).to(residual.dtype)
@@ -117,7 +121,7 @@ def gemm_add_scaled(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-    config: GemmConfig,
+    config: Config,
 ) -> tuple[Scaled, Tensor]:
     """(RMSNorm of the sum, short of its last step; the sum) of residual [T, N] + x Wᵀ + b."""
     if not use_triton(m.weight):
@@ -135,7 +139,7 @@ def gemm_add_scaled(
     return Scaled(scaled, squares, eps), out
 
 
-def gemm_silu(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
+def gemm_silu(x: Tensor | Scaled, m: Matrix, config: Config) -> Tensor:
     """W = [gate | up] rows: silu(x gateᵀ) · (x upᵀ), [T, N / 2]."""
     if not use_triton(m.weight):
         gate, up = _sum_torch(x, m).chunk(2, -1)
@@ -145,7 +149,7 @@ def gemm_silu(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
     return out
 
 
-def gemm_argmax(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
+def gemm_argmax(x: Tensor | Scaled, m: Matrix, config: Config) -> Tensor:
     """[T] int64: argmax of `gemm` (rounded to bfloat16 like it; the lowest id of equals)."""
     if not use_triton(m.weight):
         return gemm(x, m, config).argmax(-1)
@@ -160,13 +164,16 @@ def gemm_argmax(x: Tensor | Scaled, m: Matrix, config: GemmConfig) -> Tensor:
     return out
 
 
-def gemm_partials(x: Tensor, m: Matrix, config: GemmConfig) -> Tensor:
+def gemm_partials(x: Tensor, m: Matrix, config: Config) -> Tensor:
     """[S, T, N] float32, to be summed over the first dimension by whoever reads it; no bias.
 
     S programs a tile: `config.programs` must be S times the number of tiles.
     """
     rows, n = x.shape[0], m.weight.shape[0]
-    split, rest = divmod(config.programs, tiles(rows, n, config))
+    if isinstance(config, Sm90Config):
+        split, rest = config.split, 0
+    else:
+        split, rest = divmod(config.programs, tiles(rows, n, config))
     assert rest == 0 and split > 0
     if not use_triton(m.weight):
         parts = zip(x.tensor_split(split, 1), m.weight.tensor_split(split, 1), strict=True)
@@ -191,7 +198,7 @@ def _sum_torch(x: Tensor | Scaled, m: Matrix) -> Tensor:
 def _launch(
     x: Tensor | Scaled,
     m: Matrix,
-    config: GemmConfig,
+    config: Config,
     *,
     out: Tensor | None = None,
     residual: Tensor | None = None,
@@ -207,14 +214,14 @@ def _launch(
     rows_in = _plain(x)
     squares = x.squares if isinstance(x, Scaled) else None
     rows, k = rows_in.shape
-    if config.hopper:
-        assert squares is None and m.bias is None and residual is None
+    eps = x.eps if isinstance(x, Scaled) else 0.0
+    if isinstance(config, Sm90Config):
         target = next(t for t in (out, best, partial) if t is not None)
-        gemm_hopper.launch(
-            rows_in, m.weight, target, best_ids,
-            block_n=config.block_n, stages=config.stages, programs=config.programs,
-            split=1 if partial is None else partial.shape[0],
-            paired=paired, partials=partial is not None,
+        gemm_sm90.launch(
+            config if partial is not None else replace(config, split=1), rows_in, m.weight, target,
+            paired=paired, partials=partial is not None, best_ids=best_ids, bias=m.bias,
+            residual=residual, norm_weight=norm_weight, scaled=scaled, out_squares=out_squares,
+            squares=squares, eps=eps,
         )  # fmt: skip
         return
     n = m.weight.shape[0] // (2 if paired else 1)
@@ -229,19 +236,12 @@ def _launch(
     if partial is None and parts > 1:
         size = (2 * programs, block_m, config.block_n)
         partial = torch.empty(size, dtype=torch.float32, device=rows_in.device)
-    x_blocks = w_blocks = None
-    if config.tma:
-        # Triton 3.6 on an H200: wrong where one program has several such tiles (docs/kernels.md).
-        assert programs % count == 0, "descriptors need whole programs a tile"
-        width = config.block_n // 2 if paired else config.block_n
-        x_blocks = _descriptor(rows_in, block_m, config.block_k)
-        w_blocks = _descriptor(m.weight, width, config.block_k)
     options = pdl_options(rows_in)
     gemm_kernel[(programs,)](
-        rows_in, m.weight, x_blocks, w_blocks, m.bias, squares, residual, norm_weight,
+        rows_in, m.weight, m.bias, squares, residual, norm_weight,
         out, scaled, out_squares, best, best_ids, partial, m.locks,
         rows, n, k, rows_in.stride(0), 0 if squares is None else squares.shape[0],
-        x.eps if isinstance(x, Scaled) else 0.0, bucket // block_m, count * chunks,
+        eps, bucket // block_m, count * chunks,
         config.prefetch if k % 64 == 0 else 0,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         PARTS=parts, EARLY=config.early, SWAP=config.swap, PAIRED=paired, PARTIALS=only_partials,
@@ -249,13 +249,6 @@ def _launch(
         THREADS=32 * config.warps,
         num_warps=config.warps, num_stages=config.stages, **options,
     )  # fmt: skip
-
-
-def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
-    """Of blocks [rows, columns]; zeros past the end."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def most_parts(programs: int, tiles: int, chunks: int) -> int:

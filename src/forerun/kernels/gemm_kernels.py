@@ -10,8 +10,6 @@ from forerun.kernels.dispatch import jit, jit_for_any, tl
 def gemm_kernel(
     x,  # [M, K], stride_x
     w,  # [N, K], with PAIRED [2N, K]
-    x_blocks,  # descriptors of x and w, [BLOCK_M, BLOCK_K] and [WIDTH, BLOCK_K] a block; or None
-    w_blocks,
     bias,  # [N], with PAIRED [2N], or None
     squares,  # [P, M] float32: x is `Scaled`; or None
     residual,  # [M, N] or None
@@ -58,52 +56,36 @@ def gemm_kernel(
             _prefetch(w, first_tile // tiles_m, column, count, N, K, BLOCK_N, PAIRED, THREADS)
         tl.extra.cuda.gdc_wait()
 
-    # Descriptors give gate and up as two blocks and two sums; pointers, one tile of both.
-    TWO: tl.constexpr = PAIRED and w_blocks is not None
-    WIDTH: tl.constexpr = BLOCK_N // 2 if TWO else BLOCK_N
     k = tl.arange(0, BLOCK_K)
     for tile in range(first_tile, (end - 1) // chunks + 1):
         start = tile * chunks
         tile_n = tile // tiles_m
-        first_row = tile % tiles_m * BLOCK_M
-        m = first_row + tl.arange(0, BLOCK_M)
+        m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
         present = m[:, None] < M
-        acc = tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), tl.float32)
-        up = acc
-        if w_blocks is not None:
-            first_column = tile_n * WIDTH
-            for chunk in range(tl.maximum(begin - start, 0), tl.minimum(end - start, chunks)):
-                at = chunk * BLOCK_K
-                xs = x_blocks.load([first_row, at])
-                acc = _dot(w_blocks.load([first_column, at]), xs, acc, SWAP)
-                if TWO:
-                    up = _dot(w_blocks.load([N + first_column, at]), xs, up, SWAP)
-        else:
-            x_tile = x + m[:, None] * stride_x + k[None, :]
-            row = _rows(tile_n, tl.arange(0, BLOCK_N), N, BLOCK_N, PAIRED)
-            w_tile = w + row[:, None] * K + k[None, :]
-            for chunk in range(tl.maximum(begin - start, 0), tl.minimum(end - start, chunks)):
-                at = chunk * BLOCK_K
-                if EVEN_K:
-                    xs = tl.load(x_tile + at, mask=present, other=0.0)
-                    ws = tl.load(w_tile + at)
-                else:
-                    inside = at + k[None, :] < K
-                    xs = tl.load(x_tile + at, mask=present & inside, other=0.0)
-                    ws = tl.load(w_tile + at, mask=inside, other=0.0)
-                acc = _dot(ws, xs, acc, SWAP)
+        acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+        x_tile = x + m[:, None] * stride_x + k[None, :]
+        row = _rows(tile_n, tl.arange(0, BLOCK_N), N, BLOCK_N, PAIRED)
+        w_tile = w + row[:, None] * K + k[None, :]
+        for chunk in range(tl.maximum(begin - start, 0), tl.minimum(end - start, chunks)):
+            at = chunk * BLOCK_K
+            if EVEN_K:
+                xs = tl.load(x_tile + at, mask=present, other=0.0)
+                ws = tl.load(w_tile + at)
+            else:
+                inside = at + k[None, :] < K
+                xs = tl.load(x_tile + at, mask=present & inside, other=0.0)
+                ws = tl.load(w_tile + at, mask=inside, other=0.0)
+            acc = tl.dot(ws, tl.trans(xs), acc) if SWAP else tl.dot(xs, tl.trans(ws), acc)
         if PDL and not EARLY:  # noqa: SIM102  a constant
             if start + chunks >= end:
                 tl.extra.cuda.gdc_launch_dependents()
         if SWAP:
             acc = tl.trans(acc)
-            if TWO:
-                up = tl.trans(up)
 
         first_program = _owner(start, programs, units)
         others = _owner(start + chunks - 1, programs, units) - first_program
         part = program - first_program
-        column = tl.arange(0, WIDTH)[None, :]
+        column = tl.arange(0, BLOCK_N)[None, :]
         last = True if PARTS == 1 else others == 0
         if PARTIALS:
             column += tile_n * BLOCK_N
@@ -116,23 +98,17 @@ def gemm_kernel(
                 place = partial + tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + column
                 slot = (2 * program + (part == 0)) * BLOCK_M * BLOCK_N
                 tl.store(place + slot, acc, mask=present)
-                if TWO:
-                    tl.store(place + slot + WIDTH, up, mask=present)
                 tl.debug_barrier()  # all of the program's partial is written before it reports
                 last = tl.atomic_add(locks + tile, 1, sem="acq_rel") == others
                 if last:
                     tl.store(locks + tile, 0)
                     acc = _sum(place, first_program, others, present, BLOCK_M, BLOCK_N, PARTS)
-                    if TWO:
-                        up = _sum(
-                            place + WIDTH, first_program, others, present, BLOCK_M, BLOCK_N, PARTS
-                        )
         if not PARTIALS:  # noqa: SIM102  a constant
             if last:
                 _finish(
-                    acc, up, tile_n, m, bias, squares, residual, norm_weight,
+                    acc, tile_n, m, bias, squares, residual, norm_weight,
                     out, scaled, out_squares, best, best_ids, M, N, K, P, eps,
-                    w.dtype.element_ty, BLOCK_M, BLOCK_N, PAIRED, TWO,
+                    w.dtype.element_ty, BLOCK_M, BLOCK_N, PAIRED,
                 )  # fmt: skip
 
 
@@ -179,22 +155,17 @@ def _rows(tile, i, N, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr):
 
 @jit
 def _finish(
-    acc, up, tile, m, bias, squares, residual, norm_weight,
+    acc, tile, m, bias, squares, residual, norm_weight,
     out, scaled, out_squares, best, best_ids, M, N, K, P, eps,
     w_type: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAIRED: tl.constexpr,
-    TWO: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue: float32 sums [BLOCK_M, BLOCK_N] -> what the caller asked for.
-
-    With TWO `acc` and `up` are [BLOCK_M, BLOCK_N / 2]; else PAIRED has both in `acc`.
-    """
+    """The epilogue: float32 sums [BLOCK_M, BLOCK_N] -> what the caller asked for."""
     present = m[:, None] < M
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIRED:
         n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        if not TWO:
-            pairs = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2))
-            acc, up = tl.split(tl.permute(pairs, (0, 2, 1)))
+        pairs = tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2))
+        acc, up = tl.split(tl.permute(pairs, (0, 2, 1)))
     inside = n < N
     factor = tl.full((BLOCK_M, 1), 1.0, tl.float32)
     if squares is not None:
@@ -232,11 +203,6 @@ def _finish(
             norm = tl.load(norm_weight + n, mask=inside, other=0.0).to(tl.float32)
             tl.store(scaled + place, (r * norm[None, :]).to(out.dtype.element_ty), mask=written)
             tl.store(out_squares + tile * M + m, tl.sum(r * r, 1), mask=m < M)
-
-
-@jit
-def _dot(ws, xs, acc, SWAP: tl.constexpr):
-    return tl.dot(ws, tl.trans(xs), acc) if SWAP else tl.dot(xs, tl.trans(ws), acc)
 
 
 @jit

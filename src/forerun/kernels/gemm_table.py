@@ -1,57 +1,67 @@
 """Which product serves how many rows: a tuned configuration, or the vendor's library.
 
 `TABLE` is what `benchmarks/kernels_gemm.py --tune` found. Shapes it does not know take a default
-up to 32 rows, and the library above. Above 128 rows the library serves all (docs/kernels.md).
+up to 32 rows, on Hopper up to 128, and the library above.
 """
 
 from __future__ import annotations
 
+from forerun.kernels import cuda
 from forerun.kernels.device import Gpu
-from forerun.kernels.gemm import GemmConfig, rows_block
-from forerun.kernels.gemm_hopper import available
+from forerun.kernels.gemm import Config, GemmConfig, rows_block
+from forerun.kernels.gemm_sm90 import CHUNK, Sm90Config
 
 DEFAULT_ROWS = 32  # the default serves no more
+DEFAULT_SM90_ROWS = 128
 
-Choice = GemmConfig | None  # None: the library is faster
+Choice = Config | None  # None: the library is faster
 
 # Compute capability -> (N, K) -> rows bucket -> choice.
 TABLE: dict[int, dict[tuple[int, int], dict[int, Choice]]] = {
     # On one H200: the layers, the head and the block draft of Qwen3-8B.
     90: {
         (6144, 4096): {
-            16: GemmConfig(64, 128, 132, stages=6, swap=True),
-            32: GemmConfig(64, 64, 192, stages=6, swap=True),
-            64: GemmConfig(64, 128, 96, stages=4, swap=True, tma=True),
+            16: Sm90Config(48, groups=1),
+            32: Sm90Config(48, groups=1),
+            64: Sm90Config(48, groups=1),
+            128: Sm90Config(96, groups=1, cluster=2),
         },
         (4096, 4096): {
-            16: GemmConfig(64, 128, 128, stages=6, swap=True),
-            32: GemmConfig(64, 128, 128, stages=4, swap=True),
-            64: GemmConfig(64, 128, 128, swap=True, early=False, parts=True, tma=True),
+            16: GemmConfig(64, 128, 128, stages=6, swap=True, early=False),
+            32: Sm90Config(64, groups=1, split=2),
+            64: Sm90Config(32, groups=1),
+            128: Sm90Config(32),
         },
         (24576, 4096): {
             16: GemmConfig(64, 128, 384, stages=3, swap=True),
             32: GemmConfig(64, 128, 384, stages=3, swap=True, prefetch=0),
-            64: GemmConfig(128, 128, 192, tma=True),
-            128: GemmConfig(192, 64, 128, stages=5, hopper=True),
+            64: Sm90Config(192, groups=1),
+            128: Sm90Config(192),
         },
         (4096, 12288): {
             16: GemmConfig(64, 128, 128, stages=6, swap=True, parts=True),
-            32: GemmConfig(64, 128, 256, stages=4, swap=True, prefetch=0),
-            64: GemmConfig(64, 128, 128, swap=True, parts=True, tma=True),
-            128: GemmConfig(128, 64, 128, stages=6, parts=True, hopper=True),
+            32: Sm90Config(64, groups=1, split=2),
+            64: Sm90Config(64, groups=1, split=2),
+            128: Sm90Config(128, groups=1, cluster=2, split=2),
         },
         (151936, 4096): {
             16: GemmConfig(128, 128, 1187, warps=8, stages=4, swap=True, prefetch=0),
             32: GemmConfig(64, 128, 2374, stages=3, swap=True, prefetch=0),
-            64: GemmConfig(128, 128, 1187, prefetch=0, tma=True),
-            128: GemmConfig(192, 64, 132, stages=5, hopper=True),
+            64: Sm90Config(192, groups=1),
+            128: Sm90Config(192),
         },
         (4096, 20480): {
-            16: GemmConfig(64, 128, 128, stages=6, swap=True, prefetch=512),
-            32: GemmConfig(64, 128, 256, stages=4, swap=True, prefetch=512),
-            64: GemmConfig(64, 128, 128, swap=True, prefetch=1024, tma=True),
+            16: Sm90Config(32, groups=1),
+            32: Sm90Config(32, groups=1),
+            64: Sm90Config(32, groups=1),
+            128: Sm90Config(64, groups=1, cluster=2),
         },
-        (10240, 4096): {16: None, 32: None},
+        (10240, 4096): {
+            16: Sm90Config(96, groups=1),
+            32: Sm90Config(96, groups=1),
+            64: Sm90Config(96, groups=1),
+            128: Sm90Config(160, groups=1, cluster=2),
+        },
     }
 }
 
@@ -60,9 +70,13 @@ def choose(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
     """How to compute `rows` rows times a bfloat16 matrix [n, k]."""
     bucket = rows_block(rows)
     tuned = TABLE.get(0 if gpu.amd else gpu.capability, {}).get((n, k))
+    hopper = gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and cuda.available()
     if tuned is not None:
         choice = tuned.get(bucket)
-        return None if choice is not None and choice.hopper and not available() else choice
+        if hopper or not isinstance(choice, Sm90Config):
+            return choice
+    if hopper and bucket <= DEFAULT_SM90_ROWS:
+        return default_sm90(n, k, bucket, gpu)
     return default(bucket, gpu) if bucket <= DEFAULT_ROWS else None
 
 
@@ -70,3 +84,23 @@ def default(bucket: int, gpu: Gpu) -> GemmConfig:
     """Two programs a multiprocessor, in tiles that fit everywhere (64 KiB of LDS on AMD)."""
     block_k = 64 if gpu.amd else 128
     return GemmConfig(64, block_k, 2 * gpu.processors, stages=2 if gpu.amd else 4)
+
+
+def default_sm90(n: int, k: int, bucket: int, gpu: Gpu) -> Sm90Config | None:
+    """Tiles that leave few multiprocessors idle and read little; None: better left to the library.
+
+    It finds what tuning found for most shapes of `TABLE`.
+    """
+    if n % 8 or k % (2 * CHUNK):
+        return None
+    options = []
+    for groups, cluster in ((1, 1),) if bucket <= 64 else ((2, 1), (1, 2)):
+        for split in (1, 2) if k >= 2 * n else (1,):  # few rows: partial sums, or too narrow tiles
+            for block_n in range(32, 257, 16 * cluster):
+                programs = split * cluster * -(-n // block_n)
+                waves = -(-programs // gpu.processors)
+                config = Sm90Config(block_n, groups, cluster, split)
+                read = waves * (config.block_m + block_n) / split
+                options.append((programs / waves / gpu.processors, (read, -block_n), config))
+    most = max(busy for busy, _, _ in options)
+    return min((cost, config) for busy, cost, config in options if busy > 0.91 * most)[1]

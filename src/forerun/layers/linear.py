@@ -25,7 +25,7 @@ from forerun.kernels.activation import silu_mul
 from forerun.kernels.argmax import argmax
 from forerun.kernels.device import gpu_of
 from forerun.kernels.gemm import (
-    GemmConfig,
+    Config,
     Matrix,
     Scaled,
     gemm,
@@ -34,6 +34,7 @@ from forerun.kernels.gemm import (
     gemm_argmax,
     gemm_partials,
     gemm_silu,
+    leaves_parts,
 )
 from forerun.kernels.gemm_table import choose
 
@@ -159,26 +160,23 @@ class Linear:
         if self._matrix is None and can_stream(weight):
             self._matrix = Matrix.of(weight, self.bias)
 
-    def _few(self, x: Tensor | Scaled) -> tuple[Matrix, GemmConfig] | None:
+    def _few(self, x: Tensor | Scaled) -> tuple[Matrix, Config] | None:
         """The kernel's operand and configuration, if it serves so many rows."""
         matrix = self._matrix
         if matrix is None:
             return None
         n, k = matrix.weight.shape
         config = choose(n, k, _rows(x), gpu_of(matrix.weight.device))
-        if config is None or (config.hopper and matrix.bias is not None):
-            return None
-        return matrix, config
+        return None if config is None else (matrix, config)
 
     def takes_scaled(self, x: Tensor) -> bool:
         """Whether a product with as many rows as `x` has can finish an RMSNorm (`Scaled`)."""
-        few = self._few(x)
-        return few is not None and not few[1].hopper
+        return self._few(x) is not None
 
     def leaves_scaled(self, x: Tensor) -> bool:
         """Whether `add_scaled` is the fastest way to add and norm."""
         few = self._few(x)
-        return few is not None and not (few[1].parts or few[1].hopper)
+        return few is not None and not leaves_parts(few[1])
 
     @property
     def fuses_add(self) -> bool:
@@ -198,14 +196,14 @@ class Linear:
     def summands(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], or float32 partial sums of it [S, T, out] where that is faster."""
         few = self._few(x)
-        if few is not None and few[1].parts and self.bias is None:
+        if few is not None and leaves_parts(few[1]) and self.bias is None:
             return gemm_partials(x, *few)
         return self(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, in], residual [T, out] -> residual + x Wᵀ + b, a new tensor."""
         few, packed = self._few(x), self._packed
-        if few is not None and not few[1].hopper:
+        if few is not None:
             return gemm_add(x, few[0], residual, few[1])
         if packed is None:
             return residual + F.linear(x, self.weight, self.bias)

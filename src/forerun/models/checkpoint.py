@@ -227,13 +227,25 @@ def _progress(total: int) -> Iterator[Any]:
         yield lambda count: bar.advance(task, count)
 
 
-def fill_dummy(slots: Mapping[str, Tensor], seed: int = 0) -> None:
-    """Random weights from a fixed seed: norms 1, biases 0, matrices N(0, 0.02²)."""
+DUMMY_FORMATS = ("dummy", "dummy_normal")
+
+
+def fill_dummy(slots: Mapping[str, Tensor], load_format: str, seed: int = 0) -> None:
+    """Random weights from a fixed seed.
+
+    Args:
+        load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. What the
+            layers add is lost beside the embedding then, and the rows of a block are nearly equal,
+            which a GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
+            matrices N(0, 0.02²), like an untrained model; rows differ as those of text do.
+    """
     if not slots:
         return
     generator = torch.Generator(next(iter(slots.values())).device).manual_seed(seed)
     for name, slot in slots.items():
-        if name.endswith("norm.weight"):
+        if load_format == "dummy":
+            slot.uniform_(-1e-3, 1e-3, generator=generator)
+        elif name.endswith("norm.weight"):
             slot.fill_(1)
         elif name.endswith("bias"):
             slot.zero_()

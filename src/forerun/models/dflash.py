@@ -27,7 +27,7 @@ from forerun.core.errors import ConfigError
 from forerun.kernels.qkv import HeadNorms, rotate
 from forerun.layers.linear import Linear, Product
 from forerun.layers.norm import RMSNorm
-from forerun.models.checkpoint import Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
 from forerun.models.draft_vocab import UNUSED, OwnParts, check_offsets, own_parts
 from forerun.models.loader import HARMLESS
@@ -315,15 +315,15 @@ def load_draft(
 
     Args:
         window: context positions it attends to (None: all).
-        load_format: "auto", or "dummy": random weights, a config is enough.
+        load_format: "auto", or one of `DUMMY_FORMATS`: random weights, a config is enough.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the mend.
     """
     config = load_dflash_config(folder)
-    if load_format == "dummy":
+    if load_format in DUMMY_FORMATS:
         draft = DFlashDraft(config, dtype, device, max_positions, window)
-        fill_dummy(draft.weights())
+        fill_dummy(draft.weights(), load_format)
         draft.prepare()
         return draft
     checkpoint = Checkpoint(folder)

@@ -26,7 +26,7 @@ from forerun.layers.linear import Linear, Product
 from forerun.layers.mlp import MLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import Rope
-from forerun.models.checkpoint import Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.decoder import join, join_whole
 from forerun.models.draft_vocab import (
     OWN_EMBEDDING,
@@ -348,7 +348,7 @@ def load_eagle3(
         max_positions: rows of the rotary tables.
         embed: the target's, ids [T] -> [T, H]; used where the checkpoint has no embedding.
         lm_head: the target's, [T, H] -> [T, V]; used where it has no head.
-        load_format: "auto", or "dummy": random weights, a config is enough.
+        load_format: "auto", or one of `DUMMY_FORMATS`: random weights, a config is enough.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the mend.
@@ -358,10 +358,10 @@ def load_eagle3(
     def build(own: frozenset[str]) -> Eagle3Draft:
         return Eagle3Draft(config, dtype, device, max_positions, embed, lm_head, own)
 
-    if load_format == "dummy":
+    if load_format in DUMMY_FORMATS:
         same = config.hidden_size == config.target_hidden_size
         draft = build(frozenset({OWN_HEAD} if same else {OWN_EMBEDDING, OWN_HEAD}))
-        fill_dummy(draft.weights())
+        fill_dummy(draft.weights(), load_format)
         draft.prepare()
         return draft
     checkpoint = Checkpoint(folder)

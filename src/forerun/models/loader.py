@@ -9,7 +9,7 @@ import torch
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.models.base import CausalLM
-from forerun.models.checkpoint import MEND_FOLDER, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, MEND_FOLDER, Checkpoint, fill_dummy
 from forerun.models.registry import model_class
 
 # In many checkpoints, computed here: old rotary buffers.
@@ -28,7 +28,7 @@ def load_target(
     Args:
         folder: a Hugging Face model folder with safetensors; for `dummy` a config is enough.
         dtype: of the weights; other floats are converted while they are copied.
-        load_format: "auto", or "dummy": random weights from a fixed seed.
+        load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: rows of the rotary tables; None: the config's `max_position_embeddings`.
 
     Raises:
@@ -38,11 +38,11 @@ def load_target(
         raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
     config = load_model_config(folder)
     build = model_class(config)
-    checkpoint = None if load_format == "dummy" else Checkpoint(folder)
+    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder)
     model = build(config, dtype, device, max_positions or config.max_position)
     slots = model.weights()
     if checkpoint is None:
-        fill_dummy(slots)
+        fill_dummy(slots, load_format)
     else:
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))

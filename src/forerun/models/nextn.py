@@ -24,7 +24,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.linear import Linear, Product
 from forerun.layers.norm import RMSNorm
-from forerun.models.checkpoint import MEND_FOLDER, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, MEND_FOLDER, Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
 from forerun.models.registry import model_class
 
@@ -133,8 +133,8 @@ def load_nextn(
         ConfigError: anything missing, broken or unsupported, in one line with the mend.
     """
     draft = NextNDraft(config, dtype, device, max_positions)
-    if load_format == "dummy":
-        fill_dummy(draft.weights())
+    if load_format in DUMMY_FORMATS:
+        fill_dummy(draft.weights(), load_format)
     else:
         checkpoint = Checkpoint(folder)
         checkpoint.keep(lambda name: name.startswith(config.prefix))

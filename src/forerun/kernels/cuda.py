@@ -1,0 +1,169 @@
+"""Kernels in CUDA C++, for what Triton cannot say: compiled when first launched, kept on disk.
+
+NVRTC compiles them in some tenths of a second; it and `cuda.bindings` come with PyTorch's CUDA
+builds. Compiling needs no GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def available() -> bool:
+    """Whether NVRTC can be called from Python."""
+    try:
+        importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except (ImportError, RuntimeError, OSError):  # no such package, or it finds no library
+        return False
+    return True
+
+
+class CudaError(RuntimeError):
+    """A call of the driver or the compiler failed."""
+
+
+def _call(function: Any, *args: Any) -> Any:
+    """The value it returns besides its status, if any.
+
+    Raises:
+        CudaError: the status is not success.
+    """
+    status, *values = function(*args)
+    if status.value != 0:
+        raise CudaError(f"{function.__name__}: {status.name}")
+    return values[0] if values else None
+
+
+def compile_source(source: str, architecture: str, log: bool = False) -> tuple[bytes, str]:
+    """CUDA C++ -> (machine code, the compiler's log).
+
+    Args:
+        architecture: "sm_90a".
+        log: ask the assembler for registers, stack and shared memory.
+
+    Raises:
+        CudaError: with the log, if it does not compile.
+    """
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    program = _call(nvrtc.nvrtcCreateProgram, source.encode(), b"kernel.cu", 0, [], [])
+    options = [f"--gpu-architecture={architecture}", "-std=c++17"]
+    options += ["--ptxas-options=-v"] if log else []
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+    text = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program))
+    _call(nvrtc.nvrtcGetProgramLog, program, text)
+    said = text.decode().rstrip("\0")
+    if status.value != 0:
+        raise CudaError(f"{status.name}\n{said}")
+    code = bytearray(_call(nvrtc.nvrtcGetCUBINSize, program))
+    _call(nvrtc.nvrtcGetCUBIN, program, code)
+    _call(nvrtc.nvrtcDestroyProgram, program)
+    return bytes(code), said
+
+
+def _compiled(source: str, architecture: str) -> bytes:
+    """`compile_source`, kept beside Triton's kernels."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    version = nvrtc.nvrtcVersion()[1:]
+    key = hashlib.sha256(f"{source} {architecture} {version}".encode()).hexdigest()
+    caches = importlib.import_module("triton.runtime.cache")
+    manager = caches.get_cache_manager(key)
+    found = manager.get_file("kernel.cubin")
+    if found is not None:
+        with open(found, "rb") as file:
+            return file.read()
+    code, _ = compile_source(source, architecture)
+    manager.put(code, "kernel.cubin", binary=True)
+    return code
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel on a device, with the shared memory it is launched with."""
+
+    handle: Any
+    shared: int
+
+
+@cache
+def load(source: str, name: str, architecture: str, shared: int, device: int) -> Function:
+    """The kernel `name` of a source, with so many bytes of dynamic shared memory."""
+    driver = importlib.import_module("cuda.bindings.driver")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the context
+        module = _call(driver.cuModuleLoadData, _compiled(source, architecture))
+        handle = _call(driver.cuModuleGetFunction, module, name.encode())
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _call(driver.cuFuncSetAttribute, handle, attribute, shared)
+    return Function(handle, shared)
+
+
+def tensor_map(
+    matrix: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> Any:
+    """For bulk copies of blocks of a bfloat16 view, in the 128-byte swizzle; zeros past the end.
+
+    Args:
+        shape, strides, block: in elements, the innermost dimension last and its stride left out.
+    """
+    driver = importlib.import_module("cuda.bindings.driver")
+    rank = len(shape)
+    return _call(
+        driver.cuTensorMapEncodeTiled,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        rank,
+        matrix.data_ptr(),
+        [driver.cuuint64_t(n) for n in reversed(shape)],
+        [driver.cuuint64_t(n * matrix.element_size()) for n in reversed(strides)],
+        [driver.cuuint32_t(n) for n in reversed(block)],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+
+
+def launch(
+    function: Function, grid: int, threads: int, args: Sequence[Any], device: torch.device
+) -> None:
+    """On the current stream; it may start before the kernel before it ends (pdl.py).
+
+    Args:
+        args: tensors or None (pointers), ints, floats, tensor maps.
+    """
+    driver = importlib.import_module("cuda.bindings.driver")
+    overlap = driver.CUlaunchAttribute()
+    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = function.shared
+    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    config.attrs, config.numAttrs = [overlap], 1
+    kept = [_argument(value) for value in args]
+    places = (ctypes.c_void_p * len(kept))(*(place for place, _ in kept))
+    _call(driver.cuLaunchKernelEx, config, function.handle, ctypes.addressof(places), 0)
+
+
+def _argument(value: Any) -> tuple[int, Any]:
+    """Where the value of an argument lies, and what keeps it there."""
+    if isinstance(value, (Tensor, type(None))):
+        kept: Any = ctypes.c_void_p(None if value is None else value.data_ptr())
+    elif isinstance(value, float):
+        kept = ctypes.c_float(value)
+    elif isinstance(value, int):
+        kept = ctypes.c_int(value)
+    else:  # a tensor map
+        return int(value.getPtr()), value
+    return ctypes.addressof(kept), kept

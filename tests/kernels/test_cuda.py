@@ -1,0 +1,55 @@
+"""Kernels in CUDA C++: compiled here, whatever GPU there is, and what the assembler says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from forerun.kernels import cuda
+from forerun.kernels.gemm_sm90 import (
+    ARCHITECTURE,
+    SHARED,
+    Form,
+    Sm90Config,
+    shared_bytes,
+    source,
+    stages,
+)
+from forerun.kernels.gemm_table import TABLE
+
+FORMS = [
+    Form(),
+    Form(paired=True, scaled_in=True, bias=True),
+    Form(partials=True),
+    Form(best=True, bias=True),
+    Form(best=True, scaled_in=True),
+    Form(scaled_in=True, add=True, scaled_out=True, bias=True),
+]
+CONFIGS = {
+    choice
+    for products in TABLE.values()
+    for choices in products.values()
+    for choice in choices.values()
+    if isinstance(choice, Sm90Config)
+}
+
+pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs NVRTC")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("config", sorted(CONFIGS, key=str), ids=str)
+def test_products_for_hopper_compile(config: Sm90Config, form: Form) -> None:
+    code, log = cuda.compile_source(source(config, form), ARCHITECTURE, log=True)
+    assert code.startswith(b"\x7fELF")
+    assert "warning" not in log and "serialized" not in log, log
+    stack, stores, loads = map(
+        int, re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log).groups()
+    )
+    assert stack == stores == loads == 0, log
+    assert stages(config, form) > 2 and shared_bytes(config, form) <= SHARED
+
+
+def test_a_mistake_is_told_with_its_line() -> None:
+    with pytest.raises(cuda.CudaError, match=r"kernel\.cu\(2\).*nonsense"):
+        cuda.compile_source("__global__ void f() {\n nonsense; }", ARCHITECTURE)
