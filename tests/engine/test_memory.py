@@ -101,11 +101,16 @@ def test_other_errors_pass() -> None:
         raise RuntimeError("shape mismatch")
 
 
+alone = pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" in os.environ,
+    reason="other processes take and give memory meanwhile; run without -n",
+)
+
+
 @pytest.mark.gpu
+@alone
 def test_memory_is_accounted_for() -> None:
     """What the stages took is what is gone, and the estimate for the graphs covers them."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        pytest.skip("other processes take and give memory meanwhile; run without -n")
     free = torch.cuda.mem_get_info()[0]
     with golden_llm("DFLASH", device="cuda", max_running_requests=32) as llm:
         took = llm.explain()["memory_bytes"]
@@ -117,6 +122,7 @@ def test_memory_is_accounted_for() -> None:
 
 
 @pytest.mark.gpu
+@alone
 def test_room_for_graphs_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Rehearsal] = []
 

@@ -18,18 +18,22 @@ import torch
 from torch import Tensor
 
 
-@cache
-def available() -> bool:
-    """Whether NVRTC can be called from Python."""
-    try:
-        importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
-    except (ImportError, RuntimeError, OSError):  # no such package, or it finds no library
-        return False
-    return True
-
-
 class CudaError(RuntimeError):
     """A call of the driver or the compiler failed."""
+
+
+@cache
+def available() -> bool:
+    """Whether NVRTC can be called from Python, and the driver, if there is one, runs its code."""
+    try:
+        compiler = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()[1]
+    except (ImportError, RuntimeError, OSError):  # no such package, or it finds no library
+        return False
+    try:
+        version = _call(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion)
+    except (CudaError, RuntimeError):  # no driver: compiling is all that is asked for here
+        return True
+    return bool(version // 1000 >= compiler)
 
 
 def _call(function: Any, *args: Any) -> Any:
