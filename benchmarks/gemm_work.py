@@ -47,6 +47,28 @@ SHAPES = {
     "fc": (H, 5 * H, "plain"),
     "context_kv": (10240, H, "plain"),
 }
+# Of other models: for the default, which knows no shape.
+OTHERS = {
+    "Llama 3.1 8B, gate_up": (28672, 4096, "silu after norm"),
+    "Llama 3.1 8B, down": (4096, 14336, "add and norm"),
+    "Llama 3.1 8B, head": (128256, 4096, "ids"),
+    "Qwen3 4B, qkv": (6144, 2560, "plain"),
+    "Qwen3 4B, o": (2560, 4096, "add and norm"),
+    "Qwen3 4B, gate_up": (19456, 2560, "silu after norm"),
+    "Qwen3 4B, down": (2560, 9728, "add and norm"),
+    "Qwen3 14B, qkv": (7168, 5120, "plain"),
+    "Qwen3 14B, o": (5120, 5120, "add and norm"),
+    "Qwen3 14B, gate_up": (34816, 5120, "silu after norm"),
+    "Qwen3 14B, down": (5120, 17408, "add and norm"),
+    "Qwen3 32B, qkv": (10240, 5120, "plain"),
+    "Qwen3 32B, o": (5120, 8192, "add and norm"),
+    "Qwen3 32B, gate_up": (51200, 5120, "silu after norm"),
+    "Qwen3 32B, down": (5120, 25600, "add and norm"),
+    "Qwen3 0.6B, qkv": (4096, 1024, "plain"),
+    "Qwen3 0.6B, gate_up": (6144, 1024, "silu after norm"),
+    "Qwen3 0.6B, down": (1024, 3072, "add and norm"),
+    "Qwen3 8B on two GPUs, o": (4096, 2048, "add and norm"),
+}
 
 
 @dataclass

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from gemm_chain import KEPT, chain
 from gemm_work import (
     DEVICE,
+    OTHERS,
     SHAPES,
     Copies,
     Report,
@@ -40,8 +41,10 @@ from gemm_work import (
 
 from forerun.bench.ceilings import read_bandwidth
 from forerun.kernels import cuda
+from forerun.kernels.device import gpu_of
 from forerun.kernels.gemm import Config, GemmConfig, tiles
 from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
+from forerun.kernels.gemm_table import choose
 
 # (block_n, block_k, stages, warps) worth trying in Triton: as it is, and with W on the left.
 FEW = (
@@ -171,10 +174,27 @@ def tune(
         torch.cuda.empty_cache()
 
 
+def defaults(timer: Timer, rows_list: list[int], report: Report) -> None:
+    """The default of `gemm_table.py` beside the library, at shapes that nobody tuned."""
+    for name, (n, k, form) in OTHERS.items():
+        copies = Copies(n, k)
+        line = [f"{name:24} {n:6} x {k:5}  floor {report.floor_us(2 * n * k):6.1f}"]
+        for rows in rows_list:
+            x, residual = copies.inputs(rows, form)
+            config = choose(n, k, rows, gpu_of(DEVICE))
+            lib = copies.time(timer, lambda m: library(form, x, m, residual))
+            ours = copies.time(timer, lambda m: call(form, x, m, residual, config))
+            line.append(f"{rows} rows {lib:.1f} -> {ours:.1f}")
+        print(*line, sep="  ", flush=True)
+        del copies
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--chain", action="store_true")
+    parser.add_argument("--defaults", action="store_true", help="other models' shapes")
     parser.add_argument("--sm90", action="store_true", help="tune the kernel for Hopper alone")
     parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -195,6 +215,8 @@ def main() -> None:
     if arguments.tuned:
         loaded = json.loads(arguments.tuned.read_text())["tuned"]
         found["tuned"] = {s: {int(b): e for b, e in t.items()} for s, t in loaded.items()}
+    if arguments.defaults:
+        defaults(timer, arguments.rows, report)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         if arguments.tune:

@@ -155,12 +155,12 @@ def gemm_argmax(x: Tensor | Scaled, m: Matrix, config: Config) -> Tensor:
         return gemm(x, m, config).argmax(-1)
     n, rows = m.weight.shape[0], _plain(x).shape[0]
     across = -(-n // config.block_n)
-    best = torch.empty(across, rows, dtype=torch.float32, device=m.weight.device)
-    ids = torch.empty(across, rows, dtype=torch.int32, device=m.weight.device)
+    best = torch.empty(rows, across, dtype=torch.float32, device=m.weight.device)
+    ids = torch.empty(rows, across, dtype=torch.int32, device=m.weight.device)
     _launch(x, m, config, best=best, best_ids=ids)
     out = torch.empty(rows, dtype=torch.int64, device=m.weight.device)
     options = pdl_options(out)
-    best_kernel[(rows,)](best, ids, out, rows, across, BLOCK=1024, **options)
+    best_kernel[(rows,)](best, ids, out, across, BLOCK=1024, **options)
     return out
 
 

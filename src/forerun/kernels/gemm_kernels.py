@@ -17,8 +17,8 @@ def gemm_kernel(
     out,  # [M, N] or None
     scaled,  # [M, N]
     out_squares,  # [tiles over N, M] float32
-    best,  # [tiles over N, M] float32: each tile's largest, instead of `out`; or None
-    best_ids,  # [tiles over N, M] int32
+    best,  # [M, tiles over N] float32: each tile's largest, instead of `out`; or None
+    best_ids,  # [M, tiles over N] int32
     partial,  # [2 * programs, BLOCK_M, BLOCK_N] float32; with PARTIALS [PARTS, M, N]
     locks,  # [tiles] int32 zeros, and zeros again at the end
     M,
@@ -191,8 +191,9 @@ def _finish(
         logits = acc.to(w_type).to(tl.float32)
         logits = tl.where(inside[None, :], logits, float("-inf"))
         value, index = tl.max(logits, 1, return_indices=True)
-        tl.store(best + tile * M + m, value, mask=m < M)
-        tl.store(best_ids + tile * M + m, index + tile * BLOCK_N, mask=m < M)
+        slot = m * tl.cdiv(N, BLOCK_N) + tile
+        tl.store(best + slot, value, mask=m < M)
+        tl.store(best_ids + slot, index + tile * BLOCK_N, mask=m < M)
     else:
         if residual is not None:
             acc += tl.load(residual + place, mask=written, other=0.0).to(tl.float32)
@@ -227,8 +228,8 @@ def _prefetch(
     )
 
 
-@jit_for_any("M")
-def best_kernel(best, best_ids, out, M, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@jit
+def best_kernel(best, best_ids, out, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out[row] = the id of the largest of row's `tiles` candidates, the lowest of equals."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -238,8 +239,8 @@ def best_kernel(best, best_ids, out, M, tiles, BLOCK: tl.constexpr, PDL: tl.cons
     index = tl.full((BLOCK,), 2**31 - 1, tl.int32)
     for first in range(0, tiles, BLOCK):
         tile = first + tl.arange(0, BLOCK)
-        v = tl.load(best + tile * M + row, mask=tile < tiles, other=float("-inf"))
-        i = tl.load(best_ids + tile * M + row, mask=tile < tiles, other=2**31 - 1)
+        v = tl.load(best + row * tiles + tile, mask=tile < tiles, other=float("-inf"))
+        i = tl.load(best_ids + row * tiles + tile, mask=tile < tiles, other=2**31 - 1)
         better = (v > value) | ((v == value) & (i < index))
         value = tl.where(better, v, value)
         index = tl.where(better, i, index)

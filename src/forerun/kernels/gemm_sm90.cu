@@ -177,8 +177,8 @@ __device__ void row_factors(const float* squares, int parts, float eps, int M, i
 // --- results -------------------------------------------------------------------------------------
 
 struct Result {
-  void* out;            // [M, N] bf16; PARTIALS [split, M, N] float; BEST [tiles over N, M] float
-  int* best_ids;        // [tiles over N, M]
+  void* out;            // [M, N] bf16; PARTIALS [split, M, N] float; BEST [M, tiles over N] float
+  int* best_ids;        // [M, tiles over N]
   const u32* bias;      // [N] bf16, PAIRED [2 N]
   const u32* residual;  // [M, N] bf16
   const u32* norm;      // [N] bf16
@@ -230,8 +230,9 @@ __device__ void find_best(const float (&acc)[BN / 2], const Result& r, int m, in
       if (other > best || (other == best && other_id < id)) { best = other; id = other_id; }
     }
     if (row < r.M && lane % 4 == 0) {
-      ((float*)r.out)[tile * r.M + row] = best;
-      r.best_ids[tile * r.M + row] = id;
+      int place = row * ((r.N + BN - 1) / BN) + tile;
+      ((float*)r.out)[place] = best;
+      r.best_ids[place] = id;
     }
   }
 }

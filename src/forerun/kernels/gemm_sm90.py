@@ -132,7 +132,7 @@ def launch(
 
     Args:
         out: [T, N] bfloat16, [T, N / 2] where `paired`, `partials` [split, T, N] float32, or with
-            `best_ids` each tile's largest, [tiles over N, T] float32.
+            `best_ids` each tile's largest, [T, tiles over N] float32.
     """
     form = Form(
         paired, partials, best_ids is not None, squares is not None, residual is not None,

@@ -30,7 +30,7 @@ TABLE: dict[int, dict[tuple[int, int], dict[int, Choice]]] = {
             16: GemmConfig(64, 128, 128, stages=6, swap=True, early=False),
             32: Sm90Config(64, groups=1, split=2),
             64: Sm90Config(32, groups=1),
-            128: Sm90Config(32),
+            128: Sm90Config(128, groups=1, cluster=2, split=2),
         },
         (24576, 4096): {
             16: GemmConfig(64, 128, 384, stages=3, swap=True),
