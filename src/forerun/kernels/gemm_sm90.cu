@@ -254,8 +254,8 @@ __device__ void store(const float (&acc)[BN / 2], const Result& r, int m, int ti
     for (int j = 0; j < 4 && first + 8 * j < WIDTH; j++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int column = 8 * j + lane % 4 * 2;
-        Pair pair = finished(acc, first / 8 + j, half, factor[half], r, tile * WIDTH + first + column);
+        int column = 8 * j + lane % 4 * 2, whole = tile * WIDTH + first + column;
+        Pair pair = finished(acc, first / 8 + j, half, factor[half], r, whole);
         *(float2*)(room + (lane / 4 + 8 * half) * OUT_ROW + column) = make_float2(pair.a, pair.b);
       }
     __syncwarp();

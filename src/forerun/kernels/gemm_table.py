@@ -6,6 +6,8 @@ up to 32 rows, on Hopper up to 128, and the library above.
 
 from __future__ import annotations
 
+from functools import cache
+
 from forerun.kernels import cuda
 from forerun.kernels.device import Gpu
 from forerun.kernels.gemm import Config, GemmConfig, rows_block
@@ -86,6 +88,7 @@ def default(bucket: int, gpu: Gpu) -> GemmConfig:
     return GemmConfig(64, block_k, 2 * gpu.processors, stages=2 if gpu.amd else 4)
 
 
+@cache
 def default_sm90(n: int, k: int, bucket: int, gpu: Gpu) -> Sm90Config | None:
     """Tiles that leave few multiprocessors idle and read little; None: better left to the library.
 
