@@ -27,7 +27,7 @@ from gemm_work import (
     Timer,
     compile_all,
     config_of,
-)  # fmt: skip
+)
 from torch import Tensor
 
 from forerun.kernels import gemm_table

@@ -37,7 +37,7 @@ from gemm_work import (
     config_of,
     error,
     library,
-)  # fmt: skip
+)
 
 from forerun.bench.ceilings import read_bandwidth
 from forerun.kernels import cuda

@@ -99,7 +99,7 @@ class Function:
 
 
 @cache
-def load(source: str, name: str, architecture: str, shared: int, device: int) -> Function:
+def load(source: str, name: str, architecture: str, shared: int, device: torch.device) -> Function:
     """The kernel `name` of a source, with so many bytes of dynamic shared memory."""
     driver = importlib.import_module("cuda.bindings.driver")
     with torch.cuda.device(device):
@@ -111,25 +111,22 @@ def load(source: str, name: str, architecture: str, shared: int, device: int) ->
     return Function(handle, shared)
 
 
-def tensor_map(
-    matrix: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
-) -> Any:
-    """For bulk copies of blocks of a bfloat16 view, in the 128-byte swizzle; zeros past the end.
+def tensor_map(matrix: Tensor, block: Sequence[int]) -> Any:
+    """For bulk copies of blocks [rows, columns] of a bfloat16 matrix, in the 128-byte swizzle.
 
-    Args:
-        shape, strides, block: in elements, the innermost dimension last and its stride left out.
+    What lies past the matrix's end comes as zeros.
     """
     driver = importlib.import_module("cuda.bindings.driver")
-    rank = len(shape)
+    (rows, columns), pitch = matrix.shape, matrix.stride(0) * matrix.element_size()
     return _call(
         driver.cuTensorMapEncodeTiled,
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        rank,
+        2,
         matrix.data_ptr(),
-        [driver.cuuint64_t(n) for n in reversed(shape)],
-        [driver.cuuint64_t(n * matrix.element_size()) for n in reversed(strides)],
-        [driver.cuuint32_t(n) for n in reversed(block)],
-        [driver.cuuint32_t(1)] * rank,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],  # the innermost dimension first
+        [driver.cuuint64_t(pitch)],
+        [driver.cuuint32_t(block[1]), driver.cuuint32_t(block[0])],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

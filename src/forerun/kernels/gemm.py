@@ -26,10 +26,8 @@ from torch import Tensor
 from forerun.kernels import gemm_sm90
 from forerun.kernels.dispatch import use_triton
 from forerun.kernels.gemm_kernels import best_kernel, gemm_kernel
-from forerun.kernels.gemm_sm90 import Sm90Config
+from forerun.kernels.gemm_sm90 import MAX_ROWS, Sm90Config
 from forerun.kernels.pdl import pdl_options
-
-MAX_ROWS = 512
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 // Products of few rows on Hopper. gemm_sm90.py says how they work; it defines, above this text,
-//   GROUPS BN STAGES CLUSTER MAX_ROWS, and as 0 or 1 PAIRED PARTIALS BEST SCALED_IN ADD SCALED_OUT
-//   BIAS, and multiply(acc, x, w): one wgmma of 64 rows, BN columns, 16 deep.
+//   GROUPS BN STAGES CLUSTER MAX_ROWS OUT_ROW, as 0 or 1 PAIRED PARTIALS BEST SCALED_IN ADD
+//   SCALED_OUT BIAS, and multiply(acc, x, w): one wgmma of 64 rows, BN columns, 16 deep.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -11,7 +11,6 @@ constexpr int CHUNK = 64;                      // columns of both: 128 bytes, as
 constexpr int X_STAGE = BM * 128, W_STAGE = BN * 128;  // bytes
 constexpr int RING = STAGES * (X_STAGE + W_STAGE);
 constexpr int WIDTH = PAIRED ? BN / 2 : BN;    // columns of the result in a tile
-constexpr int OUT_ROW = 40;                    // floats: 32 sums on their way out, no two in a bank
 constexpr int OUT_WARP = BEST ? 0 : 16 * OUT_ROW;
 
 // What the L2 cache is asked to do with what passes through it.

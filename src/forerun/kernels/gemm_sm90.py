@@ -6,8 +6,7 @@ of four multiply, 64 rows each. Two barriers a stage lie between them: `full` wh
 have arrived, `empty` when they have been multiplied. W is nobody's result, so its loader does not
 wait for the kernel before: the ring is full of W when x is ready.
 
-Where a tile is 64 rows or x has more rows than a tile, two programs below one another form a
-cluster: each loads half of W's rows and sends them to both (multicast). Triton 3.6 has no such
+Where x has more rows than a tile, two programs below one another may form a cluster: each loads half of W's rows and sends them to both (multicast). Triton 3.6 has no such
 copies on Hopper, and none of the control over the epilogue that the rest of the gain comes from
 (docs/kernels.md); that is why these products are not written in it.
 
@@ -27,10 +26,12 @@ import torch
 from torch import Tensor
 
 from forerun.kernels import cuda
+from forerun.kernels.device import gpu_of
 
 ARCHITECTURE = "sm_90a"
 CHUNK = 64  # columns of a stage
 MAX_ROWS = 512
+OUT_ROW = 40  # floats: 32 sums on their way out, so spaced that no two are in one bank
 SHARED = 227 << 10  # bytes that a program may have
 
 
@@ -78,7 +79,7 @@ def _stage(config: Sm90Config) -> int:
 
 def _beside(config: Sm90Config, form: Form) -> int:
     """What goes out, the rows' factors, their barrier, and what the start is rounded by."""
-    room = 0 if form.best else config.block_m * 40 * 4
+    room = 0 if form.best else config.block_m * OUT_ROW * 4
     return room + 4 * MAX_ROWS * form.scaled_in + 8 + 1024
 
 
@@ -88,7 +89,7 @@ def source(config: Sm90Config, form: Form) -> str:
     constants = {
         "GROUPS": config.groups, "BN": config.block_n,
         "STAGES": stages(config, form),
-        "CLUSTER": config.cluster, "MAX_ROWS": MAX_ROWS,
+        "CLUSTER": config.cluster, "MAX_ROWS": MAX_ROWS, "OUT_ROW": OUT_ROW,
         "PAIRED": form.paired, "PARTIALS": form.partials, "BEST": form.best,
         "SCALED_IN": form.scaled_in, "ADD": form.add, "SCALED_OUT": form.scaled_out,
         "BIAS": form.bias,
@@ -149,15 +150,14 @@ def launch(
     shared = shared_bytes(config, form)
     groups_m = -(-rows // (config.block_m * config.cluster))
     units = groups_m * -(-n // config.block_n) * config.split
-    device = torch.cuda.current_device() if x.device.index is None else x.device.index
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    clusters = min(gpu_of(x.device).processors // config.cluster, units)
     cuda.launch(
-        cuda.load(source(config, form), "product", ARCHITECTURE, shared, device),
-        min(processors // config.cluster, units) * config.cluster,
+        cuda.load(source(config, form), "product", ARCHITECTURE, shared, x.device),
+        clusters * config.cluster,
         128 * (1 + config.groups),
         (
-            cuda.tensor_map(x, [rows, k], [x.stride(0)], [min(rows, config.block_m), CHUNK]),
-            cuda.tensor_map(weight, [n, k], [k], [block // config.cluster, CHUNK]),
+            cuda.tensor_map(x, (min(rows, config.block_m), CHUNK)),
+            cuda.tensor_map(weight, (block // config.cluster, CHUNK)),
             out, best_ids, bias, residual, norm_weight, scaled, out_squares, squares,
             0 if squares is None else squares.shape[0], eps,
             rows, width, k, units, groups_m, config.split, k // (CHUNK * config.split),

@@ -92,7 +92,7 @@ def default(bucket: int, gpu: Gpu) -> GemmConfig:
 def default_sm90(n: int, k: int, bucket: int, gpu: Gpu) -> Sm90Config | None:
     """Tiles that leave few multiprocessors idle and read little; None: better left to the library.
 
-    It finds what tuning found for most shapes of `TABLE`.
+    It finds what tuning found for qkv, gate_up and down of Qwen3-8B.
     """
     if n % 8 or k % (2 * CHUNK):
         return None
