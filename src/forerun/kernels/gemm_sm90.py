@@ -6,9 +6,10 @@ of four multiply, 64 rows each. Two barriers a stage lie between them: `full` wh
 have arrived, `empty` when they have been multiplied. W is nobody's result, so its loader does not
 wait for the kernel before: the ring is full of W when x is ready.
 
-Where x has more rows than a tile, two programs below one another may form a cluster: each loads half of W's rows and sends them to both (multicast). Triton 3.6 has no such
-copies on Hopper, and none of the control over the epilogue that the rest of the gain comes from
-(docs/kernels.md); that is why these products are not written in it.
+Where x has more rows than a tile, two programs below one another may form a cluster: each loads
+half of W's rows and sends them to both (multicast). Triton 3.6 has no such copies on Hopper, and
+none of the control over the epilogue that the rest of the gain comes from (docs/kernels.md); that
+is why these products are not written in it.
 
 For SiLU · up half of a tile's rows of W are gate's and half up's: both of a pair end in one thread.
 
