@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from forerun import LLM
+from forerun.kernels import cuda, gemm_sm90
 from tests.golden_engine import CASES, golden_llm
 
 pytestmark = pytest.mark.gpu
@@ -66,3 +71,54 @@ def test_a_step_never_waits_for_the_device() -> None:
         engine._runner.launch = strict  # type: ignore[method-assign]
         out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=greedy(CASES[0]))
         assert out.output_ids == CASES[0]["output"]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of kernels, as they are compiled or read from disk; all are forgotten before."""
+    triton = pytest.importorskip("triton")
+    names: list[str] = []
+
+    def hook(**said: Any) -> None:
+        names.append(said["fn"].name)
+
+    load = cuda.load
+
+    def loading(*args: Any) -> cuda.Function:
+        names.append("product")
+        return load(*args)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    monkeypatch.setattr(cuda, "load", loading)
+    gemm_sm90._compiled.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("forerun.kernels"):
+            for value in list(vars(module).values()):
+                if isinstance(value, triton.JITFunction):
+                    value.device_caches.clear()
+    yield names
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE3", "NGRAM"])
+def test_nothing_is_compiled_once_it_runs(
+    algorithm: str | None, dtype: str, compiled: list[str]
+) -> None:
+    """Else requests that come first, or are the first of their length, wait for a compiler."""
+    rng = random.Random(0)
+    with LLM(speculative_algorithm=algorithm, dtype=dtype, max_running_requests=8) as llm:
+        assert "_prepare" in compiled
+        compiled.clear()
+
+        def run(lengths: list[int], new: int = 20, **params: Any) -> None:
+            ids = [[rng.randrange(3, 1000) for _ in range(n)] for n in lengths]
+            rules = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True, **params}
+            llm.generate(input_ids=ids, sampling_params=rules)
+            assert compiled == [], (lengths, params)
+
+        for lengths in ([1], [2], [16], [17], [64], [100], [130], [33, 65, 129], [15] * 8):
+            run(lengths)
+        run([200, 130, 3, 250, 40, 1, 16, 77], new=150)
+        for params in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_new_tokens": 5}):
+            run([30, 9, 4], **{"temperature": 0.8, **params})
+        run([30, 40], speculative=False)

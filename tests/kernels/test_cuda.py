@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 
 import pytest
+import torch
 
 from forerun.kernels import cuda
 from forerun.kernels.gemm_sm90 import (
@@ -53,3 +55,13 @@ def test_products_for_hopper_compile(config: Sm90Config, form: Form) -> None:
 def test_a_mistake_is_told_with_its_line() -> None:
     with pytest.raises(cuda.CudaError, match=r"kernel\.cu\(2\).*nonsense"):
         cuda.compile_source("__global__ void f() {\n nonsense; }", ARCHITECTURE)
+
+
+def test_arguments_lie_where_the_driver_looks_for_them() -> None:
+    tensor = torch.zeros(3)
+    room = cuda._arguments((tensor, None, -7, 1.5))
+    places = list(room)[4:]
+    assert ctypes.c_uint64.from_address(places[0]).value == tensor.data_ptr()
+    assert ctypes.c_uint64.from_address(places[1]).value == 0
+    assert ctypes.c_int.from_address(places[2]).value == -7
+    assert ctypes.c_float.from_address(places[3]).value == 1.5

@@ -81,9 +81,12 @@ TRUE = {
 PLAIN = {1: 4.065, 4: 4.180, 16: 4.360, 32: 4.733, 64: 5.203, 128: 6.534}
 
 
-def generate(policy: AdaptiveWidth, batch: int, mean: float, tokens: int) -> float:
+def generate(
+    policy: AdaptiveWidth, batch: int, mean: float, tokens: int, pauses: bool = False
+) -> float:
     """Tokens a millisecond until the last request has its `tokens`. Lengths are forced to a mean,
-    requests out of step with each other; results come a step late."""
+    requests out of step with each other; results come a step late. `pauses`: now and then the
+    machine seems to stand still for 60 ms; they do not count."""
     params = SamplingParams(max_new_tokens=tokens)
     requests = [Request("r", (1,), params, 0, frozenset()) for _ in range(batch)]
     have, late, ms, step = [1] * batch, [], 0.0, 0
@@ -95,22 +98,23 @@ def generate(policy: AdaptiveWidth, batch: int, mean: float, tokens: int) -> flo
         late.append([Outcome(r, width - 1, n - 1) for r, n in zip(requests, new, strict=True)])
         if len(late) > 1:
             policy.learn(late.pop(0))
-        policy.timed(batch, width, taken / 1000)
+        policy.timed(batch, width, (60.0 if pauses and step % 19 == 11 else taken) / 1000)
         have = [h + n for h, n in zip(have, new, strict=True)]
         ms, step = ms + taken, step + 1
     return (sum(have) - batch) / ms
 
 
-def test_no_slower_than_the_better_of_plain_and_full() -> None:
+@pytest.mark.parametrize("pauses", [False, True])
+def test_no_slower_than_the_better_of_plain_and_full(pauses: bool) -> None:
     """One policy all the way, as in `forerun bench adaptive`: what it learnt of another length it
     may unlearn in a first run."""
     policy = AdaptiveWidth(WIDTHS, {b: [ms / 1000 for ms in row] for b, row in SEEN.items()})
     for batch in sorted(SEEN):
         for mean in (1.2, 3.0, 6.5):
-            generate(policy, batch, mean, 128)
+            generate(policy, batch, mean, 128, pauses)
             policy.chosen.clear()
             best = max(batch / PLAIN[batch], batch * mean / TRUE[batch][3])
-            speed = sum(generate(policy, batch, mean, 128) for _ in range(2)) / 2
+            speed = sum(generate(policy, batch, mean, 128, pauses) for _ in range(2)) / 2
             assert speed > 0.98 * best, (batch, mean, policy.chosen)
 
 
@@ -177,8 +181,10 @@ def test_a_pause_while_measuring_is_overcome(wrong: int) -> None:
 
 def test_one_pause_does_not_look_like_a_dear_step() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
-    policy.timed(8, 16, 1000.0)
-    assert policy.costs(8)[3] < 1.2 * COSTS[8][3]
+    for _ in range(5):
+        policy.timed(8, 16, 1000.0)
+        policy.timed(8, 16, COSTS[8][3])
+    assert policy.costs(8)[3] == COSTS[8][3]
 
 
 def test_costs_beyond_the_largest_are_in_proportion() -> None:

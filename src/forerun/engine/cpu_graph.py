@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
 from forerun.core.errors import ConfigError
-from forerun.engine.graphs import GREEDY, SAMPLED
 from forerun.engine.step import DeviceStep
+from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
 OPAQUE = ("mkldnn",)  # namespaces of operations on tensors that only they can read
@@ -56,7 +56,7 @@ class CompiledSteps:
         self._step = step
         self._positions = positions
         self._made: dict[str, Callable[..., Any]] = {}
-        self._steps: dict[tuple[int, int, int, bool], Callable[..., Any]] = {}
+        self._steps: dict[tuple[int, int, int, SamplingFlags], Callable[..., Any]] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -67,13 +67,13 @@ class CompiledSteps:
         return True
 
     def run(
-        self, slots: Sequence[int], width: int, sampled: bool, draft: Draft | None = None
+        self, slots: Sequence[int], width: int, flags: SamplingFlags, draft: Draft | None = None
     ) -> tuple[Tensor, Tensor]:
         """Drawn tokens [B, W] and how many are committed [B], as `DeviceStep.decode`."""
         tables = self._step.tables
         index = tables.upload(slots, torch.int64)
         longest = int(tables.kv_len[index].max()) + self._step.caps.kv_reserve  # no wait: a CPU
-        key = (len(slots), width, self._bound(longest), sampled)
+        key = (len(slots), width, self._bound(longest), flags.widened())
         if key not in self._steps:
             nobody = torch.full_like(index, tables.nobody)
             self._steps[key] = self._compile(nobody, *key[1:], draft)
@@ -85,10 +85,8 @@ class CompiledSteps:
         return min(max(64, 1 << (longest - 1).bit_length()), self._positions)
 
     def _compile(
-        self, slots: Tensor, width: int, bound: int, sampled: bool, draft: Draft | None
+        self, slots: Tensor, width: int, bound: int, flags: SamplingFlags, draft: Draft | None
     ) -> Callable[..., Any]:
-        flags = SAMPLED if sampled else GREEDY
-
         def decode(slots: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
             outside = Draft(*given) if given else None
             return self._step.decode(slots, bound, width, flags, outside)

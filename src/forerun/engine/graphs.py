@@ -18,11 +18,8 @@ from torch import Tensor
 
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.engine.step import DeviceStep
-from forerun.sampling.sampler import SamplingFlags
+from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
-
-GREEDY = SamplingFlags()
-SAMPLED = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
 
 
 def buckets(largest: int) -> list[int]:
@@ -52,7 +49,7 @@ class StepGraphs:
         self._bound = kv_len_ub
         self.sizes = buckets(largest)
         self.widths = tuple(widths)
-        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
+        self._graphs: dict[tuple[int, int, SamplingFlags], _Captured] = {}
         self._pool: Any = None
 
     @property
@@ -68,11 +65,10 @@ class StepGraphs:
         """
         self._pool = torch.cuda.graph_pool_handle()
         for size, width in product(reversed(self.sizes), reversed(self.widths)):
-            for sampled in (False, True):
+            for flags in (GREEDY, SAMPLED):
                 if progress is not None:
-                    progress(f"{size} x {width} {'sampled' if sampled else 'greedy'}")
-                flags = SAMPLED if sampled else GREEDY
-                self._graphs[size, width, sampled] = self._guarded(size, width, flags)
+                    progress(f"{size} x {width} {'sampled' if flags.sampled else 'greedy'}")
+                self._graphs[size, width, flags] = self._guarded(size, width, flags)
 
     def _guarded(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
         failed: Exception | None = None
@@ -117,12 +113,12 @@ class StepGraphs:
         return batch <= self.sizes[-1]
 
     def run(
-        self, slots: Sequence[int], width: int, sampled: bool, draft: Draft | None = None
+        self, slots: Sequence[int], width: int, flags: SamplingFlags, draft: Draft | None = None
     ) -> tuple[Tensor, Tensor]:
         """Replays the step; the tensors returned are overwritten by the next replay."""
         tables, batch = self._step.tables, len(slots)
         size = self.sizes[bisect.bisect_left(self.sizes, batch)]
-        captured = self._graphs[size, width, sampled]
+        captured = self._graphs[size, width, flags.widened()]
         rows = (*slots, *[tables.nobody] * (size - batch))
         if rows != captured.last:
             captured.slots.copy_(tables.upload(rows, torch.int64), non_blocking=True)

@@ -88,7 +88,7 @@ class Runner:
             index = self.tables.upload(slots, torch.int64)
             draft = self.step.propose(index, bound, width, tokens, names)
         if self.graphs is not None and self.graphs.holds(len(slots)):
-            return self.graphs.run(slots, width, flags.sampled or flags.min_tokens, draft)
+            return self.graphs.run(slots, width, flags, draft)
         index = self.tables.upload(slots, torch.int64)
         return self.step.decode(index, bound, width, flags, draft)
 
@@ -135,7 +135,7 @@ class Runner:
 
         def step() -> None:
             if self.graphs is not None:
-                self.graphs.run(slots, width, False, draft)
+                self.graphs.run(slots, width, flags, draft)
             else:
                 index = self.tables.upload(slots, torch.int64)
                 self.step.decode(index, bound, width, flags, draft)

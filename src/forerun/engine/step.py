@@ -340,6 +340,8 @@ class DeviceStep:
         # Positions of the tokens to draw.
         at = tables.upload([chunk.start + len(chunk.tokens) for chunk, _ in ends], torch.int64)
         flags = SamplingFlags.of(chunk.request.params for chunk, _ in ends)
+        if hidden.is_cuda:
+            flags = flags.widened()
         drawn = self._drawn(hidden[rows], at.unsqueeze(1), slots, flags).squeeze(1)
         tables.last_token[slots] = drawn
         tables.history[slots, at] = drawn.int()

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def available() -> bool:
     except (ImportError, RuntimeError, OSError):  # no such package, or it finds no library
         return False
     try:
-        version = _call(importlib.import_module("cuda.bindings.driver").cuDriverGetVersion)
+        version = _call(_driver().cuDriverGetVersion)
     except (CudaError, RuntimeError):  # no driver: compiling is all that is asked for here
         return True
     return bool(version // 1000 >= compiler)
@@ -98,10 +98,9 @@ class Function:
     shared: int
 
 
-@cache
 def load(source: str, name: str, architecture: str, shared: int, device: torch.device) -> Function:
     """The kernel `name` of a source, with so many bytes of dynamic shared memory."""
-    driver = importlib.import_module("cuda.bindings.driver")
+    driver = _driver()
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the context
         module = _call(driver.cuModuleLoadData, _compiled(source, architecture))
@@ -111,22 +110,28 @@ def load(source: str, name: str, architecture: str, shared: int, device: torch.d
     return Function(handle, shared)
 
 
-def tensor_map(matrix: Tensor, block: Sequence[int]) -> Any:
+def tensor_map(matrix: Tensor, block: tuple[int, int]) -> Any:
     """For bulk copies of blocks [rows, columns] of a bfloat16 matrix, in the 128-byte swizzle.
 
     What lies past the matrix's end comes as zeros.
     """
-    driver = importlib.import_module("cuda.bindings.driver")
-    (rows, columns), pitch = matrix.shape, matrix.stride(0) * matrix.element_size()
+    pitch = matrix.stride(0) * matrix.element_size()
+    return _tensor_map(matrix.data_ptr(), tuple(matrix.shape), pitch, block)
+
+
+@lru_cache(maxsize=1 << 14)  # weights stay where they are, and memory is used again
+def _tensor_map(address: int, shape: tuple[int, int], pitch: int, block: tuple[int, int]) -> Any:
+    driver = _driver()
+    (rows, columns), one = shape, driver.cuuint32_t(1)
     return _call(
         driver.cuTensorMapEncodeTiled,
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         2,
-        matrix.data_ptr(),
+        address,
         [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],  # the innermost dimension first
         [driver.cuuint64_t(pitch)],
         [driver.cuuint32_t(block[1]), driver.cuuint32_t(block[0])],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [one, one],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -142,29 +147,45 @@ def launch(
     Args:
         args: tensors or None (pointers), ints, floats, tensor maps.
     """
-    driver = importlib.import_module("cuda.bindings.driver")
+    config = _config(grid, threads, function.shared, torch.cuda.current_stream(device).cuda_stream)
+    room = _arguments(args)
+    places = ctypes.addressof(room) + ctypes.sizeof(room) // 2
+    _call(_driver().cuLaunchKernelEx, config, function.handle, places, 0)
+
+
+@cache
+def _config(grid: int, threads: int, shared: int, stream: int) -> Any:
+    driver = _driver()
     overlap = driver.CUlaunchAttribute()
     overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     overlap.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = function.shared
-    config.hStream = torch.cuda.current_stream(device).cuda_stream
+    config.sharedMemBytes = shared
+    config.hStream = stream
     config.attrs, config.numAttrs = [overlap], 1
-    kept = [_argument(value) for value in args]
-    places = (ctypes.c_void_p * len(kept))(*(place for place, _ in kept))
-    _call(driver.cuLaunchKernelEx, config, function.handle, ctypes.addressof(places), 0)
+    return config
 
 
-def _argument(value: Any) -> tuple[int, Any]:
-    """Where the value of an argument lies, and what keeps it there."""
-    if isinstance(value, (Tensor, type(None))):
-        kept: Any = ctypes.c_void_p(None if value is None else value.data_ptr())
-    elif isinstance(value, float):
-        kept = ctypes.c_float(value)
-    elif isinstance(value, int):
-        kept = ctypes.c_int(value)
-    else:  # a tensor map
-        return int(value.getPtr()), value
-    return ctypes.addressof(kept), kept
+def _arguments(args: Sequence[Any]) -> Any:
+    """The arguments' values, 8 bytes each, and behind them where each value lies."""
+    count = len(args)
+    room = (ctypes.c_uint64 * (2 * count))()
+    first = ctypes.addressof(room)
+    for i, value in enumerate(args):
+        room[count + i] = first + 8 * i
+        if isinstance(value, Tensor):
+            room[i] = value.data_ptr()
+        elif isinstance(value, float):
+            ctypes.c_float.from_buffer(room, 8 * i).value = value
+        elif isinstance(value, int):
+            ctypes.c_int.from_buffer(room, 8 * i).value = value
+        elif value is not None:  # a tensor map
+            room[count + i] = int(value.getPtr())
+    return room
+
+
+@cache
+def _driver() -> Any:
+    return importlib.import_module("cuda.bindings.driver")

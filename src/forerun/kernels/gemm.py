@@ -215,8 +215,10 @@ def _launch(
     eps = x.eps if isinstance(x, Scaled) else 0.0
     if isinstance(config, Sm90Config):
         target = next(t for t in (out, best, partial) if t is not None)
+        if partial is None and config.split > 1:
+            config = replace(config, split=1)
         gemm_sm90.launch(
-            config if partial is not None else replace(config, split=1), rows_in, m.weight, target,
+            config, rows_in, m.weight, target,
             paired=paired, partials=partial is not None, best_ids=best_ids, bias=m.bias,
             residual=residual, norm_weight=norm_weight, scaled=scaled, out_squares=out_squares,
             squares=squares, eps=eps,

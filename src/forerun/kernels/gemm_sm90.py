@@ -84,7 +84,6 @@ def _beside(config: Sm90Config, form: Form) -> int:
     return room + 4 * MAX_ROWS * form.scaled_in + 8 + 1024
 
 
-@cache
 def source(config: Sm90Config, form: Form) -> str:
     """All of it, ready to compile."""
     constants = {
@@ -148,12 +147,11 @@ def launch(
     assert rows <= MAX_ROWS and width % 4 == 0 and k % (CHUNK * config.split) == 0
     assert block % (8 * config.cluster) == 0 and stages(config, form) > 1
     assert config.split == 1 or partials
-    shared = shared_bytes(config, form)
     groups_m = -(-rows // (config.block_m * config.cluster))
     units = groups_m * -(-n // config.block_n) * config.split
     clusters = min(gpu_of(x.device).processors // config.cluster, units)
     cuda.launch(
-        cuda.load(source(config, form), "product", ARCHITECTURE, shared, x.device),
+        _compiled(config, form, x.device),
         clusters * config.cluster,
         128 * (1 + config.groups),
         (
@@ -165,3 +163,9 @@ def launch(
         ),
         x.device,
     )  # fmt: skip
+
+
+@cache
+def _compiled(config: Sm90Config, form: Form, device: torch.device) -> cuda.Function:
+    shared = shared_bytes(config, form)
+    return cuda.load(source(config, form), "product", ARCHITECTURE, shared, device)

@@ -40,6 +40,12 @@ def split_rows(logits: Tensor) -> tuple[int, int]:
     return triton.cdiv(vocab, span), span
 
 
+def most_parts(logits: Tensor) -> int:
+    """At least the parts of any number of rows, a power of two: kernels serve them all."""
+    blocks = triton.cdiv(logits.shape[1], BLOCK)
+    return int(triton.next_power_of_2(min(blocks, 4 * gpu_of(logits.device).processors)))
+
+
 @dataclass(frozen=True)
 class Nucleus:
     """Scratch of R rows in P parts."""
@@ -82,11 +88,10 @@ def find_edges(
             vocab, logits.stride(0), floats.stride(0), rows // len(slots), span,
             LEVEL=level, BINS=BINS, LINE=LINE, STATE=STATE, BLOCK=BLOCK, **options,
         )  # fmt: skip
-    padded = 1 << (parts - 1).bit_length()
     _edge[grid](
         logits, slots, floats, largest, edge, nucleus.counts, state,
         vocab, logits.stride(0), floats.stride(0), rows // len(slots), span,
-        PARTS=padded, LAST=LAST, STATE=STATE, BLOCK=BLOCK, **options,
+        PARTS=most_parts(logits), LAST=LAST, STATE=STATE, BLOCK=BLOCK, **options,
     )  # fmt: skip
 
 

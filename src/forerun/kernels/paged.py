@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.dispatch import jit, jit_for_any, tl, triton, use_triton
 from forerun.kernels.fp8 import FP8, as_bits, encode_e4m3, encode_e4m3_torch
 
 ROWS = 64  # query rows a program maps
@@ -33,7 +33,7 @@ def pool_rows(
     if not use_triton(start):
         return pool_rows_torch(page_table, start, first, longest, total, page)
     rows = torch.empty(total, dtype=torch.int64, device=start.device)
-    block = min(ROWS, triton.next_power_of_2(longest))
+    block = ROWS if first is not None else min(ROWS, triton.next_power_of_2(longest))
     grid = (start.shape[0], triton.cdiv(longest, block))
     _pool_rows[grid](
         page_table,
@@ -64,7 +64,7 @@ def pool_rows_torch(
     return page_table[request, position // page].long() * page + position % page
 
 
-@jit
+@jit_for_any("longest")
 def _pool_rows(
     table_ptr, start_ptr, first_ptr, rows_ptr, table_row, longest,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,

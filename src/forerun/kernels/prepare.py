@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.dispatch import jit_for_any, tl, triton, use_triton
 from forerun.kernels.paged import pool_rows_torch
 
 PAGES = 1024  # page ids a program copies
@@ -85,7 +85,8 @@ def prepare(
         made(total, dtype=torch.int64),
         made(batch, pages),
     )
-    block = min(PAGES, triton.next_power_of_2(pages))
+    # Not from `pages`, which grows with the texts: a kernel for each size would be compiled then.
+    block = min(PAGES, triton.next_power_of_2(page_table.shape[1]))
     _prepare[(batch, triton.cdiv(pages, block))](
         slots, kv_len, last_token, page_table,
         found.start, found.last, found.positions, found.next_positions, found.rows, found.page_rows,
@@ -96,7 +97,7 @@ def prepare(
     return found
 
 
-@jit
+@jit_for_any("pages")
 def _prepare(
     slots, kv_len, last_token, page_table,
     start_ptr, last_ptr, positions, next_positions, rows_ptr, page_rows,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.dispatch import jit, tl, triton, use_triton
+from forerun.kernels.dispatch import jit, jit_for_any, tl, triton, use_triton
 from forerun.kernels.fp8 import FP8, as_bits, encode_e4m3
 from forerun.kernels.norm import rms_norm_torch, sum_parts_torch, vector_warps
 from forerun.kernels.paged import write_kv_torch
@@ -196,7 +196,7 @@ def _launch(
     )
 
 
-@jit
+@jit_for_any("tokens")
 def _kernel(
     x_ptr, q_norm, k_norm, table, positions, rows, q_ptr, k_pool, v_pool, new,
     tokens, x_part, x_row, layer_stride, width, eps,

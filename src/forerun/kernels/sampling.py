@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.kernels.dispatch import jit, tl, triton
+from forerun.kernels.dispatch import jit, jit_for_any, tl, triton
 from forerun.kernels.noise import keyed_noise
 from forerun.kernels.norm import vector_warps
 from forerun.kernels.nucleus import (
@@ -33,6 +33,7 @@ from forerun.kernels.nucleus import (
     cut_row,
     find_edges,
     mass_of,
+    most_parts,
     split_rows,
     sum_of_part,
     sum_row,
@@ -91,6 +92,7 @@ def sample_rows(
     groups, device = triton.cdiv(vocab, GROUP), logits.device
     padded, width = triton.next_power_of_2(groups), rows // len(slots)
     parts, span = split_rows(logits)
+    room = most_parts(logits)
     warps, options = vector_warps(BLOCK, logits), pdl_options(logits)
     rules = (slots, floats, ints)
     strides = (logits.stride(0), floats.stride(0), ints.stride(0))
@@ -119,7 +121,7 @@ def sample_rows(
               else (nucleus.sums, nucleus.state, nucleus.masses, nucleus.counts)),
             vocab, *strides, groups, width, parts,
             GROUP=GROUP, GROUPS=padded, BLOCK=BLOCK, KEEP=KEEP, FEW=FEW, FEW_MASS=FEW_MASS,
-            NUCLEUS=top_p, PARTS=triton.next_power_of_2(parts), BINS=BINS, STATE=STATE, LAST=LAST,
+            NUCLEUS=top_p, PARTS=room, BINS=BINS, STATE=STATE, LAST=LAST,
             num_warps=warps, **options,
         )  # fmt: skip
     if nucleus is not None:
@@ -132,7 +134,7 @@ def sample_rows(
     )  # fmt: skip
     _finish[(rows,)](
         best, ids, out, parts, vocab, FILTERED=top_k or top_p,
-        BLOCK=triton.next_power_of_2(parts), num_warps=1, **options,
+        BLOCK=room, num_warps=1, **options,
     )  # fmt: skip
     return out
 
@@ -182,7 +184,7 @@ def _rules(slots, floats, ints, row, width, floats_row, ints_row):
     return heat, share.to(tl.float64), least, tl.load(ints), tl.load(ints + 1)
 
 
-@jit
+@jit_for_any("parts")
 def _choose(
     logits, tops, largest, held, edge_ptr, out, positions, slots, floats, ints,
     sums, state, masses, counts,
@@ -378,7 +380,7 @@ def _race(
         tl.store(id_ptr + index, tl.min(tl.where(best == top, ids, 0x7FFFFFFF), 0))
 
 
-@jit
+@jit_for_any("parts")
 def _finish(
     best_ptr, id_ptr, out, parts, vocab,
     FILTERED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -53,6 +53,14 @@ class SamplingFlags:
             min_tokens=any(p.min_new_tokens > 0 for p in batch),
         )
 
+    def widened(self) -> SamplingFlags:
+        """`GREEDY` or `SAMPLED`: kernels are compiled for these two at start."""
+        return SAMPLED if self.sampled or self.min_tokens else GREEDY
+
+
+GREEDY = SamplingFlags()
+SAMPLED = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
+
 
 @dataclass(frozen=True)
 class SamplingRows:

@@ -100,6 +100,7 @@ class AdaptiveWidth(WidthPolicy):
         self._depth = self.widths[-1] - 1 if depth is None else depth
         self._batches = sorted(costs)
         self._costs = [self._plausible(costs[batch]) for batch in self._batches]
+        self._slower = dict.fromkeys(self.widths, 1.0)  # than expected: the last step of a width
         self._rates = Rates(self._depth, ALL)  # of all requests: where a new one starts
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
@@ -215,9 +216,11 @@ class AdaptiveWidth(WidthPolicy):
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
-        # A pause of the machine must not look like a dear step, but what was measured during one is
-        # soon put right.
+        # A pause of the machine must not look like a dear step: two in a row must have been slow.
+        # And what was measured during one is soon put right.
         ratio = min(max(seconds / self.costs(batch)[i], 0.5), 2.0)
+        before, self._slower[width] = self._slower[width], max(ratio, 1.0)
+        ratio = min(ratio, before)
         weight = max(TIMED, FASTER * (1 - ratio)) if ratio > 0.875 else 0.5
         for row in self._around(batch):
             row[i] *= 1 + weight * (ratio - 1)
