@@ -59,7 +59,8 @@ def test_the_rehearsed_steps_run_on_one_page() -> None:
         step, nobody = parts.runner.step, parts.runner.tables.nobody
         plans = list(memory._steps(llm.engine.limits, (1, 4, 10), nobody))
         assert sum(len(chunk.tokens) for chunk in plans[0].prefill) == 200
-        assert [len(plan.prefill[0].tokens) for plan in plans[1:3]] == [1, 1]
+        few = [len(plan.prefill[0].tokens) for plan in plans[1:] if plan.prefill]
+        assert few == [1, 32, 64] * 2
         assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
         for plan in plans:
             Runner(step).launch(plan).result()

@@ -46,7 +46,7 @@ class StepGraphs:
     ) -> None:
         """`kv_len_ub`: the most rows any request can have; lengths are read on the device."""
         self._step = step
-        self._bound = kv_len_ub
+        self.bound = kv_len_ub
         self.sizes = buckets(largest)
         self.widths = tuple(widths)
         self._graphs: dict[tuple[int, int, SamplingFlags], _Captured] = {}
@@ -95,11 +95,11 @@ class StepGraphs:
         stream.wait_stream(torch.cuda.current_stream(tables.device))
         with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
             for _ in range(2):
-                self._step.decode(slots, self._bound, width, flags, draft)
+                self._step.decode(slots, self.bound, width, flags, draft)
         torch.cuda.current_stream(tables.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            drawn, new = self._step.decode(slots, self._bound, width, flags, draft)
+            drawn, new = self._step.decode(slots, self.bound, width, flags, draft)
         return _Captured(graph, slots, draft, drawn, new)
 
     def _outside(self, size: int, width: int) -> Draft | None:

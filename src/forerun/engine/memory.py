@@ -24,6 +24,7 @@ from forerun.scheduler.scheduler import Limits
 CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
 SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
 GIB = 2**30
+FEW = (1, 32, 64, 128)  # prompt tokens for which there are other kernels than for many
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def rehearse(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> Reh
 
 
 def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepPlan]:
-    """Prefills of as many tokens as a step takes and of one; decode steps of all slots and of one.
+    """Prefills of as many tokens as a step takes and of few; decode steps of all slots and of one.
 
     Decoding comes last: it leaves nobody's length at 0.
     """
@@ -122,8 +123,9 @@ def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepP
         chunks.append(PrefillChunk(requests[1], nobody, 0, (0,) * tokens, last=True))
         left -= tokens
     yield StepPlan(prefill=chunks)
-    for request in requests:  # few tokens have kernels of their own
-        yield StepPlan(prefill=[PrefillChunk(request, nobody, 0, (0,), last=True)])
+    for request, tokens in product(requests, FEW):
+        if tokens <= min(limits.context_length, limits.prefill_tokens):
+            yield StepPlan(prefill=[PrefillChunk(request, nobody, 0, (0,) * tokens, last=True)])
     for request, width, batch in product(requests, widths, (1, limits.slots)):
         row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
         late = [(request, 0)] * batch if limits.late_rows and width > 1 else []
