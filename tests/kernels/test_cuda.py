@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun.kernels import cuda
+from forerun.kernels.device import Gpu
 from forerun.kernels.gemm_sm90 import (
     ARCHITECTURE,
     SHARED,
@@ -18,7 +19,7 @@ from forerun.kernels.gemm_sm90 import (
     source,
     stages,
 )
-from forerun.kernels.gemm_table import TABLE
+from forerun.kernels.gemm_table import SILU_ROWS, TABLE, choose_silu
 
 FORMS = [
     Form(),
@@ -28,13 +29,14 @@ FORMS = [
     Form(best=True, scaled_in=True),
     Form(scaled_in=True, add=True, scaled_out=True, bias=True),
 ]
-CONFIGS = {
+HOPPER = Gpu(132, amd=False, capability=90)
+CHOICES = {
     choice
     for products in TABLE.values()
     for choices in products.values()
     for choice in choices.values()
-    if isinstance(choice, Sm90Config)
-}
+} | {choose_silu(24576, 4096, SILU_ROWS, HOPPER)}
+CONFIGS = {choice for choice in CHOICES if isinstance(choice, Sm90Config)}
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs NVRTC")
 

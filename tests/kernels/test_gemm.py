@@ -12,7 +12,14 @@ from forerun.kernels import gemm as g
 from forerun.kernels.device import Gpu, gpu_of
 from forerun.kernels.gemm import Config, GemmConfig, Matrix, Scaled
 from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
-from forerun.kernels.gemm_table import TABLE, choose, default, default_sm90
+from forerun.kernels.gemm_table import (
+    SILU_ROWS,
+    TABLE,
+    choose,
+    choose_silu,
+    default,
+    default_sm90,
+)
 
 EPS = 1e-6
 GPU = torch.cuda.is_available()
@@ -172,6 +179,17 @@ def test_unknown_shapes_leave_many_rows_to_the_library(monkeypatch: pytest.Monke
         assert choose(n, k, 64, hopper) is None
 
 
+def test_silu_goes_into_products_of_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    hopper, other = Gpu(132, amd=False, capability=90), Gpu(148, amd=False, capability=100)
+    for rows in (16, 128, 512, SILU_ROWS - 1):
+        assert choose_silu(24576, 4096, rows, hopper) == choose(24576, 4096, rows, hopper)
+    many = choose_silu(24576, 4096, SILU_ROWS, hopper)
+    assert isinstance(many, Sm90Config) and stages(many, Form(paired=True)) > 3
+    assert choose_silu(24576, 4096, SILU_ROWS, other) is None
+    assert choose_silu(24584, 4096, SILU_ROWS, hopper) is None
+
+
 @pytest.mark.parametrize("bucket", [64, 128])
 def test_the_default_for_hopper_finds_what_tuning_found(bucket: int) -> None:
     gpu = Gpu(132, amd=False, capability=90)
@@ -225,6 +243,8 @@ SM90 = [
     (300, 1536, 1024, Sm90Config(64)),
     (512, 24576, 2048, Sm90Config(256, cluster=2)),
     (385, 5008, 1024, Sm90Config(160, groups=1, cluster=2)),
+    (500, 5008, 640, Sm90Config(96, groups=1, cluster=2, band=3)),
+    (200, 1536, 1024, Sm90Config(64, groups=1, split=2, band=3)),
 ]
 
 
@@ -247,6 +267,17 @@ def test_the_kernel_for_hopper(rows: int, n: int, k: int, config: Sm90Config) ->
     fewer = rows - 11 if rows > 20 else rows - 1
     few = Scaled(given.x[:fewer], given.scaled.squares[:, :fewer].contiguous(), EPS)
     assert torch.equal(g.gemm(few, given.matrix, config), got[:fewer])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="for Hopper alone")
+@pytest.mark.parametrize(("rows", "n", "k"), [(3000, 24576, 4096), (1024, 6160, 1024)])
+def test_silu_of_many_rows(rows: int, n: int, k: int) -> None:
+    given = Given(rows, n, k, torch.bfloat16, torch.device("cuda", 0))
+    config = choose_silu(n, k, rows, gpu_of(given.x.device))
+    assert isinstance(config, Sm90Config)
+    gate, up = given.y.chunk(2, -1)
+    close(g.gemm_silu(given.x, given.matrix, config), F.silu(gate) * up, 5e-3)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 // Products of few rows on Hopper. gemm_sm90.py says how they work; it defines, above this text,
-//   GROUPS BN STAGES CLUSTER MAX_ROWS OUT_ROW, as 0 or 1 PAIRED PARTIALS BEST SCALED_IN ADD
+//   GROUPS BN STAGES CLUSTER BAND MAX_ROWS OUT_ROW, as 0 or 1 PAIRED PARTIALS BEST SCALED_IN ADD
 //   SCALED_OUT BIAS, and multiply(acc, x, w): one wgmma of 64 rows, BN columns, 16 deep.
 
 typedef unsigned short u16;
@@ -106,11 +106,19 @@ __device__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 struct Work {
   int units, groups_m, split, chunks, cluster, clusters, rank;
   int last, rows;  // the last row at which a tile may begin, and rows of a tile that there are
+  // x: tiles down the rows, y: along W. Down first, with BAND not further than so many clusters.
+  __device__ int2 place(int unit) const {
+    unit /= split;
+    if (BAND == 0) return make_int2(unit % groups_m, unit / groups_m);
+    int along = units / split / groups_m, band = unit / (BAND * along), left = unit % (BAND * along);
+    int down = min(BAND, groups_m - band * BAND);
+    return make_int2(band * BAND + left % down, left / down);
+  }
   // The last tiles may overlap: blocks that reach past the end are slow to copy.
   __device__ int row(int unit) const {
-    return min((unit / split % groups_m * CLUSTER + rank) * BM, last);
+    return min((place(unit).x * CLUSTER + rank) * BM, last);
   }
-  __device__ int tile(int unit) const { return unit / split / groups_m; }
+  __device__ int tile(int unit) const { return place(unit).y; }
   __device__ int part(int unit) const { return unit % split; }
 };
 

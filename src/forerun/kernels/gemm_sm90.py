@@ -1,5 +1,5 @@
-"""Products of up to 512 rows on Hopper, in CUDA C++ (`gemm_sm90.cu`): who loads and who multiplies
-are apart, and two multiprocessors share what they read.
+"""Products on Hopper, in CUDA C++ (`gemm_sm90.cu`), most of them of few rows: who loads and who
+multiplies are apart, and two multiprocessors share what they read.
 
 Of a program's warps one loads W and one x, by bulk copies into a ring of stages; one or two groups
 of four multiply, 64 rows each. Two barriers a stage lie between them: `full` when both operands
@@ -31,7 +31,7 @@ from forerun.kernels.device import gpu_of
 
 ARCHITECTURE = "sm_90a"
 CHUNK = 64  # columns of a stage
-MAX_ROWS = 512
+MAX_ROWS = 512  # with factors of the rows (`Scaled`)
 OUT_ROW = 40  # floats: 32 sums on their way out, so spaced that no two are in one bank
 SHARED = 227 << 10  # bytes that a program may have
 
@@ -44,6 +44,9 @@ class Sm90Config:
     groups: int = 2  # of 64 rows of x in a tile: 1 or 2
     cluster: int = 1  # tiles below one another that share W: 1 or 2
     split: int = 1  # programs a tile; more leave partial sums to the next kernel
+    band: int = (
+        0  # clusters below one another that go along W together, their rows of x in L2; 0: all
+    )
 
     @property
     def block_m(self) -> int:
@@ -89,7 +92,7 @@ def source(config: Sm90Config, form: Form) -> str:
     constants = {
         "GROUPS": config.groups, "BN": config.block_n,
         "STAGES": stages(config, form),
-        "CLUSTER": config.cluster, "MAX_ROWS": MAX_ROWS, "OUT_ROW": OUT_ROW,
+        "CLUSTER": config.cluster, "BAND": config.band, "MAX_ROWS": MAX_ROWS, "OUT_ROW": OUT_ROW,
         "PAIRED": form.paired, "PARTIALS": form.partials, "BEST": form.best,
         "SCALED_IN": form.scaled_in, "ADD": form.add, "SCALED_OUT": form.scaled_out,
         "BIAS": form.bias,
@@ -144,7 +147,8 @@ def launch(
     assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # bulk copies read 16 bytes
         x = x.clone(memory_format=torch.contiguous_format)
-    assert rows <= MAX_ROWS and width % 4 == 0 and k % (CHUNK * config.split) == 0
+    assert squares is None or rows <= MAX_ROWS
+    assert width % 4 == 0 and k % (CHUNK * config.split) == 0
     assert block % (8 * config.cluster) == 0 and stages(config, form) > 1
     assert config.split == 1 or partials
     groups_m = -(-rows // (config.block_m * config.cluster))

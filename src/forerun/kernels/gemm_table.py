@@ -15,6 +15,7 @@ from forerun.kernels.gemm_sm90 import CHUNK, Sm90Config
 
 DEFAULT_ROWS = 32  # the default serves no more
 DEFAULT_SM90_ROWS = 128
+SILU_ROWS = 1024  # from so many on
 
 Choice = Config | None  # None: the library is faster
 
@@ -71,8 +72,7 @@ TABLE: dict[int, dict[tuple[int, int], dict[int, Choice]]] = {
 def choose(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
     """How to compute `rows` rows times a bfloat16 matrix [n, k]."""
     bucket = rows_block(rows)
-    tuned = TABLE.get(0 if gpu.amd else gpu.capability, {}).get((n, k))
-    hopper = gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and cuda.available()
+    tuned, hopper = TABLE.get(0 if gpu.amd else gpu.capability, {}).get((n, k)), _hopper(gpu)
     if tuned is not None:
         choice = tuned.get(bucket)
         if hopper or not isinstance(choice, Sm90Config):
@@ -80,6 +80,18 @@ def choose(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
     if hopper and bucket <= DEFAULT_SM90_ROWS:
         return default_sm90(n, k, bucket, gpu)
     return default(bucket, gpu) if bucket <= DEFAULT_ROWS else None
+
+
+def choose_silu(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
+    """`choose` for a product with SiLU · up: one kernel is the faster way for many rows too."""
+    if rows < SILU_ROWS or n % 16 or k % CHUNK or not _hopper(gpu):
+        return choose(n, k, rows, gpu)
+    return Sm90Config(256, cluster=2, band=8)
+
+
+def _hopper(gpu: Gpu) -> bool:
+    """Whether the kernel in CUDA C++ runs."""
+    return gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and cuda.available()
 
 
 def default(bucket: int, gpu: Gpu) -> GemmConfig:

@@ -7,8 +7,8 @@ On a CPU in float32, the library behind `F.linear` is slow for the few rows of a
 with weights reordered once is faster at every row count. Measured on 2 AVX2 cores, all matrices of
 an 8M-parameter model, 1 / 16 / 80 rows: `F.linear` 2.9 / 9.1 / 15.0 ms, packed 2.5 / 4.9 / 12.0 ms.
 
-On a GPU in bfloat16, few rows go to the kernels of `kernels.gemm` where `gemm_table.choose` says so
-and what surrounds the product goes into it; other row counts to the vendor's library.
+On a GPU in bfloat16, few rows go to the kernels of `kernels.gemm` where `gemm_table` says so and
+what surrounds the product goes into it; other row counts to the vendor's library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from forerun.kernels.gemm import (
     gemm_silu,
     leaves_parts,
 )
-from forerun.kernels.gemm_table import choose
+from forerun.kernels.gemm_table import choose, choose_silu
 
 # Rows for which oneDNN is asked to lay a weight out. Hints of 32 and more serve 1 to 256 rows
 # alike; hints of 1 to 16 make some other row count up to three times slower.
@@ -160,22 +160,22 @@ class Linear:
         if self._matrix is None and can_stream(weight):
             self._matrix = Matrix.of(weight, self.bias)
 
-    def _few(self, x: Tensor | Scaled) -> tuple[Matrix, Config] | None:
-        """The kernel's operand and configuration, if it serves so many rows."""
+    def _kernel(self, x: Tensor | Scaled, silu: bool = False) -> tuple[Matrix, Config] | None:
+        """Our kernel's operand and configuration, if it serves so many rows."""
         matrix = self._matrix
         if matrix is None:
             return None
         n, k = matrix.weight.shape
-        config = choose(n, k, _rows(x), gpu_of(matrix.weight.device))
+        config = (choose_silu if silu else choose)(n, k, _rows(x), gpu_of(matrix.weight.device))
         return None if config is None else (matrix, config)
 
     def takes_scaled(self, x: Tensor) -> bool:
         """Whether a product with as many rows as `x` has can finish an RMSNorm (`Scaled`)."""
-        return self._few(x) is not None
+        return self._kernel(x) is not None
 
     def leaves_scaled(self, x: Tensor) -> bool:
         """Whether `add_scaled` is the fastest way to add and norm."""
-        few = self._few(x)
+        few = self._kernel(x)
         return few is not None and not leaves_parts(few[1])
 
     @property
@@ -185,7 +185,7 @@ class Linear:
 
     def __call__(self, x: Tensor | Scaled) -> Tensor:
         """x [T, in] -> [T, out]."""
-        few, packed = self._few(x), self._packed
+        few, packed = self._kernel(x), self._packed
         if few is not None:
             return gemm(x, *few)
         x = _whole(x)
@@ -195,14 +195,14 @@ class Linear:
 
     def summands(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], or float32 partial sums of it [S, T, out] where that is faster."""
-        few = self._few(x)
+        few = self._kernel(x)
         if few is not None and leaves_parts(few[1]) and self.bias is None:
             return gemm_partials(x, *few)
         return self(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, in], residual [T, out] -> residual + x Wᵀ + b, a new tensor."""
-        few, packed = self._few(x), self._packed
+        few, packed = self._kernel(x), self._packed
         if few is not None:
             return gemm_add(x, few[0], residual, few[1])
         if packed is None:
@@ -213,21 +213,21 @@ class Linear:
         self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Scaled, Tensor]:
         """`add`, and its RMSNorm but for the last step. Only where `takes_scaled`."""
-        few = self._few(x)
+        few = self._kernel(x)
         assert few is not None
         return gemm_add_scaled(x, few[0], residual, norm, eps, few[1])
 
     def silu_mul(self, x: Tensor | Scaled) -> Tensor:
         """[gate | up] = x Wᵀ + b -> silu(gate) · up, [T, out / 2]."""
-        few = self._few(x)
-        if few is not None:
-            return gemm_silu(x, *few)
+        both = self._kernel(x, silu=True)
+        if both is not None:
+            return gemm_silu(x, *both)
         gate_up = self(x)
         return silu_mul(gate_up, gate_up.dtype)
 
     def argmax(self, x: Tensor) -> Tensor:
         """[T] int64: the id of each row's largest output, the lowest of equals."""
-        few = self._few(x)
+        few = self._kernel(x)
         return argmax(self(x)) if few is None else gemm_argmax(x, *few)
 
 
