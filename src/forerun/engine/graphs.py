@@ -112,14 +112,19 @@ class StepGraphs:
     def holds(self, batch: int) -> bool:
         return batch <= self.sizes[-1]
 
+    def padded(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """The slots of a bucket, if one holds the batch: nobody's at the end."""
+        if not self.holds(len(slots)):
+            return tuple(slots)
+        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
+        return (*slots, *[self._step.tables.nobody] * (size - len(slots)))
+
     def run(
         self, slots: Sequence[int], width: int, flags: SamplingFlags, draft: Draft | None = None
     ) -> tuple[Tensor, Tensor]:
         """Replays the step; the tensors returned are overwritten by the next replay."""
-        tables, batch = self._step.tables, len(slots)
-        size = self.sizes[bisect.bisect_left(self.sizes, batch)]
-        captured = self._graphs[size, width, flags.widened()]
-        rows = (*slots, *[tables.nobody] * (size - batch))
+        tables, batch, rows = self._step.tables, len(slots), self.padded(slots)
+        captured = self._graphs[len(rows), width, flags.widened()]
         if rows != captured.last:
             captured.slots.copy_(tables.upload(rows, torch.int64), non_blocking=True)
             captured.last = rows

@@ -24,7 +24,7 @@ from forerun.scheduler.scheduler import Limits
 CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
 SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
 GIB = 2**30
-FEW = (1, 32, 64, 128)  # prompt tokens for which there are other kernels than for many
+FEW = (1, 32, 64, 128, 256)  # prompt tokens for which there are other kernels than for many
 
 
 @dataclass(frozen=True)

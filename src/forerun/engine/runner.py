@@ -93,10 +93,13 @@ class Runner:
         return self.step.decode(index, bound, width, flags, draft)
 
     def _observe_late(self, plan: StepPlan) -> None:
-        requests, counts = zip(*plan.late, strict=True)
-        slots = self.tables.upload([request.slot for request in requests], torch.int64)
-        new = self.tables.upload(counts, torch.int32)
-        self.step.observe_late(slots, new, self._bound(plan.decode))
+        slots: Sequence[int] = [request.slot for request, _ in plan.late]
+        counts = [count for _, count in plan.late]
+        if isinstance(self.graphs, StepGraphs):
+            slots = self.graphs.padded(slots)
+            counts += [0] * (len(slots) - len(counts))
+        index, new = self.tables.upload(slots, torch.int64), self.tables.upload(counts, torch.int32)
+        self.step.observe_late(index, new, self._bound(plan.decode))
 
     def _bound(self, rows: Sequence[DecodeRow]) -> int:
         if isinstance(self.graphs, StepGraphs):  # what runs beside them takes the same kernels
