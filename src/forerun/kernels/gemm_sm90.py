@@ -44,9 +44,8 @@ class Sm90Config:
     groups: int = 2  # of 64 rows of x in a tile: 1 or 2
     cluster: int = 1  # tiles below one another that share W: 1 or 2
     split: int = 1  # programs a tile; more leave partial sums to the next kernel
-    band: int = (
-        0  # clusters below one another that go along W together, their rows of x in L2; 0: all
-    )
+    # Clusters that go along W side by side, so that their rows of x stay in L2; 0: all there are.
+    band: int = 0
 
     @property
     def block_m(self) -> int:
