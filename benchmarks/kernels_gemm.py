@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -42,9 +43,9 @@ from gemm_work import (
 from forerun.bench.ceilings import read_bandwidth
 from forerun.kernels import cuda
 from forerun.kernels.device import gpu_of
-from forerun.kernels.gemm import Config, GemmConfig, tiles
+from forerun.kernels.gemm import Config, GemmConfig, gemm_silu, tiles
 from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
-from forerun.kernels.gemm_table import choose
+from forerun.kernels.gemm_table import choose, choose_silu
 
 # (block_n, block_k, stages, warps) worth trying in Triton: as it is, and with W on the left.
 FEW = (
@@ -190,11 +191,35 @@ def defaults(timer: Timer, rows_list: list[int], report: Report) -> None:
         torch.cuda.empty_cache()
 
 
+def silu(timer: Timer, rows_list: list[int]) -> None:
+    """SiLU · up inside the product of many rows, beside the library and a kernel behind it. In
+    turn: at the power limit what ran before counts."""
+    for name, (n, k, form) in {**SHAPES, **OTHERS}.items():
+        if "silu" not in form:
+            continue
+        copies = Copies(n, k)
+        line = [f"{name:24} {n:6} x {k:5}"]
+        for rows in rows_list:
+            x, residual = copies.inputs(rows, form)
+            config = choose_silu(n, k, rows, gpu_of(DEVICE))
+            ways = (
+                lambda m: library(form, x, m, residual),
+                lambda m: gemm_silu(x, m, config),
+            )
+            times = [[copies.time(timer, way) for way in ways] for _ in range(3)]
+            lib, ours = map(statistics.median, zip(*times, strict=True))
+            line.append(f"{rows} rows {lib:.0f} -> {ours:.0f} ({ours / lib:.3f})")
+        print(*line, sep="  ", flush=True)
+        del copies
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--defaults", action="store_true", help="other models' shapes")
+    parser.add_argument("--silu", action="store_true", help="many rows; give --rows from 1024 on")
     parser.add_argument("--sm90", action="store_true", help="tune the kernel for Hopper alone")
     parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -217,6 +242,8 @@ def main() -> None:
         found["tuned"] = {s: {int(b): e for b, e in t.items()} for s, t in loaded.items()}
     if arguments.defaults:
         defaults(timer, arguments.rows, report)
+    if arguments.silu:
+        silu(timer, arguments.rows)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         if arguments.tune:
