@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -96,3 +96,31 @@ def test_drafts_are_those_of_an_engine_that_tells_at_once(
         at_once = conversation(llm)
     for got, want in zip(late, at_once, strict=True):
         assert got[2] and got == want
+
+
+class TwoMore:
+    """Graphs that hold nothing: what runs beside them is padded by two rows all the same."""
+
+    bound = None
+
+    def __init__(self, nobody: int) -> None:
+        self._nobody = nobody
+
+    def holds(self, batch: int) -> bool:
+        return False
+
+    def padded(self, slots: Sequence[int]) -> list[int]:
+        return [*slots, self._nobody, self._nobody]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_nobody_change_nothing(name: str, chain_llm: Callable[..., LLM]) -> None:
+    found = []
+    for padded in (False, True):
+        with engine(name, chain_llm) as llm:
+            runner = llm.engine.parts.runner
+            if padded:
+                runner.graphs = TwoMore(runner.tables.nobody)  # type: ignore[assignment]
+            found.append(conversation(llm))
+            assert runner.tables.kv_len[runner.tables.nobody] == 0
+    assert found[0][0][2] and found[0] == found[1]

@@ -58,9 +58,8 @@ def test_the_rehearsed_steps_run_on_one_page() -> None:
         parts = llm.engine.parts
         step, nobody = parts.runner.step, parts.runner.tables.nobody
         plans = list(memory._steps(llm.engine.limits, (1, 4, 10), nobody))
-        assert sum(len(chunk.tokens) for chunk in plans[0].prefill) == 200
-        few = [len(plan.prefill[0].tokens) for plan in plans[1:] if plan.prefill]
-        assert few == [1, 32, 64] * 2
+        prompts = [[len(c.tokens) for c in plan.prefill] for plan in plans if plan.prefill]
+        assert prompts == 2 * [[64, 64, 64, 8], [1], [32], [64], [64, 64], [64, 64, 64, 8]]
         assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
         for plan in plans:
             Runner(step).launch(plan).result()

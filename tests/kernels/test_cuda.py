@@ -61,8 +61,8 @@ def test_a_mistake_is_told_with_its_line() -> None:
 
 def test_arguments_lie_where_the_driver_looks_for_them() -> None:
     tensor = torch.zeros(3)
-    room = cuda._arguments((tensor, None, -7, 1.5))
-    places = list(room)[4:]
+    _kept, address = cuda._arguments((tensor, None, -7, 1.5))
+    places = (ctypes.c_uint64 * 4).from_address(address)
     assert ctypes.c_uint64.from_address(places[0]).value == tensor.data_ptr()
     assert ctypes.c_uint64.from_address(places[1]).value == 0
     assert ctypes.c_int.from_address(places[2]).value == -7

@@ -186,6 +186,10 @@ def test_silu_goes_into_products_of_many_rows_on_hopper(monkeypatch: pytest.Monk
         assert choose_silu(24576, 4096, rows, hopper) == choose(24576, 4096, rows, hopper)
     many = choose_silu(24576, 4096, SILU_ROWS, hopper)
     assert isinstance(many, Sm90Config) and stages(many, Form(paired=True)) > 3
+    for rows in (8192, 8190, 32 * 1024):
+        assert choose_silu(24576, 4096, rows, hopper) == many
+    # 8 rows of tiles fill 66 clusters 11.6 times, 9 would take as long as 14 times.
+    assert choose_silu(24576, 4096, SILU_ROWS + 1, hopper) is None
     assert choose_silu(24576, 4096, SILU_ROWS, other) is None
     assert choose_silu(24584, 4096, SILU_ROWS, hopper) is None
 
@@ -274,7 +278,7 @@ def test_the_kernel_for_hopper(rows: int, n: int, k: int, config: Sm90Config) ->
 @pytest.mark.parametrize(("rows", "n", "k"), [(3000, 24576, 4096), (1024, 6160, 1024)])
 def test_silu_of_many_rows(rows: int, n: int, k: int) -> None:
     given = Given(rows, n, k, torch.bfloat16, torch.device("cuda", 0))
-    config = choose_silu(n, k, rows, gpu_of(given.x.device))
+    config = choose_silu(24576, 4096, SILU_ROWS, gpu_of(given.x.device))
     assert isinstance(config, Sm90Config)
     gate, up = given.y.chunk(2, -1)
     close(g.gemm_silu(given.x, given.matrix, config), F.silu(gate) * up, 5e-3)

@@ -187,6 +187,27 @@ def test_one_pause_does_not_look_like_a_dear_step() -> None:
     assert policy.costs(8)[3] == COSTS[8][3]
 
 
+def test_a_cost_that_was_far_too_low_is_put_right_whatever_runs_between() -> None:
+    policy = AdaptiveWidth(WIDTHS, COSTS)
+    for _ in range(200):
+        policy.timed(8, 4, 3 * COSTS[8][1])
+        policy.timed(16, 4, COSTS[16][1])
+        policy.timed(8, 1, COSTS[8][0])
+    assert policy.costs(8)[1] == pytest.approx(3 * COSTS[8][1], rel=0.01)
+    assert policy.costs(16)[1] == COSTS[16][1]
+
+
+def test_costs_are_means_of_steps_that_vary() -> None:
+    """Among plain steps every 16th is dearer, since it tells the draft what it missed."""
+    policy, rng = AdaptiveWidth(WIDTHS, COSTS), random.Random(0)
+    found = []
+    for step in range(3000):
+        policy.timed(8, 1, COSTS[8][0] * rng.gauss(1.2 if step % 16 == 0 else 1.0, 0.01))
+        found.append(policy.costs(8)[0])
+    mean = COSTS[8][0] * (1 + 0.2 / 16)
+    assert sum(found[100:]) / len(found[100:]) == pytest.approx(mean, rel=0.004)
+
+
 def test_costs_beyond_the_largest_are_in_proportion() -> None:
     policy = AdaptiveWidth(WIDTHS, {4: [1.0, 2.0, 3.0, 4.0]})
     assert policy.costs(8) == [2.0, 4.0, 6.0, 8.0]

@@ -80,7 +80,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         mend = "lower chunked_prefill_size, max_running_requests or cuda_graph_max_bs"
         with memory.stage("largest steps", mend):
             step = over(pages=1)
-            seen = rehearse(step, limits, _graphs(settings, step))
+            seen = rehearse(step, limits, settings.widths, _graphs(settings, step))
             del step
     budget = kv_budget(
         config,

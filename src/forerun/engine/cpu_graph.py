@@ -1,4 +1,4 @@
-"""Compiled steps for a CPU, behind the seam of device graphs: `holds` and `run`.
+"""Compiled steps for a CPU, behind the seam of device graphs: `bound`, `holds`, `padded`, `run`.
 
 As with a device graph a step is traced on nobody's rows, whatever Python it went through, for one
 batch size, width and bound. What the trace shares with the outside is written in place, and oneDNN
@@ -51,6 +51,8 @@ def check_usable(device: torch.device) -> None:
 class CompiledSteps:
     """The compiled decode steps of one engine, each made when it is first needed."""
 
+    bound = None  # what runs beside them is not compiled
+
     def __init__(self, step: DeviceStep, positions: int) -> None:
         """`positions`: the most rows any request can have."""
         self._step = step
@@ -65,6 +67,9 @@ class CompiledSteps:
 
     def holds(self, batch: int) -> bool:
         return True
+
+    def padded(self, slots: Sequence[int]) -> Sequence[int]:
+        return slots
 
     def run(
         self, slots: Sequence[int], width: int, flags: SamplingFlags, draft: Draft | None = None

@@ -69,6 +69,17 @@ class StepGraphs:
                 if progress is not None:
                     progress(f"{size} x {width} {'sampled' if flags.sampled else 'greedy'}")
                 self._graphs[size, width, flags] = self._guarded(size, width, flags)
+        if self._step.late is not None:
+            self._beside()
+
+    def _beside(self) -> None:
+        """Late observations, so that nothing of them is compiled when they are first needed."""
+        for size in self.sizes:
+            slots = self._nobody(size)
+            self._step.observe_late(slots, slots.new_zeros(size, dtype=torch.int32), self.bound)
+        error = self._step.guard.take_error()
+        if error is not None:
+            raise error
 
     def _guarded(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
         failed: Exception | None = None
@@ -88,9 +99,7 @@ class StepGraphs:
         return captured
 
     def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
-        tables = self._step.tables
-        slots = torch.full((size,), tables.nobody, dtype=torch.int64, device=tables.device)
-        draft = self._outside(size, width)
+        tables, slots, draft = self._step.tables, self._nobody(size), self._outside(size, width)
         stream = torch.cuda.Stream(tables.device)
         stream.wait_stream(torch.cuda.current_stream(tables.device))
         with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
@@ -101,6 +110,10 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             drawn, new = self._step.decode(slots, self.bound, width, flags, draft)
         return _Captured(graph, slots, draft, drawn, new)
+
+    def _nobody(self, size: int) -> Tensor:
+        tables = self._step.tables
+        return torch.full((size,), tables.nobody, dtype=torch.int64, device=tables.device)
 
     def _outside(self, size: int, width: int) -> Draft | None:
         """Room for drafts that are made before the graph runs."""

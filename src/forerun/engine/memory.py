@@ -87,15 +87,16 @@ def kv_budget(
 # --- measuring, on a GPU ------------------------------------------------------------------------
 
 
-def rehearse(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> Rehearsal:
-    """Runs the largest prefill and decode steps of many shapes, and captures two of the graphs.
+def rehearse(
+    step: DeviceStep, limits: Limits, widths: Sequence[int], graphs: StepGraphs | None
+) -> Rehearsal:
+    """Runs the largest prefill and steps of many shapes, and captures a few of the graphs.
 
     All rows are nobody's, so one page of K/V is enough. Kernels are loaded and the libraries'
     workspaces are there afterwards; what else was taken is given back.
     """
     device = step.tables.device
     runner = Runner(step)
-    widths = (limits.width,) if graphs is None else graphs.widths
     before = _reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     for plan in _steps(limits, widths, step.tables.nobody):
@@ -116,20 +117,23 @@ def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepP
         Request("rehearsal", (0,), params, 0, frozenset(), slot=nobody)
         for params in (SamplingParams(temperature=0.0), sampled)
     ]
-    chunks: list[PrefillChunk] = []
-    left = limits.prefill_tokens
-    while left > 0 and len(chunks) < limits.slots:
-        tokens = min(left, limits.context_length)
-        chunks.append(PrefillChunk(requests[1], nobody, 0, (0,) * tokens, last=True))
-        left -= tokens
-    yield StepPlan(prefill=chunks)
-    for request, tokens in product(requests, FEW):
-        if tokens <= min(limits.context_length, limits.prefill_tokens):
-            yield StepPlan(prefill=[PrefillChunk(request, nobody, 0, (0,) * tokens, last=True)])
+    for request, tokens in product(reversed(requests), (limits.prefill_tokens, *FEW)):
+        yield StepPlan(prefill=_prompts(limits, request, min(tokens, limits.prefill_tokens)))
     for request, width, batch in product(requests, widths, (1, limits.slots)):
         row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
         late = [(request, 0)] * batch if limits.late_rows and width > 1 else []
         yield StepPlan(decode=[row] * batch, late=late, width=width)
+
+
+def _prompts(limits: Limits, request: Request, tokens: int) -> list[PrefillChunk]:
+    """So many tokens in prompts as long as can be, as far as there are slots."""
+    lengths = [limits.context_length] * (tokens // limits.context_length)
+    if tokens % limits.context_length:
+        lengths.append(tokens % limits.context_length)
+    return [
+        PrefillChunk(request, request.slot, 0, (0,) * length, last=True)
+        for length in lengths[: limits.slots]
+    ]
 
 
 def _graph_bytes(graphs: StepGraphs, device: torch.device) -> int:

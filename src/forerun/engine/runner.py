@@ -79,7 +79,7 @@ class Runner:
 
     def _decode(self, rows: Sequence[DecodeRow], width: int) -> tuple[Tensor, Tensor]:
         slots = [row.slot for row in rows]
-        flags = SamplingFlags.of(row.request.params for row in rows)
+        flags = self.step.flags(row.request for row in rows)
         bound = self._bound(rows)
         draft = None
         if self.step.caps.needs_host_tokens and width > 1:
@@ -95,15 +95,15 @@ class Runner:
     def _observe_late(self, plan: StepPlan) -> None:
         slots: Sequence[int] = [request.slot for request, _ in plan.late]
         counts = [count for _, count in plan.late]
-        if isinstance(self.graphs, StepGraphs):
+        if self.graphs is not None:
             slots = self.graphs.padded(slots)
             counts += [0] * (len(slots) - len(counts))
         index, new = self.tables.upload(slots, torch.int64), self.tables.upload(counts, torch.int32)
         self.step.observe_late(index, new, self._bound(plan.decode))
 
     def _bound(self, rows: Sequence[DecodeRow]) -> int:
-        if isinstance(self.graphs, StepGraphs):  # what runs beside them takes the same kernels
-            return self.graphs.bound
+        if self.graphs is not None and self.graphs.bound is not None:
+            return self.graphs.bound  # what runs beside them takes the same kernels
         return max(row.kv_len_ub for row in rows) + self.step.caps.kv_reserve
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:

@@ -8,7 +8,7 @@ the whole of it can be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.core.plan import PrefillChunk
+from forerun.core.request import Request
 from forerun.engine.guard import Guard
 from forerun.engine.late import LateRows
 from forerun.engine.phases import Border, PhaseClock
@@ -179,8 +180,14 @@ class DeviceStep:
         drawn = commit.tokens
         if self.caps.prefix_lookahead:
             begin = torch.arange(0, drawn.numel(), drawn.shape[1], device=drawn.device)
-            output = replace(output, next_ids=drawn.flatten(), last_rows=begin + commit.new - 1)
+            last = begin + (commit.new - 1).clamp_min(0)
+            output = replace(output, next_ids=drawn.flatten(), last_rows=last)
         self.guard.observe(step, output, commit)
+
+    def flags(self, requests: Iterable[Request]) -> SamplingFlags:
+        """What sampling has to do for these; on a GPU one of the two that are compiled at start."""
+        flags = SamplingFlags.of(request.params for request in requests)
+        return flags.widened() if self.tables.device.type == "cuda" else flags
 
     def filler(self, slots: Tensor, width: int) -> Draft:
         """Tokens that are as good as none, where a draft must be given."""
@@ -339,9 +346,7 @@ class DeviceStep:
         slots = tables.upload([chunk.slot for chunk, _ in ends], torch.int64)
         # Positions of the tokens to draw.
         at = tables.upload([chunk.start + len(chunk.tokens) for chunk, _ in ends], torch.int64)
-        flags = SamplingFlags.of(chunk.request.params for chunk, _ in ends)
-        if hidden.is_cuda:
-            flags = flags.widened()
+        flags = self.flags(chunk.request for chunk, _ in ends)
         drawn = self._drawn(hidden[rows], at.unsqueeze(1), slots, flags).squeeze(1)
         tables.last_token[slots] = drawn
         tables.history[slots, at] = drawn.int()

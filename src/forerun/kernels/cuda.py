@@ -148,8 +148,7 @@ def launch(
         args: tensors or None (pointers), ints, floats, tensor maps.
     """
     config = _config(grid, threads, function.shared, torch.cuda.current_stream(device).cuda_stream)
-    room = _arguments(args)
-    places = ctypes.addressof(room) + ctypes.sizeof(room) // 2
+    _kept, places = _arguments(args)
     _call(_driver().cuLaunchKernelEx, config, function.handle, places, 0)
 
 
@@ -168,8 +167,8 @@ def _config(grid: int, threads: int, shared: int, stream: int) -> Any:
     return config
 
 
-def _arguments(args: Sequence[Any]) -> Any:
-    """The arguments' values, 8 bytes each, and behind them where each value lies."""
+def _arguments(args: Sequence[Any]) -> tuple[Any, int]:
+    """The arguments' values with a list of where each lies, and that list's address."""
     count = len(args)
     room = (ctypes.c_uint64 * (2 * count))()
     first = ctypes.addressof(room)
@@ -183,7 +182,7 @@ def _arguments(args: Sequence[Any]) -> Any:
             ctypes.c_int.from_buffer(room, 8 * i).value = value
         elif value is not None:  # a tensor map
             room[count + i] = int(value.getPtr())
-    return room
+    return room, first + 8 * count
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Products with few rows: y = x Wᵀ for 1 to 512 rows, most of them bound by reading W once.
+"""Products with few rows: y = x Wᵀ for up to 512 rows, most of them bound by reading W once.
 
 W [N, K] bfloat16 row-major, as checkpoints store it, is cut into tiles of BLOCK_N rows, and these
 into chunks of BLOCK_K columns. All chunks, tile after tile, are dealt out evenly to a fixed number
@@ -26,8 +26,10 @@ from torch import Tensor
 from forerun.kernels import gemm_sm90
 from forerun.kernels.dispatch import use_triton
 from forerun.kernels.gemm_kernels import best_kernel, gemm_kernel
-from forerun.kernels.gemm_sm90 import MAX_ROWS, Sm90Config
+from forerun.kernels.gemm_sm90 import Sm90Config
 from forerun.kernels.pdl import pdl_options
+
+MAX_ROWS = 512  # of Triton's kernel
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def split_rows(logits: Tensor) -> tuple[int, int]:
     return triton.cdiv(vocab, span), span
 
 
-def most_parts(logits: Tensor) -> int:
+def padded_parts(logits: Tensor) -> int:
     """At least the parts of any number of rows, a power of two: kernels serve them all."""
     blocks = triton.cdiv(logits.shape[1], BLOCK)
     return int(triton.next_power_of_2(min(blocks, 4 * gpu_of(logits.device).processors)))
@@ -91,7 +91,7 @@ def find_edges(
     _edge[grid](
         logits, slots, floats, largest, edge, nucleus.counts, state,
         vocab, logits.stride(0), floats.stride(0), rows // len(slots), span,
-        PARTS=most_parts(logits), LAST=LAST, STATE=STATE, BLOCK=BLOCK, **options,
+        PARTS=padded_parts(logits), LAST=LAST, STATE=STATE, BLOCK=BLOCK, **options,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from forerun.kernels.nucleus import (
     cut_row,
     find_edges,
     mass_of,
-    most_parts,
+    padded_parts,
     split_rows,
     sum_of_part,
     sum_row,
@@ -91,8 +91,7 @@ def sample_rows(
     rows, vocab = logits.shape
     groups, device = triton.cdiv(vocab, GROUP), logits.device
     padded, width = triton.next_power_of_2(groups), rows // len(slots)
-    parts, span = split_rows(logits)
-    room = most_parts(logits)
+    (parts, span), room = split_rows(logits), padded_parts(logits)
     warps, options = vector_warps(BLOCK, logits), pdl_options(logits)
     rules = (slots, floats, ints)
     strides = (logits.stride(0), floats.stride(0), ints.stride(0))

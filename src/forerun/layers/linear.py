@@ -175,8 +175,8 @@ class Linear:
 
     def leaves_scaled(self, x: Tensor) -> bool:
         """Whether `add_scaled` is the fastest way to add and norm."""
-        few = self._kernel(x)
-        return few is not None and not leaves_parts(few[1])
+        ours = self._kernel(x)
+        return ours is not None and not leaves_parts(ours[1])
 
     @property
     def fuses_add(self) -> bool:
@@ -185,9 +185,9 @@ class Linear:
 
     def __call__(self, x: Tensor | Scaled) -> Tensor:
         """x [T, in] -> [T, out]."""
-        few, packed = self._kernel(x), self._packed
-        if few is not None:
-            return gemm(x, *few)
+        ours, packed = self._kernel(x), self._packed
+        if ours is not None:
+            return gemm(x, *ours)
         x = _whole(x)
         if packed is not None:
             return packed.product(x)
@@ -195,16 +195,16 @@ class Linear:
 
     def summands(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], or float32 partial sums of it [S, T, out] where that is faster."""
-        few = self._kernel(x)
-        if few is not None and leaves_parts(few[1]) and self.bias is None:
-            return gemm_partials(x, *few)
+        ours = self._kernel(x)
+        if ours is not None and leaves_parts(ours[1]) and self.bias is None:
+            return gemm_partials(x, *ours)
         return self(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x [T, in], residual [T, out] -> residual + x Wᵀ + b, a new tensor."""
-        few, packed = self._kernel(x), self._packed
-        if few is not None:
-            return gemm_add(x, few[0], residual, few[1])
+        ours, packed = self._kernel(x), self._packed
+        if ours is not None:
+            return gemm_add(x, ours[0], residual, ours[1])
         if packed is None:
             return residual + F.linear(x, self.weight, self.bias)
         return packed.product_add(x, residual)
@@ -213,22 +213,22 @@ class Linear:
         self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Scaled, Tensor]:
         """`add`, and its RMSNorm but for the last step. Only where `takes_scaled`."""
-        few = self._kernel(x)
-        assert few is not None
-        return gemm_add_scaled(x, few[0], residual, norm, eps, few[1])
+        ours = self._kernel(x)
+        assert ours is not None
+        return gemm_add_scaled(x, ours[0], residual, norm, eps, ours[1])
 
     def silu_mul(self, x: Tensor | Scaled) -> Tensor:
         """[gate | up] = x Wᵀ + b -> silu(gate) · up, [T, out / 2]."""
-        both = self._kernel(x, silu=True)
-        if both is not None:
-            return gemm_silu(x, *both)
+        ours = self._kernel(x, silu=True)
+        if ours is not None:
+            return gemm_silu(x, *ours)
         gate_up = self(x)
         return silu_mul(gate_up, gate_up.dtype)
 
     def argmax(self, x: Tensor) -> Tensor:
         """[T] int64: the id of each row's largest output, the lowest of equals."""
-        few = self._kernel(x)
-        return argmax(self(x)) if few is None else gemm_argmax(x, *few)
+        ours = self._kernel(x)
+        return argmax(self(x)) if ours is None else gemm_argmax(x, *ours)
 
 
 def _rows(x: Tensor | Scaled) -> int:

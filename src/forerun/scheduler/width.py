@@ -24,6 +24,7 @@ from forerun.scheduler.accept import Rates, tokens
 OWN, ALL = 16.0, 32.0  # observations that a request's c_k goes back, and that of all of them,
 ALL_STEPS = 2.0  # but never fewer steps than this
 TIMED, FASTER = 0.1, 4.0  # weight of the newest step in a cost; more where it was much faster
+PAUSE = 1.25  # a step that takes so many times what is expected: once, and it tells nothing
 DOUBT = 1.02  # drafts must promise so much more than plain steps: what is expected is not certain
 CLOSE = 1.1  # where they promise less than this, plain steps are timed now and then:
 STALE = 50  # after so many without
@@ -100,7 +101,7 @@ class AdaptiveWidth(WidthPolicy):
         self._depth = self.widths[-1] - 1 if depth is None else depth
         self._batches = sorted(costs)
         self._costs = [self._plausible(costs[batch]) for batch in self._batches]
-        self._slower = dict.fromkeys(self.widths, 1.0)  # than expected: the last step of a width
+        self._slow: set[tuple[int, int]] = set()  # (place among the batches, width) of such steps
         self._rates = Rates(self._depth, ALL)  # of all requests: where a new one starts
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
@@ -216,11 +217,17 @@ class AdaptiveWidth(WidthPolicy):
 
     def timed(self, batch: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
-        # A pause of the machine must not look like a dear step: two in a row must have been slow.
-        # And what was measured during one is soon put right.
+        # What was measured during a pause of the machine is soon put right.
         ratio = min(max(seconds / self.costs(batch)[i], 0.5), 2.0)
-        before, self._slower[width] = self._slower[width], max(ratio, 1.0)
-        ratio = min(ratio, before)
         weight = max(TIMED, FASTER * (1 - ratio)) if ratio > 0.875 else 0.5
+        if self._is_pause(batch, width, ratio):
+            return
         for row in self._around(batch):
             row[i] *= 1 + weight * (ratio - 1)
+
+    def _is_pause(self, batch: int, width: int, ratio: float) -> bool:
+        """A step is dear where the one before it was much slower than expected, too."""
+        place = bisect.bisect_left(self._batches, batch), width
+        before = place in self._slow
+        (self._slow.add if ratio > PAUSE else self._slow.discard)(place)
+        return ratio > PAUSE and not before

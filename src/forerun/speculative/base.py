@@ -153,7 +153,7 @@ class TargetOutput:
     hidden: Tensor  # [T, H], after the final norm
     features: Tensor | None  # [T, n * H]: outputs of `target_layers`, concatenated
     # [B] int64: the last row of each request that is committed. In a decode step only where
-    # `prefix_lookahead` is 1; it is row `new` - 1 of the request's own W.
+    # `prefix_lookahead` is 1; it is row `new` - 1 of the request's own W (the first if `new` is 0).
     last_rows: Tensor | None = None
     # [T] int64, where `prefix_lookahead` is 1: the token behind each row that is committed
     next_ids: Tensor | None = None
@@ -167,7 +167,7 @@ class Commit:
     """
 
     tokens: Tensor  # [B, W] int64: drawn at every row; the first `new` are committed
-    new: Tensor  # [B] int32: accepted drafts + 1
+    new: Tensor  # [B] int32: accepted drafts + 1; of rows heard of late, also 0: they are nobody's
 
 
 @dataclass(frozen=True)
