@@ -1,4 +1,4 @@
-// Products of few rows on Hopper. gemm_sm90.py says how they work; it defines, above this text,
+// Products on Hopper. gemm_sm90.py says how they work; it defines, above this text,
 //   GROUPS BN STAGES CLUSTER BAND MAX_ROWS OUT_ROW, as 0 or 1 PAIRED PARTIALS BEST SCALED_IN ADD
 //   SCALED_OUT BIAS, and multiply(acc, x, w): one wgmma of 64 rows, BN columns, 16 deep.
 
