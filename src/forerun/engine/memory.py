@@ -17,6 +17,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.engine.graphs import StepGraphs
 from forerun.engine.runner import Runner
 from forerun.engine.step import DeviceStep
+from forerun.kernels.gemm_table import SILU_ROWS
 from forerun.kvcache.pools import KVLayout, pages_for
 from forerun.platform.device import memory
 from forerun.scheduler.scheduler import Limits
@@ -24,7 +25,8 @@ from forerun.scheduler.scheduler import Limits
 CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
 SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
 GIB = 2**30
-FEW = (1, 32, 64, 128, 256)  # prompt tokens for which there are other kernels than for many
+# Prompt tokens for which there are other kernels than for many, or which take more room.
+FEW = (1, 32, 64, 128, SILU_ROWS - 1)
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,9 @@ def _steps(limits: Limits, widths: Sequence[int], nobody: int) -> Iterator[StepP
         Request("rehearsal", (0,), params, 0, frozenset(), slot=nobody)
         for params in (SamplingParams(temperature=0.0), sampled)
     ]
-    for request, tokens in product(reversed(requests), (limits.prefill_tokens, *FEW)):
-        yield StepPlan(prefill=_prompts(limits, request, min(tokens, limits.prefill_tokens)))
+    counts = [*(few for few in FEW if few < limits.prefill_tokens), limits.prefill_tokens]
+    for request, tokens in product(requests, counts):
+        yield StepPlan(prefill=_prompts(limits, request, tokens))
     for request, width, batch in product(requests, widths, (1, limits.slots)):
         row = DecodeRow(request, nobody, kv_len_ub=limits.context_length)
         late = [(request, 0)] * batch if limits.late_rows and width > 1 else []

@@ -15,8 +15,7 @@ from forerun.kernels.gemm_sm90 import CHUNK, Sm90Config
 
 DEFAULT_ROWS = 32  # the default serves no more
 DEFAULT_SM90_ROWS = 128
-SILU_ROWS = 2048  # many: the product with SiLU inside is 2 to 7 % faster than both after another
-SILU_BUSY = 0.95  # where tiles fill the multiprocessors to this part; at 0.9 it is slower
+SILU_ROWS = 4096  # many: below, tiles of 256 rows may fill the multiprocessors too unevenly
 
 Choice = Config | None  # None: the library is faster
 
@@ -87,10 +86,7 @@ def choose_silu(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
     """`choose` for a product with SiLU · up, which of many rows, too, may go inside."""
     if rows < SILU_ROWS or n % 16 or k % CHUNK or not _hopper(gpu):
         return choose(n, k, rows, gpu)
-    many = Sm90Config(256, cluster=2, band=8)
-    down, side, clusters = many.cluster * many.block_m, many.block_n, gpu.processors // many.cluster
-    waves = -(-(-(-rows // down) * -(-n // side)) // clusters)
-    return many if rows / down * n / side > SILU_BUSY * waves * clusters else None
+    return Sm90Config(256, cluster=2, band=8)
 
 
 def _hopper(gpu: Gpu) -> bool:
