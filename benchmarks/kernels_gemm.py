@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,13 +39,14 @@ from gemm_work import (
     error,
     library,
 )
+from torch import Tensor
 
 from forerun.bench.ceilings import read_bandwidth
 from forerun.kernels import cuda
 from forerun.kernels.device import gpu_of
-from forerun.kernels.gemm import Config, GemmConfig, gemm_silu, tiles
+from forerun.kernels.gemm import Config, GemmConfig, Matrix, gemm_silu, tiles
 from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
-from forerun.kernels.gemm_table import SILU_ROWS, choose, choose_silu
+from forerun.kernels.gemm_table import SILU_MANY, choose
 
 # (block_n, block_k, stages, warps) worth trying in Triton: as it is, and with W on the left.
 FEW = (
@@ -175,44 +176,40 @@ def tune(
         torch.cuda.empty_cache()
 
 
-def defaults(timer: Timer, rows_list: list[int], report: Report) -> None:
-    """The default of `gemm_table.py` beside the library, at shapes that nobody tuned."""
-    for name, (n, k, form) in OTHERS.items():
+Way = Callable[[str, Tensor, Matrix, Tensor], object]  # form, x, matrix, residual
+
+
+def beside_library(
+    timer: Timer,
+    shapes: Mapping[str, tuple[int, int, str]],
+    rows_list: list[int],
+    report: Report,
+    ours: Way,
+) -> None:
+    """In turn: at the power limit what ran before counts."""
+    for name, (n, k, form) in shapes.items():
         copies = Copies(n, k)
         line = [f"{name:24} {n:6} x {k:5}  floor {report.floor_us(2 * n * k):6.1f}"]
         for rows in rows_list:
             x, residual = copies.inputs(rows, form)
-            config = choose(n, k, rows, gpu_of(DEVICE))
-            lib = copies.time(timer, lambda m: library(form, x, m, residual))
-            ours = copies.time(timer, lambda m: call(form, x, m, residual, config))
-            line.append(f"{rows} rows {lib:.1f} -> {ours:.1f}")
+            times = [
+                [copies.time(timer, lambda m: way(form, x, m, residual)) for way in (library, ours)]
+                for _ in range(3)
+            ]
+            lib, own = map(statistics.median, zip(*times, strict=True))
+            line.append(f"{rows} rows {lib:.1f} -> {own:.1f} ({own / lib:.3f})")
         print(*line, sep="  ", flush=True)
         del copies
         torch.cuda.empty_cache()
 
 
-def silu(timer: Timer, rows_list: list[int]) -> None:
-    """SiLU · up inside the product of many rows, beside the library and a kernel behind it. In
-    turn: at the power limit what ran before counts."""
-    for name, (n, k, form) in {**SHAPES, **OTHERS}.items():
-        if "silu" not in form:
-            continue
-        copies = Copies(n, k)
-        line = [f"{name:24} {n:6} x {k:5}"]
-        for rows in rows_list:
-            x, residual = copies.inputs(rows, form)
-            config = choose_silu(24576, 4096, SILU_ROWS, gpu_of(DEVICE))  # whether chosen or not
-            assert config is not None, "needs Hopper"
-            ways = (
-                lambda m: library(form, x, m, residual),
-                lambda m: gemm_silu(x, m, config),
-            )
-            times = [[copies.time(timer, way) for way in ways] for _ in range(3)]
-            lib, ours = map(statistics.median, zip(*times, strict=True))
-            line.append(f"{rows} rows {lib:.0f} -> {ours:.0f} ({ours / lib:.3f})")
-        print(*line, sep="  ", flush=True)
-        del copies
-        torch.cuda.empty_cache()
+def by_default(form: str, x: Tensor, m: Matrix, residual: Tensor) -> object:
+    """As `gemm_table.py` chooses; at shapes that nobody tuned, its default."""
+    return call(form, x, m, residual, choose(*m.weight.shape, len(x), gpu_of(DEVICE)))
+
+
+def silu_inside(form: str, x: Tensor, m: Matrix, residual: Tensor) -> object:
+    return gemm_silu(x, m, SILU_MANY)
 
 
 def main() -> None:
@@ -242,9 +239,10 @@ def main() -> None:
         loaded = json.loads(arguments.tuned.read_text())["tuned"]
         found["tuned"] = {s: {int(b): e for b, e in t.items()} for s, t in loaded.items()}
     if arguments.defaults:
-        defaults(timer, arguments.rows, report)
+        beside_library(timer, OTHERS, arguments.rows, report, by_default)
     if arguments.silu:
-        silu(timer, arguments.rows)
+        gates = {name: shape for name, shape in (SHAPES | OTHERS).items() if "silu" in shape[2]}
+        beside_library(timer, gates, arguments.rows, report, silu_inside)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         if arguments.tune:

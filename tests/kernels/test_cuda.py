@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from forerun.kernels import cuda
-from forerun.kernels.device import Gpu
 from forerun.kernels.gemm_sm90 import (
     ARCHITECTURE,
     SHARED,
@@ -19,7 +18,7 @@ from forerun.kernels.gemm_sm90 import (
     source,
     stages,
 )
-from forerun.kernels.gemm_table import SILU_ROWS, TABLE, choose_silu
+from forerun.kernels.gemm_table import SILU_MANY, TABLE
 
 FORMS = [
     Form(),
@@ -29,14 +28,13 @@ FORMS = [
     Form(best=True, scaled_in=True),
     Form(scaled_in=True, add=True, scaled_out=True, bias=True),
 ]
-HOPPER = Gpu(132, amd=False, capability=90)
 CHOICES = {
     choice
     for products in TABLE.values()
     for choices in products.values()
     for choice in choices.values()
-} | {choose_silu(24576, 4096, SILU_ROWS, HOPPER)}
-CONFIGS = {choice for choice in CHOICES if isinstance(choice, Sm90Config)}
+}
+CONFIGS = {SILU_MANY} | {choice for choice in CHOICES if isinstance(choice, Sm90Config)}
 
 pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs NVRTC")
 

@@ -99,7 +99,8 @@ class StepGraphs:
         return captured
 
     def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
-        tables, slots, draft = self._step.tables, self._nobody(size), self._outside(size, width)
+        tables, slots = self._step.tables, self._nobody(size)
+        draft = self._outside(slots, width)
         stream = torch.cuda.Stream(tables.device)
         stream.wait_stream(torch.cuda.current_stream(tables.device))
         with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
@@ -115,11 +116,10 @@ class StepGraphs:
         tables = self._step.tables
         return torch.full((size,), tables.nobody, dtype=torch.int64, device=tables.device)
 
-    def _outside(self, size: int, width: int) -> Draft | None:
+    def _outside(self, slots: Tensor, width: int) -> Draft | None:
         """Room for drafts that are made before the graph runs."""
         if not self._step.caps.needs_host_tokens or width == 1:
             return None
-        slots = torch.zeros(size, dtype=torch.int64, device=self._step.tables.device)
         return self._step.filler(slots, width)
 
     def holds(self, batch: int) -> bool:

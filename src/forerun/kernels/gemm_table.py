@@ -15,7 +15,8 @@ from forerun.kernels.gemm_sm90 import CHUNK, Sm90Config
 
 DEFAULT_ROWS = 32  # the default serves no more
 DEFAULT_SM90_ROWS = 128
-SILU_ROWS = 4096  # many: below, tiles of 256 rows may fill the multiprocessors too unevenly
+# SiLU · up of many rows on Hopper. With fewer, its tiles may fill the multiprocessors too unevenly.
+SILU_MANY, SILU_ROWS = Sm90Config(256, cluster=2, band=8), 4096
 
 Choice = Config | None  # None: the library is faster
 
@@ -86,7 +87,7 @@ def choose_silu(n: int, k: int, rows: int, gpu: Gpu) -> Choice:
     """`choose` for a product with SiLU · up, which of many rows, too, may go inside."""
     if rows < SILU_ROWS or n % 16 or k % CHUNK or not _hopper(gpu):
         return choose(n, k, rows, gpu)
-    return Sm90Config(256, cluster=2, band=8)
+    return SILU_MANY
 
 
 def _hopper(gpu: Gpu) -> bool:

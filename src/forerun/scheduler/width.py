@@ -101,7 +101,8 @@ class AdaptiveWidth(WidthPolicy):
         self._depth = self.widths[-1] - 1 if depth is None else depth
         self._batches = sorted(costs)
         self._costs = [self._plausible(costs[batch]) for batch in self._batches]
-        self._slow: set[tuple[int, int]] = set()  # (place among the batches, width) of such steps
+        # (place among the batches, width) -> whether the last step there was far too slow
+        self._slow: dict[tuple[int, int], bool] = {}
         self._rates = Rates(self._depth, ALL)  # of all requests: where a new one starts
         self._means = self._rates.estimates()
         self._expected = tokens(self._means, self.widths)
@@ -228,6 +229,5 @@ class AdaptiveWidth(WidthPolicy):
     def _is_pause(self, batch: int, width: int, ratio: float) -> bool:
         """A step is dear where the one before it was much slower than expected, too."""
         place = bisect.bisect_left(self._batches, batch), width
-        before = place in self._slow
-        (self._slow.add if ratio > PAUSE else self._slow.discard)(place)
-        return ratio > PAUSE and not before
+        before, self._slow[place] = self._slow.get(place, False), ratio > PAUSE
+        return self._slow[place] and not before
