@@ -1,12 +1,15 @@
 # Two commands do everything on a fresh machine:
 #   make demo   a trained pair of models, plain and speculative side by side
 #   make test   the test suite
-# `make check` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
+# TORCH=cpu installs the CPU build of torch (on Linux the default build brings CUDA, several GB).
+# `.ci/run` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH ?= default
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TESTFLAGS ?= -n 2 --dist worksteal
 DEMOFLAGS ?=
 
@@ -15,20 +18,31 @@ DEMOFLAGS ?=
 
 .PHONY: help
 help:
-	@sed -n '2,4p' Makefile | cut -c3-
+	@sed -n '2,5p' Makefile | cut -c3-
 
-# A stamp in the environment says what is installed, so that a second run starts at once.
+ifeq ($(filter $(TORCH),default cpu),)
+$(error TORCH=$(TORCH) is unknown; use TORCH=cpu for the CPU build of torch, or leave it out)
+endif
+
+# Files in the environment record what is installed, so that a second run starts at once.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else \
 	  "forerun needs Python >= 3.11; name one with: make PYTHON=/path/to/python3.11 ...")'
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.forerun: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.torch-cpu: constraints.txt | $(BIN)/python
+	@echo "Installing the CPU build of torch into $(VENV) ..."
+	@$(PIP) --no-deps --index-url $(TORCH_CPU_INDEX) torch
+	@touch $@
+
+TORCH_READY := $(if $(filter cpu,$(TORCH)),$(VENV)/.torch-cpu)
+
+$(VENV)/.forerun: pyproject.toml constraints.txt $(TORCH_READY) | $(BIN)/python
 	@echo "Installing forerun into $(VENV) (a few minutes the first time) ..."
 	@$(PIP) --editable .
 	@touch $@
 
-$(VENV)/.forerun-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.forerun-dev: pyproject.toml constraints.txt $(TORCH_READY) | $(BIN)/python
 	@echo "Installing forerun[dev] into $(VENV) (a few minutes the first time) ..."
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.forerun

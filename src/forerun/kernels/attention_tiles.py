@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.kernels.device import Gpu, gpu_of
-from forerun.kernels.dispatch import triton
+from forerun.kernels.device import Gpu, gpu_of, next_power_of_2
 
 MAX_SPLITS = 64
 MIN_SPAN = 64  # positions worth a split of their own
@@ -32,7 +31,7 @@ class Tiles:
 def by_bulk(gpu: Gpu, page: int, block_n: int, dim: int, pool: torch.dtype) -> bool:
     """Whether the bulk copy engine (sm_90 on) brings blocks of K/V: each within one page."""
     able = not gpu.amd and gpu.capability >= 90 and pool.itemsize > 1
-    return able and page % block_n == 0 and dim == triton.next_power_of_2(dim)
+    return able and page % block_n == 0 and dim == next_power_of_2(dim)
 
 
 def best_page(device: torch.device, dim: int, pool: torch.dtype) -> int:
@@ -44,7 +43,7 @@ def best_page(device: torch.device, dim: int, pool: torch.dtype) -> int:
 
 def short_block_n(dim: int, dtype: torch.dtype) -> int:
     """Positions of a block of K/V, but of RDNA and of some float8."""
-    row_bytes: int = triton.next_power_of_2(dim) * dtype.itemsize
+    row_bytes: int = next_power_of_2(dim) * dtype.itemsize
     return max(16, min(64, (64 << 8) // row_bytes))
 
 
@@ -55,9 +54,9 @@ def short_tiles(
 
     AMD has 64 KiB of shared memory, RDNA few registers besides.
     """
-    power = triton.next_power_of_2(dim)
+    power = next_power_of_2(dim)
     row_bytes = power * dtype.itemsize
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_m = min(64, max(16, next_power_of_2(rows)))
     block_n = short_block_n(dim, dtype)
     if gpu.amd and gpu.wave == 32:
         return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
@@ -112,7 +111,7 @@ def choose_splits(
 
 def prefill_tiles(gpu: Gpu, dim: int, dtype: torch.dtype) -> Tiles:
     """Of one program: BLOCK_M rows times heads. For AMD see `short_tiles`."""
-    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize
+    row_bytes = next_power_of_2(dim) * dtype.itemsize
     if gpu.interpreted:
         return Tiles(16, 16, 4, 1)
     if dtype == torch.float32:

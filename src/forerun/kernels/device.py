@@ -37,6 +37,11 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(properties.multi_processor_count, amd, properties.warp_size, capability, shared)
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is >= n (n >= 1). Works without Triton."""
+    return 1 << (n - 1).bit_length()
+
+
 def have_triton(device: str) -> bool:
     """Whether kernels can run on this kind of device ("cuda", also ROCm's; "cpu": interpreted)."""
     if importlib.util.find_spec("triton") is None:
