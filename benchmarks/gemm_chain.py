@@ -30,12 +30,12 @@ from gemm_work import (
 )
 from torch import Tensor
 
-from forerun.kernels import gemm_table
-from forerun.kernels.device import gpu_of
-from forerun.kernels.dispatch import jit, tl
-from forerun.kernels.gemm import GemmConfig, Scaled, rows_block
-from forerun.kernels.gemm_table import Choice, choose
-from forerun.kernels.pdl import pdl_options
+from forerun.kernels.gemm import dispatch as gemm_table
+from forerun.kernels.gemm.dispatch import BackendChoice, choose
+from forerun.kernels.gemm.gemm import DeferredNorm, GemmConfig, rows_block
+from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.jit import jit, tl
+from forerun.kernels.runtime.pdl import pdl_options
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.decoder import join
@@ -47,7 +47,7 @@ KEPT = 6  # best of each shape alone, tried in the chain
 
 @jit
 def _between_kernel(x, out, N_IN, N_OUT, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Stands for norm + rotation + write, or for attention: reads [M, N_IN], writes [M, N_OUT]."""
+    """Stands for norm + rope + write, or for attention: reads [M, N_IN], writes [M, N_OUT]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,7 +64,7 @@ def between(x: Tensor, n: int) -> Tensor:
     return out
 
 
-Chosen = dict[str, Choice]
+Chosen = dict[str, BackendChoice]
 
 
 class Chain:
@@ -99,7 +99,7 @@ class Chain:
         for name, choice in chosen.items():
             entry.setdefault(SHAPES[name][:2], {})[bucket] = choice
         residual = x
-        normed: Tensor | Scaled = self.norm(x)
+        normed: Tensor | DeferredNorm = self.norm(x)
         for i, layer in enumerate(self.layers):
             y = between(between(layer["qkv"](normed), QKV), H)
             normed, residual = join(layer["o"], self.norm, layer["gate_up"], y, residual)
@@ -112,7 +112,7 @@ class Chain:
         return self.head.argmax(normed)
 
 
-def kept(report: Report, name: str, bucket: int) -> list[Choice]:
+def kept(report: Report, name: str, bucket: int) -> list[BackendChoice]:
     """What the table says, the best found alone, variants, and the library."""
     found = [choose(*SHAPES[name][:2], bucket, gpu_of(DEVICE))]
     tuned = report.found["tuned"].get(name, {}).get(bucket)
@@ -197,5 +197,5 @@ def in_turn(timer: Timer, works: dict[str, Callable[[], object]]) -> dict[str, f
     return {label: statistics.median(found) for label, found in times.items()}
 
 
-def unable(config: Choice, name: str, bucket: int, broken: set[Job]) -> bool:
+def unable(config: BackendChoice, name: str, bucket: int, broken: set[Job]) -> bool:
     return any((form, bucket, config, name) in broken for form in (SHAPES[name][2], "plain"))

@@ -16,24 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.activation import silu_mul
-from forerun.kernels.argmax import argmax
-from forerun.kernels.gemm import (
+from forerun.kernels.elementwise.rms_norm import add_rms_norm
+from forerun.kernels.elementwise.silu_mul import silu_mul
+from forerun.kernels.gemm.gemm import (
     Config,
+    DeferredNorm,
     GemmConfig,
     Matrix,
-    Scaled,
     gemm,
-    gemm_add_scaled,
+    gemm_add_deferred_norm,
     gemm_argmax,
     gemm_partials,
     gemm_silu,
-    leaves_parts,
-    most_parts,
+    max_splits,
     tiles,
+    uses_split_k,
 )
-from forerun.kernels.gemm_sm90 import Sm90Config
-from forerun.kernels.norm import add_rms_norm
+from forerun.kernels.gemm.gemm_sm90 import Sm90Config
+from forerun.kernels.sampling.argmax import argmax
 
 DEVICE = torch.device("cuda", 0)
 H, INNER, QKV, VOCAB, EPS = 4096, 12288, 6144, 151936, 1e-6  # Qwen3-8B
@@ -102,10 +102,10 @@ def call(form: str, x: Tensor, m: Matrix, residual: Tensor, config: Config) -> A
         return gemm(rows, m, config)
     if form == "ids":
         return gemm_argmax(x, m, config)
-    if form == "add and norm" and leaves_parts(config):
+    if form == "add and norm" and uses_split_k(config):
         return add_rms_norm(gemm_partials(x, m, config), residual, residual[0], EPS)
     if form == "add and norm":
-        return gemm_add_scaled(x, m, residual, residual[0], EPS, config)
+        return gemm_add_deferred_norm(x, m, residual, residual[0], EPS, config)
     return gemm(x, m, config)
 
 
@@ -128,7 +128,7 @@ def error(form: str, x: Tensor, m: Matrix, residual: Tensor, config: Config) -> 
         return float((want.amax(1) - top).max() / want.amax())
     if form == "add and norm":
         want = F.rms_norm(want + residual.float(), residual.shape[1:], residual[0].float(), EPS)
-        got = got[0] if leaves_parts(config) else got[0].x.float() * got[0].factor()
+        got = got[0] if uses_split_k(config) else got[0].x.float() * got[0].factor()
     elif form != "plain":
         want = want * scaled(x).factor()
     if form == "silu after norm":
@@ -142,9 +142,9 @@ def _ones() -> Tensor:
     return torch.ones(32 * 512, device=DEVICE)
 
 
-def scaled(x: Tensor) -> Scaled:
+def scaled(x: Tensor) -> DeferredNorm:
     """As if a product of 32 tiles had left these rows."""
-    return Scaled(x, _ones()[: 32 * x.shape[0]].view(32, -1), EPS)
+    return DeferredNorm(x, _ones()[: 32 * x.shape[0]].view(32, -1), EPS)
 
 
 # --- compiling ------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def kernel_of(job: Job) -> Any:
     if isinstance(config, Sm90Config):
         return form, rows, config
     n, k, _ = SHAPES[shape]
-    parts = most_parts(config.programs, tiles(rows, n, config), -(-k // config.block_k))
+    parts = max_splits(config.programs, tiles(rows, n, config), -(-k // config.block_k))
     return form, rows, replace(config, programs=parts, prefetch=0)
 
 

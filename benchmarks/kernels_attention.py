@@ -27,12 +27,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from forerun.bench.ceilings import Ceilings
-from forerun.kernels.attention import Sight, paged_attention
-from forerun.kernels.attention_tiles import Tiles, choose_splits, prefill_tiles
-from forerun.kernels.device import gpu_of
-from forerun.kernels.paged import pool_rows
-from forerun.kernels.prefill_attention import map_tiles, prefill_attention
-from forerun.kernels.qkv import HeadNorms, qk_norm_rope_write
+from forerun.kernels.attention.decode import MaskSpec, paged_attention
+from forerun.kernels.attention.paged_kv import pool_rows
+from forerun.kernels.attention.prefill import map_tiles, prefill_attention
+from forerun.kernels.attention.tiles import Tiles, choose_splits, prefill_tiles
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, qk_norm_rope_write
+from forerun.kernels.runtime.gpu import gpu_of
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
 SCALE = DIM**-0.5
@@ -100,7 +100,7 @@ def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
                 pools.table,
                 pools.start,
                 width,
-                Sight(),
+                MaskSpec(),
                 SCALE,
                 splits,
                 tiles=tiles,
@@ -123,7 +123,7 @@ def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: i
 
 
 def behind_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
-    """Attention behind the fused norm, rotation and write of its own rows."""
+    """Attention behind the fused norm, rope and write of its own rows."""
     pools = Pools.make(batch, context, width, dtype, page, None)
     device, group = pools.q.device, HEADS // KV_HEADS
     splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype, page)
@@ -138,7 +138,7 @@ def behind_case(batch: int, context: int, width: int, dtype: torch.dtype, page: 
             q = qk_norm_rope_write(qkv, HEADS, norms, rope, positions, rows, k, v)
             if attend:
                 paged_attention(
-                    q, k, v, pools.table, pools.start, width, Sight(), SCALE, splits
+                    q, k, v, pools.table, pools.start, width, MaskSpec(), SCALE, splits
                 )  # fmt: skip
 
     took = median_us(lambda: run(True), len(pools.k)) - median_us(lambda: run(False), len(pools.k))
@@ -165,7 +165,7 @@ def prefill(pools: Pools, count: int, context: int, tiles: Tiles | None) -> floa
             pools.start,
             spans,
             tile_map,
-            Sight(),
+            MaskSpec(),
             SCALE,
             tiles,
         )

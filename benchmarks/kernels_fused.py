@@ -23,9 +23,14 @@ from torch import Tensor
 from forerun.config.model_config import RopeConfig
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels import activation, argmax, commit, norm, prepare, qkv
+from forerun.kernels.elementwise import qk_norm_rope as qkv
+from forerun.kernels.elementwise import rms_norm as norm
+from forerun.kernels.elementwise import silu_mul as activation
+from forerun.kernels.sampling import argmax
+from forerun.kernels.speculation import accept as commit
+from forerun.kernels.speculation import decode_inputs as prepare
 from forerun.layers.rope import Rope
-from forerun.sampling.sampler import SamplingFlags, sample, sample_torch
+from forerun.sampling.sampler import SamplingFlags, sample, sample_ref
 from forerun.sampling.table import SamplingTable
 
 H, INNER, VOCAB, HEADS, KV_HEADS, DIM, PAGE, EPS = 4096, 12288, 151936, 32, 8, 128, 16, 1e-6
@@ -103,58 +108,58 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
         torch.zeros(batch + 1, 4096, dtype=torch.int32, device=DEVICE),
     )
     step = (drawn[:, 1:], drawn, slots, start, *tables)
-    pace = commit.Pace.of(6.5, batch + 1, DEVICE)
+    pace = commit.SimulatedAcceptance.of(6.5, batch + 1, DEVICE)
     page_table = torch.zeros(batch + 1, 2560, dtype=torch.int32, device=DEVICE)
     head = (slots, tables[0], tables[1], page_table, WIDTH, PAGE, 2560 * PAGE)
     return {
         "norm": (
             lambda: norm.rms_norm(x, weight, EPS),
-            lambda: norm.rms_norm_torch(x, weight, EPS),
+            lambda: norm.rms_norm_ref(x, weight, EPS),
             2 * x.nbytes,
         ),
         "add + norm": (
             lambda: norm.add_rms_norm(x, residual, weight, EPS),
-            lambda: norm.add_rms_norm_torch(x, residual, weight, EPS),
+            lambda: norm.add_rms_norm_ref(x, residual, weight, EPS),
             4 * x.nbytes,
         ),
         "4 partial sums + add + norm": (
             lambda: norm.add_rms_norm(parts, residual, weight, EPS),
-            lambda: norm.add_rms_norm_torch(parts, residual, weight, EPS),
+            lambda: norm.add_rms_norm_ref(parts, residual, weight, EPS),
             parts.nbytes + 3 * x.nbytes,
         ),
         "silu · mul": (
             lambda: activation.silu_mul(gate_up, DTYPE),
-            lambda: activation.silu_mul_torch(gate_up, DTYPE),
+            lambda: activation.silu_mul_ref(gate_up, DTYPE),
             gate_up.nbytes * 3 // 2,
         ),
         "q/k norm + rope + write": (
             lambda: qkv.qk_norm_rope_write(product, *one),
-            lambda: qkv.qk_norm_rope_write_torch(product, *one),
+            lambda: qkv.qk_norm_rope_write_ref(product, *one),
             2 * product.nbytes,
         ),
         "k norm + rope + write, 5 layers": (
             lambda: qkv.kv_norm_rope_write(context, *every),
-            lambda: qkv.kv_norm_rope_write_torch(context, *every),
+            lambda: qkv.kv_norm_rope_write_ref(context, *every),
             2 * context.nbytes,
         ),
         "argmax": (
             lambda: argmax.argmax(logits),
-            lambda: argmax.argmax_torch(logits),
+            lambda: argmax.argmax_ref(logits),
             logits.nbytes,
         ),
         "accept + commit": (
             lambda: commit.accept_commit(*step),
-            lambda: commit.accept_commit_torch(*step),
+            lambda: commit.accept_commit_ref(*step),
             3 * drawn.nbytes,
         ),
         "the same, at a forced pace": (
             lambda: commit.accept_commit(*step, pace),
-            lambda: commit.accept_commit_torch(*step, pace),
+            lambda: commit.accept_commit_ref(*step, pace),
             3 * drawn.nbytes,
         ),
         "prepare, 2,560 pages": (
             lambda: prepare.prepare(*head),
-            lambda: prepare.prepare_torch(*head),
+            lambda: prepare.prepare_ref(*head),
             2 * batch * page_table[0].nbytes,
         ),
     }
@@ -183,7 +188,7 @@ def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
         flags = SamplingFlags.of([params])
         found[f"sample: {name}"] = (
             partial(sample, logits, positions, rules, flags),
-            partial(sample_torch, logits, positions, rules, flags),
+            partial(sample_ref, logits, positions, rules, flags),
             logits.nbytes,
         )
     return found

@@ -42,11 +42,11 @@ from gemm_work import (
 from torch import Tensor
 
 from forerun.bench.ceilings import read_bandwidth
-from forerun.kernels import cuda
-from forerun.kernels.device import gpu_of
-from forerun.kernels.gemm import Config, GemmConfig, Matrix, gemm_silu, tiles
-from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
-from forerun.kernels.gemm_table import SILU_MANY, choose
+from forerun.kernels.gemm.dispatch import SILU_MANY, choose
+from forerun.kernels.gemm.gemm import Config, GemmConfig, Matrix, gemm_silu, tiles
+from forerun.kernels.gemm.gemm_sm90 import Form, Sm90Config, stages
+from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.runtime.gpu import gpu_of
 
 # (block_n, block_k, stages, warps) worth trying in Triton: as it is, and with W on the left.
 FEW = (
@@ -204,7 +204,7 @@ def beside_library(
 
 
 def by_default(form: str, x: Tensor, m: Matrix, residual: Tensor) -> object:
-    """As `gemm_table.py` chooses; at shapes that nobody tuned, its default."""
+    """As `gemm_table.py` chooses; at shapes that padding_slot tuned, its default."""
     return call(form, x, m, residual, choose(*m.weight.shape, len(x), gpu_of(DEVICE)))
 
 

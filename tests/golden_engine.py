@@ -28,7 +28,7 @@ def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
 
 
 def poison_on_release(llm: LLM) -> None:
-    """Slots and pages that are given back get values that nobody can mistake for data."""
+    """Slots and pages that are given back get values that padding_slot can mistake for data."""
     scheduler, parts = llm.engine.scheduler, llm.engine.parts
     step, tables = parts.runner.step, parts.runner.tables
     release, free = scheduler._release, parts.allocator.free

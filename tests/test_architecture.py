@@ -54,7 +54,6 @@ REFUSED = [
     ("no_unsafe_loading", "models/x.py", "w = torch.load(path)"),
     ("no_unsafe_loading", "llm/x.py", "f(path, trust_remote_code=True)"),
     ("no_unsafe_loading", "llm/x.py", "eval('1')"),
-    ("short_files", "llm/x.py", "\n" * 400),
 ]
 
 # What must pass: the rule is about the rest.
@@ -71,7 +70,6 @@ ALLOWED = [
     ("no_host_sync", "speculative/x.py", "def load(t): return t.max().item()"),
     ("no_host_sync", "engine/x.py", "t.cpu()"),
     ("no_unsafe_loading", "models/x.py", "model.eval()\nself.load(path)"),
-    ("short_files", "llm/x.py", "\n" * 399),
 ]
 
 

@@ -27,7 +27,7 @@ DRAFTS = 5
 class Toy(SpeculativeAlgorithm):
     """Proposes what the request's own text holds a few tokens back: now and then right."""
 
-    caps: ClassVar[SpecCaps] = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1)
+    caps: ClassVar[SpecCaps] = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1)
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -53,7 +53,7 @@ class Toy(SpeculativeAlgorithm):
 class Trees(Toy):
     """Two branches under the newest token, and a fork in the first of them."""
 
-    caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, verify_mask=Mask.CUSTOM)
+    caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, verify_mask=Mask.CUSTOM)
     parents: ClassVar[list[int]] = [0, 1, 2, 0, 4]
 
     def propose(self, step: Step) -> Draft:
@@ -67,7 +67,7 @@ class Trees(Toy):
 class Oracle(Toy):
     """Reads on the host; knows the answers, so that long paths are accepted."""
 
-    caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, needs_host_tokens=True)
+    caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, needs_host_tokens=True)
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # prompt -> output
 
     def known(self, step: Step) -> list[list[int]]:
@@ -90,7 +90,7 @@ class OracleTrees(Oracle):
     """The answer as a zigzag through the rows, wrong tokens between."""
 
     caps = SpecCaps(
-        draft_tokens=DRAFTS,
+        num_drafts=DRAFTS,
         kv_reserve=DRAFTS + 1,
         needs_host_tokens=True,
         verify_mask=Mask.CUSTOM,
@@ -108,7 +108,7 @@ class OracleTrees(Oracle):
 class Learner(Toy):
     """Keeps rows, and looks one token ahead: checks what `observe` is told."""
 
-    caps = SpecCaps(draft_tokens=DRAFTS, kv_reserve=DRAFTS + 1, prefix_lookahead=1)
+    caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, prefix_lookahead=1)
 
     def create_future_map(self, slots: int, device: torch.device) -> SlotState:
         self.newest = torch.zeros(slots, dtype=torch.int64, device=device)

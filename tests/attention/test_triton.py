@@ -33,7 +33,7 @@ def backends(page: int, device: torch.device) -> list[AttentionBackend]:
 
 
 def tables(page: int, device: torch.device) -> torch.Tensor:
-    """Three requests of up to 128 positions, and nobody's."""
+    """Three requests of up to 128 positions, and the padding slot."""
     ids = torch.randperm(3 * 128 // page, generator=torch.Generator().manual_seed(3)) + 1
     table = torch.zeros(4, 128 // page, dtype=torch.int32)
     table[:3] = ids.view(3, -1)

@@ -16,7 +16,7 @@ from forerun.cli import bench_adaptive, bench_algorithms, bench_overlap
 from forerun.cli.bench_inputs import COLUMNS, Shape
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun.scheduler.width import FixedWidth
+from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative import registry
 from tests.bench.test_cli_measure import call, needs_pair
 from tests.golden_engine import CASES, golden_llm

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from forerun.attention.select import BACKENDS
 from forerun.cli.doctor import ROWS, _show_products, gemm_choices, model_shapes
-from forerun.kernels.device import Gpu
-from forerun.kernels.gemm_table import TABLE, choose
+from forerun.kernels.gemm.dispatch import TABLE, choose
+from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.llm.bundled import preset
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
@@ -71,10 +71,14 @@ def test_matrices_of_a_model_come_from_its_config() -> None:
 
 @pytest.mark.parametrize(
     "gpu",
-    [Gpu(132, amd=False), Gpu(108, amd=False, capability=80), Gpu(304, amd=True, wave=64)],
+    [
+        GpuInfo(132, amd=False),
+        GpuInfo(108, amd=False, capability=80),
+        GpuInfo(304, amd=True, wave=64),
+    ],
     ids=["sm_90", "sm_80", "gfx942"],
 )
-def test_choices_are_those_of_the_table(gpu: Gpu) -> None:
+def test_choices_are_those_of_the_table(gpu: GpuInfo) -> None:
     found = gemm_choices(gpu, [(1000, 512), *QWEN3_8B])
     shapes = {(m["n"], m["k"]): m for m in found["matrices"]}
     tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})

@@ -93,8 +93,8 @@ class Raising:
 
 @pytest.mark.parametrize("kind", [ConfigError, RequestError])
 def test_our_errors_are_one_line_and_exit_2(forerun, monkeypatch, kind) -> None:
-    monkeypatch.setitem(main.COMMANDS, "doctor", Raising(kind("it broke; mend it so.")))
-    assert forerun("doctor").error == "it broke; mend it so."
+    monkeypatch.setitem(main.COMMANDS, "doctor", Raising(kind("it broke; fix it so.")))
+    assert forerun("doctor").error == "it broke; fix it so."
 
 
 def test_other_errors_are_bugs_and_keep_their_traceback(monkeypatch) -> None:

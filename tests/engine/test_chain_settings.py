@@ -1,4 +1,4 @@
-"""Chain drafts at start: how long a chain is, and what cannot work is refused with the mend."""
+"""Chain drafts at start: how long a chain is, and what cannot work is refused with the fix."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.kernels import cuda, gemm_sm90
+from forerun.kernels.gemm import gemm_sm90
+from forerun.kernels.runtime import nvrtc as cuda
 from tests.golden_engine import CASES, golden_llm
 
 pytestmark = pytest.mark.gpu

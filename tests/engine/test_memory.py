@@ -10,9 +10,9 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.engine import build, memory, resolve
-from forerun.engine.memory import SLACK, MemoryLog, Rehearsal, kv_budget
-from forerun.engine.runner import Runner
+from forerun.executor import build, memory, resolve
+from forerun.executor.memory import SLACK, MemoryLog, ProfilingRun, kv_budget
+from forerun.executor.runner import Runner
 from forerun.kvcache.pools import KVLayout
 from tests.golden_engine import CASES, golden_llm
 
@@ -21,14 +21,14 @@ LAYOUTS = [KVLayout(36, 8, 128, torch.bfloat16), KVLayout(5, 8, 128, torch.bfloa
 CELL = sum(layout.cell_bytes for layout in LAYOUTS)
 
 
-def tokens(free: int, total: int, seen: Rehearsal, monkeypatch: Any, **settings: Any) -> int:
+def tokens(free: int, total: int, seen: ProfilingRun, monkeypatch: Any, **settings: Any) -> int:
     monkeypatch.setattr(memory, "memory", lambda device: (free, total))
     budget = kv_budget(EngineConfig(**settings), 16, LAYOUTS, GPU, 10**9, 17, seen)
     return (budget.num_pages - 1) * 16
 
 
 def test_the_static_share_is_kept_where_steps_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Rehearsal(activations=2 * GIB, graphs=GIB)
+    seen = ProfilingRun(activations=2 * GIB, graphs=GIB)
     got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch)
     assert got * CELL == pytest.approx(48 * GIB, abs=33 * CELL)  # 60 - 15 % of 80
     more = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=0.9)
@@ -36,7 +36,7 @@ def test_the_static_share_is_kept_where_steps_need_less(monkeypatch: pytest.Monk
 
 
 def test_steps_and_graphs_get_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Rehearsal(activations=12 * GIB, graphs=3 * GIB)
+    seen = ProfilingRun(activations=12 * GIB, graphs=3 * GIB)
     for share in (0.85, 0.95):
         got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=share)
         assert got * CELL == pytest.approx(45 * GIB - SLACK, abs=33 * CELL)
@@ -48,16 +48,16 @@ def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's page counts too."""
     monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
     config = EngineConfig(mem_fraction_static=0.5)
-    budget = kv_budget(config, 16, LAYOUTS, torch.device("cpu"), 10**9, 17, Rehearsal())
+    budget = kv_budget(config, 16, LAYOUTS, torch.device("cpu"), 10**9, 17, ProfilingRun())
     assert budget.num_pages == 100
 
 
 def test_the_rehearsed_steps_run_on_one_page() -> None:
-    """Prompts longer than the context are spread; nobody's row is as before."""
+    """Prompts longer than the context are spread; the padding slot is as before."""
     with golden_llm("DFLASH", context_length=64, chunked_prefill_size=200) as llm:
         parts = llm.engine.parts
-        step, nobody = parts.runner.step, parts.runner.tables.nobody
-        plans = list(memory._steps(llm.engine.limits, (1, 4, 10), nobody))
+        step, padding_slot = parts.runner.step, parts.runner.tables.padding_slot
+        plans = list(memory._steps(llm.engine.limits, (1, 4, 10), padding_slot))
         prompts = [[len(c.tokens) for c in plan.prefill] for plan in plans if plan.prefill]
         assert prompts == 2 * [[1], [32], [64], [64, 64], [64, 64, 64, 8]]
         assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
@@ -65,7 +65,7 @@ def test_the_rehearsed_steps_run_on_one_page() -> None:
             Runner(step).launch(plan).result()
         pages = step.attention.pool.data.transpose(0, 2).flatten(1).any(1)
         assert pages.nonzero().tolist() == [[0]]
-        assert parts.runner.tables.kv_len[nobody] == 0
+        assert parts.runner.tables.kv_len[padding_slot] == 0
         params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
         out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=params)
         assert out.output_ids == CASES[0]["output"][:5]
@@ -125,13 +125,13 @@ def test_memory_is_accounted_for() -> None:
 @pytest.mark.gpu
 @alone
 def test_room_for_graphs_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Rehearsal] = []
+    seen: list[ProfilingRun] = []
 
-    def spy(*args: Any) -> Rehearsal:
-        seen.append(memory.rehearse(*args))
+    def spy(*args: Any) -> ProfilingRun:
+        seen.append(memory.profile_run(*args))
         return seen[-1]
 
-    monkeypatch.setattr(build, "rehearse", spy)
+    monkeypatch.setattr(build, "profile_run", spy)
     with golden_llm("DFLASH", device="cuda", max_running_requests=64) as llm:
         took = llm.explain()["memory_bytes"]["graphs"]
     assert took - SLACK < seen[0].graphs < 2 * took + SLACK

@@ -8,7 +8,7 @@ import pytest
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.engine.text import Stopper, TextStream
+from forerun.engine.detokenizer import StopChecker, TextStream
 
 EOS = 0
 
@@ -27,7 +27,7 @@ def ids(text: str) -> list[int]:
 
 def run(steps: list[list[int]], **params: Any) -> tuple[Request, str, list[str]]:
     """Takes the steps' tokens until the end; returns the request, its text, the texts streamed."""
-    stopper = Stopper(Bytes())
+    stopper = StopChecker(Bytes())
     request = Request("r", (1,), SamplingParams(**params), 0, frozenset({EOS}))
     stopper.open(request)
     streamed = []
@@ -89,7 +89,7 @@ def test_token_that_holds_text_before_the_stop_is_kept() -> None:
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
             return "".join({1: "hel", 2: "lo.", 3: " x"}[t] for t in token_ids)
 
-    stopper = Stopper(Words())
+    stopper = StopChecker(Words())
     request = Request("r", (1,), SamplingParams(stop="."), 0, frozenset())
     stopper.open(request)
     stopper.take(request, [1, 2, 3])

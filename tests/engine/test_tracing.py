@@ -13,8 +13,9 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.engine import phases, tracing
-from forerun.engine.phases import WINDOW, Border, Offset, PhaseClock
+from forerun.engine import tracing
+from forerun.executor import step_timing as phases
+from forerun.executor.step_timing import WINDOW, Offset, PhaseBoundary, StepTimer
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import register_toys
 
@@ -147,10 +148,12 @@ def test_aborted_requests_end_too(depth: int, steps: int, exporter: InMemorySpan
 
 
 def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one stamp, so none in a captured step; on, four a step."""
+    """Not one write_timestamp, so none in a captured step; on, four a step."""
     calls: list[int] = []
-    stamp = phases.stamp
-    monkeypatch.setattr(phases, "stamp", lambda out, at: (calls.append(at), stamp(out, at)))
+    write_timestamp = phases.write_timestamp
+    monkeypatch.setattr(
+        phases, "write_timestamp", lambda out, at: (calls.append(at), write_timestamp(out, at))
+    )
     with golden_llm("DFLASH") as llm:
         llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
         assert llm.engine.parts.runner.step.clock is None
@@ -159,7 +162,7 @@ def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     with golden_llm("DFLASH", enable_trace=True) as llm:
         calls.clear()
         out = llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
-    assert calls == list(Border) * out.meta_info["spec_verify_ct"]
+    assert calls == list(PhaseBoundary) * out.meta_info["spec_verify_ct"]
 
 
 def test_opentelemetry_is_not_imported_when_off() -> None:
@@ -206,14 +209,14 @@ def test_the_offset_is_the_least_of_two_windows() -> None:
 
 
 def test_the_clock_tells_unix_time() -> None:
-    clock = PhaseClock(torch.device("cpu"))
+    clock = StepTimer(torch.device("cpu"))
     before = time.time_ns()
-    for border in Border:
+    for border in PhaseBoundary:
         clock.mark(border)
-    borders = clock.unix(clock.take())
+    boundaries = clock.unix(clock.take())
     slack = 2_000_000  # how late a calibration may come
-    assert before - slack <= borders[0] <= borders[3] <= time.time_ns()
-    assert borders == sorted(borders)
+    assert before - slack <= boundaries[0] <= boundaries[3] <= time.time_ns()
+    assert boundaries == sorted(boundaries)
 
 
 @pytest.mark.gpu

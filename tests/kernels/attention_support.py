@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention import BLOCK, CAUSAL, Sight
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Paged:
     scale: float
     tree: Tensor | None = None
 
-    def reference(self, sight: Sight) -> Tensor:
+    def reference(self, mask_spec: MaskSpec) -> Tensor:
         """[T, Hq, D] float64: every query row by itself."""
         page = self.k_pool.shape[1]
         group = self.q.shape[1] // self.k_pool.shape[2]
@@ -36,7 +36,7 @@ class Paged:
                 for pool in (self.k_pool.float(), self.v_pool.float())
             )
             for row in range(count):
-                seen = sees(position, start, count, row, sight, self._bits(t))
+                seen = sees(position, start, count, row, mask_spec, self._bits(t))
                 s = torch.einsum("hd,nhd->hn", self.q[t].double(), k[seen]) * self.scale
                 out.append(torch.einsum("hn,nhd->hd", s.softmax(1), v[seen]))
                 t += 1
@@ -46,13 +46,15 @@ class Paged:
         return 0 if self.tree is None else int(self.tree[t])
 
 
-def sees(position: Tensor, start: int, count: int, row: int, sight: Sight, bits: int) -> Tensor:
+def sees(
+    position: Tensor, start: int, count: int, row: int, mask_spec: MaskSpec, bits: int
+) -> Tensor:
     """Which positions a row attends to."""
-    if sight.mask == CAUSAL:
-        oldest = 0 if sight.window is None else start + row - sight.window + 1
+    if mask_spec.mask == CAUSAL:
+        oldest = 0 if mask_spec.window is None else start + row - mask_spec.window + 1
         return (position >= oldest) & (position <= start + row)
-    if sight.mask == BLOCK:
-        return position >= (0 if sight.window is None else start - sight.window)
+    if mask_spec.mask == BLOCK:
+        return position >= (0 if mask_spec.window is None else start - mask_spec.window)
     marked = [start + j for j in range(count) if bits >> j & 1]
     return (position < start) | torch.isin(position, position.new_tensor(marked))
 
@@ -78,7 +80,7 @@ def make_paged(
     seed: int = 0,
     padded: int = 0,
 ) -> Paged:
-    """`padded`: rows that nobody owns are added, each with start 0 and a page table of zeros."""
+    """`padded`: padding slots are added, each with start 0 and a page table of zeros."""
     generator = torch.Generator().manual_seed(seed)
     used = [-(-(start + count) // page) for start, count in spans]
     ids = torch.randperm(sum(used), generator=generator) + 1

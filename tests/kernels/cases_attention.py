@@ -7,29 +7,29 @@ from typing import Any
 
 import torch
 
-from forerun.kernels.attention_kernels import combine, short_block
-from forerun.kernels.attention_tiles import Tiles, by_bulk, prefill_tiles, short_tiles
-from forerun.kernels.device import Gpu
-from forerun.kernels.paged import _pool_rows, _write_kv
-from forerun.kernels.prefill_attention import _prefill
+from forerun.kernels.attention.decode_kernels import combine, short_block
+from forerun.kernels.attention.paged_kv import _pool_rows, _write_kv
+from forerun.kernels.attention.prefill import _prefill
+from forerun.kernels.attention.tiles import Tiles, decode_tiles, prefill_tiles, uses_tma
+from forerun.kernels.runtime.gpu import GpuInfo
 from tests.kernels.compiled import TARGETS, Case
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POOLS = {torch.uint8: "u8", **NAMES}
 
 
-RDNA = Gpu(96, amd=True)
+RDNA = GpuInfo(96, amd=True)
 GPUS = {  # targets that share their tiles
-    "": (("sm_90", "sm_100"), Gpu(132, amd=False)),
-    ", Ampere": (("sm_80",), Gpu(108, amd=False, capability=80, shared=163 << 10)),
-    ", CDNA": (("gfx942", "gfx950"), Gpu(304, amd=True, wave=64)),
+    "": (("sm_90", "sm_100"), GpuInfo(132, amd=False)),
+    ", Ampere": (("sm_80",), GpuInfo(108, amd=False, capability=80, shared=163 << 10)),
+    ", CDNA": (("gfx942", "gfx950"), GpuInfo(304, amd=True, wave=64)),
     ", RDNA": (("gfx1100",), RDNA),
 }
 ONE = ("sm_90", "gfx942")
 
 
 def _on_each(
-    name: str, targets: tuple[str, ...], make: Callable[[str, tuple[str, ...], Gpu], Case]
+    name: str, targets: tuple[str, ...], make: Callable[[str, tuple[str, ...], GpuInfo], Case]
 ) -> list[Case]:
     chosen = {k: (tuple(t for t in all_ if t in targets), gpu) for k, (all_, gpu) in GPUS.items()}
     return [make(name + suffix, ts, gpu) for suffix, (ts, gpu) in chosen.items() if ts]
@@ -77,13 +77,13 @@ def short(
     plain = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
     own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, "PDL": False, **more}
 
-    def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
-        tiles = short_tiles(gpu, group * width, dim, dtype, kv, page, alone=splits)
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+        tiles = decode_tiles(gpu, group * width, dim, dtype, kv, page, alone=splits)
         blocks: dict[str, Any]
         blocks, options = _tiles(tiles)
         blocks |= {"AHEAD": 128, "STAGES": tiles.stages, "BULK": False}
         signature = dict(plain)
-        if by_bulk(gpu, page, tiles.block_n, dim, kv):
+        if uses_tma(gpu, page, tiles.block_n, dim, kv):
             box = f"tensordesc<{POOLS[kv]}[1, {tiles.block_n}, {dim}]>"
             signature |= {"k_blocks": box, "v_blocks": box}
             blocks["BULK"] = True
@@ -122,7 +122,7 @@ def prefill(
     kinds = [q, q, q, q, "*i32", "*i32", "*i32", "fp32", "i32", "i32", "i32"]
     signature = dict(zip(names.split(), kinds, strict=True))
 
-    def make(name: str, targets: tuple[str, ...], gpu: Gpu) -> Case:
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         blocks, options = _tiles(prefill_tiles(gpu, dim, dtype))
         rows = {"ROWS": blocks["BLOCK_M"] // group}
         return Case(

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels import activation, argmax, commit, norm, nucleus, prepare, qkv, sampling
+from forerun.kernels.elementwise import qk_norm_rope as qkv
+from forerun.kernels.elementwise import rms_norm as norm
+from forerun.kernels.elementwise import silu_mul as activation
+from forerun.kernels.sampling import argmax, nucleus, sampling
+from forerun.kernels.speculation import accept as commit
+from forerun.kernels.speculation import decode_inputs as prepare
 from tests.kernels.compiled import TARGETS, Case
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -77,7 +82,7 @@ COMMIT = {
     "draft_ptr": I64, "drawn_ptr": I64, "slots": I64, "start_ptr": I32, "kv_len": I32,
     "last_token": I64, "history": I32, "new_ptr": I32,
 }  # fmt: skip
-COMMIT_ROWS = "draft_row drawn_row history_row nobody"
+COMMIT_ROWS = "draft_row drawn_row history_row padding_slot"
 PREPARE = {
     "slots": I64, "kv_len": I32, "last_token": I64, "page_table": I32, "start_ptr": I32,
     "last_ptr": I64, "positions": I32, "next_positions": I32, "rows_ptr": I64, "page_rows": I32,
@@ -137,7 +142,7 @@ _CASES = [
     case("commit at a pace", commit._accept_commit,
          COMMIT | {"forced": I64, "mean_ptr": I64}, COMMIT_ROWS,
          {"PACE": True, "WIDTH": 16, "BLOCK": 16}, 1, wide=False),
-    case("hold stops", sampling._hold_stops, ROWS | {"slots": I64, "ints": I64},
+    case("hold stops", sampling._mask_stop_tokens, ROWS | {"slots": I64, "ints": I64},
          "row_stride* ints_row width count", {"BLOCK": 16}, 1, wide=False),
     case("scan", sampling._scan, {"logits": B16, "tops": F32}, "vocab* row_stride* groups span*",
          {"GROUP": 128, "BLOCK": 2048}, 8),

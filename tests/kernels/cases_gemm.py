@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.kernels import gemm_kernels
+from forerun.kernels.gemm import triton_kernels as gemm_kernels
 from tests.kernels.compiled import CUDA, Case
 
 TENSORS = {"x": "*bf16", "w": "*bf16", "locks": "*i32"}

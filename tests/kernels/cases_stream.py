@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.kernels import stream
+from forerun.bench import stream
 from tests.kernels.compiled import Case
 
 CASES = [

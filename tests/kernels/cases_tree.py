@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from forerun.kernels import best_first, keep, tree, verify
+from forerun.kernels.speculation import best_first, tree
+from forerun.kernels.speculation import ring_buffer as keep
+from forerun.kernels.speculation import verify_inputs as verify
 from tests.kernels.compiled import Case
 
 CASES = [
@@ -84,7 +86,7 @@ CASES = [
     *(
         Case(
             f"keep rows {kind}",
-            keep._keep_rows,
+            keep._ring_buffer_write,
             {"ring": kind, "slots": "*i64", "positions": "*i32", "rows": kind}
             | {"size": "i32", "columns": "i32"},
             {"BLOCK": keep.COLUMNS, "PDL": False},

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.kernels.dispatch import Kernel
+from forerun.kernels.runtime.jit import LazyKernel
 
 CUDA, HIP = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950", "gfx1100")
 TARGETS = CUDA + HIP
@@ -37,7 +37,7 @@ class Case:
     """One kernel at one set of constants."""
 
     name: str
-    kernel: Kernel
+    kernel: LazyKernel
     signature: Mapping[str, str]  # argument -> "*bf16", "*i32", "i32", "fp32"; not the constants
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages

@@ -7,17 +7,17 @@ from functools import partial
 import pytest
 import torch
 
-from forerun.kernels.attention import (
+from forerun.kernels.attention.decode import (
     BLOCK,
     CAUSAL,
     TREE,
-    Sight,
+    MaskSpec,
     paged_attention,
-    paged_attention_torch,
+    paged_attention_ref,
 )
-from forerun.kernels.attention_tiles import Tiles, choose_splits
-from forerun.kernels.paged import pool_rows
-from forerun.kernels.qkv import qk_norm_rope_write
+from forerun.kernels.attention.paged_kv import pool_rows
+from forerun.kernels.attention.tiles import Tiles, choose_splits
+from forerun.kernels.elementwise.qk_norm_rope import qk_norm_rope_write
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -28,10 +28,16 @@ from tests.kernels.attention_support import (
 pytest.importorskip("triton")
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-SIGHTS = [Sight(CAUSAL), Sight(CAUSAL, 5), Sight(BLOCK), Sight(BLOCK, 6), Sight(TREE)]
+SIGHTS = [
+    MaskSpec(CAUSAL),
+    MaskSpec(CAUSAL, 5),
+    MaskSpec(BLOCK),
+    MaskSpec(BLOCK, 6),
+    MaskSpec(TREE),
+]
 
 
-def run(case: Paged, sight: Sight, splits: int, tiles: Tiles | None = None) -> torch.Tensor:
+def run(case: Paged, mask_spec: MaskSpec, splits: int, tiles: Tiles | None = None) -> torch.Tensor:
     return paged_attention(
         case.q,
         case.k_pool,
@@ -39,7 +45,7 @@ def run(case: Paged, sight: Sight, splits: int, tiles: Tiles | None = None) -> t
         case.table,
         case.start,
         case.spans[0][1],
-        sight,
+        mask_spec,
         case.scale,
         splits,
         case.tree,
@@ -47,16 +53,16 @@ def run(case: Paged, sight: Sight, splits: int, tiles: Tiles | None = None) -> t
     )
 
 
-def twin(case: Paged, sight: Sight) -> torch.Tensor:
+def twin(case: Paged, mask_spec: MaskSpec) -> torch.Tensor:
     args = (case.q, case.k_pool, case.v_pool, case.table, case.start)
-    return paged_attention_torch(*args, case.spans[0][1], sight, case.scale, case.tree)
+    return paged_attention_ref(*args, case.spans[0][1], mask_spec, case.scale, case.tree)
 
 
 def spans(starts: list[int], width: int) -> list[tuple[int, int]]:
     return [(start, width) for start in starts]
 
 
-@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+@pytest.mark.parametrize("mask_spec", SIGHTS, ids=str)
 @pytest.mark.parametrize(
     ("page", "heads", "kv_heads", "dim", "width", "splits"),
     [
@@ -78,28 +84,28 @@ def test_kernel_is_the_definition(
     dim: int,
     width: int,
     splits: int,
-    sight: Sight,
+    mask_spec: MaskSpec,
     device: torch.device,
 ) -> None:
     case = make_paged(spans([1, 41], width), heads, kv_heads, dim, page, device=device, padded=1)
-    expected = case.reference(sight)
-    assert relative_error(run(case, sight, splits, Tiles(16, 16, 4, 1)), expected) < 2e-6
-    assert relative_error(twin(case, sight), expected) < 2e-6
+    expected = case.reference(mask_spec)
+    assert relative_error(run(case, mask_spec, splits, Tiles(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(twin(case, mask_spec), expected) < 2e-6
 
 
 @pytest.mark.parametrize("splits", range(1, 9))
 def test_splits_change_nothing(splits: int, device: torch.device) -> None:
     """Also where there are more splits than blocks, and with several tiles of rows."""
     case = make_paged(spans([0, 60], 3), 6, 1, 64, 16, device=device)
-    sight = Sight(CAUSAL, 20 if splits % 3 == 0 else None)
-    out = run(case, sight, splits, Tiles(16, 16, 4, 1))
-    assert relative_error(out, case.reference(sight)) < 2e-6
+    mask_spec = MaskSpec(CAUSAL, 20 if splits % 3 == 0 else None)
+    out = run(case, mask_spec, splits, Tiles(16, 16, 4, 1))
+    assert relative_error(out, case.reference(mask_spec)) < 2e-6
 
 
 def test_default_tiles(device: torch.device) -> None:
     case = make_paged(spans([3, 140], 16), 4, 1, 64, 16, device=device)
-    for sight in (Sight(), Sight(BLOCK, 20)):
-        assert relative_error(run(case, sight, 2), case.reference(sight)) < 2e-6
+    for mask_spec in (MaskSpec(), MaskSpec(BLOCK, 20)):
+        assert relative_error(run(case, mask_spec, 2), case.reference(mask_spec)) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -107,17 +113,17 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16")
     case = make_paged(spans([5, 33], 2), 4, 2, 64, 16, dtype, device=device)
-    out = run(case, Sight(), 2)
+    out = run(case, MaskSpec(), 2)
     assert out.dtype == dtype
-    assert relative_error(out, case.reference(Sight())) < BOUND[dtype]
+    assert relative_error(out, case.reference(MaskSpec())) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_float8_pool(dtype: torch.dtype, device: torch.device) -> None:
     fp8 = torch.float8_e4m3fn
     case = make_paged(spans([5, 33], 2), 4, 2, 64, 16, dtype, fp8, device)
-    out = run(case, Sight(), 2)
-    assert relative_error(out, case.reference(Sight())) < BOUND[dtype]
+    out = run(case, MaskSpec(), 2)
+    assert relative_error(out, case.reference(MaskSpec())) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -125,15 +131,15 @@ def test_large_queries_over_a_float8_pool(splits: int, device: torch.device) -> 
     """bfloat16 rows are multiplied in float16 there, whose largest number is 65504."""
     kinds = torch.bfloat16, torch.float8_e4m3fn
     case = with_large_queries(make_paged(spans([5, 33], 2), 4, 2, 64, 16, *kinds, device))
-    out = run(case, Sight(), splits)
-    assert relative_error(out, case.reference(Sight())) < BOUND[torch.bfloat16]
+    out = run(case, MaskSpec(), splits)
+    assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]
 
 
 def test_a_tree_of_64_rows(device: torch.device) -> None:
     """Bit 63 is the sign of an int64."""
     case = make_paged(spans([20], 64), 2, 1, 64, 16, device=device)
     assert case.tree is not None and bool((case.tree < 0).any())
-    assert relative_error(run(case, Sight(TREE), 1), case.reference(Sight(TREE))) < 2e-6
+    assert relative_error(run(case, MaskSpec(TREE), 1), case.reference(MaskSpec(TREE))) < 2e-6
 
 
 def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
@@ -151,39 +157,41 @@ QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "dtype", "page", "sight"),  # six kernels each to be compiled: no full product
+    ("shape", "dtype", "page", "mask_spec"),  # six kernels each to be compiled: no full product
     [
-        *((QWEN3_8B, dtype, 16, Sight()) for dtype in BOUND),
-        *((PAIR, torch.bfloat16, 16, sight) for sight in (Sight(), Sight(TREE))),
-        (QWEN3_8B, torch.bfloat16, 16, Sight(CAUSAL, 300)),
-        (QWEN3_8B, torch.bfloat16, 16, Sight(BLOCK)),
-        (QWEN3_8B, torch.bfloat16, 16, Sight(TREE)),
-        (QWEN3_8B, torch.bfloat16, 1, Sight()),
-        (QWEN3_8B, torch.bfloat16, 64, Sight()),
-        (QWEN3_8B, torch.bfloat16, 64, Sight(TREE)),
-        (QWEN3_8B, torch.bfloat16, 64, Sight(CAUSAL, 300)),
-        (QWEN3_8B, torch.float32, 64, Sight(BLOCK)),
-        (PAIR, torch.float16, 128, Sight()),
-        (QWEN3_8B, torch.bfloat16, 256, Sight(BLOCK, 500)),
+        *((QWEN3_8B, dtype, 16, MaskSpec()) for dtype in BOUND),
+        *((PAIR, torch.bfloat16, 16, mask_spec) for mask_spec in (MaskSpec(), MaskSpec(TREE))),
+        (QWEN3_8B, torch.bfloat16, 16, MaskSpec(CAUSAL, 300)),
+        (QWEN3_8B, torch.bfloat16, 16, MaskSpec(BLOCK)),
+        (QWEN3_8B, torch.bfloat16, 16, MaskSpec(TREE)),
+        (QWEN3_8B, torch.bfloat16, 1, MaskSpec()),
+        (QWEN3_8B, torch.bfloat16, 64, MaskSpec()),
+        (QWEN3_8B, torch.bfloat16, 64, MaskSpec(TREE)),
+        (QWEN3_8B, torch.bfloat16, 64, MaskSpec(CAUSAL, 300)),
+        (QWEN3_8B, torch.float32, 64, MaskSpec(BLOCK)),
+        (PAIR, torch.float16, 128, MaskSpec()),
+        (QWEN3_8B, torch.bfloat16, 256, MaskSpec(BLOCK, 500)),
     ],
     ids=str,
 )
-def test_on_gpu(shape: tuple[int, int, int], dtype: torch.dtype, page: int, sight: Sight) -> None:
+def test_on_gpu(
+    shape: tuple[int, int, int], dtype: torch.dtype, page: int, mask_spec: MaskSpec
+) -> None:
     for width, starts in ((1, [0, 1023, 2000]), (16, [0, 511, 1500]), (64, [100])):
         case = make_paged(spans(starts, width), *shape, page, dtype, device="cuda", padded=1)
-        expected = paged_attention_torch(
+        expected = paged_attention_ref(
             case.q.double(),
             case.k_pool.double(),
             case.v_pool.double(),
             case.table,
             case.start,
             width,
-            sight,
+            mask_spec,
             case.scale,
             case.tree,
         )
         for splits in (1, 7, 32):
-            assert relative_error(run(case, sight, splits), expected) < BOUND[dtype]
+            assert relative_error(run(case, mask_spec, splits), expected) < BOUND[dtype]
 
 
 @pytest.mark.gpu
@@ -192,21 +200,21 @@ def test_float8_on_gpu(dtype: torch.dtype) -> None:
     fp8 = torch.float8_e4m3fn
     case = make_paged(spans([0, 1023, 2000], 16), *QWEN3_8B, 16, dtype, fp8, "cuda")
     wide = (case.q.double(), case.k_pool.double(), case.v_pool.double())
-    expected = paged_attention_torch(*wide, case.table, case.start, 16, Sight(), case.scale)
-    assert relative_error(run(case, Sight(), 4), expected) < BOUND[dtype]
+    expected = paged_attention_ref(*wide, case.table, case.start, 16, MaskSpec(), case.scale)
+    assert relative_error(run(case, MaskSpec(), 4), expected) < BOUND[dtype]
 
 
 @pytest.mark.gpu
 def test_places_past_32_bits() -> None:
     """A pool of more than 2^31 elements, the requests' pages at its end."""
     case = make_paged(spans([40, 300], 16), *QWEN3_8B, 16, torch.bfloat16, device="cuda")
-    expected = case.reference(Sight())
+    expected = case.reference(MaskSpec())
     small, pages = case.k_pool.shape[0], (1 << 31) // case.k_pool[0].numel() + 1
     pools = torch.empty(2, pages, *case.k_pool.shape[1:], dtype=torch.bfloat16, device="cuda")
     pools[0, -small:], pools[1, -small:] = case.k_pool, case.v_pool
     case.k_pool, case.v_pool = pools.unbind(0)
     case.table += pages - small
-    assert relative_error(run(case, Sight(), 3), expected) < BOUND[torch.bfloat16]
+    assert relative_error(run(case, MaskSpec(), 3), expected) < BOUND[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -229,7 +237,7 @@ def test_behind_the_kernel_that_writes(page: int, splits: int) -> None:
         def step(case: Paged) -> torch.Tensor:
             args = (rope, position, rows, case.k_pool, case.v_pool)  # noqa: B023
             case.q = qk_norm_rope_write(qkv, heads, None, *args)  # noqa: B023
-            return run(case, Sight(), splits)
+            return run(case, MaskSpec(), splits)
 
         step(cases[0])  # compiles
         graph = torch.cuda.CUDAGraph()
@@ -240,4 +248,4 @@ def test_behind_the_kernel_that_writes(page: int, splits: int) -> None:
                 pool.flatten(0, 1)[rows] = float("nan")
         graph.replay()
         for case, out in zip(cases, outs, strict=True):
-            assert relative_error(out, case.reference(Sight())) < BOUND[torch.bfloat16]
+            assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.kernels.attention import BLOCK, CAUSAL, Sight
-from forerun.kernels.attention_tiles import Tiles, prefill_tiles
-from forerun.kernels.device import gpu_of
-from forerun.kernels.prefill_attention import map_tiles, prefill_attention, prefill_attention_torch
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
+from forerun.kernels.attention.prefill import map_tiles, prefill_attention, prefill_attention_ref
+from forerun.kernels.attention.tiles import Tiles, prefill_tiles
+from forerun.kernels.runtime.gpu import gpu_of
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -21,57 +21,63 @@ pytest.importorskip("triton")
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-def run(case: Paged, sight: Sight, tiles: Tiles | None = None) -> torch.Tensor:
+def run(case: Paged, mask_spec: MaskSpec, tiles: Tiles | None = None) -> torch.Tensor:
     device, dim = case.q.device, case.q.shape[2]
     shape = tiles or prefill_tiles(gpu_of(device), dim, case.q.dtype)
     rows = shape.block_m * case.k_pool.shape[2] // case.q.shape[1]
     tile_map = map_tiles(case.spans, rows, lambda host: host.to(device))
     args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans)
-    return prefill_attention(*args, tile_map, sight, case.scale, tiles)
+    return prefill_attention(*args, tile_map, mask_spec, case.scale, tiles)
 
 
-def twin(case: Paged, sight: Sight) -> torch.Tensor:
+def twin(case: Paged, mask_spec: MaskSpec) -> torch.Tensor:
     args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans)
-    return prefill_attention_torch(*args, sight, case.scale)
+    return prefill_attention_ref(*args, mask_spec, case.scale)
 
 
-SIGHTS = [Sight(CAUSAL), Sight(CAUSAL, 7), Sight(CAUSAL, 40), Sight(BLOCK), Sight(BLOCK, 9)]
+SIGHTS = [
+    MaskSpec(CAUSAL),
+    MaskSpec(CAUSAL, 7),
+    MaskSpec(CAUSAL, 40),
+    MaskSpec(BLOCK),
+    MaskSpec(BLOCK, 9),
+]
 
 
 @pytest.mark.parametrize(
-    ("page", "heads", "kv_heads", "dim", "sight"),
+    ("page", "heads", "kv_heads", "dim", "mask_spec"),
     [
-        *((16, 4, 2, 64, sight) for sight in SIGHTS),
-        (1, 2, 2, 64, Sight(CAUSAL, 7)),
-        (64, 8, 1, 80, Sight(CAUSAL)),
-        (256, 3, 1, 128, Sight(BLOCK, 9)),
-        (16, 1, 1, 256, Sight(CAUSAL)),
+        *((16, 4, 2, 64, mask_spec) for mask_spec in SIGHTS),
+        (1, 2, 2, 64, MaskSpec(CAUSAL, 7)),
+        (64, 8, 1, 80, MaskSpec(CAUSAL)),
+        (256, 3, 1, 128, MaskSpec(BLOCK, 9)),
+        (16, 1, 1, 256, MaskSpec(CAUSAL)),
     ],
 )
 def test_kernel_is_the_definition(
-    page: int, heads: int, kv_heads: int, dim: int, sight: Sight, device: torch.device
+    page: int, heads: int, kv_heads: int, dim: int, mask_spec: MaskSpec, device: torch.device
 ) -> None:
     spans = [(0, 1), (0, 25), (47, 6)]
     case = make_paged(spans, heads, kv_heads, dim, page, device=device)
-    expected = case.reference(sight)
-    assert relative_error(run(case, sight, Tiles(16, 16, 4, 1)), expected) < 2e-6
-    assert relative_error(twin(case, sight), expected) < 2e-6
+    expected = case.reference(mask_spec)
+    assert relative_error(run(case, mask_spec, Tiles(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(twin(case, mask_spec), expected) < 2e-6
 
 
 def test_default_tiles_and_half_precision(device: torch.device) -> None:
     case = make_paged([(0, 37), (33, 5)], 4, 2, 64, 16, torch.float16, device=device)
-    assert relative_error(run(case, Sight()), case.reference(Sight())) < BOUND[torch.float16]
+    assert relative_error(run(case, MaskSpec()), case.reference(MaskSpec())) < BOUND[torch.float16]
 
 
 def test_float8_pool(device: torch.device) -> None:
     case = make_paged([(9, 20)], 2, 1, 64, 16, kv_dtype=torch.float8_e4m3fn, device=device)
-    assert relative_error(run(case, Sight()), case.reference(Sight())) < 2e-6
+    assert relative_error(run(case, MaskSpec()), case.reference(MaskSpec())) < 2e-6
 
 
 def test_large_queries_over_a_float8_pool(device: torch.device) -> None:
     kinds = torch.bfloat16, torch.float8_e4m3fn
     case = with_large_queries(make_paged([(9, 20)], 2, 1, 64, 16, *kinds, device))
-    assert relative_error(run(case, Sight()), case.reference(Sight())) < BOUND[torch.bfloat16]
+    assert relative_error(run(case, MaskSpec()), case.reference(MaskSpec())) < BOUND[torch.bfloat16]
 
 
 def test_a_tile_must_hold_all_heads_of_a_group(device: torch.device) -> None:
@@ -79,7 +85,7 @@ def test_a_tile_must_hold_all_heads_of_a_group(device: torch.device) -> None:
     tile_map = map_tiles(case.spans, 1, lambda host: host.to(device))
     args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans, tile_map)
     with pytest.raises(AssertionError, match="no room"):
-        prefill_attention(*args, Sight(), case.scale, Tiles(16, 16, 4, 1))
+        prefill_attention(*args, MaskSpec(), case.scale, Tiles(16, 16, 4, 1))
 
 
 def test_tiles_cover_every_row_once_long_requests_first() -> None:
@@ -99,23 +105,25 @@ def test_tiles_cover_every_row_once_long_requests_first() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("page", "sight"),
-    [(16, Sight()), (1, Sight(CAUSAL, 300)), (64, Sight()), (256, Sight(BLOCK))],
+    ("page", "mask_spec"),
+    [(16, MaskSpec()), (1, MaskSpec(CAUSAL, 300)), (64, MaskSpec()), (256, MaskSpec(BLOCK))],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize("shape", [(32, 8, 128), (4, 2, 64)], ids=["qwen3-8b", "pair"])
-def test_on_gpu(shape: tuple[int, int, int], dtype: torch.dtype, page: int, sight: Sight) -> None:
+def test_on_gpu(
+    shape: tuple[int, int, int], dtype: torch.dtype, page: int, mask_spec: MaskSpec
+) -> None:
     spans = [(0, 700), (0, 1), (1000, 130), (64, 64)]
     case = make_paged(spans, *shape, page, dtype, device="cuda")
-    expected = prefill_attention_torch(
+    expected = prefill_attention_ref(
         case.q.double(),
         case.k_pool.double(),
         case.v_pool.double(),
         case.table,
         case.start,
         spans,
-        sight,
+        mask_spec,
         case.scale,
     )
-    assert relative_error(run(case, sight), expected) < BOUND[dtype]
+    assert relative_error(run(case, mask_spec), expected) < BOUND[dtype]

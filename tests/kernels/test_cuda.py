@@ -8,8 +8,8 @@ import re
 import pytest
 import torch
 
-from forerun.kernels import cuda
-from forerun.kernels.gemm_sm90 import (
+from forerun.kernels.gemm.dispatch import SILU_MANY, TABLE
+from forerun.kernels.gemm.gemm_sm90 import (
     ARCHITECTURE,
     SHARED,
     Form,
@@ -18,7 +18,7 @@ from forerun.kernels.gemm_sm90 import (
     source,
     stages,
 )
-from forerun.kernels.gemm_table import SILU_MANY, TABLE
+from forerun.kernels.runtime import nvrtc as cuda
 
 FORMS = [
     Form(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.kernels.activation import silu_mul
-from forerun.kernels.norm import add_rms_norm, rms_norm
+from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
+from forerun.kernels.elementwise.silu_mul import silu_mul
 
 EPS = 1e-6
 # bfloat16: a result is rounded once, to 8 bits. The interpreter cuts them off instead.

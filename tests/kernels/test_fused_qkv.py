@@ -1,4 +1,4 @@
-"""Norm, rotation and paged write against the twin in float64."""
+"""Norm, rope and paged write against the twin in float64."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.config.model_config import RopeConfig
-from forerun.kernels import qkv
-from forerun.kernels.qkv import HeadNorms
+from forerun.kernels.elementwise import qk_norm_rope as qkv
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
 from forerun.layers.rope import Rope
 
 EPS, PAGE, POSITIONS = 1e-6, 4, 64
@@ -119,7 +119,7 @@ def check_layer(
     v_want = torch.zeros_like(k_want)
 
     q = qkv.qk_norm_rope_write(x, heads, norms, turn, at.positions, at.rows, k_pool, v_pool)
-    q_want = qkv.qk_norm_rope_write_torch(
+    q_want = qkv.qk_norm_rope_write_ref(
         whole, heads, double(norms), turn.double(), at.positions, at.rows, k_want, v_want
     )
 
@@ -173,7 +173,7 @@ def check_layers(
     new = torch.arange(batch, device=device, dtype=torch.int32) % width + 1
 
     qkv.kv_norm_rope_write(x, norms, turn, at.positions, at.rows, pool, new if committed else None)
-    qkv.kv_norm_rope_write_torch(whole, double(norms), turn.double(), at.positions, at.rows, want)
+    qkv.kv_norm_rope_write_ref(whole, double(norms), turn.double(), at.positions, at.rows, want)
     if committed:  # what is rejected stays as it was
         late = torch.arange(width, device=device) >= new[:, None]
         want.flatten(2, 3)[:, :, at.rows[late.flatten()]] = 0

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels import sampling as kernels
+from forerun.kernels.sampling import sampling as kernels
 from forerun.sampling.noise import log1m_uniform, noise_bits
-from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample, sample_torch
+from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample, sample_ref
 from forerun.sampling.table import SamplingTable
 
 ALL = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
@@ -46,9 +46,9 @@ def check(logits: Tensor, slack: float = 0.0) -> None:
     device = logits.device
     rows = rules(device)
     positions = torch.arange(batch * width, device=device).view(batch, width) % 23
-    want = sample_torch(logits.clone(), positions, rows, ALL)
+    want = sample_ref(logits.clone(), positions, rows, ALL)
     flat, at = logits.flatten(0, 1), positions.flatten()
-    kernels.hold_stops(flat, at, rows.slots, rows.ints)
+    kernels.mask_stop_tokens(flat, at, rows.slots, rows.ints)
     got = kernels.sample_rows(flat, at, rows.slots, rows.floats, rows.ints)
     wrong = (got.view(batch, width) != want).nonzero().tolist()
     assert len(wrong) <= slack * batch * width, wrong
@@ -81,13 +81,13 @@ def _scene(name: str, width: int, vocab: int, dtype: torch.dtype, device: torch.
 
 @pytest.mark.parametrize("vocab", [97, 2200])
 def test_without_top_k_and_top_p(vocab: int, device: torch.device) -> None:
-    """The host says that nobody filters: no row is looked at on its own."""
+    """The host says that padding_slot filters: no row is looked at on its own."""
     params = [p for p in PARAMS if p.top_k <= 0 and p.top_p >= 1]
     rows, flags = rules(device, params), SamplingFlags.of(params)
     assert flags.sampled and not flags.top_k and not flags.top_p
     logits = _scene("tied", 2, vocab, torch.float32, device)[: len(params)]
     positions = torch.arange(2 * len(params), device=device).view(-1, 2)
-    want = sample_torch(logits.clone(), positions, rows, flags)
+    want = sample_ref(logits.clone(), positions, rows, flags)
     assert torch.equal(sample(logits, positions, rows, flags), want)
 
 

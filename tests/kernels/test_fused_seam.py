@@ -15,9 +15,9 @@ from forerun.attention.base import (
 from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
 from forerun.config.model_config import RopeConfig
-from forerun.kernels.qkv import HeadNorms
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
 from forerun.kvcache.pools import KVLayout, KVPool
-from forerun.layers.attention import HeadPrologue
+from forerun.layers.attention import HeadNormRope
 from forerun.layers.rope import Rope
 from forerun.models.dflash import ContextPrologue
 
@@ -43,7 +43,7 @@ def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Ten
     rows = Rope(RopeConfig(theta=1e4), DIM, 64, float32, device).rows(positions)
     tokens = len(positions)
 
-    heads = HeadPrologue(HEADS, KV_HEADS, DIM, HeadNorms(normal(DIM), normal(DIM), 1e-6))
+    heads = HeadNormRope(HEADS, KV_HEADS, DIM, HeadNorms(normal(DIM), normal(DIM), 1e-6))
     qkv = normal(tokens, (HEADS + 2 * KV_HEADS) * DIM)
     gathered = context.run(1, LayerMask(), 0.2, qkv, heads, rows)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.kernels.argmax import argmax
-from forerun.kernels.commit import Pace, accept_commit, accept_commit_torch
-from forerun.kernels.prepare import prepare, prepare_torch
+from forerun.kernels.sampling.argmax import argmax
+from forerun.kernels.speculation.accept import SimulatedAcceptance, accept_commit, accept_commit_ref
+from forerun.kernels.speculation.decode_inputs import prepare, prepare_ref
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,7 +48,7 @@ def test_accept_commit(drafts: int, forced: bool, device: torch.device) -> None:
     for i in range(drafts):
         draft[i, i] += 1
     taken = torch.randperm(slots, generator=generator)[:batch]
-    taken[-2:] = slots  # nobody's
+    taken[-2:] = slots  # the padding slot
     start = torch.randint(0, 30, (batch,), generator=generator, dtype=torch.int32)
     start[-2:] = 0
     must = torch.randint(1, width + 1, (batch,), generator=generator, dtype=torch.int32)
@@ -59,7 +59,7 @@ def test_accept_commit(drafts: int, forced: bool, device: torch.device) -> None:
     ]
     tables[0][-1] = 0
     want = [table.clone() for table in tables]
-    new = accept_commit_torch(draft, drawn, taken, start, *want, must if forced else None)
+    new = accept_commit_ref(draft, drawn, taken, start, *want, must if forced else None)
     tables = [table.to(device) for table in tables]
     inputs = [x.to(device) for x in (draft, drawn, taken, start)]
     got = accept_commit(*inputs, *tables, must.to(device) if forced else None)
@@ -68,7 +68,7 @@ def test_accept_commit(drafts: int, forced: bool, device: torch.device) -> None:
         assert new.tolist() == [*range(1, drafts + 1), *[width] * 3]
     assert torch.equal(got.cpu(), new)
     for table, expected in zip(tables, want, strict=True):
-        # What padded rows drew goes where nobody looks, in any order.
+        # What padded rows drew goes where padding_slot looks, in any order.
         assert torch.equal(table.cpu()[:-1], expected[:-1])
     assert tables[0][-1] == 0
 
@@ -77,7 +77,10 @@ def test_accept_commit(drafts: int, forced: bool, device: torch.device) -> None:
 def test_pace(mean: float, device: torch.device) -> None:
     """Steps of a slot add up to the mean, in the kernel as in its twin, also after many of them."""
     slots, width, steps = torch.tensor([2, 0]), 10, 40
-    kernel, twin = Pace.of(mean, 4, device), Pace.of(mean, 4, torch.device("cpu"))
+    kernel, twin = (
+        SimulatedAcceptance.of(mean, 4, device),
+        SimulatedAcceptance.of(mean, 4, torch.device("cpu")),
+    )
     for pace in (kernel, twin):
         pace.steps[0] = 50_000
     drawn = torch.zeros(2, width, dtype=torch.int64)
@@ -85,7 +88,7 @@ def test_pace(mean: float, device: torch.device) -> None:
     for _ in range(steps):
         start = torch.zeros(2, dtype=torch.int32)
         tables = [start.new_zeros(4), drawn.new_zeros(4), start.new_zeros(4, 16)]
-        want = accept_commit_torch(drawn[:, 1:] + 1, drawn, slots, start, *tables, twin)
+        want = accept_commit_ref(drawn[:, 1:] + 1, drawn, slots, start, *tables, twin)
         on_device = [x.to(device) for x in (drawn[:, 1:] + 1, drawn, slots, start, *tables)]
         new = accept_commit(*on_device, kernel)
         assert torch.equal(new.cpu(), want)
@@ -121,7 +124,7 @@ def check_prepare(
     table = torch.randint(0, 2**20, (slots, pages), generator=generator, dtype=torch.int32)
     taken = torch.randperm(slots, generator=generator)[:batch]
     bound = int(kv_len[taken].max()) + width
-    want = prepare_torch(taken, kv_len, last, table, width, page, bound)
+    want = prepare_ref(taken, kv_len, last, table, width, page, bound)
     got = prepare(*(x.to(device) for x in (taken, kv_len, last, table)), width, page, bound)
     for name, expected in vars(want).items():
         found = vars(got)[name]

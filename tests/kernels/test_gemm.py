@@ -7,12 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels import cuda
-from forerun.kernels import gemm as g
-from forerun.kernels.device import Gpu, gpu_of
-from forerun.kernels.gemm import Config, GemmConfig, Matrix, Scaled
-from forerun.kernels.gemm_sm90 import Form, Sm90Config, stages
-from forerun.kernels.gemm_table import (
+from forerun.kernels.gemm import gemm as g
+from forerun.kernels.gemm.dispatch import (
     SILU_MANY,
     SILU_ROWS,
     TABLE,
@@ -21,6 +17,10 @@ from forerun.kernels.gemm_table import (
     default,
     default_sm90,
 )
+from forerun.kernels.gemm.gemm import Config, DeferredNorm, GemmConfig, Matrix
+from forerun.kernels.gemm.gemm_sm90 import Form, Sm90Config, stages
+from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 
 EPS = 1e-6
 GPU = torch.cuda.is_available()
@@ -47,7 +47,7 @@ class Given:
         self.product = self.x.double() @ w.T
         self.y = self.product + b
         # As if a product of 5 tiles had left these rows.
-        self.scaled = Scaled(self.x, torch.rand(5, rows, device=device) * k, EPS)
+        self.scaled = DeferredNorm(self.x, torch.rand(5, rows, device=device) * k, EPS)
         self.y_scaled = self.product * self.scaled.factor().double() + b
 
 
@@ -62,7 +62,7 @@ def check_all_forms(given: Given, config: Config, limit: float) -> None:
     ):
         close(g.gemm_partials(given.x, m, config).sum(0), given.product, limit)
 
-    scaled, added = g.gemm_add_scaled(given.x, m, given.residual, given.norm, EPS, config)
+    scaled, added = g.gemm_add_deferred_norm(given.x, m, given.residual, given.norm, EPS, config)
     close(added, total, limit)
     normed = F.rms_norm(total, total.shape[1:], given.norm.double(), EPS)
     close(scaled.x * scaled.factor(), normed, limit)
@@ -131,13 +131,13 @@ def test_buckets(rows: int) -> None:
 def test_default_configurations_fit() -> None:
     """Shared memory, with the deepest pipelining a compiler could make of the stages."""
     for gpu, limit in (
-        (Gpu(108, amd=False, capability=80), 163 << 10),
-        (Gpu(304, amd=True, wave=64), 64 << 10),
+        (GpuInfo(108, amd=False, capability=80), 163 << 10),
+        (GpuInfo(304, amd=True, wave=64), 64 << 10),
     ):
         for bucket in (16, 32):
             c = default(bucket, gpu)
             assert (c.block_n + bucket) * c.block_k * 2 * c.stages <= limit
-            assert c.programs >= gpu.processors
+            assert c.programs >= gpu.num_sms
 
 
 def test_tuned_configurations_are_served() -> None:
@@ -158,7 +158,7 @@ def test_tuned_configurations_are_served() -> None:
 
 
 def test_without_a_compiler_the_library_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(132, amd=False, capability=90)
+    gpu = GpuInfo(132, amd=False, capability=90)
     monkeypatch.setattr(cuda, "available", lambda: True)
     assert isinstance(choose(24576, 4096, 128, gpu), Sm90Config)
     monkeypatch.setattr(cuda, "available", lambda: False)
@@ -169,20 +169,20 @@ def test_without_a_compiler_the_library_serves(monkeypatch: pytest.MonkeyPatch) 
 def test_unknown_shapes_leave_many_rows_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "available", lambda: True)
     for gpu, most in (
-        (Gpu(132, amd=False, capability=90), 128),
-        (Gpu(108, amd=False, capability=80), 32),
-        (Gpu(304, amd=True, wave=64), 32),
+        (GpuInfo(132, amd=False, capability=90), 128),
+        (GpuInfo(108, amd=False, capability=80), 32),
+        (GpuInfo(304, amd=True, wave=64), 32),
     ):
         assert choose(1000, 512, most, gpu) is not None
         assert choose(1000, 512, most + 1, gpu) is None
-    hopper = Gpu(132, amd=False, capability=90)
+    hopper = GpuInfo(132, amd=False, capability=90)
     for n, k in ((1000, 520), (1004, 512)):  # what its copies and vectors cannot cut
         assert choose(n, k, 64, hopper) is None
 
 
 def test_silu_goes_into_products_of_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "available", lambda: True)
-    hopper, other = Gpu(132, amd=False, capability=90), Gpu(148, amd=False, capability=100)
+    hopper, other = GpuInfo(132, amd=False, capability=90), GpuInfo(148, amd=False, capability=100)
     for rows in (16, 128, 512, SILU_ROWS - 1):
         assert choose_silu(24576, 4096, rows, hopper) == choose(24576, 4096, rows, hopper)
     many = choose_silu(24576, 4096, SILU_ROWS, hopper)
@@ -193,7 +193,7 @@ def test_silu_goes_into_products_of_many_rows_on_hopper(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("bucket", [64, 128])
 def test_the_default_for_hopper_finds_what_tuning_found(bucket: int) -> None:
-    gpu = Gpu(132, amd=False, capability=90)
+    gpu = GpuInfo(132, amd=False, capability=90)
     found = {
         shape: (default_sm90(*shape, bucket, gpu), choices[bucket])
         for shape, choices in TABLE[90].items()
@@ -266,7 +266,7 @@ def test_the_kernel_for_hopper(rows: int, n: int, k: int, config: Sm90Config) ->
         g.gemm(wide[:, 3 : k + 3], given.matrix, config), g.gemm(given.x, given.matrix, config)
     )
     fewer = rows - 11 if rows > 20 else rows - 1
-    few = Scaled(given.x[:fewer], given.scaled.squares[:, :fewer].contiguous(), EPS)
+    few = DeferredNorm(given.x[:fewer], given.scaled.squares[:, :fewer].contiguous(), EPS)
     assert torch.equal(g.gemm(few, given.matrix, config), got[:fewer])
 
 
@@ -303,10 +303,10 @@ def test_overlapped_kernels_wait_for_each_other(config: Config) -> None:
     norm = torch.ones(n, device=device, dtype=torch.bfloat16)
 
     def run() -> Tensor:
-        rows: Tensor | Scaled = x
+        rows: Tensor | DeferredNorm = x
         total = x
         for m in matrices:
-            rows, total = g.gemm_add_scaled(rows, m, total, norm, EPS, config)
+            rows, total = g.gemm_add_deferred_norm(rows, m, total, norm, EPS, config)
         return total
 
     run()

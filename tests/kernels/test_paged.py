@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.kernels.paged import pool_rows, pool_rows_torch, write_kv, write_kv_torch
+from forerun.kernels.attention.paged_kv import pool_rows, pool_rows_ref, write_kv, write_kv_ref
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,7 @@ def test_rows_of_fixed_width(page: int, width: int, device: torch.device) -> Non
     pages = table(3, 2 + (width + page) // page, device)
     total = 3 * width
     got = pool_rows(pages, start, None, width, total, page)
-    assert got.tolist() == pool_rows_torch(pages, start, None, width, total, page).tolist()
+    assert got.tolist() == pool_rows_ref(pages, start, None, width, total, page).tolist()
     position = int(start[2]) + width - 1  # the last row, by the definition
     expected = int(pages[2, position // page]) * page + position % page
     assert got[-1] == expected
@@ -37,7 +37,7 @@ def test_rows_of_ragged_chunks(page: int, device: torch.device) -> None:
     start = torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device)
     pages = table(3, 80, device)
     got = pool_rows(pages, start, first, 70, 74, page).tolist()
-    assert got == pool_rows_torch(pages, start, first, 70, 74, page).tolist()
+    assert got == pool_rows_ref(pages, start, first, 70, 74, page).tolist()
     at = [(b, s + i) for b, (s, n) in enumerate(spans) for i in range(n)]
     assert got == [int(pages[b, p // page]) * page + p % page for b, p in at]
 
@@ -51,7 +51,7 @@ def test_write(heads: int, dim: int, pool_dtype: torch.dtype, device: torch.devi
     rows = torch.tensor([7, 33, 0, 12, 5], device=device)
     pools = [torch.zeros(2, 3, 16, heads, dim, device=device).to(pool_dtype) for _ in range(2)]
     write_kv(k, v, rows, *pools[0])
-    write_kv_torch(k, v, rows, *pools[1])
+    write_kv_ref(k, v, rows, *pools[1])
     assert torch.equal(pools[0].float(), pools[1].float())
     assert torch.equal(pools[0][0].flatten(0, 1)[rows].float(), k.to(pool_dtype).float())
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kernels.tree import (
+from forerun.kernels.speculation.tree import (
     Tree,
-    accept_path_torch,
+    accept_path_ref,
     move_rows,
-    move_rows_torch,
-    tree_shape_torch,
+    move_rows_ref,
+    tree_shape_ref,
 )
 
 Shape = Callable[[Tensor], Tree]
@@ -22,7 +22,7 @@ Move = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def twin_of(parents: Tensor) -> Tree:
-    return Tree(*tree_shape_torch(parents))
+    return Tree(*tree_shape_ref(parents))
 
 
 def random_parents(rng: random.Random, rows: int) -> list[int]:
@@ -72,7 +72,7 @@ def drawn_tree(rng: random.Random, rows: int) -> tuple[list[int], list[int], lis
     return parents, draft, drawn
 
 
-@pytest.mark.parametrize("accept", [Tree.accept, accept_path_torch])
+@pytest.mark.parametrize("accept", [Tree.accept, accept_path_ref])
 def test_accepts_the_path_that_was_drawn(
     accept: Callable[[Tree, Tensor, Tensor], tuple[Tensor, Tensor]], device: torch.device
 ) -> None:
@@ -102,7 +102,7 @@ def test_faulty_parents_do_no_harm(shape: Shape, device: torch.device) -> None:
     assert tree.depth.tolist() == [[0, 1, 1, 2]]
 
 
-@pytest.mark.parametrize("move", [move_rows, move_rows_torch])
+@pytest.mark.parametrize("move", [move_rows, move_rows_ref])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 1), (2, 80)])
 def test_moved_rows_are_read_before_any_is_written(

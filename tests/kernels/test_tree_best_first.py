@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kernels.best_first import (
+from forerun.kernels.speculation.best_first import (
     best_first,
-    best_first_torch,
+    best_first_ref,
     top_log_probs,
-    top_log_probs_torch,
+    top_log_probs_ref,
 )
 
 Prefix = tuple[int, ...]
@@ -56,7 +56,7 @@ def best_of_all(scores: Tensor, nodes: int) -> list[Prefix]:
 )
 def test_no_other_prefix_is_better(depth: int, ranks: int, nodes: int) -> None:
     scores = marginals(4, depth, ranks, seed=depth)
-    tokens, parents = best_first_torch(scores, numbered(scores), nodes)
+    tokens, parents = best_first_ref(scores, numbered(scores), nodes)
     for b in range(4):
         assert prefixes(tokens[b], parents[b]) == best_of_all(scores[b], nodes)
 
@@ -64,15 +64,15 @@ def test_no_other_prefix_is_better(depth: int, ranks: int, nodes: int) -> None:
 def test_as_many_ranks_as_nodes_are_enough() -> None:
     for sharp in (0.1, 1.0, 5.0):
         scores = marginals(3, 15, 40, seed=1, sharp=sharp)
-        want = best_first_torch(scores, numbered(scores), 32)
+        want = best_first_ref(scores, numbered(scores), 32)
         fewer = scores[:, :, :32].contiguous()
-        for got, all_ranks in zip(best_first_torch(fewer, numbered(fewer), 32), want, strict=True):
+        for got, all_ranks in zip(best_first_ref(fewer, numbered(fewer), 32), want, strict=True):
             assert torch.equal(got, all_ranks)
 
 
 def test_where_there_are_too_few_prefixes_the_rest_is_nobody() -> None:
     scores = torch.tensor([[[-0.5, -1.0, -torch.inf], [-2.0, torch.nan, -torch.inf]]])
-    tokens, parents = best_first_torch(scores, numbered(scores) + 7, 6)
+    tokens, parents = best_first_ref(scores, numbered(scores) + 7, 6)
     assert tokens.tolist() == [[7, 8, 7, 7, -1, -1]]
     assert parents.tolist() == [[0, 0, 1, 2, 0, 0]]
 
@@ -93,7 +93,7 @@ def test_kernel_is_its_twin(
         scores[0, depth // 2] = torch.nan
     scores = scores.to(device)
     ids = torch.randint(0, 10**6, scores.shape, device=device)
-    want = best_first_torch(scores, ids, nodes)
+    want = best_first_ref(scores, ids, nodes)
     for got, twin in zip(best_first(scores, ids, nodes), want, strict=True):
         assert torch.equal(got, twin)
 
@@ -107,7 +107,7 @@ def test_log_probabilities(
     wide = (torch.randn(6, vocab + 5, device=device) * 4).to(dtype)
     logits = wide[:, :vocab].unflatten(0, (2, 3))
     logits[0, 0, 1] = -torch.inf
-    for scores, ids in (top_log_probs(logits, ranks), top_log_probs_torch(logits, ranks)):
+    for scores, ids in (top_log_probs(logits, ranks), top_log_probs_ref(logits, ranks)):
         whole = logits.double().log_softmax(-1)
         assert torch.equal(logits.gather(-1, ids), logits.topk(ranks).values)
         assert all(len(set(row)) == ranks for row in ids.flatten(0, 1).tolist())
@@ -117,7 +117,7 @@ def test_log_probabilities(
 def test_no_number_is_no_token(device: torch.device) -> None:
     logits = torch.randn(1, 3, 50, device=device)
     logits[0, 1] = torch.nan
-    for top in (top_log_probs, top_log_probs_torch):
+    for top in (top_log_probs, top_log_probs_ref):
         tokens, parents = best_first(*top(logits, 4), 6)
         assert tokens[0, :4].tolist() == logits[0, 0].topk(4).indices.tolist()
         assert tokens[0, 4:].tolist() == [-1] * 2 and parents.tolist() == [[0] * 6]

@@ -89,7 +89,7 @@ class BruteForce:
         return keys, shared, duplicates, pages[len(keys) :]
 
     def evict(self, n: int) -> list[int]:
-        """Page by page: the least recently used of those that nobody locks and nothing follows."""
+        """Page by page: the least recently used of those without a lock and nothing follows."""
         freed: list[int] = []
         while len(freed) < n:
             parents = {self.parent(key) for key in self.entries}

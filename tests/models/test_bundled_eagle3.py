@@ -26,7 +26,7 @@ CODE = "def read_lines(path):\n    with open(path) as f:\n"
 
 
 class Pair:
-    """One request; `at` is the position of the newest token, which nobody has run yet."""
+    """One request; `at` is the position of the newest token, which padding_slot has run yet."""
 
     def __init__(self) -> None:
         self.target = load_target(PAIR / "target", torch.float32, CPU)

@@ -238,7 +238,7 @@ def test_both_formats_say_the_same() -> None:
     one, two = parse_dflash_config(ZLAB), parse_dflash_config(SPECULATORS)
     for config in (one, two):
         assert config.target_layer_ids == TARGET_LAYERS
-        assert (config.block_size, config.draft_tokens) == (BLOCK, BLOCK - 1)
+        assert (config.block_size, config.num_drafts) == (BLOCK, BLOCK - 1)
         assert (config.mask_token_id, config.mask_token) == (95, None)
         assert config.feature_size == len(TARGET_LAYERS) * HIDDEN
         assert (config.draft_vocab_size, config.vocab_size) == (VOCAB, VOCAB)
@@ -248,7 +248,7 @@ def test_both_formats_say_the_same() -> None:
 
 def test_variants_of_the_config() -> None:
     anchored = parse_dflash_config({**SPECULATORS, "sample_from_anchor": True})
-    assert anchored.sample_from_anchor and anchored.draft_tokens == BLOCK
+    assert anchored.sample_from_anchor and anchored.num_drafts == BLOCK
     older = {**ZLAB, "block_size": 8, "dflash_config": {"mask_token": "<|mask|>"}}
     config = parse_dflash_config(older)
     assert (config.block_size, config.mask_token_id, config.mask_token) == (8, None, "<|mask|>")

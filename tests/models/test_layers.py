@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from forerun.config.model_config import RopeConfig
-from forerun.kernels.qkv import rotate
+from forerun.kernels.elementwise.qk_norm_rope import rotate
 from forerun.layers import linear
 from forerun.layers.linear import Linear, can_pack
 from forerun.layers.norm import RMSNorm

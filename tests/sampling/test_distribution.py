@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels.commit import accept
+from forerun.kernels.speculation.accept import accept
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample
 from forerun.sampling.table import SamplingTable

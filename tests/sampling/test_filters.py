@@ -1,4 +1,4 @@
-"""Filters against transformers' processors, against a plain sort, and their exactness."""
+"""Filters against transformers' num_sms, against a plain sort, and their exactness."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from forerun.core.request import FinishReason, Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache
+from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
 from forerun.scheduler.scheduler import Limits, Scheduler
-from forerun.scheduler.width import FixedWidth, WidthPolicy, ladder
 
 EOS = 6
 
@@ -56,7 +56,7 @@ class AnyWidth(WidthPolicy):
     """Widths without rhyme or reason."""
 
     def __init__(self, full: int, rng: random.Random) -> None:
-        super().__init__(ladder(full, True))
+        super().__init__(verify_widths(full, True))
         self.rng = rng
 
     def _choose(self, requests: Sequence[Request], most: int) -> int:
@@ -89,8 +89,8 @@ class Device:
             assert self.kv.get(row) == mark
             assert not drafts or self.draft_kv.get(row) == mark
 
-    def observe_late(self, slot: int, rows: int) -> None:
-        assert 0 < rows <= self.limits.late_rows
+    def observe_deferred(self, slot: int, rows: int) -> None:
+        assert 0 < rows <= self.limits.max_pending_observe
         tokens = self.tokens[slot]
         for position in range(len(tokens) - 1 - rows, len(tokens) - 1):
             self.write(slot, tokens, position, observed=True)
@@ -106,7 +106,7 @@ class Device:
                 assert page != 0
                 self.table[slot][first + i] = page
         for late, rows in plan.late:
-            self.observe_late(late.slot, rows)
+            self.observe_deferred(late.slot, rows)
         return StepResult(
             [self._decode(r.slot, r.kv_len_ub, plan.width) for r in plan.decode],
             [self._prefill(c.slot, c.start, c.tokens, c.request, c.last) for c in plan.prefill],
@@ -124,7 +124,7 @@ class Device:
             drawn = (*drawn, next_token(tokens + drawn))
         self.tokens[slot] = tokens + drawn
         for position in range(kv_len, kv_len + len(drawn)):
-            observed = width > 1 or not self.limits.late_rows
+            observed = width > 1 or not self.limits.max_pending_observe
             self.write(slot, self.tokens[slot], position, observed)
         return list(drawn)
 
@@ -152,9 +152,9 @@ def make(
     slots: int = 4,
     cache: bool = True,
     seed: int = 0,
-    late_rows: int = 0,
+    max_pending_observe: int = 0,
 ) -> tuple[Scheduler, Device]:
-    limits = Limits(slots, page_size, width, width, chunk, 64, depth, late_rows)
+    limits = Limits(slots, page_size, width, width, chunk, 64, depth, max_pending_observe)
     allocator = PageAllocator(pages + 1)
     prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
     widths = AnyWidth(width, random.Random(seed + 1))
@@ -216,7 +216,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     tight=st.booleans(),
     cache=st.booleans(),
     aborts=st.sampled_from([0.0, 0.1]),
-    late_rows=st.sampled_from([0, 1, 3]),
+    max_pending_observe=st.sampled_from([0, 1, 3]),
 )
 def test_texts_are_those_of_plain_decoding(
     seed: int,
@@ -227,12 +227,14 @@ def test_texts_are_those_of_plain_decoding(
     tight: bool,
     cache: bool,
     aborts: float,
-    late_rows: int,
+    max_pending_observe: int,
 ) -> None:
     rng = random.Random(seed)
     alone = -(-(64 + 2 * width) // page_size)  # pages of the largest request
     pages = alone + rng.randint(0, alone) if tight else alone * 4
-    scheduler, device = make(page_size, pages, depth, width, chunk, 4, cache, seed, late_rows)
+    scheduler, device = make(
+        page_size, pages, depth, width, chunk, 4, cache, seed, max_pending_observe
+    )
     stem = tuple(rng.randrange(6) for _ in range(40))
     requests = []
     for i in range(rng.randint(1, 12)):
@@ -301,7 +303,9 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 def test_two_thousand_requests_with_aborts_lose_no_page() -> None:
     rng = random.Random(7)
-    scheduler, device = make(page_size=4, pages=60, depth=1, width=4, slots=8, late_rows=4)
+    scheduler, device = make(
+        page_size=4, pages=60, depth=1, width=4, slots=8, max_pending_observe=4
+    )
     requests = []
     for i in range(2000):
         prompt = tuple(rng.randrange(6) for _ in range(rng.randint(1, 30)))

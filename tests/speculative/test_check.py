@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
-from forerun.kernels.tree import Tree
+from forerun.kernels.speculation.tree import Tree
 from forerun.kvcache.pools import KVLayout
 from forerun.speculative.base import Draft, Option, SlotState, SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_rows
@@ -114,21 +114,21 @@ KV = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 TWO = (LayerMask(), LayerMask(Mask.BLOCK))
 DRAFT: dict[str, Any] = {"draft_kv": KV, "draft_heads": 4, "draft_attention": TWO}
 CAPS: list[tuple[dict[str, Any], str]] = [
-    ({"draft_tokens": -1}, "draft_tokens must be >= 0"),
-    ({"draft_tokens": 2.0}, "draft_tokens must be an integer"),
-    ({"draft_tokens": True}, "draft_tokens must be an integer"),
-    ({"draft_tokens": 5, "kv_reserve": 5}, "kv_reserve 5 is less than the 6 rows"),
+    ({"num_drafts": -1}, "num_drafts must be >= 0"),
+    ({"num_drafts": 2.0}, "num_drafts must be an integer"),
+    ({"num_drafts": True}, "num_drafts must be an integer"),
+    ({"num_drafts": 5, "kv_reserve": 5}, "kv_reserve 5 is less than the 6 rows"),
     ({"kv_reserve": 0}, "kv_reserve 0 is less than the 1 rows"),
-    ({"draft_tokens": 10**6, "kv_reserve": 10**7}, "do not fit the target's"),
+    ({"num_drafts": 10**6, "kv_reserve": 10**7}, "do not fit the target's"),
     ({"flexible": 1}, "flexible must be True or False"),
     ({"needs_host_tokens": None}, "needs_host_tokens must be True or False"),
-    ({"needs_host_tokens": True}, "draft_tokens is 0"),
+    ({"needs_host_tokens": True}, "num_drafts is 0"),
     ({"prefix_lookahead": 2}, "prefix_lookahead must be 0 or 1"),
     ({"prefix_lookahead": -1}, "prefix_lookahead must be 0 or 1"),
     ({"verify_mask": Mask.BLOCK}, "verify_mask must be"),
     ({"verify_mask": "custom"}, "verify_mask must be"),
-    ({"verify_mask": Mask.CUSTOM}, "a tree has 1 to 63 drafts, got draft_tokens 0"),
-    ({"verify_mask": Mask.CUSTOM, "draft_tokens": 64, "kv_reserve": 65}, "1 to 63 drafts"),
+    ({"verify_mask": Mask.CUSTOM}, "a tree has 1 to 63 drafts, got num_drafts 0"),
+    ({"verify_mask": Mask.CUSTOM, "num_drafts": 64, "kv_reserve": 65}, "1 to 63 drafts"),
     ({"target_layers": [0]}, "must be a tuple of integers"),
     ({"target_layers": (0, TARGET.num_layers)}, f"names layer {TARGET.num_layers}; the target has"),
     ({"target_layers": (-1,)}, "names layer -1"),
@@ -157,8 +157,8 @@ def test_caps_are_refused(values: dict[str, Any], says: str) -> None:
     [
         {},
         DRAFT,
-        {"draft_tokens": 63, "kv_reserve": 64, "verify_mask": Mask.CUSTOM},
-        {"draft_tokens": 70, "kv_reserve": 80, "flexible": True, "prefix_lookahead": 1},
+        {"num_drafts": 63, "kv_reserve": 64, "verify_mask": Mask.CUSTOM},
+        {"num_drafts": 70, "kv_reserve": 80, "flexible": True, "prefix_lookahead": 1},
         {"target_layers": (0, TARGET.num_layers - 1)},
     ],
 )

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from forerun.kernels.qkv import HeadNorms
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
 from forerun.kvcache.pools import KVPool
 
 
@@ -74,7 +74,7 @@ class AttentionBatch:
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, rows) a request, exact
 
 
-class Rotation(Protocol):
+class RopeInput(Protocol):
     """Where the rows of a forward stand, and the table that turns them there."""
 
     @property
@@ -90,8 +90,8 @@ class Rotation(Protocol):
         """Of the rows, [T, 1, D] each."""
 
 
-class Prologue(ABC):
-    """What lies between a product and the pool: norms over heads, and rotation.
+class QKNormRope(ABC):
+    """What lies between a product and the pool: norms over heads, and rope.
 
     Its values are for backends that do it in a kernel of their own; `split` is the same in plain
     PyTorch. Of one layer, the product is [T, (Hq + 2 Hkv) · D]: q heads, k heads, v heads.
@@ -101,17 +101,17 @@ class Prologue(ABC):
     norms: HeadNorms | None
 
     @abstractmethod
-    def split(self, product: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, product: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor, Tensor]:
         """(q [T, Hq, D], k, v [T, Hkv, D]), normed and rotated."""
 
 
-class LayersPrologue(ABC):
+class KVNormRope(ABC):
     """The same for K/V of many layers from one product [T, 2 · L · Hkv · D]: all k, then all v."""
 
     norms: HeadNorms | None  # k: [L, D]
 
     @abstractmethod
-    def split(self, product: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:
+    def split(self, product: Tensor, rope: RopeInput) -> list[tuple[Tensor, Tensor]]:
         """(k, v) [T, Hkv, D] of every layer."""
 
 
@@ -146,10 +146,10 @@ class AttentionBackend(ABC):
         """Store k, v [T, Hkv, D] of the batch's rows in the pool."""
 
     def rope_write(
-        self, plan: Plan, layer: int, qkv: Tensor, prologue: Prologue, rotation: Rotation
+        self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
     ) -> Tensor:
         """Norms and rotates q and k of `qkv`, stores k and v; returns q [T, Hq, D]."""
-        q, k, v = prologue.split(qkv, rotation)
+        q, k, v = norm_rope.split(qkv, rope)
         self.write(plan, layer, k, v)
         return q
 
@@ -157,8 +157,8 @@ class AttentionBackend(ABC):
         self,
         plan: Plan,
         kv: Tensor,
-        prologue: LayersPrologue,
-        rotation: Rotation,
+        norm_rope: KVNormRope,
+        rope: RopeInput,
         new: Tensor | None,
     ) -> None:
         """Norms and rotates k of every layer, stores k and v.
@@ -166,7 +166,7 @@ class AttentionBackend(ABC):
         `new` [B] int32: how many of each request's rows will be read again; a backend may leave
         out the rest. None: all.
         """
-        for layer, (k, v) in enumerate(prologue.split(kv, rotation)):
+        for layer, (k, v) in enumerate(norm_rope.split(kv, rope)):
             self.write(plan, layer, k, v)
 
     @abstractmethod
@@ -187,19 +187,19 @@ class AttentionContext:
         mask: LayerMask,
         scale: float,
         qkv: Tensor,
-        prologue: Prologue,
-        rotation: Rotation,
+        norm_rope: QKNormRope,
+        rope: RopeInput,
     ) -> Tensor:
         """From a layer's product to what its heads gathered, [T, Hq, D]."""
-        q = self.backend.rope_write(self.plan, layer, qkv, prologue, rotation)
+        q = self.backend.rope_write(self.plan, layer, qkv, norm_rope, rope)
         return self.backend.attend(self.plan, layer, mask, scale, q)
 
     def write_layers(
         self,
         kv: Tensor,
-        prologue: LayersPrologue,
-        rotation: Rotation,
+        norm_rope: KVNormRope,
+        rope: RopeInput,
         new: Tensor | None = None,
     ) -> None:
         """K/V of every layer at once; see `AttentionBackend.rope_write_layers`."""
-        self.backend.rope_write_layers(self.plan, kv, prologue, rotation, new)
+        self.backend.rope_write_layers(self.plan, kv, norm_rope, rope, new)

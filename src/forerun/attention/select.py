@@ -30,7 +30,7 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class BackendChoice:
     """The backend taken, and why each faster one was not."""
 
     backend: type[AttentionBackend]
@@ -47,7 +47,7 @@ def survey(need: AttentionNeed) -> dict[str, list[str]]:
     return {name: load().why_not(need) for name, load in BACKENDS.items()}
 
 
-def select(need: AttentionNeed, wanted: str | None, flag: str) -> Choice:
+def select(need: AttentionNeed, wanted: str | None, flag: str) -> BackendChoice:
     """The wanted backend, or the first in order that can serve.
 
     Raises:
@@ -61,13 +61,13 @@ def select(need: AttentionNeed, wanted: str | None, flag: str) -> Choice:
         reasons = BACKENDS[wanted]().why_not(need)
         if reasons:
             raise ConfigError(f"{flag} {wanted} cannot serve this model: {'; '.join(reasons)}.")
-        return Choice(BACKENDS[wanted](), {})
+        return BackendChoice(BACKENDS[wanted](), {})
     refused: dict[str, list[str]] = {}
     for name, load in BACKENDS.items():
         backend = load()
         reasons = backend.why_not(need)
         if not reasons:
-            return Choice(backend, refused)
+            return BackendChoice(backend, refused)
         refused[name] = reasons
     listing = " ".join(f"{name}: {'; '.join(reasons)}." for name, reasons in refused.items())
     raise ConfigError(f"No attention backend can serve this model. {listing}")

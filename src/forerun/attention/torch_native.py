@@ -20,8 +20,8 @@ from forerun.attention.base import (
     Mask,
     Plan,
 )
-from forerun.kernels.fp8 import as_bits
-from forerun.kernels.paged import write_kv_torch
+from forerun.kernels.attention.paged_kv import write_kv_ref
+from forerun.kernels.runtime.fp8 import as_bits
 
 
 @dataclass
@@ -83,7 +83,7 @@ class TorchNative(AttentionBackend):
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, NativePlan)
-        write_kv_torch(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
+        write_kv_ref(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
 
     def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
         assert isinstance(plan, NativePlan)

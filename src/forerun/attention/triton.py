@@ -16,20 +16,20 @@ from forerun.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionNeed,
+    KVNormRope,
     LayerMask,
-    LayersPrologue,
     Mask,
     Plan,
-    Prologue,
-    Rotation,
+    QKNormRope,
+    RopeInput,
 )
-from forerun.kernels.attention import BLOCK, CAUSAL, TREE, Sight, paged_attention
-from forerun.kernels.attention_tiles import choose_splits, prefill_tiles
-from forerun.kernels.device import gpu_of, have_triton
-from forerun.kernels.fp8 import FP8
-from forerun.kernels.paged import pool_rows, write_kv
-from forerun.kernels.prefill_attention import TileMap, map_tiles, prefill_attention
-from forerun.kernels.qkv import kv_norm_rope_write, qk_norm_rope_write
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
+from forerun.kernels.attention.paged_kv import pool_rows, write_kv
+from forerun.kernels.attention.prefill import TileMap, map_tiles, prefill_attention
+from forerun.kernels.attention.tiles import choose_splits, prefill_tiles
+from forerun.kernels.elementwise.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
+from forerun.kernels.runtime.fp8 import FP8
+from forerun.kernels.runtime.gpu import gpu_of, have_triton
 from forerun.platform.device import upload
 
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
@@ -112,15 +112,15 @@ class TritonAttention(AttentionBackend):
         write_kv(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
 
     def rope_write(
-        self, plan: Plan, layer: int, qkv: Tensor, prologue: Prologue, rotation: Rotation
+        self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
     ) -> Tensor:
         assert isinstance(plan, TritonPlan)
         return qk_norm_rope_write(
             qkv,
-            prologue.heads,
-            prologue.norms,
-            rotation.table,
-            rotation.positions,
+            norm_rope.heads,
+            norm_rope.norms,
+            rope.table,
+            rope.positions,
             plan.rows,
             self.pool.k[layer],
             self.pool.v[layer],
@@ -130,16 +130,16 @@ class TritonAttention(AttentionBackend):
         self,
         plan: Plan,
         kv: Tensor,
-        prologue: LayersPrologue,
-        rotation: Rotation,
+        norm_rope: KVNormRope,
+        rope: RopeInput,
         new: Tensor | None,
     ) -> None:
         assert isinstance(plan, TritonPlan)
         kv_norm_rope_write(
             kv,
-            prologue.norms,
-            rotation.table,
-            rotation.positions,
+            norm_rope.norms,
+            rope.table,
+            rope.positions,
             plan.rows,
             self.pool.data,
             new,
@@ -148,7 +148,7 @@ class TritonAttention(AttentionBackend):
     def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
         kind = TREE if plan.tree is not None else MASKS[mask.mask]
-        batch, sight = plan.batch, Sight(kind, mask.window)
+        batch, mask_spec = plan.batch, MaskSpec(kind, mask.window)
         k, v = self.pool.k[layer], self.pool.v[layer]
         if batch.width is not None:
             return paged_attention(
@@ -158,7 +158,7 @@ class TritonAttention(AttentionBackend):
                 batch.page_table,
                 batch.start,
                 batch.width,
-                sight,
+                mask_spec,
                 scale,
                 plan.splits,
                 plan.tree,
@@ -172,6 +172,6 @@ class TritonAttention(AttentionBackend):
             batch.start,
             batch.ragged,
             plan.tile_map,
-            sight,
+            mask_spec,
             scale,
         )

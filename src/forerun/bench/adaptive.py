@@ -16,7 +16,7 @@ from forerun import LLM
 from forerun.bench.one_batch import Trace, trace
 from forerun.bench.timing import Timed, interleaved, median
 from forerun.engine.engine import Engine
-from forerun.scheduler.width import FixedWidth, WidthPolicy
+from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 

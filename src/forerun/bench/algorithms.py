@@ -14,7 +14,7 @@ from forerun.bench.timing import interleaved, median
 from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import Prompt
-from forerun.scheduler.width import FixedWidth
+from forerun.scheduler.adaptive_width import FixedWidth
 
 FULL, ADAPTIVE = "full", "adaptive"
 Key = tuple[str, str]  # algorithm, FULL or ADAPTIVE

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.bench.stream import read_sums
 from forerun.bench.timing import median
-from forerun.kernels.stream import read_sums
 from forerun.layers.linear import Product
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # far more than any cache holds

@@ -19,13 +19,13 @@ from forerun.attention.select import survey
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
-from forerun.kernels import cuda
-from forerun.kernels.attention_tiles import best_page
-from forerun.kernels.device import Gpu, gpu_of, have_triton
-from forerun.kernels.gemm import Config
-from forerun.kernels.gemm_sm90 import Sm90Config
-from forerun.kernels.gemm_table import TABLE, choose
-from forerun.kernels.pdl import pdl_options
+from forerun.kernels.attention.tiles import best_page_size
+from forerun.kernels.gemm.dispatch import TABLE, choose
+from forerun.kernels.gemm.gemm import Config
+from forerun.kernels.gemm.gemm_sm90 import Sm90Config
+from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
+from forerun.kernels.runtime.pdl import pdl_options
 from forerun.layers.linear import can_pack, can_stream
 from forerun.llm.bundled import PAIR, preset
 from forerun.models.registry import model_class
@@ -125,7 +125,7 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
         head_dim=128,
         num_heads=32,
         num_kv_heads=8,
-        page_size=best_page(device, 128, dtype),
+        page_size=best_page_size(device, 128, dtype),
         masks=ask.masks,
     )
 
@@ -142,7 +142,7 @@ def _products(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
     return library | {"programmatic_launch": launch} | gemm_choices(gpu_of(device), shapes)
 
 
-def gemm_choices(gpu: Gpu, shapes: list[Shape]) -> dict[str, Any]:
+def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
     """For `shapes` and those tuned for this GPU: a configuration by rows; None: the library."""
     tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
     out: list[dict[str, Any]] = []

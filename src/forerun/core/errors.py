@@ -1,4 +1,4 @@
-"""Errors a user can mend. Every message says what is wrong and what to do about it."""
+"""Errors a user can fix. Every message says what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AlgorithmError(ForerunError, RuntimeError):
 
 
 class InternalError(ForerunError, AssertionError):
-    """A broken invariant: a fault of Forerun's own, nothing a user can mend."""
+    """A broken invariant: a fault of Forerun's own, nothing a user can fix."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -55,7 +55,9 @@ class Request:
     prefill_done: int = 0  # tokens launched
     kv_len: int = 0  # committed K/V rows, as of the last result
     pending: list[int] = field(default_factory=list)  # rows of each step in flight
-    unobserved: int = 0  # newest rows of K/V that the target's pool has and the draft's has not
+    pending_observe: int = (
+        0  # newest rows of K/V that the target's pool has and the draft's has not
+    )
 
     # Acceptance so far, from which the width of its steps is chosen; None: nothing seen yet.
     rates: Any = None  # of the width policy

@@ -21,7 +21,7 @@ class SamplingParams:
     any drafter or none; without a seed one is drawn per request.
 
     Raises:
-        RequestError: a value out of range or a contradiction, saying the mend.
+        RequestError: a value out of range or a contradiction, saying the fix.
     """
 
     temperature: float = 1.0

@@ -15,14 +15,14 @@ from forerun.core.errors import AlgorithmError, RequestError
 from forerun.core.plan import StepPlan
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.engine.build import Parts, build
-from forerun.engine.runner import StepFuture
+from forerun.engine.detokenizer import StopChecker, Tokenizer
 from forerun.engine.stats import SpecStats
-from forerun.engine.text import Stopper, Tokenizer
 from forerun.engine.tracing import Tracing, start_tracing
+from forerun.executor.build import Parts, build
+from forerun.executor.runner import StepFuture
 from forerun.sampling.table import check_stop_ids
+from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.scheduler.scheduler import Scheduler
-from forerun.scheduler.width import FixedWidth
 
 log = logging.getLogger("forerun")
 
@@ -47,7 +47,7 @@ class Engine:
         self.limits = parts.limits
         self._runner = parts.runner
         self._in_flight: deque[StepFuture] = deque()
-        self._stopper = Stopper(tokenizer)
+        self._stopper = StopChecker(tokenizer)
         self.scheduler = Scheduler(
             parts.limits, parts.allocator, parts.prefix, self._stopper.take, parts.widths
         )
@@ -157,7 +157,7 @@ class Engine:
         return changed
 
     def _launch(self, plan: StepPlan) -> StepFuture:
-        """A step that raises ends its own requests and nobody else's."""
+        """A step that raises ends its own requests and padding_slot else's."""
         try:
             future = self._runner.launch(plan)
         except Exception as error:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.request import Request
-from forerun.engine.phases import Border, PhaseClock
-from forerun.engine.runner import StepFuture
+from forerun.executor.runner import StepFuture
+from forerun.executor.step_timing import PhaseBoundary, StepTimer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,7 +47,7 @@ class _Open:
 class Tracing:
     """The spans of one engine's requests."""
 
-    def __init__(self, provider: TracerProvider, clock: PhaseClock | None) -> None:
+    def __init__(self, provider: TracerProvider, clock: StepTimer | None) -> None:
         """`clock`: of the device's step; None: phases are not told apart."""
         from opentelemetry import trace
 
@@ -106,7 +106,7 @@ class Tracing:
 
     def _book_decode(self, future: StepFuture, now: float) -> None:
         plan = future.plan
-        begin, proposed, verified, committed = self._borders(future, now)
+        begin, proposed, verified, committed = self._boundaries(future, now)
         common = {"width": plan.width, "batch_size": len(plan.decode)}
         for row in plan.decode:
             request, known = row.request, self._open.get(row.request.rid)
@@ -123,12 +123,15 @@ class Tracing:
             else:
                 self._span(known, "decode", begin, committed, told)
 
-    def _borders(self, future: StepFuture, now: float) -> list[int]:
-        if self._clock is not None and future.stamps is not None:
-            return self._clock.unix(future.stamps)
+    def _boundaries(self, future: StepFuture, now: float) -> list[int]:
+        if self._clock is not None and future.timestamps is not None:
+            return self._clock.unix(future.timestamps)
         begin, end = self._at(future.launched), self._at(now)
-        borders = dict.fromkeys(Border, end) | {Border.BEGIN: begin, Border.PROPOSED: begin}
-        return [borders[border] for border in Border]
+        boundaries = dict.fromkeys(PhaseBoundary, end) | {
+            PhaseBoundary.BEGIN: begin,
+            PhaseBoundary.PROPOSED: begin,
+        }
+        return [boundaries[border] for border in PhaseBoundary]
 
     def _span(self, known: _Open, name: str, begin: int, end: int, told: dict[str, int]) -> None:
         context = self._under(known.root)

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from forerun.core.errors import ConfigError, InternalError
 
-RESERVED = 0  # nobody's page: padded rows write there
+NULL_PAGE = 0  # null page: padded rows write there
 
 
 class PageAllocator:
-    """Hands out page ids 1 .. num_pages - 1; page 0 stays nobody's.
+    """Hands out page ids 1 .. num_pages - 1; page 0 stays the null page.
 
     The free pages are a stack, so a fresh allocator gives 1, 2, 3, ... and pages that come back
     together leave together, in the same order. O(1) a page, and the order depends on nothing but
@@ -28,7 +28,7 @@ class PageAllocator:
                 " reserved); raise mem_fraction_static or max_total_tokens."
             )
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, RESERVED, -1))  # the last is next
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # the last is next
         self._out = bytearray(num_pages)  # 1: somebody has it
 
     @property
@@ -62,13 +62,13 @@ class PageAllocator:
         """Takes pages back; they may come from several `allocate` calls, in any order."""
         returned, out = list(pages), self._out
         for page in returned:
-            if not (RESERVED < page < self.num_pages and out[page]):
+            if not (NULL_PAGE < page < self.num_pages and out[page]):
                 raise InternalError(self._not_out(page))
             out[page] = 0
         returned.reverse()
         self._free += returned
 
     def _not_out(self, page: int) -> str:
-        if RESERVED < page < self.num_pages:
+        if NULL_PAGE < page < self.num_pages:
             return f"Page {page} was freed twice."
         return f"Page {page} was freed but is not one of 1..{self.num_pages - 1}."

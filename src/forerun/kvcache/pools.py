@@ -1,7 +1,7 @@
 """K/V memory: one page space, many pools.
 
 Every pool (target, draft) is indexed by the same page ids, so a shared prefix shares the K/V of
-both. Page 0 is nobody's: padded rows write there.
+both. Page 0 is the null page: padded rows write there.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Who owns a page (free + cached + owned by requests = all, at any time):
 
     page                                   before             after
     ------------------------------------   ----------------   --------------------------------------
-    `allocate`d by a request               nobody (free)      the request
+    `allocate`d by a request               padding_slot (free)      the request
     `match`ed                              the cache          the cache; `lock` keeps it there
     `insert`: below `node.end`             the cache          the cache
       whole, tokens not cached yet         the request        the cache
@@ -12,7 +12,7 @@ Who owns a page (free + cached + owned by requests = all, at any time):
                                                               page that replaces it is in `shared`)
       not whole, look-ahead unknown, or    the request        the request (`tail`)
       reserved for rows to come
-    `evict`ed, `clear`ed                   the cache          nobody (free)
+    `evict`ed, `clear`ed                   the cache          padding_slot (free)
 
 A request's life: `match`, `lock` the node, `allocate` the rest; `insert` when its prompt is in
 (`lock` the new node, `unlock` the old) and at its end (`unlock`, free `owned`). An aborted request
@@ -104,7 +104,7 @@ class PrefixStore(ABC):
     @property
     @abstractmethod
     def num_evictable(self) -> int:
-        """Cached pages that nobody has locked."""
+        """Cached pages that padding_slot has locked."""
 
     @abstractmethod
     def match(self, tokens: Sequence[int]) -> Match:

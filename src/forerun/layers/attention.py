@@ -1,4 +1,4 @@
-"""The attention layer: one product for q, k and v, norms and rotation on q and k together."""
+"""The attention layer: one product for q, k and v, norms and rope on q and k together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask, Prologue, Rotation
+from forerun.attention.base import AttentionContext, LayerMask, QKNormRope, RopeInput
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.gemm import Scaled
-from forerun.kernels.qkv import HeadNorms, rotate
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import RopeRows
 
 
-class HeadPrologue(Prologue):
+class HeadNormRope(QKNormRope):
     """Of one layer. In plain PyTorch q and k heads are normed and rotated together."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, norms: HeadNorms | None) -> None:
@@ -28,19 +28,19 @@ class HeadPrologue(Prologue):
             stacked = torch.cat((norms.q.expand(heads, -1), norms.k.expand(kv_heads, -1)))
             self.norm = RMSNorm.of(stacked, norms.eps)
 
-    def split(self, product: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, product: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor, Tensor]:
         qkv = product.view(product.shape[0], -1, self.dim)
         qk, v = qkv.split_with_sizes(self.parts, 1)
         if self.norm is not None:
             qk = self.norm(qk)
-        q, k = rotate(qk, rotation.cos_sin).split_with_sizes(self.halves, 1)
+        q, k = rotate(qk, rope.cos_sin).split_with_sizes(self.halves, 1)
         return q, k, v
 
 
 class Attention:
     """Layer `layer` of a model: [q heads | k heads | v heads] come out of one matrix.
 
-    `qk_norm`: RMSNorm over every q and k head before the rotation (Qwen3). `inputs`: columns of
+    `qk_norm`: RMSNorm over every q and k head before the rope (Qwen3). `inputs`: columns of
     the rows it reads, where that is not the hidden size. `o` is left to the caller, who fuses the
     residual.
     """
@@ -79,9 +79,9 @@ class Attention:
     def prepare(self) -> None:
         self.qkv.pack()
         self.o.pack()
-        self.prologue = HeadPrologue(self.heads, self.kv_heads, self.dim, self.norms)
+        self.norm_rope = HeadNormRope(self.heads, self.kv_heads, self.dim, self.norms)
 
-    def __call__(self, x: Tensor | Scaled, rows: RopeRows, ctx: AttentionContext) -> Tensor:
+    def __call__(self, x: Tensor | DeferredNorm, rows: RopeRows, ctx: AttentionContext) -> Tensor:
         """x [T, inputs] -> what the heads gathered [T, Hq · D], before `o`."""
         qkv = self.qkv(x)
-        return ctx.run(self.layer, self.mask, self.scale, qkv, self.prologue, rows).flatten(1)
+        return ctx.run(self.layer, self.mask, self.scale, qkv, self.norm_rope, rows).flatten(1)

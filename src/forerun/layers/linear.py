@@ -21,22 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.activation import silu_mul
-from forerun.kernels.argmax import argmax
-from forerun.kernels.device import gpu_of
-from forerun.kernels.gemm import (
+from forerun.kernels.elementwise.silu_mul import silu_mul
+from forerun.kernels.gemm.dispatch import choose, choose_silu
+from forerun.kernels.gemm.gemm import (
     Config,
+    DeferredNorm,
     Matrix,
-    Scaled,
     gemm,
     gemm_add,
-    gemm_add_scaled,
+    gemm_add_deferred_norm,
     gemm_argmax,
     gemm_partials,
     gemm_silu,
-    leaves_parts,
+    uses_split_k,
 )
-from forerun.kernels.gemm_table import choose, choose_silu
+from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.sampling.argmax import argmax
 
 # Rows for which oneDNN is asked to lay a weight out. Hints of 32 and more serve 1 to 256 rows
 # alike; hints of 1 to 16 make some other row count up to three times slower.
@@ -160,7 +160,7 @@ class Linear:
         if self._matrix is None and can_stream(weight):
             self._matrix = Matrix.of(weight, self.bias)
 
-    def _kernel(self, x: Tensor | Scaled, silu: bool = False) -> tuple[Matrix, Config] | None:
+    def _kernel(self, x: Tensor | DeferredNorm, silu: bool = False) -> tuple[Matrix, Config] | None:
         """Our kernel's operand and configuration, if it serves so many rows."""
         matrix = self._matrix
         if matrix is None:
@@ -169,21 +169,21 @@ class Linear:
         config = (choose_silu if silu else choose)(n, k, _rows(x), gpu_of(matrix.weight.device))
         return None if config is None else (matrix, config)
 
-    def takes_scaled(self, x: Tensor) -> bool:
-        """Whether a product with as many rows as `x` has can finish an RMSNorm (`Scaled`)."""
+    def accepts_deferred_norm(self, x: Tensor) -> bool:
+        """Whether a product with as many rows as `x` has can finish an RMSNorm (`DeferredNorm`)."""
         return self._kernel(x) is not None
 
-    def leaves_scaled(self, x: Tensor) -> bool:
-        """Whether `add_scaled` is the fastest way to add and norm."""
+    def can_defer_norm(self, x: Tensor) -> bool:
+        """Whether `add_deferred_norm` is the fastest way to add and norm."""
         ours = self._kernel(x)
-        return ours is not None and not leaves_parts(ours[1])
+        return ours is not None and not uses_split_k(ours[1])
 
     @property
     def fuses_add(self) -> bool:
         """Whether `add` costs no more than the product alone."""
         return self._packed is not None
 
-    def __call__(self, x: Tensor | Scaled) -> Tensor:
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         """x [T, in] -> [T, out]."""
         ours, packed = self._kernel(x), self._packed
         if ours is not None:
@@ -193,10 +193,10 @@ class Linear:
             return packed.product(x)
         return F.linear(x, self.weight, self.bias)
 
-    def summands(self, x: Tensor) -> Tensor:
+    def split_k_partials(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], or float32 partial sums of it [S, T, out] where that is faster."""
         ours = self._kernel(x)
-        if ours is not None and leaves_parts(ours[1]) and self.bias is None:
+        if ours is not None and uses_split_k(ours[1]) and self.bias is None:
             return gemm_partials(x, *ours)
         return self(x)
 
@@ -209,15 +209,15 @@ class Linear:
             return residual + F.linear(x, self.weight, self.bias)
         return packed.product_add(x, residual)
 
-    def add_scaled(
+    def add_deferred_norm(
         self, x: Tensor, residual: Tensor, norm: Tensor, eps: float
-    ) -> tuple[Scaled, Tensor]:
-        """`add`, and its RMSNorm but for the last step. Only where `takes_scaled`."""
+    ) -> tuple[DeferredNorm, Tensor]:
+        """`add`, and its RMSNorm but for the last step. Only where `accepts_deferred_norm`."""
         ours = self._kernel(x)
         assert ours is not None
-        return gemm_add_scaled(x, ours[0], residual, norm, eps, ours[1])
+        return gemm_add_deferred_norm(x, ours[0], residual, norm, eps, ours[1])
 
-    def silu_mul(self, x: Tensor | Scaled) -> Tensor:
+    def silu_mul(self, x: Tensor | DeferredNorm) -> Tensor:
         """[gate | up] = x Wᵀ + b -> silu(gate) · up, [T, out / 2]."""
         ours = self._kernel(x, silu=True)
         if ours is not None:
@@ -231,10 +231,10 @@ class Linear:
         return argmax(self(x)) if ours is None else gemm_argmax(x, *ours)
 
 
-def _rows(x: Tensor | Scaled) -> int:
-    return (x.x if isinstance(x, Scaled) else x).shape[0]
+def _rows(x: Tensor | DeferredNorm) -> int:
+    return (x.x if isinstance(x, DeferredNorm) else x).shape[0]
 
 
-def _whole(x: Tensor | Scaled) -> Tensor:
-    assert isinstance(x, Tensor), "only where `takes_scaled`"
+def _whole(x: Tensor | DeferredNorm) -> Tensor:
+    assert isinstance(x, Tensor), "only where `accepts_deferred_norm`"
     return x

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.gemm import Scaled
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.linear import Linear
 
 
@@ -29,6 +29,6 @@ class MLP:
         self.gate_up.pack()
         self.down.pack()
 
-    def __call__(self, x: Tensor | Scaled) -> Tensor:
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         """x [T, H] -> the activation [T, I], before `down`."""
         return self.gate_up.silu_mul(x)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.norm import add_rms_norm, rms_norm, sum_parts_torch
+from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm, sum_split_k_ref
 
 
 class RMSNorm:
@@ -57,5 +57,5 @@ class RMSNorm:
         """x [T, size] or its partial sums [S, T, size], residual [T, size] -> (normed sum, sum)."""
         if self._scaled is None:
             return add_rms_norm(x, residual, self.weight, self.eps)
-        residual = residual + sum_parts_torch(x, residual.dtype)
+        residual = residual + sum_split_k_ref(x, residual.dtype)
         return self(residual), residual

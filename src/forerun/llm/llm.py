@@ -29,7 +29,7 @@ class LLM:
     `model_path` the bundled target is used, and with an algorithm its bundled draft.
 
     Raises:
-        ConfigError: settings, checkpoint or draft cannot work; the message says the mend.
+        ConfigError: settings, checkpoint or draft cannot work; the message says the fix.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.argmax import argmax
+from forerun.kernels.sampling.argmax import argmax
 from forerun.kvcache.pools import KVLayout
 from forerun.layers.linear import Product
 

@@ -24,8 +24,8 @@ from forerun.core.errors import ConfigError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 SHOW_PROGRESS_FROM = 1 << 30  # bytes
-MEND_FILE = "Download it again"
-MEND_FOLDER = "give the path of a Hugging Face model folder"
+FIX_FILE = "Download it again"
+FIX_FOLDER = "give the path of a Hugging Face model folder"
 
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
@@ -125,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
         ConfigError: the folder or its safetensors are missing, or a shard of the index is.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+        raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if (folder / INDEX).exists():
@@ -154,7 +154,7 @@ def _files(folder: Path) -> list[Path]:
 def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{folder / INDEX} has no weight_map. {MEND_FILE}.")
+        raise ConfigError(f"{folder / INDEX} has no weight_map. {FIX_FILE}.")
     return {str(name): str(file) for name, file in weight_map.items()}
 
 
@@ -174,7 +174,7 @@ def _read_headers(file: Path) -> dict[str, Header]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 2 <= length <= size - 8:
-                raise ConfigError(f"{file} is truncated or no safetensors file. {MEND_FILE}.")
+                raise ConfigError(f"{file} is truncated or no safetensors file. {FIX_FILE}.")
             raw: dict[str, Any] = json.loads(stream.read(length))
     raw.pop("__metadata__", None)
     return {
@@ -199,7 +199,7 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{file} cannot be read: {reason}. {MEND_FILE}.") from None
+        raise ConfigError(f"{file} cannot be read: {reason}. {FIX_FILE}.") from None
 
 
 def _listing(names: list[str], noun: str = "tensor") -> str:

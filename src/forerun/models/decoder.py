@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.gemm import Scaled
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.attention import Attention
 from forerun.layers.linear import Linear, Product
 from forerun.layers.mlp import MLP
@@ -55,10 +55,10 @@ class DecoderLayer:
 
 def join(
     linear: Linear, norm: RMSNorm, reader: Linear, x: Tensor, residual: Tensor
-) -> tuple[Tensor | Scaled, Tensor]:
+) -> tuple[Tensor | DeferredNorm, Tensor]:
     """(norm(sum), sum) of residual + linear(x), where `reader` alone takes the normed rows."""
-    if linear.leaves_scaled(x) and reader.takes_scaled(x):
-        return linear.add_scaled(x, residual, norm.weight, norm.eps)
+    if linear.can_defer_norm(x) and reader.accepts_deferred_norm(x):
+        return linear.add_deferred_norm(x, residual, norm.weight, norm.eps)
     return join_whole(linear, norm, x, residual)
 
 
@@ -67,11 +67,11 @@ def join_whole(linear: Linear, norm: RMSNorm, x: Tensor, residual: Tensor) -> tu
     if linear.fuses_add:
         residual = linear.add(x, residual)
         return norm(residual), residual
-    return norm.add(linear.summands(x), residual)
+    return norm.add(linear.split_k_partials(x), residual)
 
 
 class Decoder:
-    """The layers, the final norm and the rotation; no embedding, no head."""
+    """The layers, the final norm and the rope; no embedding, no head."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Decoder:
         """Embeddings x [T, H] -> as `CausalLM.forward`."""
         rows = self.rope.rows(positions)
         residual, outputs = x, {}
-        normed: Tensor | Scaled = self.layers[0].input_norm(x)
+        normed: Tensor | DeferredNorm = self.layers[0].input_norm(x)
         for i, layer in enumerate(self.layers):
             attention, mlp = layer.attention, layer.mlp
             x = attention(normed, rows, ctx)

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from forerun.attention.base import (
     AttentionContext,
+    KVNormRope,
     LayerMask,
-    LayersPrologue,
     Mask,
-    Rotation,
+    RopeInput,
 )
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
-from forerun.kernels.qkv import HeadNorms, rotate
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
 from forerun.layers.linear import Linear, Product
 from forerun.layers.norm import RMSNorm
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
@@ -50,7 +50,7 @@ class DFlashConfig:
     sliding_non_causal: bool  # sliding layers see the whole block, as full ones do
 
     @property
-    def draft_tokens(self) -> int:
+    def num_drafts(self) -> int:
         """K: tokens a full block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
@@ -207,8 +207,8 @@ def _optional(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-class ContextPrologue(LayersPrologue):
-    """Norm and rotation over all layers' k heads at once."""
+class ContextPrologue(KVNormRope):
+    """Norm and rope over all layers' k heads at once."""
 
     def __init__(self, kv_heads: int, norms: HeadNorms) -> None:
         self.norms = norms
@@ -216,9 +216,9 @@ class ContextPrologue(LayersPrologue):
         stacked = norms.k.repeat_interleave(kv_heads, 0)
         self.norm = RMSNorm.of(stacked, norms.eps)
 
-    def split(self, product: Tensor, rotation: Rotation) -> list[tuple[Tensor, Tensor]]:
+    def split(self, product: Tensor, rope: RopeInput) -> list[tuple[Tensor, Tensor]]:
         k, v = product.view(product.shape[0], -1, self.dim).chunk(2, 1)
-        k = rotate(self.norm(k), rotation.cos_sin)
+        k = rotate(self.norm(k), rope.cos_sin)
         return list(zip(k.chunk(self.layers, 1), v.chunk(self.layers, 1), strict=True))
 
 
@@ -318,7 +318,7 @@ def load_draft(
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights, a config is enough.
 
     Raises:
-        ConfigError: anything missing, broken or unsupported, in one line with the mend.
+        ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
     config = load_dflash_config(folder)
     if load_format in DUMMY_FORMATS:

@@ -351,7 +351,7 @@ def load_eagle3(
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights, a config is enough.
 
     Raises:
-        ConfigError: anything missing, broken or unsupported, in one line with the mend.
+        ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
     config = load_eagle3_config(folder)
 

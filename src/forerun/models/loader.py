@@ -9,7 +9,7 @@ import torch
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.models.base import CausalLM
-from forerun.models.checkpoint import DUMMY_FORMATS, MEND_FOLDER, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.registry import model_class
 
 # In many checkpoints, computed here: old rotary buffers.
@@ -32,10 +32,10 @@ def load_target(
         max_positions: rows of the rotary tables; None: the config's `max_position_embeddings`.
 
     Raises:
-        ConfigError: anything missing, broken or unsupported, in one line with the mend.
+        ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+        raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     config = load_model_config(folder)
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder)

@@ -24,7 +24,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.linear import Linear, Product
 from forerun.layers.norm import RMSNorm
-from forerun.models.checkpoint import DUMMY_FORMATS, MEND_FOLDER, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
 from forerun.models.registry import model_class
 
@@ -60,7 +60,7 @@ def load_nextn_config(folder: Path) -> NextNConfig:
         ConfigError: it has no such layer, or an architecture that Forerun lacks.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+        raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     return NextNConfig(load_model_config(folder), where=str(folder))
 
 
@@ -130,7 +130,7 @@ def load_nextn(
     """Builds and fills the layer of the checkpoint in `folder`; its other tensors are not read.
 
     Raises:
-        ConfigError: anything missing, broken or unsupported, in one line with the mend.
+        ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
     draft = NextNDraft(config, dtype, device, max_positions)
     if load_format in DUMMY_FORMATS:

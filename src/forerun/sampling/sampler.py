@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels.argmax import argmax
-from forerun.kernels.dispatch import use_triton
-from forerun.kernels.sampling import (
+from forerun.kernels.runtime.jit import use_triton
+from forerun.kernels.sampling.argmax import argmax
+from forerun.kernels.sampling.sampling import (
     KEY,
     MIN_P,
     MIN_POSITION,
@@ -19,7 +19,7 @@ from forerun.kernels.sampling import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    hold_stops,
+    mask_stop_tokens,
     sample_rows,
 )
 from forerun.sampling.filters import filtered_weights, gaps
@@ -122,17 +122,17 @@ def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: Samplin
         [B, W] int64.
     """
     if not use_triton(logits):
-        return sample_torch(logits, positions, rows, flags)
+        return sample_ref(logits, positions, rows, flags)
     flat, at = logits.flatten(0, 1), positions.flatten()
     if flags.min_tokens:
-        hold_stops(flat, at, rows.slots, rows.ints)
+        mask_stop_tokens(flat, at, rows.slots, rows.ints)
     if not flags.sampled:
         return argmax(flat).view(positions.shape)
     drawn = sample_rows(flat, at, rows.slots, rows.floats, rows.ints, flags.top_k, flags.top_p)
     return drawn.view(positions.shape)
 
 
-def sample_torch(
+def sample_ref(
     logits: Tensor, positions: Tensor, rows: SamplingRows, flags: SamplingFlags
 ) -> Tensor:
     """`sample` in plain PyTorch, and what the kernels are held to."""

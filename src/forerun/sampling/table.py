@@ -10,7 +10,7 @@ from torch import Tensor
 from forerun.core.errors import RequestError
 from forerun.core.request import Request
 from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams
-from forerun.kernels.sampling import FLOATS, STOP_IDS
+from forerun.kernels.sampling.sampling import FLOATS, STOP_IDS
 from forerun.platform.device import upload
 from forerun.sampling.noise import seed_key
 from forerun.sampling.sampler import SamplingRows

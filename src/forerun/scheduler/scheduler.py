@@ -25,7 +25,7 @@ from forerun.core.plan import Admission, DecodeRow, PrefillChunk, StepPlan, Step
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import PrefixStore
-from forerun.scheduler.width import Outcome, WidthPolicy
+from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Limits:
     prefill_tokens: int  # prompt tokens a step, over all requests
     context_length: int
     depth: int  # steps that may be in flight when the next is scheduled
-    late_rows: int = 0  # plain steps that drafts may hear of later; 0: at once
+    max_pending_observe: int = 0  # plain steps that drafts may hear of later; 0: at once
 
     def pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -85,10 +85,10 @@ class Scheduler:
         prompt, new = len(request.prompt), request.params.max_new_tokens
         if prompt + new > limits.context_length:
             room = limits.context_length - prompt
-            mend = f"max_new_tokens can be at most {room}" if room > 0 else "shorten the prompt"
+            fix = f"max_new_tokens can be at most {room}" if room > 0 else "shorten the prompt"
             raise RequestError(
                 f"The prompt has {prompt} tokens and max_new_tokens is {new}, together over the"
-                f" context length {limits.context_length}; {mend}."
+                f" context length {limits.context_length}; {fix}."
             )
         need, have = limits.pages(prompt + new + limits.overshoot), self.allocator.capacity
         if need > have:
@@ -137,7 +137,7 @@ class Scheduler:
                 request.verify_ct += 1
                 drafts = request.params.draft_limit(plan.width - 1)
                 request.proposed += drafts
-                outcomes.append(Outcome(request, drafts, len(tokens) - 1))
+                outcomes.append(VerifyOutcome(request, drafts, len(tokens) - 1))
                 changed.append(self._append(request, tokens, verified=True))
             self._settle(request)
         if outcomes:
@@ -156,7 +156,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> None:
         """A step that could not be launched: its requests end, with what they have."""
         for request, rows in plan.late:
-            request.unobserved += rows
+            request.pending_observe += rows
         for request in [r.request for r in plan.decode] + [c.request for c in plan.prefill]:
             request.pending.pop()
             if request.state is not State.FINISHED:
@@ -181,18 +181,20 @@ class Scheduler:
             plan.width = self.widths.choose(requests)
         for request in requests:
             request.pending.append(plan.width)
-        if self.limits.late_rows:
+        if self.limits.max_pending_observe:
             self._plan_late(plan, requests)
 
     def _plan_late(self, plan: StepPlan, requests: list[Request]) -> None:
         """Drafts hear of plain steps when they are wanted again, or when no more can be kept."""
-        if plan.width > 1 or any(r.unobserved == self.limits.late_rows for r in requests):
-            plan.late = [(r, r.unobserved) for r in requests if r.unobserved]
+        if plan.width > 1 or any(
+            r.pending_observe == self.limits.max_pending_observe for r in requests
+        ):
+            plan.late = [(r, r.pending_observe) for r in requests if r.pending_observe]
             for request, _ in plan.late:
-                request.unobserved = 0
+                request.pending_observe = 0
         if plan.width == 1:
             for request in requests:
-                request.unobserved += 1
+                request.pending_observe += 1
 
     def _surely_done(self, request: Request) -> bool:
         """Steps in flight yield a token each at least: no use launching past the end."""
@@ -277,7 +279,7 @@ class Scheduler:
         request.pages = [*match.pages, *pages]
         request.prefill_tokens = tokens
         request.prefill_done = request.kv_len = request.cached_len = match.length
-        request.unobserved = 0
+        request.pending_observe = 0
         if not request.preemptions:
             request.cached_tokens = match.length
         plan.admitted.append(Admission(request, request.slot))
@@ -334,8 +336,9 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Slot and pages go back. Only what was returned is shared: nothing past a stop."""
         tokens = request.tokens
-        # Of a step past the end, `unobserved` counts a row that `kv_len` does not: less is shared.
-        kv_len = min(request.kv_len - request.unobserved, len(tokens))
+        # Of a step past the end, `pending_observe` counts a row that `kv_len` does not: less is
+        # shared.
+        kv_len = min(request.kv_len - request.pending_observe, len(tokens))
         inserted = self.prefix.insert(tokens, request.pages, request.node, kv_len)
         self.allocator.free(inserted.owned)
         self.prefix.unlock(request.node)

@@ -38,7 +38,7 @@ class Option:
 class SpecCaps:
     """What an algorithm needs; the engine branches on these values, never on a name."""
 
-    draft_tokens: int = 0  # K; a step verifies K + 1 rows a request, at most
+    num_drafts: int = 0  # K; a step verifies K + 1 rows a request, at most
     flexible: bool = False  # `propose` takes any `step.width` from 2 up; else K + 1 alone
     kv_reserve: int = 1  # rows past the committed length a step may write
     target_layers: tuple[int, ...] = ()  # outputs of these decoder layers are captured
@@ -50,12 +50,12 @@ class SpecCaps:
     prefix_lookahead: int = 0  # 1 where draft K/V at i depends on token i + 1
     needs_host_tokens: bool = False  # `propose` reads `step.tokens`: no overlap, not captured
     # `observe` may hear of plain steps later: several rows of a request at once (`Step.late`)
-    late_observe: bool = False
+    deferred_observe: bool = False
 
     @property
     def width(self) -> int:
         """W: rows verified a request and step, at most."""
-        return self.draft_tokens + 1
+        return self.num_drafts + 1
 
     @property
     def makes_trees(self) -> bool:
@@ -124,7 +124,8 @@ class Step:
     input_ids: Tensor | None  # [T] int64: in `observe`, what the target ran on
     history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
     attention: DraftRows | None  # where the algorithm has a pool
-    # In `observe`, with `late_observe`: rows of plain steps from `start` on, over which nothing was
+    # In `observe`, with `deferred_observe`: rows of plain steps from `start` on, over which
+    # nothing was
     # proposed; `commit.new` of them are there, and what stands behind these means nothing.
     late: bool = False
     draw: Draw | None = None  # in `propose`
@@ -167,7 +168,7 @@ class Commit:
     """
 
     tokens: Tensor  # [B, W] int64: drawn at every row; the first `new` are committed
-    new: Tensor  # [B] int32: accepted drafts + 1; of rows heard of late, also 0: they are nobody's
+    new: Tensor  # [B] int32: accepted drafts + 1; of rows heard of late, also 0: padding
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class SpeculativeAlgorithm(ABC):
     @classmethod
     @abstractmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
-        """Pure. Raises ConfigError that says the mend where the settings cannot work."""
+        """Pure. Raises ConfigError that says the fix where the settings cannot work."""
 
     @abstractmethod
     def load(self, ctx: DraftContext) -> None:

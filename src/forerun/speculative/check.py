@@ -1,4 +1,4 @@
-"""What an algorithm must be: its name, its class, its caps, its rows. Each refusal says the mend.
+"""What an algorithm must be: its name, its class, its caps, its rows. Each refusal says the fix.
 
 Built-in algorithms and those of others go through the same checks.
 """
@@ -18,7 +18,7 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kernels.tree import MAX_ROWS
+from forerun.kernels.speculation.tree import MAX_ROWS
 from forerun.kvcache.pools import KVLayout
 from forerun.speculative.base import Option, SlotState, SpecCaps, SpeculativeAlgorithm
 
@@ -183,7 +183,7 @@ def resolve_caps(
     except Exception as error:  # anybody's code
         log.debug("%s.resolve failed", name, exc_info=error)
         raise ConfigError(
-            f"{name}.resolve failed: {type(error).__name__}: {error}. Its author can mend that; use"
+            f"{name}.resolve failed: {type(error).__name__}: {error}. Its author can fix that; use"
             " another speculative_algorithm."
         ) from error
     check_caps(name, caps, target)
@@ -204,36 +204,36 @@ def check_caps(name: str, caps: object, target: ModelConfig) -> None:
 
 
 def _why_not_numbers(caps: SpecCaps) -> str | None:
-    for field in ("draft_tokens", "kv_reserve", "draft_heads", "prefix_lookahead"):
+    for field in ("num_drafts", "kv_reserve", "draft_heads", "prefix_lookahead"):
         if not _is_a(value := vars(caps)[field], int):
             return f"{field} must be an integer, got {value!r}"
-    for field in ("flexible", "needs_host_tokens", "late_observe"):
+    for field in ("flexible", "needs_host_tokens", "deferred_observe"):
         if not _is_a(value := vars(caps)[field], bool):
             return f"{field} must be True or False, got {value!r}"
     return None
 
 
 def _why_not_rows(caps: SpecCaps, target: ModelConfig) -> str | None:
-    drafts = caps.draft_tokens
+    drafts = caps.num_drafts
     if drafts < 0:
-        return f"draft_tokens must be >= 0, got {drafts}"
+        return f"num_drafts must be >= 0, got {drafts}"
     if caps.kv_reserve < drafts + 1:
         return (
             f"kv_reserve {caps.kv_reserve} is less than the {drafts + 1} rows that a step of"
-            f" {drafts} drafts writes; it must be draft_tokens + 1 at least"
+            f" {drafts} drafts writes; it must be num_drafts + 1 at least"
         )
     if drafts >= target.max_position:
-        return f"draft_tokens {drafts} do not fit the target's {target.max_position} positions"
+        return f"num_drafts {drafts} do not fit the target's {target.max_position} positions"
     if caps.verify_mask not in (Mask.CAUSAL, Mask.CUSTOM):
         return f"verify_mask must be Mask.CAUSAL, or Mask.CUSTOM for trees, got {caps.verify_mask}"
     if caps.makes_trees and not 1 <= drafts < MAX_ROWS:
-        return f"a tree has 1 to {MAX_ROWS - 1} drafts, got draft_tokens {drafts}"
+        return f"a tree has 1 to {MAX_ROWS - 1} drafts, got num_drafts {drafts}"
     if caps.tree_depth is not None and not (caps.makes_trees and 1 <= caps.tree_depth <= drafts):
         return f"tree_depth {caps.tree_depth} is for trees, from 1 to the {drafts} drafts of one"
     if caps.prefix_lookahead not in (0, 1):
         return f"prefix_lookahead must be 0 or 1, got {caps.prefix_lookahead}"
     if caps.needs_host_tokens and drafts == 0:
-        return "needs_host_tokens is for what proposes, but draft_tokens is 0"
+        return "needs_host_tokens is for what proposes, but num_drafts is 0"
     layers = caps.target_layers
     if not isinstance(layers, tuple) or not all(_is_a(layer, int) for layer in layers):
         return f"target_layers must be a tuple of integers, got {layers!r}"

@@ -17,8 +17,8 @@ from forerun.attention.base import Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kernels.best_first import best_first, top_log_probs
-from forerun.kernels.tree import MAX_ROWS
+from forerun.kernels.speculation.best_first import best_first, top_log_probs
+from forerun.kernels.speculation.tree import MAX_ROWS
 from forerun.speculative.base import Draft, Option, SpecCaps, Step
 from forerun.speculative.dflash import DFlash
 
@@ -35,10 +35,10 @@ class DDTree(DFlash):
         caps = super().resolve(config, target, dtype)
         return replace(
             caps,
-            draft_tokens=budget,
+            num_drafts=budget,
             # How much of a tree is accepted says little about a smaller one: one width, or none.
             flexible=False,
-            tree_depth=min(budget, caps.draft_tokens),
+            tree_depth=min(budget, caps.num_drafts),
             kv_reserve=max(budget + 1, caps.kv_reserve),
             verify_mask=Mask.CUSTOM,
         )

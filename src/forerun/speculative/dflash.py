@@ -56,14 +56,14 @@ class DFlash(SpeculativeAlgorithm):
             )
         drafts = block if draft.sample_from_anchor else block - 1
         return SpecCaps(
-            draft_tokens=drafts,
+            num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layer_ids,
             draft_kv=KVLayout(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks(window),
-            late_observe=True,
+            deferred_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:

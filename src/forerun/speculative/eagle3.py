@@ -36,7 +36,7 @@ class Eagle3(HiddenChain):
         refuse_misfit(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
         refuse_misfit(folder, "vocabulary", draft.vocab_size, target.vocab_size)
         return SpecCaps(
-            draft_tokens=drafts,
+            num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layers(target.num_layers),
@@ -44,7 +44,7 @@ class Eagle3(HiddenChain):
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks,
             prefix_lookahead=1,
-            late_observe=True,
+            deferred_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:

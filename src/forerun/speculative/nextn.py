@@ -34,14 +34,14 @@ class NextN(HiddenChain):
         refuse_misfit(folder, "hidden size", model.hidden_size, target.hidden_size)
         refuse_misfit(folder, "vocabulary", model.vocab_size, target.vocab_size)
         return SpecCaps(
-            draft_tokens=drafts,
+            num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
             draft_kv=KVLayout(1, model.num_kv_heads, model.head_dim, dtype),
             draft_heads=model.num_heads,
             draft_attention=(draft.mask,),
             prefix_lookahead=1,
-            late_observe=True,
+            deferred_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.kernels.commit import Pace
+from forerun.kernels.speculation.accept import SimulatedAcceptance
 
 
-def simulated_pace(mean: float, width: int, slots: int, device: torch.device) -> Pace:
+def simulated_acceptance(
+    mean: float, width: int, slots: int, device: torch.device
+) -> SimulatedAcceptance:
     """A pace of `mean` tokens a step, where a step verifies up to `width` rows.
 
     Raises:
@@ -19,7 +21,7 @@ def simulated_pace(mean: float, width: int, slots: int, device: torch.device) ->
             f"speculative_simulate_accept_length must be between 1 and the {width} rows that a"
             f" step verifies, got {mean}."
         )
-    pace = Pace.of(mean, slots, device)
+    pace = SimulatedAcceptance.of(mean, slots, device)
     # Requests are not in step: with a mean of 1.2 each commits 2 tokens in another fifth step.
     torch.arange(slots, out=pace.steps)
     return pace

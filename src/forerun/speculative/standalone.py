@@ -21,7 +21,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.pools import KVLayout
 from forerun.layers.linear import Product
-from forerun.models.checkpoint import MEND_FOLDER
+from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
 from forerun.speculative.base import (
@@ -53,13 +53,13 @@ class Standalone(SpeculativeAlgorithm):
                 folder, model.max_position, context,
             )  # fmt: skip
         return SpecCaps(
-            draft_tokens=drafts,
+            num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
             draft_kv=KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype),
             draft_heads=model.num_heads,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
-            late_observe=True,
+            deferred_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:
@@ -110,7 +110,7 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
         raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; {MEND_FOLDER}.")
+        raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     model = load_model_config(folder)
     return folder, model_class(model).adapt(model)
 

@@ -41,7 +41,7 @@ class Suffix(SpeculativeAlgorithm):
             raise ConfigError("This algorithm has no model; drop speculative_draft_model_path.")
         drafts = config.algorithm_options["speculative_suffix_max_drafts"]
         return SpecCaps(
-            draft_tokens=drafts,
+            num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
             needs_host_tokens=True,

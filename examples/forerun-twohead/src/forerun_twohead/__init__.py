@@ -46,13 +46,13 @@ class TwoHead(SpeculativeAlgorithm):
                 f"speculative_num_draft_tokens must be 2 to {shape.heads + 1} (a draft a head, and"
                 f" the newest token), got {rows}."
             )
-        return SpecCaps(draft_tokens=rows - 1, flexible=True, kv_reserve=rows)
+        return SpecCaps(num_drafts=rows - 1, flexible=True, kv_reserve=rows)
 
     def load(self, ctx: DraftContext) -> None:
         path, self._shape = _weights(ctx.config)
         self._heads = Heads.load(path, ctx.device, ctx.dtype)
         self._target, self._dtype = ctx.target, ctx.dtype
-        self._ahead = 1 + torch.arange(ctx.caps.draft_tokens, device=ctx.device)
+        self._ahead = 1 + torch.arange(ctx.caps.num_drafts, device=ctx.device)
 
     def create_future_map(self, slots: int, device: torch.device) -> SlotState:
         size = self._shape.hidden_size

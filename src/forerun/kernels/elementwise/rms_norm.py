@@ -1,0 +1,139 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""RMSNorm, alone and with the addition before it: x / sqrt(mean(x²) + eps) · w.
+
+The addend may come as the partial sums that a split product leaves, float32 [S, T, N]: then
+reduction, addition and norm are one kernel. Statistics and sums are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+
+def sum_split_k_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial sums [S, T, N] added up, in `dtype`; whole rows [T, N] as they are."""
+    return x if x.dim() == 2 else x.float().sum(0).to(dtype)
+
+
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., N], weight [N] -> the same shape and dtype."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm_ref(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The twin of `add_rms_norm`."""
+    total = residual + sum_split_k_ref(x, residual.dtype)
+    return rms_norm_ref(total, weight, eps), total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, N] with any row stride, weight [N] -> [T, N] in x's dtype."""
+    if not use_triton(x):
+        return rms_norm_ref(x, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, eps, None, out)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """total = residual + x and its norm.
+
+    Args:
+        x: [T, N], or float32 partial sums [S, T, N].
+        residual: [T, N], any row stride; left as it is.
+        weight: [N].
+
+    Returns:
+        (normed, total), [T, N] each in residual's dtype.
+    """
+    if not use_triton(residual):
+        return add_rms_norm_ref(x, residual, weight, eps)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    total = torch.empty_like(out)
+    _launch(x, residual, weight, eps, total, out)
+    return out, total
+
+
+def vector_warps(elements: int, tensor: Tensor) -> int:
+    """Warps for a program of so many elements, 8 a thread: 16 bytes of bfloat16."""
+    return min(16, max(1, elements // (8 * gpu_of(tensor.device).wave)))
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    total: Tensor | None,
+    out: Tensor,
+) -> None:
+    rows, size = out.shape
+    block = triton.next_power_of_2(size)
+    add, parts = residual is not None, x.shape[0] if x.dim() == 3 else 1
+    warps = vector_warps(block, out)
+    _rms_norm[(rows,)](
+        x,
+        residual if add else x,
+        weight,
+        total if add else out,
+        out,
+        size,
+        x.stride(0) if x.dim() == 3 else 0,
+        x.stride(-2),
+        residual.stride(0) if residual is not None else 0,
+        eps,
+        ADD=add,
+        PARTS=parts,
+        BLOCK=block,
+        # Whole rows: 32 elements a thread, so that all programs of 512 rows run at once.
+        num_warps=warps if parts > 1 or block > 4096 else max(1, warps // 4),
+        **pdl_options(out),
+    )
+
+
+@jit
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    total_ptr,
+    out_ptr,
+    size,
+    x_part,
+    x_row,
+    residual_row,
+    eps,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:  # the weight above is no kernel's result
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_ptr += row * x_row
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * x_part + at, mask=inside, other=0.0)
+    if ADD:
+        x += tl.load(residual_ptr + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
+        # What the next layer reads is what is normed here.
+        x = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * size + at, x, mask=inside)
+        x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    out = x * scale * weight
+    tl.store(out_ptr + row * size + at, out.to(out_ptr.dtype.element_ty), mask=inside)

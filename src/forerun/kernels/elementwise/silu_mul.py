@@ -1,0 +1,62 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""SiLU(gate) · up, from the one product that makes both."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels.elementwise.rms_norm import sum_split_k_ref, vector_warps
+from forerun.kernels.runtime.jit import jit, tl, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+BLOCK = 2048  # columns a program
+
+
+def silu_mul_ref(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """The twin of `silu_mul`."""
+    gate, up = sum_split_k_ref(gate_up, dtype).chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
+    """gate_up [T, 2I], or float32 partial sums [S, T, 2I] -> [T, I] in `dtype`."""
+    if not use_triton(gate_up):
+        return silu_mul_ref(gate_up, dtype)
+    rows, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
+    out = torch.empty(rows, inner, dtype=dtype, device=gate_up.device)
+    _silu_mul[(rows, -(-inner // BLOCK))](
+        gate_up,
+        out,
+        inner,
+        gate_up.stride(0) if gate_up.dim() == 3 else 0,
+        gate_up.stride(-2),
+        PARTS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
+        BLOCK=BLOCK,
+        num_warps=vector_warps(BLOCK, out),
+        **pdl_options(out),
+    )
+    return out
+
+
+@jit
+def _silu_mul(
+    x_ptr, out_ptr, inner, x_part, x_row,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program: BLOCK columns of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < inner
+    gate_ptr = x_ptr + row * x_row + at
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + inner, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        gate += tl.load(gate_ptr + part * x_part, mask=inside, other=0.0)
+        up += tl.load(gate_ptr + part * x_part + inner, mask=inside, other=0.0)
+    out = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * inner + at, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,52 @@
+"""`cpu_graph`: compiled steps give what eager ones give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from forerun.executor.compiled_cpu import CompiledSteps, check_usable
+from tests.golden_engine import golden_llm
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+def test_text_of_the_bundled_pair_is_that_of_eager_steps(algorithm: str | None) -> None:
+    prompts = ["A box holds 6 pens. Tom has 3 boxes.", "def add(a, b):"]
+    got, lengths = [], []
+    for compiled in (False, True):
+        settings = {"dtype": "float32", "speculative_adaptive": False, "cpu_graph": compiled}
+        with LLM(speculative_algorithm=algorithm, **settings) as llm:
+            steps = llm.engine.parts.runner.graphs
+            assert isinstance(steps, CompiledSteps) == compiled
+            outs = [llm.generate(prompts[0], GREEDY), *llm.generate(prompts, [SEEDED, GREEDY])]
+            llm.engine.check()
+            if isinstance(steps, CompiledSteps):
+                assert {key[0] for key in steps._steps} == {1, 2}  # exact batch sizes
+        got.append([out.output_ids for out in outs])
+        lengths.append([out.meta_info["spec_accept_lengths"] for out in outs])
+    assert got[0] == got[1]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="for a CPU, and this is cuda:0; drop it"):
+        check_usable(torch.device("cuda", 0))
+
+
+def test_without_a_compiler_the_start_is_refused() -> None:
+    with (
+        inductor.patch({"cpp.cxx": ("/no/such/compiler",)}),
+        pytest.raises(ConfigError, match=r"needs a working C\+\+ compiler .* install g\+\+") as e,
+    ):
+        golden_llm(cpu_graph=True)
+    assert "\n" not in str(e.value)

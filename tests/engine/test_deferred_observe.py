@@ -1,0 +1,126 @@
+"""Plain steps of which the draft hears later: it proposes what it would have proposed anyway."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.speculative.base import Draft, Step
+from tests.engine.test_algorithms import GREEDY, PROMPTS
+from tests.golden_engine import golden_llm
+
+NAMES = ["DFLASH", "DDTREE", "EAGLE3", "NEXTN", "STANDALONE"]
+Proposals = dict[tuple[int, int], list[int]]  # (request, position) -> what was drafted there
+
+
+def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
+    settings = {"speculative_adaptive": True, "max_running_requests": 3, **settings}
+    make = golden_llm if name in ("DFLASH", "DDTREE") else chain_llm
+    return make(name, **settings)
+
+
+def follow(
+    llm: LLM, prompts: list[list[int]], seed: int
+) -> tuple[list[list[int]], list[list[int]], Proposals]:
+    """Texts, accept lengths and drafts, with widths that depend on nothing but the step's rows."""
+    widths, step = llm.engine.scheduler.widths, llm.engine.parts.runner.step
+    rng, proposals = random.Random(seed), {}
+    turns: list[int] = []
+
+    def choose(requests: list[Any], most: int) -> int:
+        if not turns:  # stretches of plain steps, longer than what can be kept
+            turns.extend([0] * rng.choice([1, 2, 7, 16, 17, 40]) + [most] * rng.choice([1, 2]))
+        return widths.widths[turns.pop(0)]
+
+    widths._choose = choose  # type: ignore[method-assign, assignment]
+    propose = step.guard.propose
+
+    def recorded(of: Step) -> Draft:
+        draft = propose(of)
+        owner = {r.slot: r for r in llm.engine.scheduler.running}
+        for slot, start, tokens in zip(
+            *(each.tolist() for each in (of.slots, of.start, draft.tokens)), strict=True
+        ):
+            if slot in owner:
+                proposals[prompts.index(list(owner[slot].prompt)), start] = tokens
+        return draft
+
+    step.guard.propose = recorded  # type: ignore[method-assign]
+    outs = llm.generate(input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": 48})
+    step.guard.propose = propose  # type: ignore[method-assign]
+    llm.engine.check()
+    lengths = [o.meta_info["spec_accept_lengths"] for o in outs]
+    return [o.output_ids for o in outs], lengths, proposals
+
+
+def conversation(llm: LLM) -> list[tuple[list[list[int]], list[list[int]], Proposals]]:
+    """The second turn finds its past in the prefix cache."""
+    turns, prompts = [], PROMPTS
+    for seed in range(2):
+        turns.append(follow(llm, prompts, seed))
+        prompts = [p + text for p, text in zip(prompts, turns[-1][0], strict=True)]
+    return turns
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_captured_steps_do_as_others(name: str, chain_llm: Callable[..., LLM]) -> None:
+    seen = []
+    for disabled in (False, True):  # 7: batches that fill no bucket
+        settings = {"disable_cuda_graph": disabled, "max_running_requests": 7}
+        with engine(name, chain_llm, overlap_depth=1, **settings) as llm:
+            seen.append([turn[:2] for turn in conversation(llm)])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_are_those_of_an_engine_that_tells_at_once(
+    name: str,
+    depth: int,
+    page_size: int,
+    chain_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"overlap_depth": depth, "page_size": page_size, "disable_cuda_graph": True}
+    with engine(name, chain_llm, **settings) as llm:
+        assert llm.engine.limits.max_pending_observe == min(16, llm.engine.limits.width)
+        late = conversation(llm)
+    monkeypatch.setattr("forerun.executor.resolve.MAX_PENDING_OBSERVE", 0)
+    with engine(name, chain_llm, **settings) as llm:
+        assert llm.engine.limits.max_pending_observe == 0
+        at_once = conversation(llm)
+    for got, want in zip(late, at_once, strict=True):
+        assert got[2] and got == want
+
+
+class TwoMore:
+    """Graphs that hold nothing: what runs beside them is padded by two rows all the same."""
+
+    bound = None
+
+    def __init__(self, padding_slot: int) -> None:
+        self._padding_slots = padding_slot
+
+    def holds(self, batch: int) -> bool:
+        return False
+
+    def padded(self, slots: Sequence[int]) -> list[int]:
+        return [*slots, self._padding_slots, self._padding_slots]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_nobody_change_nothing(name: str, chain_llm: Callable[..., LLM]) -> None:
+    found = []
+    for padded in (False, True):
+        with engine(name, chain_llm) as llm:
+            runner = llm.engine.parts.runner
+            if padded:
+                runner.graphs = TwoMore(runner.tables.padding_slot)  # type: ignore[assignment]
+            found.append(conversation(llm))
+            assert runner.tables.kv_len[runner.tables.padding_slot] == 0
+    assert found[0][0][2] and found[0] == found[1]
