@@ -2,4 +2,5 @@
 
 from forerun.cli.main import main
 
-main()
+if __name__ == "__main__":  # not in a spawned process, which imports this file again
+    main()

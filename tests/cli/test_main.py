@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,41 @@ def test_every_command_has_help(forerun, command: str) -> None:
     result = forerun(command, "--help")
     assert result.code == 0
     assert f"forerun {command}" in result.out
+
+
+LAUNCHERS = {
+    "module": ["-m", "forerun"],
+    "file": ["-m", "forerun.cli.main"],
+    # What pip writes for the entry point of pyproject.toml.
+    "script": ["-c", "import sys; from forerun.cli.main import main; sys.exit(main())"],
+}
+
+
+def test_the_script_is_main() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"forerun": "forerun.cli.main:main"}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "starts"),
+    [
+        (["--version"], 0, f"forerun {package.__version__}"),
+        (["--help"], 0, "Usage: forerun "),
+        ([], 0, "Usage: forerun "),
+        (["genrate"], 2, "forerun: error: unknown command"),
+    ],
+)
+def test_every_way_to_start_it_is_alike(args: list[str], code: int, starts: str) -> None:
+    found = {
+        name: subprocess.run(
+            [sys.executable, *launcher, *args], capture_output=True, text=True, check=False
+        )
+        for name, launcher in LAUNCHERS.items()
+    }
+    module = found["module"]
+    assert (module.stdout + module.stderr).strip().startswith(starts)
+    for done in found.values():
+        assert (done.returncode, done.stdout, done.stderr) == (code, module.stdout, module.stderr)
 
 
 def test_an_unknown_command(forerun) -> None:

@@ -28,6 +28,7 @@ from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.layers.linear import can_pack, can_stream
 from forerun.llm.bundled import PAIR, preset
+from forerun.llm.hub import config_folder
 from forerun.models.registry import model_class
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
@@ -42,7 +43,8 @@ Shape = tuple[int, int]
 
 def doctor(
     model_path: Annotated[
-        Path | None, typer.Option(help="A model folder: who computes its products, and why")
+        str | None,
+        typer.Option(help="A model (folder or Hub name): who computes its products, and why"),
     ] = None,
     preset_name: Annotated[
         str | None, typer.Option("--preset", help="The same for a known model: qwen3-8b")
@@ -52,7 +54,11 @@ def doctor(
     """Devices, dtypes, attention backends with the reasons against them, products, versions."""
     if model_path is not None and preset_name is not None:
         raise ConfigError("--model-path and --preset name two models; give one of them.")
-    folder = preset(preset_name)[0] if preset_name is not None else model_path
+    folder = None
+    if preset_name is not None:
+        folder = preset(preset_name)[0]
+    elif model_path is not None:
+        folder = config_folder("model_path", model_path)
     report = survey_machine(model_shapes(folder) if folder is not None else ())
     if json:
         print_json(report)

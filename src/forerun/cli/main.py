@@ -120,3 +120,7 @@ def _one_line(error: Any, command: str | None) -> str:
     if close:
         return f"{message} Did you mean {close[0]}?"
     return f"{message} See: forerun {command + ' ' if command else ''}--help"
+
+
+if __name__ == "__main__":
+    main()

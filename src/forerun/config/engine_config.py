@@ -20,8 +20,13 @@ def _setting(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
 class EngineConfig:
     """As the user gave it; what depends on the model or the machine is resolved by the engine."""
 
-    model_path: str | None = _setting(None, "Hugging Face folder of the target; none: the bundled")
-    tokenizer_path: str | None = _setting(None, "Folder of the tokenizer, if not the model's")
+    model_path: str | None = _setting(
+        None,
+        "Target: a Hugging Face folder, or org/name[@revision] on the Hub; none: the bundled one",
+    )
+    tokenizer_path: str | None = _setting(
+        None, "Folder or org/name[@revision] of the tokenizer, if not the model's"
+    )
     skip_tokenizer_init: bool = _setting(False, "Work on token ids alone")
     load_format: str = _setting(
         "auto",
@@ -69,7 +74,9 @@ class EngineConfig:
         "warning", "Python's logging level", ("debug", "info", "warning", "error", "critical")
     )
     speculative_algorithm: str | None = _setting(None, "How to draft; none: plain decoding")
-    speculative_draft_model_path: str | None = _setting(None, "Folder of the draft model")
+    speculative_draft_model_path: str | None = _setting(
+        None, "Folder or org/name[@revision] of the draft model"
+    )
     speculative_num_draft_tokens: int | None = _setting(
         None, "Rows verified a request and step: drafts + 1; none: the draft's own"
     )

@@ -15,6 +15,7 @@ from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.llm.bundled import bundled
+from forerun.llm.hub import with_local_paths
 from forerun.llm.output import RequestOutput, make_output
 from forerun.speculative.registry import all_options, get_algorithm
 
@@ -25,8 +26,9 @@ Message = Mapping[str, str]
 class LLM:
     """A model, ready to generate.
 
-    Every command-line flag is a keyword (`--page-size 64` is `page_size=64`). Without a
-    `model_path` the bundled target is used, and with an algorithm its bundled draft.
+    Every command-line flag is a keyword (`--page-size 64` is `page_size=64`). A model path is a
+    local folder, or `org/name[@revision]` on the Hugging Face Hub (a `Path` is always local).
+    Without a `model_path` the bundled target is used, and with an algorithm its bundled draft.
 
     Raises:
         ConfigError: settings, checkpoint or draft cannot work; the message says the fix.
@@ -41,11 +43,14 @@ class LLM:
     ) -> None:
         """`overlap_depth` (0, 1) overrides what suits the device; for tests."""
         options = {option.name: option.default for option in all_options()}
-        if model_path is not None:
-            settings["model_path"] = str(model_path)
+        settings["model_path"] = model_path
+        for name, value in settings.items():
+            if isinstance(value, Path):
+                settings[name] = str(value.expanduser().absolute())
         config = EngineConfig.of(settings, options)
         logging.getLogger("forerun").setLevel(config.log_level.upper())
-        self.config, target = _with_bundled(config)
+        get_algorithm(config.speculative_algorithm)  # must exist, before anything is downloaded
+        self.config, target = _with_bundled(with_local_paths(config))
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
         self.engine = Engine(self.config, target, self.tokenizer, overlap_depth=overlap_depth)
 
@@ -228,13 +233,7 @@ def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> l
 def _with_bundled(config: EngineConfig) -> tuple[EngineConfig, Path]:
     """Fills in the bundled target, and beside it the algorithm's bundled draft."""
     if config.model_path is not None:
-        folder = Path(config.model_path).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(
-                f"model_path {config.model_path!r} is not a folder. Download the model first, for"
-                " example with `huggingface-cli download`."
-            )
-        return config, folder
+        return config, Path(config.model_path)
     target = bundled("target")
     draft = get_algorithm(config.speculative_algorithm).bundled_draft
     if draft is not None and config.speculative_draft_model_path is None:

@@ -25,7 +25,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 SHOW_PROGRESS_FROM = 1 << 30  # bytes
 FIX_FILE = "Download it again"
-FIX_FOLDER = "give the path of a Hugging Face model folder"
+FIX_FOLDER = "give the path of a Hugging Face model folder, or org/name of one on the Hub"
 
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
@@ -129,7 +129,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if (folder / INDEX).exists():
-        files = [folder / name for name in sorted(set(_weight_map(folder).values()))]
+        files = [folder / name for name in shard_names(folder)]
         absent = [file.name for file in files if not file.exists()]
         if absent:
             raise ConfigError(
@@ -149,6 +149,15 @@ def _files(folder: Path) -> list[Path]:
         f"{folder} holds no *.safetensors. Download the weights, or use load_format dummy for"
         " random ones."
     )
+
+
+def shard_names(folder: Path) -> list[str]:
+    """File names of the shards that the index lists.
+
+    Raises:
+        ConfigError: the index cannot be read or lists nothing.
+    """
+    return sorted(set(_weight_map(folder).values()))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -99,7 +99,10 @@ def load_dflash_config(folder: Path) -> DFlashConfig:
         ConfigError: not a DFlash draft, or a field missing or out of range.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; give the path of the draft model's folder.")
+        raise ConfigError(
+            f"{folder} is not a folder; give the path of the draft model's folder, or org/name of"
+            " one on the Hub."
+        )
     path = folder / "config.json"
     return parse_dflash_config(read_json(path), where=str(path))
 

@@ -115,7 +115,10 @@ def load_eagle3_config(folder: Path) -> Eagle3Config:
         ConfigError: not an EAGLE-3 draft, or a field missing or out of range.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder; give the path of the draft model's folder.")
+        raise ConfigError(
+            f"{folder} is not a folder; give the path of the draft model's folder, or org/name of"
+            " one on the Hub."
+        )
     path = folder / "config.json"
     return parse_eagle3_config(read_json(path), where=str(path))
 

@@ -1,0 +1,224 @@
+"""Model paths: a local folder, or `org/name[@revision]` on the Hugging Face Hub.
+
+`huggingface_hub` downloads into its cache, and the engine gets the folder there: nothing below
+this module knows about the Hub. The library reads HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and
+HF_TOKEN when it is first imported. Only safetensors, JSON and tokenizer files are fetched: no
+pickled weights, no code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.llm.download_progress import DownloadProgress, progress_bar_class
+from forerun.models.checkpoint import DUMMY_FORMATS, INDEX, SINGLE, shard_names
+
+CONFIG = "config.json"
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+SUBFOLDERS = ("*/*",)  # other formats of the same model (onnx/, original/): never read
+
+# As huggingface_hub.utils.validate_repo_id, with the organization required.
+_REPO = re.compile(r"(?!.*(?:--|\.\.))\w[\w.-]{0,95}/\w(?:[\w.-]{0,94}\w)?(?<!\.git)", re.ASCII)
+# As `git check-ref-format`; a ref is a file name in the cache, so ".." must not pass.
+_REVISION = re.compile(r"(?!.*(?:\.\.|//|@\{))[^\s~^:?*\[\\/.-][^\s~^:?*\[\\]*(?<![/.])")
+_SHORT_COMMIT = re.compile(r"[0-9a-f]{4,39}")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model repository on the Hub, at a branch, tag or commit (None: the main branch)."""
+
+    setting: str  # that names it, for errors
+    repo: str
+    revision: str | None
+    progress: DownloadProgress = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def with_local_paths(config: EngineConfig) -> EngineConfig:
+    """`config` with local paths in place of Hub names; downloads what the cache does not have.
+
+    A draft path that is no Hub name is passed on as given, since an algorithm may read a single
+    file. Configs and tokenizers of all models come first: a mistyped draft is refused before the
+    target's weights are downloaded.
+
+    Raises:
+        ConfigError: no such folder or repository, no access, no network, or no safetensors.
+    """
+    weights = config.load_format not in DUMMY_FORMATS
+    found: dict[str, Path | HubModel] = {}
+    if config.model_path is not None:
+        found["model_path"] = locate("model_path", config.model_path)
+    if config.tokenizer_path is not None and not config.skip_tokenizer_init:
+        found["tokenizer_path"] = locate("tokenizer_path", config.tokenizer_path)
+    if config.speculative_draft_model_path is not None and config.speculative_algorithm is not None:
+        setting, draft = "speculative_draft_model_path", config.speculative_draft_model_path
+        found[setting] = parse(setting, draft) or Path(draft).expanduser()
+    folders = {
+        setting: _fetch_small(source, is_model=setting != "tokenizer_path")
+        if isinstance(source, HubModel)
+        else source
+        for setting, source in found.items()
+    }
+    for setting, source in found.items():
+        if weights and isinstance(source, HubModel) and setting != "tokenizer_path":
+            _fetch_weights(source, folders[setting])
+    local: dict[str, Any] = {setting: str(folder) for setting, folder in folders.items()}
+    return replace(config, **local)
+
+
+def config_folder(setting: str, value: str) -> Path:
+    """The local folder of a model's config and tokenizer, without weights.
+
+    Raises:
+        ConfigError: no such folder or repository, no access, or no network.
+    """
+    source = locate(setting, value)
+    return _fetch_small(source, is_model=True) if isinstance(source, HubModel) else source
+
+
+def locate(setting: str, value: str) -> Path | HubModel:
+    """An existing local folder, or else the Hub repository that `value` names.
+
+    Raises:
+        ConfigError: neither.
+    """
+    folder = Path(value).expanduser()
+    model = parse(setting, value)
+    if model is not None:
+        return model
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{setting} {value!r} is not a folder. Give the path of a Hugging Face model folder,"
+            " or org/name[@revision] to download one from the Hugging Face Hub."
+        )
+    return folder
+
+
+def parse(setting: str, value: str) -> HubModel | None:
+    """The Hub repository that `value` names; None if it exists locally or does not look like one.
+
+    Raises:
+        ConfigError: a Hub name with an impossible revision.
+    """
+    repo, at, revision = value.partition("@")
+    if Path(value).expanduser().exists() or not _REPO.fullmatch(repo):
+        return None
+    if at and (not _REVISION.fullmatch(revision) or revision.endswith(".lock")):
+        raise ConfigError(
+            f"{setting} {value!r}: {revision!r} cannot be a revision; give a branch, a tag or a"
+            f" commit, for example {repo}@main."
+        )
+    return HubModel(setting, repo, revision or None, DownloadProgress(value))
+
+
+def _fetch_small(model: HubModel, is_model: bool) -> Path:
+    """Everything but weights. Returns the snapshot's folder, which is named after the commit."""
+    folder = _snapshot(model, model.revision, SMALL_FILES)
+    if is_model and not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"{model.setting}: {model} on the Hugging Face Hub has no {CONFIG}; choose a repository"
+            " in the format of transformers (GGUF and diffusers cannot be loaded)."
+        )
+    return folder
+
+
+def _fetch_weights(model: HubModel, folder: Path) -> None:
+    """The shards that the index lists; without an index the single file, or all there are.
+
+    config.json is in every request: the library warns when nothing matches.
+    """
+    commit = folder.name
+    if (folder / INDEX).is_file():  # exact names, also in subfolders
+        shards = [escape(name) for name in shard_names(folder) if name.endswith(".safetensors")]
+        _snapshot(model, commit, [CONFIG, *shards], ignore=())
+        found = bool(shards)
+    else:
+        _snapshot(model, commit, [CONFIG, SINGLE])
+        if not (folder / SINGLE).is_file():
+            _snapshot(model, commit, [CONFIG, "*.safetensors"])
+        found = any(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError(
+            f"{model.setting}: {model} on the Hugging Face Hub has no safetensors, and pickled"
+            " weights (*.bin, *.pt) are never loaded. Choose a repository that has them, or"
+            " convert it with transformers (save_pretrained) and give the folder."
+        )
+
+
+def _snapshot(
+    model: HubModel,
+    revision: str | None,
+    patterns: Sequence[str],
+    ignore: Sequence[str] = SUBFOLDERS,
+) -> Path:
+    # Here and not above: it imports a web client, and reads the environment.
+    from huggingface_hub import errors, snapshot_download
+
+    # Errors of the connection itself. The web client's base class differs between releases.
+    transport: Any = errors.HfHubHTTPError.__bases__[0]
+    try:
+        with model.progress:
+            folder = snapshot_download(
+                model.repo,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignore),
+                tqdm_class=progress_bar_class(model.progress),
+            )
+    except (transport, OSError, RuntimeError) as error:
+        raise ConfigError(f"{model.setting}: {_reason(model, error)}") from error
+    return Path(folder)
+
+
+def _reason(model: HubModel, error: BaseException) -> str:
+    """What went wrong, in one line, with the fix."""
+    from huggingface_hub import constants, errors
+
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{model} is gated. Accept its terms at {hub}/{model.repo} and set HF_TOKEN to a token"
+            " of that account."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        asked = model.revision or "main"
+        fix = "a commit is given in full (40 digits)" if _SHORT_COMMIT.fullmatch(asked) else ""
+        fix = fix or f"see the branches and tags at {hub}/{model.repo}/tree/main"
+        return f"{model.repo} has no revision {asked!r}; {fix}."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{model.repo!r} is neither a local folder nor a model on {hub}. Check the spelling;"
+            " for a private model set HF_TOKEN."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return (
+            f"{model} is not completely in the cache ({cache}), and HF_HUB_OFFLINE forbids"
+            " downloading it. Unset HF_HUB_OFFLINE, or give a local folder."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return (
+            f"{model} is not completely in the cache ({cache}), and {hub} gives no answer"
+            f" ({_first_line(error.__cause__ or error)}). Check the network and HF_ENDPOINT, or"
+            " give a local folder."
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return f"{hub} refuses {model} ({_first_line(error)}). Check HF_TOKEN."
+    return (
+        f"Downloading {model} into {cache} failed ({_first_line(error)}). Try again (files"
+        " that are complete are kept); HF_HOME moves the cache."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
