@@ -74,7 +74,7 @@ def test_matrices_of_a_model_come_from_its_config() -> None:
     [
         GpuInfo(132, amd=False),
         GpuInfo(108, amd=False, capability=80),
-        GpuInfo(304, amd=True, wave=64),
+        GpuInfo(304, amd=True, warp_size=64),
     ],
     ids=["sm_90", "sm_80", "gfx942"],
 )

@@ -83,14 +83,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def hook(**said: Any) -> None:
         names.append(said["fn"].name)
 
-    load = cuda.load
+    load = cuda.load_kernel
 
-    def loading(*args: Any) -> cuda.Function:
+    def loading(*args: Any) -> cuda.CudaKernel:
         names.append("product")
         return load(*args)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
-    monkeypatch.setattr(cuda, "load", loading)
+    monkeypatch.setattr(cuda, "load_kernel", loading)
     gemm_sm90._compiled.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("forerun.kernels"):

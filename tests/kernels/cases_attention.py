@@ -21,8 +21,8 @@ POOLS = {torch.uint8: "u8", **NAMES}
 RDNA = GpuInfo(96, amd=True)
 GPUS = {  # targets that share their tiles
     "": (("sm_90", "sm_100"), GpuInfo(132, amd=False)),
-    ", Ampere": (("sm_80",), GpuInfo(108, amd=False, capability=80, shared=163 << 10)),
-    ", CDNA": (("gfx942", "gfx950"), GpuInfo(304, amd=True, wave=64)),
+    ", Ampere": (("sm_80",), GpuInfo(108, amd=False, capability=80, smem_bytes=163 << 10)),
+    ", CDNA": (("gfx942", "gfx950"), GpuInfo(304, amd=True, warp_size=64)),
     ", RDNA": (("gfx1100",), RDNA),
 }
 ONE = ("sm_90", "gfx942")

@@ -1,15 +1,15 @@
-"""The device's clock."""
+"""Device timestamps."""
 
 from __future__ import annotations
 
-from forerun.kernels.runtime import timestamp as clock
+from forerun.kernels.runtime import timestamp
 from tests.kernels.compiled import Case
 
 CASES = [
     Case(
         "write_timestamp",
-        clock._stamp,
-        {"out": "*i64", "at": "i32"},
+        timestamp._timestamp_kernel,
+        {"out": "*i64", "index": "i32"},
         {"AMD": False},
         options={"num_warps": 1},
         hip_constants={"AMD": True},

@@ -1,8 +1,8 @@
-"""Compiles kernels ahead of time for targets this machine does not have, and reads the result.
+"""Compiles Triton kernels ahead of time for GPUs that are not present, and inspects the assembly.
 
 `python -m tests.kernels.compiled FAMILY` compiles the cases of `cases_FAMILY.py` (a list `CASES`)
-for their targets and prints the facts as JSON lines. It runs in a process of its own because the
-tests' process may have imported Triton to interpret.
+for their targets and prints one JSON line per kernel and target. It needs a process of its own: in
+the tests' process Triton may have been imported in interpreter mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.kernels.runtime.jit import LazyKernel
 
 CUDA, HIP = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950", "gfx1100")
 TARGETS = CUDA + HIP
-SHARED_LIMIT = {  # bytes a program may have
+SMEM_LIMIT = {  # bytes of shared memory (LDS) per CTA
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
     "sm_100": 227 << 10,
@@ -34,24 +34,26 @@ SHARED_LIMIT = {  # bytes a program may have
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one set of constants."""
+    """A kernel with one set of constexpr values, and what its assembly must look like."""
 
     name: str
     kernel: LazyKernel
-    signature: Mapping[str, str]  # argument -> "*bf16", "*i32", "i32", "fp32"; not the constants
+    signature: Mapping[str, str]  # argument -> "*bf16", "*i32", "i32", "fp32"; no constexprs
     constants: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages
-    hip_constants: Mapping[str, Any] = field(default_factory=dict)  # override `constants`
+    hip_constants: Mapping[str, Any] = field(default_factory=dict)  # overrides for AMD
     hip_options: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = TARGETS
-    multiples: tuple[str, ...] = ()  # integer arguments that are multiples of 16
-    matrix: bool = False  # must use the matrix units
-    wide: bool = True  # must read global memory 16 bytes a thread
-    spill_bytes: int = 0  # local memory tolerated
+    multiples: tuple[str, ...] = ()  # integer arguments divisible by 16
+    matrix: bool = False  # must use tensor cores (AMD: matrix cores)
+    wide: bool = True  # must have 16-byte global loads
+    spill_bytes: int = 0  # local memory allowed per thread
 
 
 @dataclass(frozen=True)
 class Facts:
+    """What the assembly of one case has; shared and local memory in bytes."""
+
     case: str
     target: str
     matrix: bool
@@ -66,13 +68,13 @@ def compile_case(case: Case, target: str) -> Facts:
     from triton.compiler import ASTSource
 
     hip = target.startswith("gfx")
-    wave = 64 if target.startswith("gfx9") else 32
-    gpu = GPUTarget("hip", target, wave) if hip else GPUTarget("cuda", int(target[3:]), 32)
+    warp_size = 64 if target.startswith("gfx9") else 32
+    gpu = GPUTarget("hip", target, warp_size) if hip else GPUTarget("cuda", int(target[3:]), 32)
     constants = {**case.constants, **(case.hip_constants if hip else {})}
     kernel = case.kernel.load()
     signature = {name: case.signature.get(name, "constexpr") for name in kernel.arg_names}
     missing = [n for n, kind in signature.items() if kind == "constexpr" and n not in constants]
-    assert not missing, f"{case.name}: neither signature nor constants have {missing}"
+    assert not missing, f"{case.name}: {missing} are in neither signature nor constants"
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(signature.items())
@@ -82,12 +84,12 @@ def compile_case(case: Case, target: str) -> Facts:
     options = {**case.options, **(case.hip_options if hip else {})}
     built = triton.compile(source, target=gpu, options=options)
     text = built.asm["amdgcn" if hip else "ptx"]
-    read = _read_hip if hip else _read_cuda
-    matrix, wide, spill = read(text, built)
+    inspect = _inspect_hip if hip else _inspect_cuda
+    matrix, wide, spill = inspect(text, built)
     return Facts(case.name, target, matrix, wide, built.metadata.shared, spill)
 
 
-def _read_cuda(ptx: str, built: Any) -> tuple[bool, bool, int]:
+def _inspect_cuda(ptx: str, built: Any) -> tuple[bool, bool, int]:
     matrix = re.search(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)
     wide = re.search(r"ld\.global[\w.:]*\.v4\.(b|u|f)32|ld\.global[\w.:]*\.v8\.b32", ptx)
     wide = wide or re.search(r"ld\.global[\w.:]*\.v2\.(b|u|f)64", ptx)
@@ -95,12 +97,11 @@ def _read_cuda(ptx: str, built: Any) -> tuple[bool, bool, int]:
         r"cp\.async\.c[ag]\.shared\.global[\w.:]* *\[[^]]*\], *\[[^]]*\], *(16|0x10)", ptx
     )
     wide = wide or re.search(r"cp\.async\.bulk(?!\.prefetch)", ptx)
-    usage = _cuobjdump(built.asm["cubin"])
-    return bool(matrix), bool(wide), usage
+    return bool(matrix), bool(wide), _spill_bytes(built.asm["cubin"])
 
 
-def _cuobjdump(cubin: bytes) -> int:
-    """Bytes of stack and local memory a thread uses."""
+def _spill_bytes(cubin: bytes) -> int:
+    """Bytes of stack and local memory per thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -113,7 +114,7 @@ def _cuobjdump(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", shown))
 
 
-def _read_hip(text: str, built: Any) -> tuple[bool, bool, int]:
+def _inspect_hip(text: str, built: Any) -> tuple[bool, bool, int]:
     matrix = re.search(r"\bv_(mfma|smfmac|wmma)_", text)
     wide = re.search(r"\b(global|buffer)_load_(dwordx4|b128)\b", text)
     spill = re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)
@@ -122,17 +123,19 @@ def _read_hip(text: str, built: Any) -> tuple[bool, bool, int]:
 
 
 def problems(case: Case, facts: Facts) -> list[str]:
-    """What the produced assembly should have and has not."""
+    """Where the assembly does not meet the case's requirements."""
     where = f"{case.name} on {facts.target}:"
     found = []
     if case.matrix and not facts.matrix:
-        found.append(f"{where} no matrix instruction")
+        found.append(f"{where} no tensor-core instruction")
     if case.wide and not facts.wide:
         found.append(f"{where} no 16-byte global load")
     if facts.spill > case.spill_bytes:
         found.append(f"{where} {facts.spill} bytes of local memory")
-    if facts.shared > SHARED_LIMIT[facts.target]:
-        found.append(f"{where} {facts.shared} bytes of shared memory")
+    if facts.shared > SMEM_LIMIT[facts.target]:
+        found.append(
+            f"{where} {facts.shared} bytes of shared memory, limit {SMEM_LIMIT[facts.target]}"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++: compiled here, whatever GPU there is, and what the assembler says."""
+"""CUDA C++ kernels compile with NVRTC, with or without a GPU, and without register spills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.kernels.gemm.gemm_sm90 import (
     source,
     stages,
 )
-from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.runtime import nvrtc
 
 FORMS = [
     Form(),
@@ -36,13 +36,13 @@ CHOICES = {
 }
 CONFIGS = {SILU_MANY} | {choice for choice in CHOICES if isinstance(choice, Sm90Config)}
 
-pytestmark = pytest.mark.skipif(not cuda.available(), reason="needs NVRTC")
+pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("config", sorted(CONFIGS, key=str), ids=str)
 def test_products_for_hopper_compile(config: Sm90Config, form: Form) -> None:
-    code, log = cuda.compile_source(source(config, form), ARCHITECTURE, log=True)
+    code, log = nvrtc.compile_source(source(config, form), ARCHITECTURE, verbose=True)
     assert code.startswith(b"\x7fELF")
     assert "warning" not in log and "serialized" not in log, log
     stack, stores, loads = map(
@@ -53,13 +53,13 @@ def test_products_for_hopper_compile(config: Sm90Config, form: Form) -> None:
 
 
 def test_a_mistake_is_told_with_its_line() -> None:
-    with pytest.raises(cuda.CudaError, match=r"kernel\.cu\(2\).*nonsense"):
-        cuda.compile_source("__global__ void f() {\n nonsense; }", ARCHITECTURE)
+    with pytest.raises(nvrtc.CudaError, match=r"kernel\.cu\(2\).*nonsense"):
+        nvrtc.compile_source("__global__ void f() {\n nonsense; }", ARCHITECTURE)
 
 
 def test_arguments_lie_where_the_driver_looks_for_them() -> None:
     tensor = torch.zeros(3)
-    _kept, address = cuda._arguments((tensor, None, -7, 1.5))
+    _kept, address = nvrtc._pack_arguments((tensor, None, -7, 1.5))
     places = (ctypes.c_uint64 * 4).from_address(address)
     assert ctypes.c_uint64.from_address(places[0]).value == tensor.data_ptr()
     assert ctypes.c_uint64.from_address(places[1]).value == 0

@@ -132,7 +132,7 @@ def test_default_configurations_fit() -> None:
     """Shared memory, with the deepest pipelining a compiler could make of the stages."""
     for gpu, limit in (
         (GpuInfo(108, amd=False, capability=80), 163 << 10),
-        (GpuInfo(304, amd=True, wave=64), 64 << 10),
+        (GpuInfo(304, amd=True, warp_size=64), 64 << 10),
     ):
         for bucket in (16, 32):
             c = default(bucket, gpu)
@@ -171,7 +171,7 @@ def test_unknown_shapes_leave_many_rows_to_the_library(monkeypatch: pytest.Monke
     for gpu, most in (
         (GpuInfo(132, amd=False, capability=90), 128),
         (GpuInfo(108, amd=False, capability=80), 32),
-        (GpuInfo(304, amd=True, wave=64), 32),
+        (GpuInfo(304, amd=True, warp_size=64), 32),
     ):
         assert choose(1000, 512, most, gpu) is not None
         assert choose(1000, 512, most + 1, gpu) is None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3, encode_e4m3_ref
-from forerun.kernels.runtime.jit import jit, jit_for_any, tl, triton, use_triton
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 
 ROWS = 64  # query rows a program maps
 CHUNK = 1024  # elements of a pool row a program copies
@@ -64,7 +64,7 @@ def pool_rows_ref(
     return page_table[request, position // page].long() * page + position % page
 
 
-@jit_for_any("longest")
+@jit_no_specialize("longest")
 def _pool_rows(
     table_ptr, start_ptr, first_ptr, rows_ptr, table_row, longest,
     PAGE: tl.constexpr, RAGGED: tl.constexpr, BLOCK: tl.constexpr,

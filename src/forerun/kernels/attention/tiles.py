@@ -58,7 +58,7 @@ def decode_tiles(
     row_bytes = power * dtype.itemsize
     block_m = min(64, max(16, next_power_of_2(rows)))
     block_n = decode_block_n(dim, dtype)
-    if gpu.amd and gpu.wave == 32:
+    if gpu.amd and gpu.warp_size == 32:
         return Tiles(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
     if gpu.amd:
         return Tiles(block_m, block_n, 4, 1 if row_bytes > 256 else 2)
@@ -68,7 +68,7 @@ def decode_tiles(
     stages = 3 if pool.itemsize == 1 or (block_m > 16 and not alone) else 4
     if block_m == 16 and alone and uses_tma(gpu, page, block_n, dim, pool):
         stages = 5
-    room = gpu.shared - 2 * block_m * row_bytes
+    room = gpu.smem_bytes - 2 * block_m * row_bytes
     stages = max(1, min(stages, room // (2 * block_n * power * pool.itemsize)))
     warps = 8 if row_bytes > 256 or dtype == torch.float32 else 4
     return Tiles(block_m, block_n, warps, stages)
@@ -116,11 +116,11 @@ def prefill_tiles(gpu: GpuInfo, dim: int, dtype: torch.dtype) -> Tiles:
         return Tiles(16, 16, 4, 1)
     if dtype == torch.float32:
         return Tiles(32, 32 if dim <= 128 else 16, 4, 1 if gpu.amd else 2)
-    if gpu.amd and gpu.wave == 32:
+    if gpu.amd and gpu.warp_size == 32:
         return Tiles(32, 16, 8, 1) if row_bytes <= 256 else Tiles(16, 16, 8, 1)
     if gpu.amd:
         return Tiles(128, 64, 8, 1) if row_bytes <= 256 else Tiles(64, 32, 8, 1)
-    if gpu.capability < 90 or gpu.shared < 160 << 10:
+    if gpu.capability < 90 or gpu.smem_bytes < 160 << 10:
         return Tiles(128, 32, 8, 3) if row_bytes <= 256 else Tiles(64, 32, 8, 2)
     if row_bytes > 256:
         return Tiles(128, 32, 8, 2)

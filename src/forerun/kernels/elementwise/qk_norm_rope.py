@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.kernels.attention.paged_kv import write_kv_ref
 from forerun.kernels.elementwise.rms_norm import rms_norm_ref, sum_split_k_ref, vector_warps
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3
-from forerun.kernels.runtime.jit import jit, jit_for_any, tl, triton, use_triton
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 GROUP = 8  # heads a program takes, at most
@@ -196,7 +196,7 @@ def _launch(
     )
 
 
-@jit_for_any("tokens")
+@jit_no_specialize("tokens")
 def _kernel(
     x_ptr, q_norm, k_norm, table, positions, rows, q_ptr, k_pool, v_pool, new,
     tokens, x_part, x_row, layer_stride, width, eps,

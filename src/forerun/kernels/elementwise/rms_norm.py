@@ -64,7 +64,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def vector_warps(elements: int, tensor: Tensor) -> int:
     """Warps for a program of so many elements, 8 a thread: 16 bytes of bfloat16."""
-    return min(16, max(1, elements // (8 * gpu_of(tensor.device).wave)))
+    return min(16, max(1, elements // (8 * gpu_of(tensor.device).warp_size)))
 
 
 def _launch(

@@ -159,8 +159,8 @@ def launch(
         clusters * config.cluster,
         128 * (1 + config.groups),
         (
-            cuda.tensor_map(x, (min(rows, config.block_m), CHUNK)),
-            cuda.tensor_map(weight, (block // config.cluster, CHUNK)),
+            cuda.tma_descriptor(x, (min(rows, config.block_m), CHUNK)),
+            cuda.tma_descriptor(weight, (block // config.cluster, CHUNK)),
             out, best_ids, bias, residual, norm_weight, scaled, out_squares, squares,
             0 if squares is None else squares.shape[0], eps,
             rows, width, k, units, groups_m, config.split, k // (CHUNK * config.split),
@@ -170,6 +170,6 @@ def launch(
 
 
 @cache
-def _compiled(config: Sm90Config, form: Form, device: torch.device) -> cuda.Function:
+def _compiled(config: Sm90Config, form: Form, device: torch.device) -> cuda.CudaKernel:
     shared = shared_bytes(config, form)
-    return cuda.load(source(config, form), "product", ARCHITECTURE, shared, device)
+    return cuda.load_kernel(source(config, form), "product", ARCHITECTURE, shared, device)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from forerun.kernels.runtime.jit import jit, jit_for_any, tl
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
 
 
-@jit_for_any("M", "P", "units", "tiles_m")
+@jit_no_specialize("M", "P", "units", "tiles_m")
 def gemm_kernel(
     x,  # [M, K], stride_x
     w,  # [N, K], with PAIRED [2N, K]

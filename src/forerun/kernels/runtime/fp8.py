@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""float8 e4m3 for K/V pools, by its bits: the same on every target and in the interpreter.
+"""float8 e4m3fn conversion for K/V pools, in integer arithmetic.
 
-Sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, largest 448. Values are clamped,
-never scaled. The kernels see the pool as uint8.
+The result is the same on every target and in Triton's interpreter. e4m3fn has a sign bit, 4
+exponent bits (bias 7) and 3 mantissa bits; it has no infinity, and its maximum is 448. Values are
+saturated, not scaled. Kernels get the pool as uint8.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
+E4M3_MAX = 448.0
 
 
 @jit
 def decode_e4m3(bits):
-    """uint8 -> float16, exact: shifted into a half's fields, the exponent is 8 too small."""
+    """uint8 (e4m3 bits) -> float16, exact.
+
+    Shifted into float16's fields, the value is 2^-8 of the true one: the exponent biases are 7
+    and 15.
+    """
     wide = bits.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True) * 256.0
@@ -27,31 +32,31 @@ def decode_e4m3(bits):
 
 @jit
 def encode_e4m3(x):
-    """float32 -> uint8, rounded to nearest even and clamped."""
+    """float32 -> uint8 (e4m3 bits), rounded to nearest even and saturated at 448."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.uint32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # 960: (127 - 7) << 3
-    # Below 2^-6 steps are 2^-9: next to 2^14 a float32 has just such steps.
+    # Subnormals (below 2^-6) have a spacing of 2^-9, as float32 has just above 2^14.
     small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
 
 
 def encode_e4m3_ref(x: Tensor) -> Tensor:
-    """Twin of the encoder, as a float8 tensor."""
-    return x.float().clamp(-LARGEST, LARGEST).to(FP8)
+    """Reference implementation of `encode_e4m3`; returns a float8_e4m3fn tensor."""
+    return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
 
 
 def fp8_mode(pool: Tensor) -> int:
-    """How kernels read a pool: 0, as it is; 1, by `decode_e4m3`; 2, by the hardware."""
+    """How kernels read a pool: 0: not float8; 1: `decode_e4m3`; 2: the hardware's conversion."""
     if pool.dtype != FP8:
         return 0
-    facts = gpu_of(pool.device)
-    native = not facts.amd and not facts.interpreted and facts.capability >= 89
+    gpu = gpu_of(pool.device)
+    native = not gpu.amd and not gpu.interpreted and gpu.capability >= 89
     return 2 if native else 1
 
 
 def as_bits(pool: Tensor) -> Tensor:
-    """What kernels are handed: uint8 for a float8 pool, else the pool itself."""
+    """A float8 pool viewed as uint8, any other pool unchanged: what is passed to kernels."""
     return pool.view(torch.uint8) if pool.dtype == FP8 else pool

@@ -1,4 +1,4 @@
-"""What kernels choose their tiles by."""
+"""Device properties that tile sizes and GEMM dispatch depend on."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from forerun.kernels.runtime.jit import triton
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """Facts of a device."""
+    """Properties of one device."""
 
-    num_sms: int  # streaming multiprocessors, compute units
+    num_sms: int  # streaming multiprocessors (NVIDIA) or compute units (AMD)
     amd: bool
-    wave: int = 32  # threads a warp; AMD's data centre chips have 64
-    capability: int = 90  # CUDA's, of two digits; means nothing where `amd`
-    shared: int = 227 << 10  # bytes of shared memory a program may have
-    interpreted: bool = False
+    warp_size: int = 32  # 64 on AMD's CDNA GPUs
+    capability: int = 90  # CUDA compute capability, 10 * major + minor; undefined if `amd`
+    smem_bytes: int = 227 << 10  # most shared memory (LDS) of one CTA
+    interpreted: bool = False  # Triton's interpreter on a CPU
 
 
 @cache
 def gpu_of(device: torch.device) -> GpuInfo:
-    """In Triton's interpreter: a small imaginary one."""
+    """Properties of a CUDA or ROCm device; for a CPU, a small fictitious GPU (interpreter)."""
     if device.type != "cuda":
         return GpuInfo(num_sms=4, amd=False, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     amd = torch.version.hip is not None
     capability = 10 * properties.major + properties.minor
     index = torch.cuda.current_device() if device.index is None else device.index
-    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
-    return GpuInfo(properties.multi_processor_count, amd, properties.warp_size, capability, shared)
+    smem = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return GpuInfo(properties.multi_processor_count, amd, properties.warp_size, capability, smem)
 
 
 def next_power_of_2(n: int) -> int:
@@ -43,7 +43,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def have_triton(device: str) -> bool:
-    """Whether kernels can run on this kind of device ("cuda", also ROCm's; "cpu": interpreted)."""
+    """Whether Triton kernels can run on this device type.
+
+    "cuda" (also ROCm): if Triton is installed. "cpu": if its interpreter is enabled as well.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
     return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,4 +1,4 @@
-"""Where Triton comes in: which tensors its kernels serve, and kernels that import it when launched.
+"""Triton kernels that import Triton only when they are launched.
 
 A kernel file reads like any Triton code:
 
@@ -10,10 +10,10 @@ A kernel file reads like any Triton code:
 
     def f(x):                                # the public function
         if not use_triton(x):
-            return f_torch(x)                # the twin, in plain PyTorch
+            return f_ref(x)                  # the reference implementation, in plain PyTorch
         _kernel[grid](x, n, BLOCK=128)
 
-Importing such a file costs nothing and works without Triton.
+Importing such a file is cheap and works without Triton.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-__all__ = ["LazyKernel", "LazyModule", "jit", "jit_for_any", "tl", "triton", "use_triton"]
+__all__ = ["LazyKernel", "LazyModule", "jit", "jit_no_specialize", "tl", "triton", "use_triton"]
 
 
 class LazyModule:
-    """A module that is imported when first asked for a name, or by a kernel beside it."""
+    """A module that is imported on first attribute access, or when a kernel is first loaded."""
 
     def __init__(self, name: str) -> None:
         self.module = name
@@ -46,15 +46,16 @@ else:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether kernels serve this tensor: on a GPU, or in Triton's interpreter (tests)."""
+    """Whether Triton kernels run on this tensor: on a GPU, or in Triton's interpreter (tests)."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class LazyKernel:
-    """A function in Triton's language, or a helper of one: given to `triton.jit` on first use.
+    """A Triton kernel or device function that is passed to `triton.jit` on first use.
 
-    Then `tl` and the file's other kernels are put in place in its module, so that every further
-    launch is Triton's own. TRITON_INTERPRET must not change once a kernel has run.
+    Loading one kernel also replaces the lazy modules and kernels in its module's globals by the
+    real ones, so that later launches go through Triton alone. TRITON_INTERPRET must not change
+    once a kernel has run.
     """
 
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
@@ -62,7 +63,7 @@ class LazyKernel:
         self._jitted: Any = None
 
     def load(self) -> Any:
-        """The function as Triton knows it."""
+        """The `triton.JITFunction` (or its interpreted counterpart)."""
         if self._jitted is None:
             self._jitted = triton.jit(self.fn, **self.options)
             scope = self.fn.__globals__
@@ -77,13 +78,21 @@ class LazyKernel:
         return self.load()[grid]  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"{self.fn.__name__} runs inside kernels only")
+        raise TypeError(
+            f"{self.fn.__name__} is a Triton kernel: launch it as {self.fn.__name__}[grid](...), "
+            "or call it inside another kernel."
+        )
 
 
 def jit(fn: Callable[..., Any]) -> LazyKernel:
+    """`triton.jit`, deferred to the first launch."""
     return LazyKernel(fn)
 
 
-def jit_for_any(*arguments: str) -> Callable[[Callable[..., Any]], LazyKernel]:
-    """`jit`, and the named integers (row counts) are not compiled in: 1 and 16 are not special."""
+def jit_no_specialize(*arguments: str) -> Callable[[Callable[..., Any]], LazyKernel]:
+    """`jit` with Triton's `do_not_specialize` for the named integer arguments.
+
+    Triton otherwise compiles variants for integers equal to 1 and for multiples of 16. Sizes that
+    change from step to step must not trigger a compilation.
+    """
     return lambda fn: LazyKernel(fn, do_not_specialize=arguments)

@@ -1,15 +1,21 @@
-"""Programmatic dependent launch: a kernel starts while the one before it on the stream runs out.
+"""Programmatic dependent launch (PDL): a kernel starts before its predecessor has finished.
 
-Such a kernel takes a constant PDL, and where it is set calls `tl.extra.cuda.gdc_wait()` in every
-program before it touches anything another kernel writes or reads (weights never change, so they
-may be fetched before), and `tl.extra.cuda.gdc_launch_dependents()` at its start, so that the kernel
-after it may come. It is launched with `**pdl_options(tensor)`.
+A kernel that supports PDL takes a constexpr `PDL`. If it is set, the kernel calls
 
-Two read results before they wait: rope (`qkv.py`: positions, rows), attention (`attention.py`:
-starts, page tables, older K/V). That is right where a launch without programmatic dependence (any
-kernel of PyTorch's, a copy) lies between the writer and them: it waits for the writer's end, and
-nothing after it starts earlier. In a step these are `prepare` and then the embedding; between the
-one-row passes of a chain draft `pool_rows` and the embedding; in a prompt the upload of its tiles.
+- `tl.extra.cuda.gdc_launch_dependents()` at its start, so that the next kernel may be scheduled;
+- `tl.extra.cuda.gdc_wait()` in every CTA before it reads or writes anything that another kernel
+  of the step writes. Weights never change, so they may be prefetched before the wait.
+
+It is launched with `**pdl_options(tensor)`.
+
+Two kernels read results of earlier kernels before `gdc_wait()`: QK-norm + RoPE
+(`elementwise/qk_norm_rope.py`: positions, slots) and decode attention (`attention/decode.py`:
+start positions, page tables, K/V of earlier steps). This is safe because a launch without PDL (any
+PyTorch kernel, a copy) lies between the writer and the reader: such a launch waits for the writer
+to finish, and nothing after it starts earlier. In a decode step, writer and launch in between are
+the kernel of `speculation/decode_inputs.py` and the embedding lookup; between the passes of an
+autoregressive draft, that of `attention/paged_kv.py` for KV slots and the embedding lookup; in a
+prefill, the upload of the tile list comes in between.
 """
 
 from __future__ import annotations
@@ -22,13 +28,13 @@ from torch import Tensor
 
 
 def pdl_options(tensor: Tensor) -> dict[str, Any]:
-    """The constant PDL and, where it is set, the launch option: NVIDIA GPUs from sm_90 on."""
+    """Launch keywords: the constexpr `PDL` and, on NVIDIA GPUs from sm_90 on, `launch_pdl`."""
     index = tensor.device.index if tensor.is_cuda else None
-    if index is not None and _capable(index):
+    if index is not None and _supports_pdl(index):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 @cache
-def _capable(index: int) -> bool:
+def _supports_pdl(index: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)

@@ -1,4 +1,7 @@
-"""The device's clock, read between the kernels of a step: a graph can be timed in no other way."""
+"""Device timestamps, written between the kernels of a step.
+
+CUDA events cannot time parts of a captured graph; a kernel that stores the device clock can.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,27 +16,30 @@ from forerun.kernels.runtime.jit import jit, tl
 
 
 @jit
-def _stamp(out, at, AMD: tl.constexpr):
+def _timestamp_kernel(out, index, AMD: tl.constexpr):
     now = tl.extra.hip.memrealtime() if AMD else tl.extra.cuda.globaltimer()
-    tl.store(out + at, now)
+    tl.store(out + index, now)
 
 
-def write_timestamp(out: Tensor, at: int) -> None:
-    """out[at] = the time when all that was queued before is done, in ticks of `tick_ns`.
+def write_timestamp(out: Tensor, index: int) -> None:
+    """out[index] = the time at which all earlier work on the stream has finished.
 
-    out: int64, contiguous. No PDL: the kernel waits for the one before it to end.
+    Launched without PDL, so the kernel waits for its predecessor to finish.
+
+    Args:
+        out: int64, contiguous; in ticks of `tick_ns`.
     """
-    if out.is_cuda:  # not in the interpreter, which has no clock
-        _stamp[(1,)](out, at, AMD=torch.version.hip is not None, num_warps=1)
+    if out.is_cuda:  # Triton's interpreter has no device clock
+        _timestamp_kernel[(1,)](out, index, AMD=torch.version.hip is not None, num_warps=1)
     else:
-        write_timestamp_ref(out, at)
+        write_timestamp_ref(out, index)
 
 
-def write_timestamp_ref(out: Tensor, at: int) -> None:
-    """The twin, for a CPU."""
-    out[at] = time.monotonic_ns()
+def write_timestamp_ref(out: Tensor, index: int) -> None:
+    """`write_timestamp` on a CPU, with the host's monotonic clock."""
+    out[index] = time.monotonic_ns()
 
 
 def tick_ns(device: torch.device) -> int:
-    """Nanoseconds a tick: AMD's constant clock has 100 MHz."""
+    """Nanoseconds per tick: 10 on AMD (a constant 100 MHz clock), else 1."""
     return 10 if device.type == "cuda" and torch.version.hip is not None else 1

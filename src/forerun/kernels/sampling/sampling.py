@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.elementwise.rms_norm import vector_warps
-from forerun.kernels.runtime.jit import jit, jit_for_any, tl, triton
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.sampling.noise import keyed_noise
 from forerun.kernels.sampling.nucleus import (
@@ -183,7 +183,7 @@ def _rules(slots, floats, ints, row, width, floats_row, ints_row):
     return heat, share.to(tl.float64), least, tl.load(ints), tl.load(ints + 1)
 
 
-@jit_for_any("parts")
+@jit_no_specialize("parts")
 def _choose(
     logits, tops, largest, held, edge_ptr, out, positions, slots, floats, ints,
     sums, state, masses, counts,
@@ -379,7 +379,7 @@ def _race(
         tl.store(id_ptr + index, tl.min(tl.where(best == top, ids, 0x7FFFFFFF), 0))
 
 
-@jit_for_any("parts")
+@jit_no_specialize("parts")
 def _finish(
     best_ptr, id_ptr, out, parts, vocab,
     FILTERED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

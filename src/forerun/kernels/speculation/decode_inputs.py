@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.attention.paged_kv import pool_rows_ref
-from forerun.kernels.runtime.jit import jit_for_any, tl, triton, use_triton
+from forerun.kernels.runtime.jit import jit_no_specialize, tl, triton, use_triton
 
 PAGES = 1024  # page ids a program copies
 
@@ -97,7 +97,7 @@ def prepare(
     return found
 
 
-@jit_for_any("pages")
+@jit_no_specialize("pages")
 def _prepare(
     slots, kv_len, last_token, page_table,
     start_ptr, last_ptr, positions, next_positions, rows_ptr, page_rows,
