@@ -32,9 +32,9 @@ def poison_on_release(llm: LLM) -> None:
     scheduler, parts = llm.engine.scheduler, llm.engine.parts
     step, tables = parts.runner.step, parts.runner.tables
     release, free = scheduler._release, parts.allocator.free
-    pools = [step.attention.pool]
+    pools = [step.attention.pools]
     if step.draft_attention is not None:
-        pools.append(step.draft_attention.pool)
+        pools.append(step.draft_attention.pools)
 
     def poisoned_release(request: Request) -> None:
         slot = request.slot
@@ -53,8 +53,8 @@ def poison_on_release(llm: LLM) -> None:
     def poisoned_free(pages: list[int]) -> None:
         free(pages)
         for pool in pools:
-            largest = torch.finfo(pool.data.dtype).max
-            pool.data[:, :, list(pages)] = min(POISON, largest)
+            for data in pool.paged.values():
+                data[:, :, list(pages)] = min(POISON, torch.finfo(data.dtype).max)
 
     scheduler._release = poisoned_release  # type: ignore[method-assign]
     parts.allocator.free = poisoned_free  # type: ignore[method-assign, assignment]

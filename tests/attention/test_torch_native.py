@@ -7,7 +7,8 @@ import torch
 
 from forerun.attention.base import AttentionBatch, AttentionNeed, LayerMask
 from forerun.attention.torch_native import TorchNative
-from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.kvcache.layouts import ModelLayout
+from forerun.kvcache.pools import ModelPools, PoolShape
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 16, 4
 
@@ -28,7 +29,9 @@ def test_attends_to_what_the_pool_can_hold(stored: torch.dtype) -> None:
             "cpu", torch.float32, DIM, HEADS, KV_HEADS, PAGE, frozenset({LayerMask()}),
             kv_dtype=dtype,
         )  # fmt: skip
-        pool = KVPool(KVLayout(1, KV_HEADS, DIM, dtype), 3, PAGE, torch.device("cpu"))
+        pool = ModelPools(
+            ModelLayout.dense(1, KV_HEADS, DIM, dtype), PoolShape(3, PAGE), torch.device("cpu")
+        )
         backend = TorchNative(need, pool)
         plan = backend.plan(batch)
         backend.write(plan, 0, keys, values)

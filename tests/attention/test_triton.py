@@ -15,7 +15,8 @@ from forerun.attention.base import (
 )
 from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
-from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.kvcache.layouts import ModelLayout
+from forerun.kvcache.pools import ModelPools, PoolShape
 
 pytest.importorskip("triton")
 
@@ -27,8 +28,8 @@ def backends(page: int, device: torch.device) -> list[AttentionBackend]:
     """Triton and the plain one, each with its own pool."""
     need = AttentionNeed(device.type, torch.float32, DIM, HEADS, KV_HEADS, page, frozenset(MASKS))
     assert TritonAttention.why_not(need) == []
-    layout = KVLayout(LAYERS, KV_HEADS, DIM, torch.float32)
-    pools = [KVPool(layout, 1 + 3 * 8 * 16 // page, page, device) for _ in range(2)]
+    layout = ModelLayout.dense(LAYERS, KV_HEADS, DIM, torch.float32)
+    pools = [ModelPools(layout, PoolShape(1 + 3 * 8 * 16 // page, page), device) for _ in range(2)]
     return [TritonAttention(need, pools[0]), TorchNative(need, pools[1])]
 
 
@@ -73,8 +74,8 @@ def test_prefill_then_blocks(page: int, device: torch.device) -> None:
     _same(pair, batch, 16, MASKS, device, 9)
     written = table[:3].long().unique()
     for layer in range(LAYERS):
-        assert torch.equal(pair[0].pool.k[layer][written], pair[1].pool.k[layer][written])
-        assert torch.equal(pair[0].pool.v[layer][written], pair[1].pool.v[layer][written])
+        assert torch.equal(pair[0].pools.k(layer)[written], pair[1].pools.k(layer)[written])
+        assert torch.equal(pair[0].pools.v(layer)[written], pair[1].pools.v(layer)[written])
 
 
 def _same(
@@ -117,8 +118,8 @@ def test_a_captured_plan_follows_the_device() -> None:
     with torch.cuda.graph(graph):
         out = step()
     for lengths in ([0, 0, 0], [5, 77, 126], [120, 1, 33]):
-        triton.pool.data.normal_()
-        native.pool.data.copy_(triton.pool.data)
+        triton.pools.dense.normal_()
+        native.pools.dense.copy_(triton.pools.dense)
         start.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         expected = run(native, native.plan(batch), 0, LayerMask(), q, k, v)

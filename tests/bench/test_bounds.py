@@ -14,7 +14,7 @@ from forerun.attention.base import LayerMask
 from forerun.bench import ceilings
 from forerun.bench.bounds import Bounds, Work, kv_bytes
 from forerun.bench.ceilings import Ceilings, product_seconds
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.linear import Linear, Product
 from forerun.llm.bundled import PAIR
 
@@ -98,7 +98,7 @@ def test_bytes_of_the_bundled_pair(plain: LLM, speculating: LLM) -> None:
 
 
 def test_windows_hide_keys() -> None:
-    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
+    layout = ModelLayout.dense(num_layers=3, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16)
     masks = (LayerMask(), LayerMask(window=10), LayerMask(window=500))
     assert kv_bytes(layout, masks, 100) == (100 + 10 + 100) * 2 * 2 * 4 * 2
 

@@ -60,12 +60,12 @@ def test_the_setting_reaches_both_pools_and_the_budget() -> None:
         with golden_llm("DFLASH", kv_cache_dtype=kv) as llm:
             step = llm.engine.parts.runner.step
             assert step.draft_attention is not None
-            pools = step.attention.pool, step.draft_attention.pool
-            assert len({pool.data.dtype for pool in pools}) == 1
+            pools = step.attention.pools, step.draft_attention.pools
+            assert len({pool.dense.dtype for pool in pools}) == 1
             chosen = llm.explain()
             cells[chosen["kv_cache_dtype"]] = chosen["kv_bytes_per_token"]
             sizes = chosen["memory_bytes"]["kv_target"], chosen["memory_bytes"]["kv_draft"]
-            assert sizes == tuple(pool.data.nbytes for pool in pools)
+            assert sizes == tuple(pool.dense.nbytes for pool in pools)
     assert cells == {
         "float32": cells["float32"],
         "bfloat16": cells["float32"] // 2,

@@ -13,12 +13,15 @@ from forerun.core.errors import ConfigError
 from forerun.executor import build, memory, resolve
 from forerun.executor.memory import SLACK, MemoryLog, ProfilingRun, kv_budget
 from forerun.executor.runner import Runner
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from tests.golden_engine import CASES, golden_llm
 
 GPU, GIB = torch.device("cuda", 0), 2**30
-LAYOUTS = [KVLayout(36, 8, 128, torch.bfloat16), KVLayout(5, 8, 128, torch.bfloat16)]
-CELL = sum(layout.cell_bytes for layout in LAYOUTS)
+LAYOUTS = [
+    ModelLayout.dense(36, 8, 128, torch.bfloat16),
+    ModelLayout.dense(5, 8, 128, torch.bfloat16),
+]
+CELL = sum(layout.token_bytes for layout in LAYOUTS)
 
 
 def tokens(free: int, total: int, seen: ProfilingRun, monkeypatch: Any, **settings: Any) -> int:
@@ -63,7 +66,7 @@ def test_the_rehearsed_steps_run_on_one_page() -> None:
         assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
         for plan in plans:
             Runner(step).launch(plan).result()
-        pages = step.attention.pool.data.transpose(0, 2).flatten(1).any(1)
+        pages = step.attention.pools.dense.transpose(0, 2).flatten(1).any(1)
         assert pages.nonzero().tolist() == [[0]]
         assert parts.runner.tables.kv_len[padding_slot] == 0
         params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
@@ -86,7 +89,7 @@ def test_running_out_is_one_line_with_the_mend(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(resolve, "KVPool", fail)
+    monkeypatch.setattr(resolve, "ModelPools", fail)
     with pytest.raises(
         ConfigError, match=r"out of memory for the K/V pools: .* lower mem_frac"
     ) as e:

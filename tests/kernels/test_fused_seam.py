@@ -16,7 +16,8 @@ from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
 from forerun.config.model_config import RopeConfig
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
-from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.kvcache.layouts import ModelLayout
+from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.layers.attention import HeadNormRope
 from forerun.layers.rope import Rope
 from forerun.models.dflash import ContextPrologue
@@ -34,7 +35,10 @@ def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Ten
 
     float32 = torch.float32
     need = AttentionNeed(device.type, float32, DIM, HEADS, KV_HEADS, PAGE, frozenset({LayerMask()}))
-    backend = kind(need, KVPool(KVLayout(LAYERS, KV_HEADS, DIM, float32), 9, PAGE, device))
+    backend = kind(
+        need,
+        ModelPools(ModelLayout.dense(LAYERS, KV_HEADS, DIM, float32), PoolShape(9, PAGE), device),
+    )
     table = torch.randperm(8, generator=generator).view(2, 4).int() + 1
     start = torch.tensor([3, 7], dtype=torch.int32, device=device)
     batch = AttentionBatch(table.to(device), start, 12, width=WIDTH)
@@ -51,7 +55,7 @@ def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Ten
     kv = normal(tokens, 2 * LAYERS * KV_HEADS * DIM)
     new = torch.tensor(NEW, dtype=torch.int32, device=device)
     context.write_layers(kv, ContextPrologue(KV_HEADS, norms), rows, new)
-    return gathered, backend.pool.data
+    return gathered, backend.pools.dense
 
 
 def test_backends_agree(device: torch.device) -> None:

@@ -18,7 +18,8 @@ from transformers import (
 
 from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
 from forerun.attention.torch_native import TorchNative
-from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.kvcache.layouts import DenseKV, ModelLayout
+from forerun.kvcache.pools import ModelPools, PoolShape
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -93,20 +94,27 @@ class Loop:
 
     @classmethod
     def over(
-        cls, forward: Any, layout: KVLayout, masks: tuple[LayerMask, ...], heads: int, requests: int
+        cls,
+        forward: Any,
+        layout: ModelLayout,
+        masks: tuple[LayerMask, ...],
+        heads: int,
+        requests: int,
     ) -> Loop:
+        kind = layout.layers[0]
+        assert isinstance(kind, DenseKV)
         need = AttentionNeed(
             device="cpu",
-            dtype=layout.dtype,
-            head_dim=layout.head_dim,
+            dtype=kind.dtype,
+            head_dim=kind.head_dim,
             num_heads=heads,
-            num_kv_heads=layout.num_kv_heads,
+            num_kv_heads=kind.num_kv_heads,
             page_size=PAGE,
             masks=frozenset(masks),
         )
         assert TorchNative.why_not(need) == []
         pages = 1 + requests * PAGES_EACH
-        backend = TorchNative(need, KVPool(layout, pages, PAGE, CPU))
+        backend = TorchNative(need, ModelPools(layout, PoolShape(pages, PAGE), CPU))
         # Shuffled, so that a page table that is not read shows.
         order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
         return cls(forward, backend, order.view(requests, PAGES_EACH).to(torch.int32))

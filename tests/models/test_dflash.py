@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.models.dflash import (
     DFlashDraft,
     default_target_layers,
@@ -108,7 +108,7 @@ class Case:
     @classmethod
     def of(cls, folder: Path, oracle: Oracle, requests: int = 1, window: int | None = None) -> Case:
         draft = load_draft(folder, torch.float32, CPU, 128, window)
-        layout = KVLayout(LAYERS, KV_HEADS, DIM, torch.float32)
+        layout = ModelLayout.dense(LAYERS, KV_HEADS, DIM, torch.float32)
         loop = Loop.over(draft.forward, layout, draft.layer_masks, HEADS, requests)
         return cls(draft, oracle, loop)
 
@@ -183,12 +183,12 @@ def test_context_kv(case: Case) -> None:
     f = features(9)
     close(case.draft.context(f), case.oracle.context(f))
     case.observe([f])
-    pool, at = case.loop.backend.pool, torch.arange(9)
+    pool, at = case.loop.backend.pools, torch.arange(9)
     rows = case.loop.table[0, at // pool.page_size].long() * pool.page_size + at % pool.page_size
     for layer in range(LAYERS):
         want_k, want_v = case.oracle.context_kv(f, layer)
-        close(pool.k[layer].flatten(0, 1)[rows], want_k.transpose(0, 1))
-        close(pool.v[layer].flatten(0, 1)[rows], want_v.transpose(0, 1))
+        close(pool.k(layer).flatten(0, 1)[rows], want_k.transpose(0, 1))
+        close(pool.v(layer).flatten(0, 1)[rows], want_v.transpose(0, 1))
 
 
 def test_blocks_of_two_requests(case: Case) -> None:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.models.eagle3 import (
     Eagle3Draft,
     default_target_layers,
@@ -245,7 +245,9 @@ def test_both_formats_say_the_same() -> None:
         assert config.target_layers(12) == (1, 5, 8)
         assert config.feature_size == AUX * TARGET_HIDDEN
         assert (config.draft_vocab_size, config.vocab_size) == (PRUNED, VOCAB)
-        assert config.kv_layout(torch.bfloat16) == KVLayout(1, KV_HEADS, DIM, torch.bfloat16)
+        assert config.kv_layout(torch.bfloat16) == ModelLayout.dense(
+            1, KV_HEADS, DIM, torch.bfloat16
+        )
         assert config.layer_masks == (LayerMask(Mask.CAUSAL),)
         flags = (config.norm_before_residual, config.norm_before_fc, config.fc_norm)
         assert not any((*flags, config.norm_output, config.qk_norm))

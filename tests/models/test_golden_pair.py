@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionBatch, AttentionContext
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.models.dflash import load_draft
 from forerun.models.loader import load_target
 from tests.models.support import CPU, PAGE, PAGES_EACH, Loop
@@ -32,7 +32,9 @@ class Pair:
         self.target = load_target(FOLDER / "target", torch.float32, CPU)
         self.draft = load_draft(FOLDER / "draft", torch.float32, CPU, 256)
         config = self.draft.config
-        layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, torch.float32)
+        layout = ModelLayout.dense(
+            config.num_layers, config.num_kv_heads, config.head_dim, torch.float32
+        )
         self.rows = Loop.of_model(self.target)
         self.blocks = Loop.over(
             self.draft.forward, layout, self.draft.layer_masks, config.num_heads, requests=1

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.models.loader import load_target
 from forerun.models.nextn import COUNT, NextNDraft, load_nextn, load_nextn_config
 from tests.models.nextn_oracle import Oracle
@@ -62,7 +62,7 @@ def loop(draft: NextNDraft, table: Tensor) -> Loop:
         return draft.forward(table[ids], h, positions, ctx)
 
     config = draft.config.model
-    layout = KVLayout(1, config.num_kv_heads, config.head_dim, torch.float32)
+    layout = ModelLayout.dense(1, config.num_kv_heads, config.head_dim, torch.float32)
     return Loop.over(forward, layout, (draft.config.mask,), config.num_heads, requests=2)
 
 

@@ -14,7 +14,7 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.tree import Tree
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.speculative.base import Draft, Option, SlotState, SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_rows
 from tests.golden_engine import GOLDEN, golden_llm
@@ -110,7 +110,7 @@ def test_a_class_is_taken(cls: Any) -> None:
     assert check_class("TOY2", cls) is cls
 
 
-KV = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+KV = ModelLayout.dense(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 TWO = (LayerMask(), LayerMask(Mask.BLOCK))
 DRAFT: dict[str, Any] = {"draft_kv": KV, "draft_heads": 4, "draft_attention": TWO}
 CAPS: list[tuple[dict[str, Any], str]] = [
@@ -134,8 +134,8 @@ CAPS: list[tuple[dict[str, Any], str]] = [
     ({"target_layers": (-1,)}, "names layer -1"),
     ({"draft_heads": 4}, "draft_heads is set without draft_kv"),
     ({"draft_attention": TWO}, "draft_attention is set without draft_kv"),
-    ({**DRAFT, "draft_kv": "auto"}, "draft_kv must be a KVLayout"),
-    ({**DRAFT, "draft_kv": replace(KV, num_layers=0)}, "draft_kv is empty"),
+    ({**DRAFT, "draft_kv": "auto"}, "draft_kv must be a ModelLayout"),
+    ({**DRAFT, "draft_kv": ModelLayout(())}, "draft_kv is empty"),
     ({**DRAFT, "draft_heads": 0}, "draft_heads must be a multiple"),
     ({**DRAFT, "draft_heads": 3}, "draft_heads must be a multiple"),
     ({**DRAFT, "draft_attention": TWO[:1]}, "1 masks for draft_kv's 2 layers"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
-from forerun.kvcache.pools import KVPool
+from forerun.kvcache.pools import ModelPools
 
 
 class Mask(Enum):
@@ -120,7 +120,7 @@ class Plan(ABC):  # noqa: B024 - each backend has its own
 
 
 class AttentionBackend(ABC):
-    """Writes K/V to the pool and attends. One instance serves one model and its pool.
+    """Writes K/V to the pools and attends. One instance serves one model and its pools.
 
     The pool's dtype may be another than the model's: K/V is converted when it is written and when
     it is read, never scaled.
@@ -128,9 +128,9 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, need: AttentionNeed, pool: KVPool) -> None:
+    def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         self.need = need
-        self.pool = pool
+        self.pools = pools
 
     @classmethod
     @abstractmethod

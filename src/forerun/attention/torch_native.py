@@ -59,7 +59,7 @@ class TorchNative(AttentionBackend):
         return reasons
 
     def plan(self, batch: AttentionBatch) -> NativePlan:
-        page = self.pool.page_size
+        page = self.pools.page_size
         if batch.width is not None:
             size = batch.start.shape[0]
             start = batch.start.long().unsqueeze(1)  # [B, 1]
@@ -83,7 +83,7 @@ class TorchNative(AttentionBackend):
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, NativePlan)
-        write_kv_ref(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
+        write_kv_ref(k, v, plan.rows, self.pools.k(layer), self.pools.v(layer))
 
     def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
         assert isinstance(plan, NativePlan)
@@ -98,10 +98,10 @@ class TorchNative(AttentionBackend):
         self, seg: _Segment, layer: int, mask: LayerMask, scale: float, q: Tensor
     ) -> Tensor:
         heads, dim = q.shape[1], q.shape[2]
-        kv_heads = self.pool.layout.num_kv_heads
+        kv_heads = self.pools.k(layer).shape[2]
         group = heads // kv_heads
-        k = self._gather(self.pool.k[layer], seg, q.dtype)  # [B, Hkv, L, D]
-        v = self._gather(self.pool.v[layer], seg, q.dtype)
+        k = self._gather(self.pools.k(layer), seg, q.dtype)  # [B, Hkv, L, D]
+        v = self._gather(self.pools.v(layer), seg, q.dtype)
         bias = seg.masks.get(mask)
         if bias is None:
             bias = self._mask(seg, mask, k.shape[2], q.dtype)

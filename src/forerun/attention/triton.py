@@ -76,7 +76,7 @@ class TritonAttention(AttentionBackend):
 
         So a plan without `rows` is made after what is written there: finding them waits for it.
         """
-        page, dim = self.pool.page_size, self.need.head_dim
+        page, dim = self.pools.page_size, self.need.head_dim
         requests, device = batch.start.shape[0], batch.start.device
         group = self.need.num_heads // self.need.num_kv_heads
         if batch.width is not None:
@@ -91,7 +91,7 @@ class TritonAttention(AttentionBackend):
                 self.need.num_kv_heads,
                 batch.kv_len_ub,
                 dim,
-                self.pool.layout.dtype,
+                self.need.kv_dtype or self.need.dtype,
                 page,
             )
             tree = None if batch.tree is None else batch.tree.flatten()
@@ -109,7 +109,7 @@ class TritonAttention(AttentionBackend):
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, TritonPlan)
-        write_kv(k, v, plan.rows, self.pool.k[layer], self.pool.v[layer])
+        write_kv(k, v, plan.rows, self.pools.k(layer), self.pools.v(layer))
 
     def rope_write(
         self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
@@ -122,8 +122,8 @@ class TritonAttention(AttentionBackend):
             rope.table,
             rope.positions,
             plan.rows,
-            self.pool.k[layer],
-            self.pool.v[layer],
+            self.pools.k(layer),
+            self.pools.v(layer),
         )
 
     def rope_write_layers(
@@ -141,7 +141,7 @@ class TritonAttention(AttentionBackend):
             rope.table,
             rope.positions,
             plan.rows,
-            self.pool.data,
+            self.pools.dense,
             new,
         )
 
@@ -149,7 +149,7 @@ class TritonAttention(AttentionBackend):
         assert isinstance(plan, TritonPlan)
         kind = TREE if plan.tree is not None else MASKS[mask.mask]
         batch, mask_spec = plan.batch, MaskSpec(kind, mask.window)
-        k, v = self.pool.k[layer], self.pool.v[layer]
+        k, v = self.pools.k(layer), self.pools.v(layer)
         if batch.width is not None:
             return paged_attention(
                 q,

@@ -15,7 +15,7 @@ import torch
 from forerun.attention.base import LayerMask
 from forerun.bench.ceilings import Ceilings, product_seconds
 from forerun.engine.engine import Engine
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout, RecurrentState
 from forerun.layers.linear import Product
 
 
@@ -31,9 +31,9 @@ class Work:
         """As the engine's own model, algorithm and pools have it, at `context` rows a request."""
         step = engine.parts.runner.step
         products = step.model.products(batch_size * step.caps.width)
-        cell = kv_bytes(step.attention.pool.layout, step.model.layer_masks, context)
+        cell = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
         if step.draft_attention is not None:
-            layout = step.draft_attention.pool.layout
+            layout = step.draft_attention.pools.layout
             cell += kv_bytes(layout, step.caps.draft_attention, context)
         drafts = step.algorithm.products(batch_size, step.caps.width)
         return cls((*products, *drafts), batch_size * cell)
@@ -47,10 +47,16 @@ class Work:
         return sum(2 * p.n * p.k * p.rows for p in self.products)
 
 
-def kv_bytes(layout: KVLayout, masks: Sequence[LayerMask], context: int) -> int:
-    """K/V that one request's rows read, all layers; a window hides what lies before it."""
-    rows = sum(context if m.window is None else min(context, m.window) for m in masks)
-    return rows * layout.cell_bytes // layout.num_layers
+def kv_bytes(layout: ModelLayout, masks: Sequence[LayerMask], context: int) -> int:
+    """K/V and state that one request reads, all layers; a window hides what lies before it."""
+    total = 0
+    for layer, mask in zip(layout.layers, masks, strict=True):
+        if isinstance(layer, RecurrentState):
+            total += layer.state_bytes
+        else:
+            tokens = context if mask.window is None else min(context, mask.window)
+            total += tokens * layer.token_bytes
+    return total
 
 
 @dataclass(frozen=True)

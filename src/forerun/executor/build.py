@@ -162,9 +162,9 @@ def _explain(
 ) -> dict[str, Any]:
     limits, (target, *draft) = settings.limits, attention
     rows = budget.num_pages * limits.page_size
-    kv = {"kv_target": target.layout.cell_bytes * rows}
+    kv = {"kv_target": target.layout.token_bytes * rows}
     if draft:
-        kv["kv_draft"] = draft[0].layout.cell_bytes * rows
+        kv["kv_draft"] = draft[0].layout.token_bytes * rows
     return {
         "architecture": settings.target.architecture,
         "device": str(settings.device),

@@ -18,7 +18,8 @@ from forerun.executor.cuda_graphs import StepGraphs
 from forerun.executor.runner import Runner
 from forerun.executor.step import DeviceStep
 from forerun.kernels.gemm.dispatch import SILU_ROWS
-from forerun.kvcache.pools import KVLayout, pages_for
+from forerun.kvcache.layouts import ModelLayout
+from forerun.kvcache.pools import pages_for
 from forerun.platform.device import memory
 from forerun.scheduler.scheduler import Limits
 
@@ -50,7 +51,7 @@ class KVBudget:
 def kv_budget(
     config: EngineConfig,
     page: int,
-    layouts: list[KVLayout],
+    layouts: list[ModelLayout],
     device: torch.device,
     tokens_wanted: int,
     tokens_least: int,
@@ -65,7 +66,7 @@ def kv_budget(
     Raises:
         ConfigError: not even one request fits.
     """
-    cell = sum(layout.cell_bytes for layout in layouts)
+    cell = sum(layout.token_bytes for layout in layouts)
     most = -(-tokens_wanted // page)
     if config.max_total_tokens is not None:
         pages = min(-(-config.max_total_tokens // page), most)

@@ -13,7 +13,8 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.attention.tiles import best_page_size
-from forerun.kvcache.pools import KVLayout, KVPool
+from forerun.kvcache.layouts import DenseKV, ModelLayout
+from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.models.base import CausalLM
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
@@ -70,7 +71,7 @@ def resolve(
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     caps = resolve_caps(algorithm, config, target, dtype)
     if caps.draft_kv is not None:
-        caps = replace(caps, draft_kv=replace(caps.draft_kv, dtype=kv_dtype))
+        caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
     _check_draft_settings(config, caps)
     page = _page_size(config, target, device, kv_dtype)
     limits = _limits(config, target, caps, device, page, overlap_depth)
@@ -136,34 +137,36 @@ class AttentionSetup:
 
     need: AttentionNeed
     choice: BackendChoice
-    layout: KVLayout
+    layout: ModelLayout
 
     @classmethod
     def of(
         cls,
         settings: Settings,
-        layout: KVLayout,
+        layout: ModelLayout,
         heads: int,
         masks: tuple[LayerMask, ...],
         flag: str,
     ) -> AttentionSetup:
         """`flag`: the setting that may name a backend."""
+        kind = layout.layers[0]
+        assert isinstance(kind, DenseKV)
         need = AttentionNeed(
             device=settings.device.type,
             dtype=settings.dtype,
-            head_dim=layout.head_dim,
+            head_dim=kind.head_dim,
             num_heads=heads,
-            num_kv_heads=layout.num_kv_heads,
+            num_kv_heads=kind.num_kv_heads,
             page_size=settings.limits.page_size,
             masks=frozenset(masks),
             graph=settings.graphs,
-            kv_dtype=layout.dtype,
+            kv_dtype=kind.dtype,
         )
         return cls(need, select(need, getattr(settings.config, flag), flag), layout)
 
     def over(self, pages: int, device: torch.device) -> AttentionBackend:
-        pool = KVPool(self.layout, pages, self.need.page_size, device)
-        return self.choice.backend(self.need, pool)
+        pools = ModelPools(self.layout, PoolShape(pages, self.need.page_size), device)
+        return self.choice.backend(self.need, pools)
 
 
 def attention_setups(settings: Settings, model: CausalLM) -> list[AttentionSetup]:

@@ -25,7 +25,7 @@ from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_timing import PhaseBoundary, StepTimer
 from forerun.kernels.speculation.accept import SimulatedAcceptance
 from forerun.kernels.speculation.decode_inputs import prepare
-from forerun.kernels.speculation.tree import Tree, move_rows
+from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import verify_ids
 from forerun.models.base import CausalLM
 from forerun.sampling.noise import gumbel_argmax
@@ -215,7 +215,7 @@ class DeviceStep:
         self, slots: Tensor, kv_len_ub: int, width: int, kv_len: Tensor | None = None
     ) -> tuple[_DecodeRows, Step]:
         """`kv_len` [S]: lengths to start from, instead of the tables'."""
-        tables, page = self.tables, self.attention.pool.page_size
+        tables, page = self.tables, self.attention.pools.page_size
         lengths = tables.kv_len if kv_len is None else kv_len
         head = prepare(slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub)
         rows = _DecodeRows(
@@ -296,7 +296,7 @@ class DeviceStep:
         batch, width = path.shape
         index = path + torch.arange(0, batch * width, width, device=path.device).unsqueeze(1)
         index = index.flatten()
-        move_rows(self.attention.pool.data, rows.pool_rows.view(batch, width), path)
+        self.attention.pools.move_tokens(rows.pool_rows.view(batch, width), path)
         features = None if output.features is None else output.features[index]
         return drawn.gather(1, path), TargetOutput(output.hidden[index], features)
 

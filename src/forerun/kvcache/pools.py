@@ -1,55 +1,224 @@
-"""K/V memory: one page space, many pools.
+"""The memory behind a `ModelLayout`: K/V pages, latent pages, recurrent states.
 
-Every pool (target, draft) is indexed by the same page ids, so a shared prefix shares the K/V of
-both. Page 0 is the null page: padded rows write there.
+Paged memory of every model (target, draft) is indexed by the same page ids, so a shared prefix
+shares the K/V of both. Page 0 is the null page: padding slots write there. Recurrent states are
+indexed by request slot; the last slot is the padding slot.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.core.errors import InternalError
+from forerun.kernels.speculation.tree import move_rows
+from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, PagedLayout, RecurrentState
+
 
 @dataclass(frozen=True)
-class KVLayout:
-    """The K/V rows one model keeps per position."""
+class StatePool:
+    """One kind of recurrent state: `layers` layers of equal tensors, stacked in dimension 0.
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
+    Shapes, by tensor name: `state` [L, S, ...]; `intermediate` [L, S, W, ...], the state after
+    each token of the last verify pass; `snapshots` [L, N, ...].
+    """
+
+    layers: tuple[int, ...]
+    state: Mapping[str, Tensor]
+    intermediate: Mapping[str, Tensor]
+    snapshots: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """The recurrent state of one layer: views into its `StatePool`."""
+
+    state: Mapping[str, Tensor]  # [S, ...]
+    intermediate: Mapping[str, Tensor]  # [S, W, ...]
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """How much memory the pools of a model get."""
+
+    num_pages: int  # the null page included
+    page_size: int
+    num_slots: int = 1  # request slots, the padding slot included
+    num_verify_tokens: int = 1  # W, the most a step verifies
+    num_snapshots: int = 0  # recurrent states that the prefix cache may keep
+
+
+class ModelPools:
+    """Everything one model keeps between steps.
+
+    Layers of equal layout share one tensor: dense K/V [2, L, pages, P, Hkv, D] (K first), latent
+    [1, L, pages, P, 1, Dl + Dr]. Kernels that work on all layers at once rely on it.
+    """
+
+    def __init__(self, layout: ModelLayout, shape: PoolShape, device: torch.device) -> None:
+        self.layout, self.shape = layout, shape
+        self.paged: dict[PagedLayout, Tensor] = {}
+        self._k: dict[int, Tensor] = {}
+        self._v: dict[int, Tensor] = {}
+        self._latent: dict[int, Tensor] = {}
+        self._state: dict[int, LayerState] = {}
+        for kind in dict.fromkeys(layout.paged):
+            self._allocate_pages(kind, device)
+        self.states = tuple(self._allocate_states(layers, device) for layers in _alike(layout))
 
     @property
-    def cell_bytes(self) -> int:
-        """Bytes a position takes, K and V over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def page_size(self) -> int:
+        return self.shape.page_size
 
+    @property
+    def num_snapshots(self) -> int:
+        return self.shape.num_snapshots if self.states else 0
 
-class KVPool:
-    """K and V of every page: `k[layer]`, `v[layer]` are [pages, page_size, Hkv, D]."""
+    def k(self, layer: int) -> Tensor:
+        """[pages, P, Hkv, D] of a dense layer."""
+        return self._k[layer]
 
-    def __init__(
-        self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device
-    ) -> None:
-        self.layout = layout
-        self.page_size = page_size
-        shape = (
-            2,
-            layout.num_layers,
-            num_pages,
-            page_size,
-            layout.num_kv_heads,
-            layout.head_dim,
+    def v(self, layer: int) -> Tensor:
+        """[pages, P, Hkv, D] of a dense layer."""
+        return self._v[layer]
+
+    def latent(self, layer: int) -> Tensor:
+        """[pages, P, Dl + Dr] of a latent layer."""
+        return self._latent[layer]
+
+    def state(self, layer: int) -> LayerState:
+        """Of a recurrent layer."""
+        return self._state[layer]
+
+    @property
+    def dense(self) -> Tensor:
+        """K/V of all layers, [2, L, pages, P, Hkv, D], where all are dense and alike."""
+        if len(self.paged) != 1 or self.layout.has_recurrent_state or self._latent:
+            raise InternalError("The layers of this model do not share one dense K/V tensor.")
+        return next(iter(self.paged.values()))
+
+    # --- inside a step: on the device, can be captured ------------------------------------------
+
+    def commit(self, slots: Tensor, num_committed: Tensor) -> None:
+        """Rolls recurrent states back to the committed length; nothing for K/V.
+
+        Args:
+            slots: [B] int64; the padding slot may occur more than once.
+            num_committed: [B] int32: the state after this many tokens of the verify pass becomes
+                the slot's state.
+        """
+        last = (num_committed.long() - 1).clamp_min(0)
+        for pool in self.states:
+            for name, state in pool.state.items():
+                state.index_copy_(1, slots, pool.intermediate[name][:, slots, last])
+
+    def move_tokens(self, kv_slots: Tensor, path: Tensor) -> None:
+        """Moves the K/V of a tree's accepted path to where a chain would have written it.
+
+        Args:
+            kv_slots: [B, W] int64, KV slots (page id · P + offset) of the verified tokens.
+            path: [B, W] int64: token i takes the K/V of token path[i]; all are read before any
+                is written.
+        """
+        for data in self.paged.values():
+            move_rows(data, kv_slots, path)
+
+    # --- between steps ---------------------------------------------------------------------------
+
+    def reset_slots(self, slots: Tensor) -> None:
+        """Zeroes the recurrent states of slots [n] int64: new requests start from nothing."""
+        for pool in self.states:
+            for state in pool.state.values():
+                state.index_fill_(1, slots, 0)
+
+    def save_snapshots(self, slots: Tensor, rows: Tensor) -> None:
+        """Copies the states of slots [n] int64 to snapshot rows [n] int64."""
+        for pool in self.states:
+            for name, state in pool.state.items():
+                pool.snapshots[name].index_copy_(1, rows, state.index_select(1, slots))
+
+    def load_snapshots(self, slots: Tensor, rows: Tensor) -> None:
+        """Copies snapshot rows [n] int64 to the states of slots [n] int64."""
+        for pool in self.states:
+            for name, state in pool.state.items():
+                state.index_copy_(1, slots, pool.snapshots[name].index_select(1, rows))
+
+    # --- allocation ------------------------------------------------------------------------------
+
+    def _allocate_pages(self, kind: PagedLayout, device: torch.device) -> None:
+        """One tensor for all layers of this layout."""
+        layers = [i for i, layer in enumerate(self.layout.layers) if layer == kind]
+        per_token = (
+            (kind.num_kv_heads, kind.head_dim) if isinstance(kind, DenseKV) else (1, kind.dim)
         )
-        # Zeros, not empty: masked rows are multiplied by 0, and 0 x NaN is NaN.
-        self.data: Tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.k: tuple[Tensor, ...] = self.data[0].unbind(0)
-        self.v: tuple[Tensor, ...] = self.data[1].unbind(0)
+        planes = 2 if isinstance(kind, DenseKV) else 1
+        shape = (planes, len(layers), self.shape.num_pages, self.shape.page_size, *per_token)
+        # Zeros, not empty: masked tokens are multiplied by 0, and 0 x NaN is NaN.
+        data = self.paged[kind] = zeros(shape, kind.dtype, device)
+        for i, layer in enumerate(layers):
+            if isinstance(kind, LatentKV):
+                self._latent[layer] = data[0, i].flatten(2)
+            else:
+                self._k[layer], self._v[layer] = data[0, i], data[1, i]
+
+    def _allocate_states(self, layers: tuple[int, ...], device: torch.device) -> StatePool:
+        kind = self.layout.layers[layers[0]]
+        assert isinstance(kind, RecurrentState)
+        sizes = self.shape
+
+        def room(*each: int) -> dict[str, Tensor]:
+            return {
+                name: zeros((len(layers), *each, *shape), dtype, device)
+                for name, (shape, dtype) in kind.tensors.items()
+            }
+
+        pool = StatePool(
+            layers,
+            state=room(sizes.num_slots),
+            intermediate=room(sizes.num_slots, sizes.num_verify_tokens),
+            snapshots=room(sizes.num_snapshots),
+        )
+        for i, layer in enumerate(layers):
+            self._state[layer] = LayerState(
+                {name: state[i] for name, state in pool.state.items()},
+                {name: state[i] for name, state in pool.intermediate.items()},
+            )
+        return pool
 
 
-def pages_for(memory_bytes: int, layouts: list[KVLayout], page_size: int) -> int:
-    """Pages that fit: memory over the *sum* of all pools' cells (drafts count too)."""
-    cell = sum(layout.cell_bytes for layout in layouts)
-    return memory_bytes // (cell * page_size)
+def _alike(layout: ModelLayout) -> list[tuple[int, ...]]:
+    """Indices of recurrent layers, grouped by equal state."""
+    groups: list[tuple[RecurrentState, list[int]]] = []
+    for i, layer in enumerate(layout.layers):
+        if isinstance(layer, RecurrentState):
+            group = next((indices for kind, indices in groups if kind == layer), None)
+            if group is None:
+                groups.append((layer, [i]))
+            else:
+                group.append(i)
+    return [tuple(indices) for _, indices in groups]
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the operating system commits memory when a page of it is first written.
+
+    `torch.zeros` writes all of it at once; a pool is sized for every slot at the full context.
+    """
+    if device.type != "cpu" or not math.prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # calloc
+    return torch.from_numpy(data).view(dtype).view(*shape)
+
+
+def pages_for(memory_bytes: int, layouts: Sequence[ModelLayout], page_size: int) -> int:
+    """Pages that fit: memory over the *sum* of all models' bytes per token (drafts count too).
+
+    Where nothing is kept per token a page costs nothing: any number fits.
+    """
+    token = sum(layout.token_bytes for layout in layouts)
+    return memory_bytes // (token * page_size) if token else memory_bytes

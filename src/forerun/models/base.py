@@ -10,7 +10,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.sampling.argmax import argmax
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.linear import Product
 
 
@@ -67,6 +67,7 @@ class CausalLM(ABC):
     def prepare(self) -> None:
         """Once, after the weights are in: packs them and derives what the layers need."""
 
-    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+    def kv_layout(self, dtype: torch.dtype) -> ModelLayout:
+        """What the layers keep; K/V is stored as `dtype`."""
         config = self.config
-        return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        return ModelLayout.dense(config.num_layers, config.num_kv_heads, config.head_dim, dtype)

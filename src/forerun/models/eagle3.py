@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.attention import Attention
 from forerun.layers.linear import Linear, Product
 from forerun.layers.mlp import MLP
@@ -85,8 +85,8 @@ class Eagle3Config:
     def layer_masks(self) -> tuple[LayerMask, ...]:
         return (LayerMask(Mask.CAUSAL, self.model.windows[0]),)
 
-    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
-        return KVLayout(1, self.model.num_kv_heads, self.model.head_dim, dtype)
+    def kv_layout(self, dtype: torch.dtype) -> ModelLayout:
+        return ModelLayout.dense(1, self.model.num_kv_heads, self.model.head_dim, dtype)
 
     def target_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Decoder layers of a target of that depth whose outputs `fuse` reads, in this order.

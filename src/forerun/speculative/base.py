@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.linear import Product
 
 
@@ -42,7 +42,7 @@ class SpecCaps:
     flexible: bool = False  # `propose` takes any `step.width` from 2 up; else K + 1 alone
     kv_reserve: int = 1  # rows past the committed length a step may write
     target_layers: tuple[int, ...] = ()  # outputs of these decoder layers are captured
-    draft_kv: KVLayout | None = None
+    draft_kv: ModelLayout | None = None
     draft_heads: int = 0  # query heads of the draft's attention, where it has any
     draft_attention: tuple[LayerMask, ...] = ()  # one a draft layer
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` gives trees

@@ -19,7 +19,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.tree import MAX_ROWS
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import DenseKV, ModelLayout
 from forerun.speculative.base import Option, SlotState, SpecCaps, SpeculativeAlgorithm
 
 log = logging.getLogger("forerun")
@@ -248,13 +248,16 @@ def _why_not_draft(caps: SpecCaps) -> str | None:
     if layout is None:
         extra = [f for f in ("draft_heads", "draft_attention") if vars(caps)[f]]
         return f"{extra[0]} is set without draft_kv" if extra else None
-    if not isinstance(layout, KVLayout):
-        return f"draft_kv must be a KVLayout, got {layout!r}"
-    if min(layout.num_layers, layout.num_kv_heads, layout.head_dim) < 1:
+    if not isinstance(layout, ModelLayout):
+        return f"draft_kv must be a ModelLayout, got {layout!r}"
+    if layout.has_recurrent_state:
+        return "draft_kv has recurrent layers; drafts keep K/V, or rows of create_future_map"
+    if layout.token_bytes < 1 or any(layer.token_bytes < 1 for layer in layout.paged):
         return f"draft_kv is empty: {layout}"
-    if caps.draft_heads < 1 or caps.draft_heads % layout.num_kv_heads:
+    heads = max((h.num_kv_heads for h in layout.paged if isinstance(h, DenseKV)), default=1)
+    if caps.draft_heads < 1 or caps.draft_heads % heads:
         return (
-            f"draft_heads must be a multiple of draft_kv's {layout.num_kv_heads} key-value heads,"
+            f"draft_heads must be a multiple of draft_kv's {heads} key-value heads,"
             f" got {caps.draft_heads}"
         )
     if not isinstance(masks, tuple) or not all(isinstance(mask, LayerMask) for mask in masks):

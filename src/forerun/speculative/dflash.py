@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.linear import Product
 from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
 from forerun.speculative.base import (
@@ -60,7 +60,7 @@ class DFlash(SpeculativeAlgorithm):
             flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layer_ids,
-            draft_kv=KVLayout(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
+            draft_kv=ModelLayout.dense(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks(window),
             deferred_observe=True,

@@ -15,7 +15,7 @@ from forerun.attention.base import AttentionContext
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.linear import Product
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, SpecCaps, TargetHandle, TargetOutput
@@ -37,7 +37,7 @@ class NextN(HiddenChain):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=KVLayout(1, model.num_kv_heads, model.head_dim, dtype),
+            draft_kv=ModelLayout.dense(1, model.num_kv_heads, model.head_dim, dtype),
             draft_heads=model.num_heads,
             draft_attention=(draft.mask,),
             prefix_lookahead=1,

@@ -19,7 +19,7 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
-from forerun.kvcache.pools import KVLayout
+from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.linear import Product
 from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target
@@ -56,7 +56,7 @@ class Standalone(SpeculativeAlgorithm):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, dtype),
+            draft_kv=ModelLayout.dense(model.num_layers, model.num_kv_heads, model.head_dim, dtype),
             draft_heads=model.num_heads,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
             deferred_observe=True,

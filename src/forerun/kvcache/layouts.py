@@ -1,0 +1,122 @@
+"""What the layers of a model keep between steps, as values.
+
+Three kinds: K and V per token (`DenseKV`), one latent vector per token (`LatentKV`, MLA), or a
+state of fixed size per request (`RecurrentState`: linear attention, SSM, convolutions). The first
+two live in pages and are rolled back by a length alone. A recurrent state is valid at one length
+only, so a verify pass stores it after every token and the commit picks one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class DenseKV:
+    """K and V, [num_kv_heads, head_dim] each, per token."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """MLA: one vector [latent_dim | rope_dim] per token, shared by all heads.
+
+    K is the whole vector, V its first `latent_dim` values (DeepSeek-V2, section 2.1).
+    """
+
+    latent_dim: int
+    rope_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dim(self) -> int:
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def token_bytes(self) -> int:
+        return self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    """Tensors of fixed shape per request: (shape, dtype) by name."""
+
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
+
+PagedLayout = DenseKV | LatentKV
+LayerLayout = DenseKV | LatentKV | RecurrentState
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """What a model keeps, layer by layer."""
+
+    layers: tuple[LayerLayout, ...]
+
+    @classmethod
+    def dense(
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> ModelLayout:
+        """K and V of one shape in every layer."""
+        return cls((DenseKV(num_kv_heads, head_dim, dtype),) * num_layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def paged(self) -> tuple[PagedLayout, ...]:
+        """The layers that keep something per token."""
+        return tuple(layer for layer in self.layers if isinstance(layer, DenseKV | LatentKV))
+
+    @property
+    def recurrent(self) -> tuple[RecurrentState, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, RecurrentState))
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        return bool(self.recurrent)
+
+    @property
+    def has_latent(self) -> bool:
+        return any(isinstance(layer, LatentKV) for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per KV slot, over all layers."""
+        return sum(layer.token_bytes for layer in self.paged)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one recurrent state (or of one snapshot of it), over all layers."""
+        return sum(layer.state_bytes for layer in self.recurrent)
+
+    def slot_bytes(self, num_verify_tokens: int) -> int:
+        """Bytes per request slot: the recurrent state and W intermediate states."""
+        return self.state_bytes * (1 + num_verify_tokens)
+
+    def with_kv_dtype(self, dtype: torch.dtype) -> ModelLayout:
+        """The same with K/V stored as `dtype`; recurrent states keep theirs."""
+        return ModelLayout(
+            tuple(
+                layer if isinstance(layer, RecurrentState) else replace(layer, dtype=dtype)
+                for layer in self.layers
+            )
+        )
