@@ -1,4 +1,4 @@
-"""What a step must read and compute: counted as declared, and declared as it is run."""
+"""Lower bounds of a step, and the ceilings they are computed from."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.attention.base import LayerMask
 from forerun.bench import ceilings
 from forerun.bench.bounds import Bounds, Work, kv_bytes
-from forerun.bench.ceilings import Ceilings, product_seconds
+from forerun.bench.ceilings import Ceilings, gemm_seconds
+from forerun.bench.gemms import Gemm
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.linear import Linear, Product
 from forerun.llm.bundled import PAIR
 
 pytestmark = pytest.mark.skipif(
@@ -35,53 +35,6 @@ def speculating() -> Iterator[LLM]:
 def plain() -> Iterator[LLM]:
     with LLM(device="cpu", dtype="float32") as llm:
         yield llm
-
-
-def watched(llm: LLM, batch: int, monkeypatch: pytest.MonkeyPatch) -> list[Product]:
-    """The products of one decode step, as they are called."""
-    engine, seen = llm.engine, []
-    params = SamplingParams(temperature=0.0, max_new_tokens=40, ignore_eos=True)
-    requests = [engine.make_request([5, 6, 7 + i], params) for i in range(batch)]
-    for request in requests:
-        engine.submit(request)
-    while not all(request.output for request in requests):
-        engine.step()
-
-    def watch(name: str) -> None:
-        method = getattr(Linear, name)
-
-        def call(self: Linear, x: torch.Tensor, *rest: Any) -> Any:
-            seen.append(self.product(x.shape[0]))
-            return method(self, x, *rest)
-
-        monkeypatch.setattr(Linear, name, call)
-
-    watch("__call__")  # `silu_mul` and `argmax` come through it on a CPU
-    watch("add")
-    engine.step()
-    monkeypatch.undo()
-    for request in requests:
-        engine.abort(request.rid)
-    while engine.has_work:
-        engine.step()
-    for request in requests:
-        engine.close_request(request)
-    return seen
-
-
-def by_shape(products: Any) -> list[tuple[int, int, int]]:
-    return sorted((p.n, p.k, p.rows) for p in products)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["plain", "speculating"])
-def test_declared_products_are_those_of_a_step(
-    kind: str, batch: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = request.getfixturevalue(kind)
-    declared = Work.of(llm.engine, batch, 10).products
-    assert by_shape(declared) == by_shape(watched(llm, batch, monkeypatch))
-    assert {p.dtype for p in declared} == {torch.float32}
 
 
 def test_bytes_of_the_bundled_pair(plain: LLM, speculating: LLM) -> None:
@@ -104,7 +57,7 @@ def test_windows_hide_keys() -> None:
 
 
 def test_bounds_are_bytes_over_bandwidth() -> None:
-    work = Work((Product(64, 32, torch.float32, 2), Product(16, 32, torch.float32, 2)), 1000)
+    work = Work((Gemm(64, 32, torch.float32, 2), Gemm(16, 32, torch.float32, 2)), 1000)
     bounds = Bounds.of(work, Ceilings(1e6, 1e9, "float32"), CPU)
     assert bounds.floor_seconds == pytest.approx((4 * (64 * 32 + 16 * 32) + 1000) / 1e6)
     assert bounds.gemm_seconds > 0
@@ -112,9 +65,9 @@ def test_bounds_are_bytes_over_bandwidth() -> None:
     assert bounds.as_dict(2 * bounds.floor_seconds)["ratio_to_floor"] == pytest.approx(2)
 
 
-def test_products_are_computed_at_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemms_are_computed_at_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """More weights than the buffer holds: it is used again, from the start."""
-    products = [Product(n, 8, torch.float32, 3) for n in (4, 16, 6, 16)]
+    gemms = [Gemm(n, 8, torch.float32, 3) for n in (4, 16, 6, 16)]
     monkeypatch.setattr(ceilings, "ROTATED_BYTES", 4 * 8 * 20)
     seen: list[tuple[Any, Any, int]] = []
     mm = torch.mm
@@ -124,8 +77,8 @@ def test_products_are_computed_at_their_shapes(monkeypatch: pytest.MonkeyPatch) 
         mm(a, b, out=out)
 
     monkeypatch.setattr(torch, "mm", watch)
-    product_seconds(products, CPU)
-    shapes = [((3, 8), (8, p.n)) for p in products]
+    gemm_seconds(gemms, CPU)
+    shapes = [((3, 8), (8, p.n)) for p in gemms]
     assert [call[:2] for call in seen[:4]] == shapes
     assert [call[2] for call in seen[:4]] == [0, 4, 0, 0]
 

@@ -8,21 +8,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.bench.ceilings import Ceilings, product_seconds
+from forerun import LLM
+from forerun.bench.ceilings import Ceilings, gemm_seconds
+from forerun.bench.gemms import Gemm, step_gemms
 from forerun.cli.main import run
-from forerun.layers.linear import Product
 
 pytestmark = pytest.mark.gpu
 
 
-def test_products_alone_are_no_faster_than_the_ceilings() -> None:
+def test_gemms_alone_are_no_faster_than_the_ceilings() -> None:
     device = torch.device("cuda", 0)
     ceilings = Ceilings.measure(device, torch.bfloat16)
-    few = [Product(8192, 8192, torch.bfloat16, 1)] * 40  # more than the caches hold
-    size = sum(product.weight_bytes for product in few)
-    assert product_seconds(few, device) > 0.95 * size / ceilings.read_bytes_per_second
-    many = Product(8192, 8192, torch.bfloat16, 8192)
-    assert product_seconds([many], device) > 0.9 * 2 * 8192**3 / ceilings.flops
+    few = [Gemm(8192, 8192, torch.bfloat16, 1)] * 40  # more than the caches hold
+    size = sum(gemm.weight_bytes for gemm in few)
+    assert gemm_seconds(few, device) > 0.95 * size / ceilings.read_bytes_per_second
+    many = Gemm(8192, 8192, torch.bfloat16, 8192)
+    assert gemm_seconds([many], device) > 0.9 * 2 * 8192**3 / ceilings.flops
+
+
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE3"])
+def test_gemms_are_those_of_a_cpu(algorithm: str | None) -> None:
+    """Whether our kernels or the library compute them."""
+    found = []
+    for device in ("cuda", "cpu"):
+        settings = {"speculative_algorithm": algorithm, "max_running_requests": 2}
+        with LLM(device=device, dtype="bfloat16", **settings) as llm:
+            found.append(sorted((g.n, g.k, g.tokens) for g in step_gemms(llm.engine, 2)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from forerun.attention.select import BACKENDS
-from forerun.cli.doctor import ROWS, _show_products, gemm_choices, model_shapes
+from forerun.cli.doctor import TOKENS, _show_gemms, gemm_choices, model_shapes
 from forerun.kernels.gemm.dispatch import TABLE, choose
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.llm.bundled import preset
@@ -85,11 +85,11 @@ def test_choices_are_those_of_the_table(gpu: GpuInfo) -> None:
     assert set(shapes) == {(1000, 512), *QWEN3_8B, *tuned}
     for (n, k), entry in shapes.items():
         assert entry["tuned"] == ((n, k) in tuned)
-        for rows in ROWS:
-            mine = choose(n, k, rows, gpu) is not None
-            assert (entry["choices"][str(rows)] is not None) == mine
+        for tokens in TOKENS:
+            mine = choose(n, k, tokens, gpu) is not None
+            assert (entry["choices"][str(tokens)] is not None) == mine
     screen = Console(file=io.StringIO(), width=100)
-    _show_products({"library": "cuBLAS", "programmatic_launch": True, **found}, screen)
+    _show_gemms({"library": "cuBLAS", "programmatic_launch": True, **found}, screen)
     assert isinstance(screen.file, io.StringIO)
     shown = screen.file.getvalue()
     assert "programmatic dependent launch: on" in shown

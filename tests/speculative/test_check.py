@@ -64,7 +64,6 @@ CLASSES: list[tuple[Any, str]] = [
     (with_member("observe", generator_observe), "nor a generator"),
     (with_member("load", lambda self: None), "def load(self, ctx)"),
     (with_member("create_future_map", lambda self, slots: None), "(self, slots, device)"),
-    (with_member("products", lambda self, batch: None), "def products(self, batch, width)"),
     (with_member("supports_target_verify_for_draft", True), "must be a method"),
     (with_member("__init__", lambda self, config: None), "made without arguments"),
     (with_member("bundled_draft", 3), "bundled_draft must be"),

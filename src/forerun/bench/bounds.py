@@ -1,7 +1,8 @@
-"""What a decode step cannot do without: bytes to read, products to compute, and the time they take.
+"""Lower bounds of a decode step: the bytes it must read, its GEMMs, and the time both take.
 
-The floor is the weights (a head as often as it is read) and the batch's K/V over the read
-bandwidth. Left out, and small: norms, biases, embedding rows, activations, what is written.
+The floor is weight bytes (the LM head once for each time it is read) plus the batch's K/V bytes,
+over the measured read bandwidth. It leaves out what is small: norms, biases, embedding rows,
+activations and all writes.
 """
 
 from __future__ import annotations
@@ -13,38 +14,36 @@ from typing import Any
 import torch
 
 from forerun.attention.base import LayerMask
-from forerun.bench.ceilings import Ceilings, product_seconds
+from forerun.bench.ceilings import Ceilings, gemm_seconds
+from forerun.bench.gemms import Gemm, step_gemms
 from forerun.engine.engine import Engine
 from forerun.kvcache.layouts import ModelLayout, RecurrentState
-from forerun.layers.linear import Product
 
 
 @dataclass(frozen=True)
 class Work:
-    """One decode step of a batch."""
+    """What one decode step of a batch reads and computes."""
 
-    products: tuple[Product, ...]
+    gemms: tuple[Gemm, ...]
     kv_bytes: int
 
     @classmethod
     def of(cls, engine: Engine, batch_size: int, context: int) -> Work:
-        """As the engine's own model, algorithm and pools have it, at `context` rows a request."""
+        """Measured on an idle engine, for `context` tokens of K/V a request."""
         step = engine.parts.runner.step
-        products = step.model.products(batch_size * step.caps.width)
-        cell = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
+        size = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
         if step.draft_attention is not None:
             layout = step.draft_attention.pools.layout
-            cell += kv_bytes(layout, step.caps.draft_attention, context)
-        drafts = step.algorithm.products(batch_size, step.caps.width)
-        return cls((*products, *drafts), batch_size * cell)
+            size += kv_bytes(layout, step.caps.draft_attention, context)
+        return cls(step_gemms(engine, batch_size), batch_size * size)
 
     @property
     def weight_bytes(self) -> int:
-        return sum(product.weight_bytes for product in self.products)
+        return sum(gemm.weight_bytes for gemm in self.gemms)
 
     @property
     def flops(self) -> int:
-        return sum(2 * p.n * p.k * p.rows for p in self.products)
+        return sum(gemm.flops for gemm in self.gemms)
 
 
 def kv_bytes(layout: ModelLayout, masks: Sequence[LayerMask], context: int) -> int:
@@ -61,14 +60,14 @@ def kv_bytes(layout: ModelLayout, masks: Sequence[LayerMask], context: int) -> i
 
 @dataclass(frozen=True)
 class Bounds:
-    """Beside a measured step."""
+    """The bounds that a measured step is compared with."""
 
     weight_bytes: int
     kv_bytes: int
     flops: int
     floor_seconds: float
-    gemm_seconds: float  # the products alone, in the vendor's library
-    host_gap: float | None = None  # share of the time that the GPU waits between steps
+    gemm_seconds: float  # the GEMMs alone, in the vendor's library
+    host_gap: float | None = None  # fraction of the time that the GPU is idle between steps
 
     @classmethod
     def of(cls, work: Work, ceilings: Ceilings, device: torch.device) -> Bounds:
@@ -78,7 +77,7 @@ class Bounds:
             work.kv_bytes,
             work.flops,
             floor_seconds=size / ceilings.read_bytes_per_second,
-            gemm_seconds=product_seconds(work.products, device),
+            gemm_seconds=gemm_seconds(work.gemms, device),
         )
 
     def as_dict(self, step_seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in the run that is compared with it."""
+"""Ceilings of this machine, measured in the same process as what is compared with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.bench.gemms import Gemm
 from forerun.bench.stream import read_sums
 from forerun.bench.timing import median
-from forerun.layers.linear import Product
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # far more than any cache holds
-SQUARE = {"cuda": 8192, "cpu": 1024}  # side of the matrices of a large product
-ROTATED_BYTES = 2 << 30  # weights of `product_seconds`: enough that none is found in a cache
+READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # far larger than any cache
+SQUARE = {"cuda": 8192, "cpu": 1024}  # side of the matrices of a large square GEMM
+ROTATED_BYTES = 2 << 30  # weights of `gemm_seconds`: too many to stay in a cache
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Ceilings:
     """Of one device."""
 
     read_bytes_per_second: float
-    flops: float  # of a large product in `dtype`
+    flops: float  # of a large GEMM in `dtype`
     dtype: str
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
         return cls(
-            read_bandwidth(device), product_flops(device, dtype), str(dtype).removeprefix("torch.")
+            read_bandwidth(device), gemm_flops(device, dtype), str(dtype).removeprefix("torch.")
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -39,41 +39,41 @@ class Ceilings:
     def line(self) -> str:
         """One line for above a table."""
         read, flops = self.read_bytes_per_second / 1e12, self.flops / 1e12
-        return f"Measured ceilings: read {read:.3g} TB/s, {self.dtype} products {flops:.3g} TFLOP/s"
+        return f"Measured ceilings: read {read:.3g} TB/s, {self.dtype} GEMM {flops:.3g} TFLOP/s"
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second, of a kernel (on a CPU: a sum) that reads a long row of numbers."""
+    """Bytes per second of a kernel (on a CPU: a sum) that streams a large tensor."""
     numbers = torch.ones(READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.nbytes / seconds_of(lambda: read_sums(numbers), device, min)
 
 
-def product_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a square product in the vendor's library."""
+def gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square GEMM in the vendor's library."""
     side = SQUARE[device.type]
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * side**3 / seconds_of(lambda: torch.mm(a, b, out=out), device, min)
 
 
-def product_seconds(products: Sequence[Product], device: torch.device) -> float:
-    """The products of a step by themselves, one after the other, in the vendor's library.
+def gemm_seconds(gemms: Sequence[Gemm], device: torch.device) -> float:
+    """The GEMMs of a step alone, one after the other, in the vendor's library.
 
-    On a GPU all are in one graph. Weights are slices of one buffer of random numbers, as large as
-    all of them together or `ROTATED_BYTES`, so that they come out of memory as in a step.
+    On a GPU all run in one graph. Weights are slices of one random buffer, as large as all of them
+    together but at most `ROTATED_BYTES`, so that they are read from memory as in a step.
     """
-    dtype = products[0].dtype
-    sizes = [p.n * p.k for p in products]
+    dtype = gemms[0].dtype
+    sizes = [p.n * p.k for p in gemms]
     length = max(max(sizes), min(sum(sizes), ROTATED_BYTES // dtype.itemsize))
     buffer = torch.empty(length, dtype=dtype, device=device).normal_()
-    inputs = {(p.rows, p.k): buffer.new_empty(p.rows, p.k).normal_() for p in products}
-    outputs = {(p.rows, p.n): buffer.new_empty(p.rows, p.n) for p in products}
+    inputs = {(p.tokens, p.k): buffer.new_empty(p.tokens, p.k).normal_() for p in gemms}
+    outputs = {(p.tokens, p.n): buffer.new_empty(p.tokens, p.n) for p in gemms}
     calls: list[tuple[Tensor, Tensor, Tensor]] = []
     at = 0
-    for p, size in zip(products, sizes, strict=True):
+    for p, size in zip(gemms, sizes, strict=True):
         at = 0 if at + size > length else at
         weight = buffer[at : at + size].view(p.n, p.k)
-        calls.append((inputs[p.rows, p.k], weight.t(), outputs[p.rows, p.n]))
+        calls.append((inputs[p.tokens, p.k], weight.t(), outputs[p.tokens, p.n]))
         at += size
 
     def run() -> None:
@@ -90,12 +90,12 @@ def seconds_of(
     reduce: Callable[[Sequence[float]], float] = median,
     repetitions: int = 9,
 ) -> float:
-    """The device's time for `work`, on a GPU as one graph; of ceilings the best is wanted."""
+    """Device time of `work`, on a GPU as one graph. Ceilings `reduce` with `min`."""
     if device.type != "cuda":
         return reduce(_host_seconds(work, repetitions))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # libraries set themselves up outside the graph
+    with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
         work()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -36,7 +36,7 @@ from forerun.speculative.registry import algorithm_names
 GIB = 2**30
 
 
-ROWS = (16, 32, 64, 128, 256, 512)  # the largest of each bucket that is shown
+TOKENS = (16, 32, 64, 128, 256, 512)  # the largest count of each bucket shown
 
 Shape = tuple[int, int]
 
@@ -44,14 +44,14 @@ Shape = tuple[int, int]
 def doctor(
     model_path: Annotated[
         str | None,
-        typer.Option(help="A model (folder or Hub name): who computes its products, and why"),
+        typer.Option(help="A model (folder or Hub name): how each of its GEMMs is computed"),
     ] = None,
     preset_name: Annotated[
         str | None, typer.Option("--preset", help="The same for a known model: qwen3-8b")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
-    """Devices, dtypes, attention backends with the reasons against them, products, versions."""
+    """Devices, dtypes, attention backends and why they cannot run, GEMM dispatch, versions."""
     if model_path is not None and preset_name is not None:
         raise ConfigError("--model-path and --preset name two models; give one of them.")
     folder = None
@@ -67,16 +67,21 @@ def doctor(
 
 
 def model_shapes(folder: Path) -> list[Shape]:
-    """The matrices [N, K] of a target, from its config alone."""
+    """The weight matrices [N, K] of a target as they are stored (fused), from its config alone."""
     config = load_model_config(folder)
     model = model_class(config)(config, torch.bfloat16, torch.device("meta"), 1)
-    return list(dict.fromkeys((p.n, p.k) for p in model.products(1)))
+    shapes: dict[Shape, None] = {}
+    for view in model.weights().values():
+        if view.dim() == 2:  # of a fused matrix: views of its parts share its storage
+            k = view.shape[1]
+            shapes[view.untyped_storage().nbytes() // (k * view.itemsize), k] = None
+    return list(shapes)
 
 
 def survey_machine(shapes: Iterable[Shape] = ()) -> dict[str, Any]:
-    """Everything that is shown, as JSON values; `shapes`: matrices to choose products for."""
+    """Everything that is shown, as JSON values; `shapes`: weight matrices to list."""
     shapes = list(shapes)
-    devices = [_device(device) | {"products": _products(device, shapes)} for device in _devices()]
+    devices = [_device(device) | {"gemms": _gemms(device, shapes)} for device in _devices()]
     return {
         "forerun": __version__,
         "versions": machine.versions(),
@@ -136,8 +141,8 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
     )
 
 
-def _products(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
-    """Who multiplies by weights: the library or own kernels, by row count and matrix."""
+def _gemms(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
+    """GEMM dispatch: the library or our kernels, by matrix and token count."""
     if device.type != "cuda":
         return {"library": "oneDNN, weights packed" if can_pack(torch.empty(1, 8)) else "plain"}
     library = {"library": "hipBLAS" if machine.is_rocm() else "cuBLAS"}
@@ -149,12 +154,12 @@ def _products(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
 
 
 def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
-    """For `shapes` and those tuned for this GPU: a configuration by rows; None: the library."""
+    """For `shapes` and those tuned for this GPU: a configuration by tokens; None: the library."""
     tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
     out: list[dict[str, Any]] = []
     for n, k in dict.fromkeys((*shapes, *tuned)):
-        chosen = {rows: choose(n, k, rows, gpu) for rows in ROWS}
-        choices = {str(rows): _choice(c) if c else None for rows, c in chosen.items()}
+        chosen = {tokens: choose(n, k, tokens, gpu) for tokens in TOKENS}
+        choices = {str(tokens): _choice(c) if c else None for tokens, c in chosen.items()}
         out.append({"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices})
     return {"cuda": cuda.available(), "matrices": out}
 
@@ -196,22 +201,22 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
     for backend in entry["attention"][ASKS[0].name]:
         table.add_row(backend, *(_verdict(entry["attention"][ask.name][backend]) for ask in ASKS))
     console.print(table)
-    _show_products(entry["products"], console)
+    _show_gemms(entry["gemms"], console)
 
 
-def _show_products(products: dict[str, Any], console: Console) -> None:
-    console.print(f"  products  {products['library']}")
-    if "matrices" not in products:
+def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
+    console.print(f"  GEMMs  {gemms['library']}")
+    if "matrices" not in gemms:
         return
     for said, on in (
-        ("programmatic dependent launch", products["programmatic_launch"]),
-        ("compiler for kernels in CUDA C++ (NVRTC)", products["cuda"]),
+        ("programmatic dependent launch", gemms["programmatic_launch"]),
+        ("compiler for kernels in CUDA C++ (NVRTC)", gemms["cuda"]),
     ):
         console.print(f"  {said}: {'[green]on[/]' if on else '[yellow]off[/]'}")
     table = Table(box=None, padding=(0, 1, 0, 2))
-    for head in ("rows up to", *map(str, ROWS)):
+    for head in ("tokens up to", *map(str, TOKENS)):
         table.add_column(head, no_wrap=True)
-    for entry in products["matrices"]:
+    for entry in gemms["matrices"]:
         shape = f"{entry['n']} x {entry['k']}"
         table.add_row(shape, *(_who(c, entry["tuned"]) for c in entry["choices"].values()))
     console.print(table)

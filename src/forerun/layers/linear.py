@@ -14,7 +14,6 @@ what surrounds the product goes into it, SiLU · up of many rows too; others to 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,20 +65,6 @@ def can_stream(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
 
 
-@dataclass(frozen=True)
-class Product:
-    """`rows` rows times a matrix [n, k]: what a step has to compute, however it is computed."""
-
-    n: int
-    k: int
-    dtype: torch.dtype
-    rows: int
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.n * self.k * self.dtype.itemsize
-
-
 class _Packed:
     """A weight in oneDNN's own layout and, if it is small, transposed for single rows."""
 
@@ -121,7 +106,6 @@ class Linear:
     ) -> None:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self.out_features = out_features  # packing empties `weight`
         self._packed: _Packed | None = None
         self._matrix: Matrix | None = None
 
@@ -130,12 +114,7 @@ class Linear:
         """Over an existing matrix [out, in], which it shares until packed."""
         linear = cls.__new__(cls)
         linear.weight, linear.bias, linear._packed, linear._matrix = weight, bias, None, None
-        linear.out_features = weight.shape[0]
         return linear
-
-    def product(self, rows: int) -> Product:
-        """What a call with so many rows computes."""
-        return Product(self.out_features, self.weight.shape[1], self.weight.dtype, rows)
 
     def slots(self, parts: Mapping[str, int]) -> dict[str, Tensor]:
         """Checkpoint name -> view, for named parts (name -> rows) that follow one another."""

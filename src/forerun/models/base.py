@@ -11,7 +11,6 @@ from forerun.attention.base import AttentionContext, LayerMask
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.sampling.argmax import argmax
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.linear import Product
 
 
 class CausalLM(ABC):
@@ -58,10 +57,6 @@ class CausalLM(ABC):
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name -> the view it is copied into; fused matrices have one view a part."""
-
-    @abstractmethod
-    def products(self, rows: int) -> list[Product]:
-        """What `forward` and `lm_head` multiply `rows` rows by, in order."""
 
     @abstractmethod
     def prepare(self) -> None:

@@ -12,7 +12,7 @@ from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.attention import Attention
-from forerun.layers.linear import Linear, Product
+from forerun.layers.linear import Linear
 from forerun.layers.mlp import MLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import Rope
@@ -43,10 +43,6 @@ class DecoderLayer:
             f"{prefix}input_layernorm.weight": self.input_norm.weight,
             f"{prefix}post_attention_layernorm.weight": self.post_norm.weight,
         }
-
-    def linears(self) -> tuple[Linear, ...]:
-        """In the order in which a forward uses them."""
-        return self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down
 
     def prepare(self) -> None:
         for part in (self.attention, self.mlp, self.input_norm, self.post_norm):
@@ -93,9 +89,6 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             out |= layer.weights(f"{prefix}layers.{i}.")
         return out
-
-    def products(self, rows: int) -> list[Product]:
-        return [linear.product(rows) for layer in self.layers for linear in layer.linears()]
 
     def prepare(self) -> None:
         for layer in self.layers:
@@ -156,9 +149,6 @@ class DecoderLM(CausalLM):
         if not self.config.tie_word_embeddings:
             out["lm_head.weight"] = self.head.weight
         return out
-
-    def products(self, rows: int) -> list[Product]:
-        return [*self.decoder.products(rows), self.head.product(rows)]
 
     def prepare(self) -> None:
         self.decoder.prepare()

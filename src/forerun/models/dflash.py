@@ -25,7 +25,7 @@ from forerun.attention.base import (
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
-from forerun.layers.linear import Linear, Product
+from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
@@ -274,14 +274,6 @@ class DFlashDraft:
             linear.pack()
         self.hidden_norm.prepare()
         self.decoder.prepare()
-
-    def block_products(self, rows: int) -> list[Product]:
-        """Of `forward`, without a head."""
-        return self.decoder.products(rows)
-
-    def context_products(self, rows: int) -> list[Product]:
-        """Of `write_context`."""
-        return [linear.product(rows) for linear in (self.fc, self._context_kv)]
 
     def context(self, features: Tensor) -> Tensor:
         """Target features [T, n * H_t] -> C [T, H]."""

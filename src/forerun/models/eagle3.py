@@ -22,7 +22,7 @@ from forerun.config.model_config import ModelConfig, parse_model_config, read_js
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.attention import Attention
-from forerun.layers.linear import Linear, Product
+from forerun.layers.linear import Linear
 from forerun.layers.mlp import MLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import Rope
@@ -285,12 +285,6 @@ class Eagle3Draft:
         for part in (self.attention, self.mlp, self.features_norm, *norms):
             if part is not None:
                 part.prepare()
-
-    def products(self, rows: int, fused: int) -> list[Product]:
-        """Of `forward` with `rows` rows and `fuse` with `fused`; no head."""
-        attention, mlp = self.attention, self.mlp
-        layer = (attention.qkv, attention.o, mlp.gate_up, mlp.down)
-        return [*(linear.product(rows) for linear in layer), self.fc.product(fused)]
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [T, n * H_t] -> hidden states [T, H] for `forward`."""

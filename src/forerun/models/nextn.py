@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
-from forerun.layers.linear import Linear, Product
+from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.decoder import Decoder
@@ -95,10 +95,6 @@ class NextNDraft:
         self.eh_proj.pack()
         for part in (self.enorm, self.hnorm, self.decoder):
             part.prepare()
-
-    def products(self, rows: int) -> list[Product]:
-        """Of `forward`."""
-        return [self.eh_proj.product(rows), *self.decoder.products(rows)]
 
     def forward(
         self, embedded: Tensor, h: Tensor, positions: Tensor, ctx: AttentionContext

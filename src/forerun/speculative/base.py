@@ -21,7 +21,6 @@ from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.linear import Product
 
 
 @dataclass(frozen=True)
@@ -205,10 +204,6 @@ class SpeculativeAlgorithm(ABC):
         changes nothing here: it is for those who must know beforehand.
         """
         return False
-
-    def products(self, batch: int, width: int) -> list[Product]:
-        """What `propose` and `observe` multiply in a step of this width, for benchmarks."""
-        return []
 
     @abstractmethod
     def propose(self, step: Step) -> Draft:

@@ -25,7 +25,6 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.linear import Product
 from forerun.speculative.base import (
     Commit,
     Draft,
@@ -134,14 +133,6 @@ class HiddenChain(SpeculativeAlgorithm):
     def hidden(self, target: TargetOutput) -> Tensor:
         """[T, H], what the draft's rows read where the target has run."""
 
-    @abstractmethod
-    def layer_products(self, rows: int, observed: bool) -> list[Product]:
-        """Of `forward` with so many rows, and of `hidden` where these are `observed`."""
-
-    @abstractmethod
-    def head_product(self, rows: int) -> Product:
-        """Of `logits`."""
-
     def create_future_map(self, slots: int, device: torch.device) -> SlotState:
         """Both results of `forward` at the last committed row."""
         shape = (slots, self._size)
@@ -151,13 +142,6 @@ class HiddenChain(SpeculativeAlgorithm):
 
     def supports_target_verify_for_draft(self) -> bool:
         return True  # `observe` does
-
-    def products(self, batch: int, width: int) -> list[Product]:
-        made = self.layer_products(batch * width, observed=True)
-        for i in range(width - 1):
-            made += self.layer_products(batch, observed=False) if i else []
-            made.append(self.head_product(batch))
-        return made
 
     def propose(self, step: Step) -> Draft:
         h = self._further[step.slots]

@@ -34,7 +34,6 @@ _CALLS = {
     "load": ("ctx",),
     "create_future_map": ("slots", "device"),
     "supports_target_verify_for_draft": (),
-    "products": ("batch", "width"),
     "propose": ("step",),
     "observe": ("step", "target", "commit"),
 }

@@ -18,7 +18,6 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.linear import Product
 from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
 from forerun.speculative.base import (
     Commit,
@@ -86,17 +85,6 @@ class DFlash(SpeculativeAlgorithm):
 
     def supports_target_verify_for_draft(self) -> bool:
         return self._first == 1
-
-    def products(self, batch: int, width: int) -> list[Product]:
-        drafts = batch * self._depth(width)
-        own, config = self._head, self._target.config
-        head = (
-            Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, drafts)
-            if own is None
-            else own.product(drafts)
-        )
-        made = [] if width == 1 else [*self._draft.block_products(batch * len(self._places)), head]
-        return [*made, *self._draft.context_products(batch * width)]
 
     def propose(self, step: Step) -> Draft:
         rows = self._predicting(step)

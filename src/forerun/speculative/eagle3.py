@@ -14,7 +14,6 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, read_json
 from forerun.core.errors import ConfigError
-from forerun.layers.linear import Product
 from forerun.models.eagle3 import Eagle3Config, load_eagle3, load_eagle3_config
 from forerun.speculative.base import DraftContext, Option, SpecCaps, TargetOutput
 from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
@@ -67,16 +66,6 @@ class Eagle3(HiddenChain):
     def hidden(self, target: TargetOutput) -> Tensor:
         assert target.features is not None
         return self._draft.fuse(target.features)
-
-    def layer_products(self, rows: int, observed: bool) -> list[Product]:
-        *layer, fc = self._draft.products(rows, rows)
-        return [*layer, fc] if observed else layer
-
-    def head_product(self, rows: int) -> Product:
-        head, config = self._draft.head, self._draft.config
-        if head is not None:
-            return head.product(rows)
-        return Product(config.vocab_size, config.hidden_size, self._draft.fc.weight.dtype, rows)
 
 
 def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:

@@ -16,7 +16,6 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.linear import Product
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, SpecCaps, TargetHandle, TargetOutput
 from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
@@ -53,13 +52,6 @@ class NextN(HiddenChain):
 
     def hidden(self, target: TargetOutput) -> Tensor:
         return target.hidden
-
-    def layer_products(self, rows: int, observed: bool) -> list[Product]:
-        return self._layer.products(rows)
-
-    def head_product(self, rows: int) -> Product:
-        model = self._layer.config.model
-        return Product(model.vocab_size, model.hidden_size, self._layer.eh_proj.weight.dtype, rows)
 
 
 class _Shared:

@@ -20,7 +20,6 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.linear import Product
 from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
@@ -68,10 +67,6 @@ class Standalone(SpeculativeAlgorithm):
             folder, ctx.dtype, ctx.device, ctx.config.load_format, ctx.max_positions
         )
         self._smaller = config.vocab_size < ctx.target.config.vocab_size
-
-    def products(self, batch: int, width: int) -> list[Product]:
-        whole = self._draft.products(batch)  # the head comes last
-        return whole * (width - 1) + whole[:-1]
 
     def propose(self, step: Step) -> Draft:
         assert step.newest is not None

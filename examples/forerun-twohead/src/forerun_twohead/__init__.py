@@ -17,7 +17,6 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.linear import Product
 from forerun.speculative.base import (
     Commit,
     Draft,
@@ -58,14 +57,6 @@ class TwoHead(SpeculativeAlgorithm):
         size = self._shape.hidden_size
         self._hidden = torch.zeros(slots, size, dtype=self._dtype, device=device)
         return SlotState({"hidden": self._hidden})
-
-    def products(self, batch: int, width: int) -> list[Product]:
-        drafts, shape, vocab = width - 1, self._shape, self._target.config.vocab_size
-        return [
-            Product(drafts * shape.rank, shape.hidden_size, self._dtype, batch),
-            Product(shape.hidden_size, shape.rank, self._dtype, drafts * batch),
-            Product(vocab, shape.hidden_size, self._dtype, drafts * batch),
-        ]
 
     def propose(self, step: Step) -> Draft:
         assert step.width is not None and step.draw is not None

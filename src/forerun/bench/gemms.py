@@ -1,0 +1,160 @@
+"""The GEMMs of a decode step, counted from outside while one eager step runs.
+
+Library GEMMs (cuBLAS, oneDNN) pass PyTorch's dispatcher, where a `TorchDispatchMode` reads their
+operands; composite operators (`linear`, `matmul`, `einsum`) are decomposed into `mm`, `addmm` and
+`bmm` first. Our own kernels bypass the dispatcher, but all are launched by one function,
+`kernels.gemm.gemm._launch`, which is wrapped while recording.
+
+Only GEMMs with a weight count: one operand must have existed before recording began. Attention is
+not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from forerun.engine.engine import Engine
+from forerun.kernels.gemm import gemm as own_kernels
+from forerun.kernels.gemm.gemm import DeferredNorm, Matrix
+from forerun.sampling.sampler import SamplingFlags
+
+_OPERANDS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # first of two
+_ONEDNN = "mkldnn::_linear_pointwise"
+_ATTENTION = "aten::scaled_dot_product_attention"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """x [tokens, k] times a weight [n, k]."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    tokens: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.n * self.k * self.dtype.itemsize
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.n * self.k * self.tokens
+
+
+@contextmanager
+def recording() -> Iterator[list[Gemm]]:
+    """Gives a list that grows, in order, by every GEMM with a weight that runs inside."""
+    mode = _Recorder()
+    with _wrapped(own_kernels, "_launch", mode.watch), mode:
+        yield mode.gemms
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.gemms: list[Gemm] = []
+        self._results: dict[int, Tensor] = {}  # storage -> a tensor in it, which keeps it alive
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition(".")[0]
+        if name != _ATTENTION and func.has_kernel_for_dispatch_key(
+            torch._C.DispatchKey.CompositeImplicitAutograd
+        ):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name in _OPERANDS:
+            self._record(*args[_OPERANDS[name] :][:2])
+        elif name == _ONEDNN:
+            self._add(*_onednn_operands(func, args))
+        out = func(*args, **kwargs)
+        self._note_results((args, kwargs), out)
+        return out
+
+    def _record(self, a: Tensor, b: Tensor) -> None:
+        """a [..., M, K] times b [..., K, N]; the weight may be either."""
+        if not self._is_result(b):
+            self._add(a, b.mT)
+        elif not self._is_result(a):
+            self._add(b.mT, a)
+
+    def _add(self, x: Tensor, weight: Tensor) -> None:
+        """x [..., T, K], weight [..., N, K]."""
+        n, k = weight.shape[-2:]
+        for _ in range(weight.shape[:-2].numel()):
+            self.gemms.append(Gemm(n, k, weight.dtype, x.shape[-2]))
+
+    def watch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor | DeferredNorm, m: Matrix, *args: Any, **kwargs: Any) -> Any:
+            self._add(x.x if isinstance(x, DeferredNorm) else x, m.weight)
+            return launch(x, m, *args, **kwargs)
+
+        return watched
+
+    def _is_result(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._results
+
+    def _note_results(self, inputs: Any, out: Any) -> None:
+        """Remembers what an operator made; views of its inputs are not new."""
+        known = {_storage(x) for x in tree_iter(inputs) if _has_storage(x)}
+        for tensor in tree_iter(out):
+            if _has_storage(tensor) and _storage(tensor) not in known:
+                self._results[_storage(tensor)] = tensor
+
+
+def _onednn_operands(func: OpOverload, args: Any) -> tuple[Tensor, Tensor]:
+    """x and the reordered weight; the binary form has the other summand between them."""
+    return args[0], args[2] if func._overloadname == "binary" else args[1]
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _storage(tensor: Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+@contextmanager
+def _wrapped(
+    module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """The module's function `name`, wrapped while this lasts."""
+    original = vars(module)[name]
+    vars(module)[name] = wrap(original)
+    try:
+        yield
+    finally:
+        vars(module)[name] = original
+
+
+@torch.inference_mode()
+def step_gemms(engine: Engine, batch_size: int) -> tuple[Gemm, ...]:
+    """Of one decode step of the full width, run eagerly on the padding slot of an idle engine.
+
+    Raises:
+        AlgorithmError: the algorithm failed in it.
+    """
+    step = engine.parts.runner.step
+    tables, width = step.tables, step.caps.width
+    slots = tables.upload([tables.padding_slot] * batch_size, torch.int64)
+    draft = step.filler(slots, width) if step.caps.needs_host_tokens and width > 1 else None
+    with recording() as gemms:
+        step.decode(slots, 1 + step.caps.kv_reserve, width, SamplingFlags(), draft)
+    error = step.guard.take_error()
+    if error is not None:
+        raise error
+    return tuple(gemms)

@@ -1,0 +1,132 @@
+"""The GEMMs of a step are those that its models say, whichever way they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forerun import LLM
+from forerun.bench.bounds import Work
+from forerun.bench.gemms import Gemm, recording, step_gemms
+from forerun.kernels.gemm import gemm as own
+from forerun.llm.bundled import PAIR
+from tests.golden_engine import golden_llm
+
+Shapes = list[tuple[int, int, int]]  # n, k, tokens
+
+
+def by_shape(gemms: Sequence[Gemm]) -> Shapes:
+    return sorted((gemm.n, gemm.k, gemm.tokens) for gemm in gemms)
+
+
+def decoder(
+    layers: int, hidden: int, heads: int, kv_heads: int, dim: int, inner: int, tokens: int
+) -> Shapes:
+    """qkv, o, gate_up and down of every layer."""
+    return [
+        ((heads + 2 * kv_heads) * dim, hidden, tokens),
+        (hidden, heads * dim, tokens),
+        (2 * inner, hidden, tokens),
+        (hidden, inner, tokens),
+    ] * layers
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_llama_with_a_block_draft(batch: int) -> None:
+    """The golden pair: blocks of 10, two aux hidden states, 320 tokens in the vocabulary."""
+    with golden_llm("DFLASH") as llm:
+        tokens = 10 * batch
+        expected = [
+            *decoder(6, 160, 5, 1, 32, 400, tokens),
+            (320, 160, tokens),
+            *decoder(2, 160, 5, 1, 32, 448, tokens),
+            (320, 160, 9 * batch),  # K = 9 predicted tokens of the block
+            (160, 2 * 160, tokens),  # fc
+            (2 * 2 * 32, 160, tokens),  # k and v of both layers, from the context
+        ]
+        found = step_gemms(llm.engine, batch)
+        assert by_shape(found) == sorted(expected)
+        assert {gemm.dtype for gemm in found} == {torch.float32}
+
+
+bundled = pytest.mark.skipif(
+    not (PAIR / "target" / "model.safetensors").exists(), reason="the bundled pair is not there"
+)
+
+
+@bundled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # oneDNN's, and `F.linear`
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE3", "NGRAM"])
+def test_the_bundled_target(algorithm: str | None, dtype: str) -> None:
+    settings = {"speculative_algorithm": algorithm, "speculative_adaptive": False}
+    with LLM(device="cpu", dtype=dtype, max_running_requests=2, **settings) as llm:
+        width = llm.engine.parts.runner.step.caps.width
+        tokens = 2 * width
+        c = llm.engine.model_config
+        target = [
+            *decoder(
+                *(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim),
+                *(c.intermediate_size, tokens),
+            ),
+            (c.vocab_size, c.hidden_size, tokens),
+        ]
+        found = step_gemms(llm.engine, 2)
+        rest = by_shape(found)
+        for shape in target:
+            rest.remove(shape)
+        counts = sorted(count for *_, count in rest)
+        assert (
+            counts
+            == {
+                None: [],
+                "NGRAM": [],
+                # 2 layers, fc, k and v; the head.
+                "DFLASH": sorted([tokens] * 10 + [2 * (width - 1)]),
+                # observe: layer and fc; a chain of W - 1 drafts: heads, and layers between them.
+                "EAGLE3": sorted([tokens] * 5 + [2] * (width - 1) + [2] * 4 * (width - 2)),
+            }[algorithm]
+        )
+        work = Work.of(llm.engine, 2, 100)
+        assert work.gemms == found
+        assert work.weight_bytes == sum(g.n * g.k * g.dtype.itemsize for g in found)
+
+
+def test_operators() -> None:
+    """However a plugin writes it; what has no weight in it does not count."""
+    x, cube = torch.randn(3, 8), torch.randn(2, 3, 8)
+    w, b, stack = torch.randn(5, 8), torch.randn(5), torch.randn(2, 5, 8)
+
+    def step() -> None:
+        h, hidden = x.clone(), cube.clone()
+        F.linear(h, w, b)
+        F.linear(hidden, w)
+        torch.addmm(b, h, w.t())
+        h @ w.T
+        w @ h.T
+        torch.einsum("th,nh->tn", h, w)
+        torch.baddbmm(hidden @ stack.mT, hidden, stack.mT)
+        scores = hidden @ hidden.mT
+        torch.bmm(scores, hidden)
+        F.scaled_dot_product_attention(hidden, hidden, hidden)
+        torch.ops.mkldnn._linear_pointwise(h, packed, None, "none", [], "")
+
+    packed = torch.ops.mkldnn._reorder_linear_weight(w, 32)
+    one, folded, two = [(5, 8, 3)], [(5, 8, 6)], [(5, 8, 3)] * 2
+    expected = one + folded + one * 4 + two * 2 + one
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode(), recording() as gemms:
+            step()
+        assert [(g.n, g.k, g.tokens) for g in gemms] == expected
+    step()
+    assert len(gemms) == len(expected)  # nothing is seen afterwards
+
+
+def test_recording_ends_with_an_error() -> None:
+    launch = own._launch
+    with pytest.raises(ZeroDivisionError), recording():
+        assert own._launch is not launch
+        1 / 0  # noqa: B018
+    assert own._launch is launch

@@ -1,0 +1,41 @@
+"""The benchmarks' recorder sees every GEMM of ours, kernel or reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forerun.bench.gemms import recording
+from forerun.kernels.gemm import gemm as own
+from forerun.kernels.gemm.gemm import DeferredNorm, GemmConfig, Matrix
+
+
+def forms(matrix: Matrix, x: torch.Tensor, config: GemmConfig) -> list[object]:
+    n = matrix.weight.shape[0]
+    residual, norm = x.new_zeros(x.shape[0], n), x.new_ones(n)
+    squares = torch.ones(1, x.shape[0], device=x.device)
+    return [
+        own.gemm(x, matrix, config),
+        own.gemm(DeferredNorm(x, squares, 1e-6), matrix, config),
+        own.gemm_add(x, matrix, residual, config),
+        own.gemm_add_deferred_norm(x, matrix, residual, norm, 1e-6, config),
+        own.gemm_silu(x, matrix, config),
+        own.gemm_argmax(x, matrix, config),
+        own.gemm_partials(x, matrix, config),
+    ]
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "reference"])
+def test_every_entry_point_counts_once(
+    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        device = torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = torch.randn(3, 64, device=device).to(dtype)
+    matrix = Matrix.of(torch.randn(64, 64, device=device).to(dtype))
+    config = GemmConfig(32, 32, programs=2)
+    with torch.inference_mode(), recording() as gemms:
+        made = forms(matrix, x, config)
+    assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 64, 3)] * len(made)
