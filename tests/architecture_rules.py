@@ -27,7 +27,7 @@ HOUSE = (
     ("executor",),
     ("engine",),
     ("llm",),
-    ("cli", "server", "bench", "evals", "train"),
+    ("cli", "server", "bench", "evals"),
 )
 FLOORS = {package: floor for floor, packages in enumerate(HOUSE) for package in packages}
 FRONT = len(HOUSE) - 1  # `forerun/__init__.py` is a front door too
@@ -41,7 +41,7 @@ NAMES = re.compile(
 NAMES_ALLOWED = ("speculative/registry.py",)
 OWN_FILES = ("speculative/", "models/", "kernels/")
 BUILT_ON = {"ddtree": "dflash"}  # an algorithm made from another names it
-NAMES_FRONT = ("cli/", "bench/", "evals/", "train/")
+NAMES_FRONT = ("cli/", "bench/", "evals/")
 
 NO_PROBING = (
     "engine/", "executor/", "scheduler/", "speculative/", "sampling/", "attention/", "kvcache/",

@@ -1,5 +1,6 @@
 """Trains the heads for the bundled target, a minute on a CPU:
 
+    pip install ../../training  # the generator of word problems
     python train.py src/forerun_twohead/heads.safetensors
 
 The target is frozen. It runs once over worked word problems (it would answer nearly all of them in
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forerun.evals.word_problems import TRAIN_SEEDS, generate
 from forerun.llm.bundled import bundled
+from forerun_train.word_problems import TRAIN_SEEDS, generate
 from forerun_twohead.heads import Heads, Shape
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from forerun import LLM
 from forerun.bench.adaptive import Cell, policy, sweep
 from forerun.bench.algorithms import Row
-from forerun.cli import bench_adaptive, bench_algorithms, bench_overlap
-from forerun.cli.bench_inputs import COLUMNS, Shape
+from forerun.bench.cli import adaptive, algorithms, overlap
+from forerun.bench.cli.inputs import COLUMNS, Shape
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.scheduler.adaptive_width import FixedWidth
@@ -36,7 +36,7 @@ def test_ratio_is_over_the_better() -> None:
     cell = Cell(128, None, 19777.6, 2479.5, 19617.6, {1: 99, 4: 1}, 1.2, True)
     assert cell.ratio == pytest.approx(19617.6 / 19777.6)
     assert cell.as_dict()["ratio"] == cell.ratio
-    text = shown(bench_adaptive.table([cell, Cell(1, 6.5, 1, 3, 6, {8: 1}, 6.4, None)]))
+    text = shown(adaptive.table([cell, Cell(1, 6.5, 1, 3, 6, {8: 1}, 6.4, None)]))
     assert "128 1.20 19778 2480 19618 0.992 1: 99%, 4: 1% yes" in text
     assert "1 6.5 1 3 6 2.000 8: 100% -" in text
 
@@ -85,11 +85,11 @@ def test_what_cannot_adapt_is_refused(
     engine: dict[str, Any], lengths: list[float], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        bench_adaptive.adaptive_settings(engine, [Shape(1, 8, 8)], lengths, False)
+        adaptive.adaptive_settings(engine, [Shape(1, 8, 8)], lengths, False)
 
 
 def test_settings_force_the_largest_length() -> None:
-    settings = bench_adaptive.adaptive_settings({}, [Shape(4, 8, 8)], [1.0, 3.0], True)
+    settings = adaptive.adaptive_settings({}, [Shape(4, 8, 8)], [1.0, 3.0], True)
     assert settings["speculative_simulate_accept_length"] == 3.0
     assert settings["speculative_adaptive"] is True
     assert settings["max_running_requests"] == 4
@@ -129,7 +129,7 @@ def test_overlap_table() -> None:
         "off_step_seconds": 0.01723, "on_step_seconds": 0.01705, "off_host_gap": 0.0303,
         "on_host_gap": 0.0015, "accept_length": 6.4, "identical": None,
     }  # fmt: skip
-    text = shown(bench_overlap.table([row]))
+    text = shown(overlap.table([row]))
     assert "32 11508 11537 1.002 17.23 17.05 3.0% 0.1% 6.40 -" in text
 
 
@@ -139,7 +139,7 @@ def test_algorithms_table() -> None:
         Row("SOME", {"word-problems": 12.04, "python": None}, 0.0194, 3.7, 3.9, False),
         Row("OTHER", reason="It needs a draft model."),
     ]
-    text = shown(bench_algorithms.table(rows))
+    text = shown(algorithms.table(rows))
     assert "NONE 1.00 1.00 8.00 1.00 - yes" in text
     assert "SOME 12.04 - 19.40 3.70 3.90 no" in text
     assert "OTHER - - - - - refused" in text
@@ -168,9 +168,9 @@ def test_algorithms_json(
 
 def test_all_installed_algorithms_are_compared() -> None:
     register_toys()
-    assert "TOY-TREES" in bench_algorithms.chosen([])
-    assert set(bench_algorithms.chosen([])) == set(registry.algorithm_names()) - {"NONE"}
-    assert bench_algorithms.chosen(["none", "ngram", "NGRAM"]) == ["NGRAM"]
+    assert "TOY-TREES" in algorithms.chosen([])
+    assert set(algorithms.chosen([])) == set(registry.algorithm_names()) - {"NONE"}
+    assert algorithms.chosen(["none", "ngram", "NGRAM"]) == ["NGRAM"]
 
 
 def test_an_engine_without_forced_lengths_cannot_be_forced() -> None:

@@ -96,6 +96,20 @@ def test_eval_json(capsys: pytest.CaptureFixture[str], skill: str) -> None:
 
 
 @needs_pair
+def test_vs_transformers_json(capsys: pytest.CaptureFixture[str]) -> None:
+    out = call(
+        capsys, "bench", "vs-transformers", "--repetitions", "1", "--max-new-tokens", "4", "--json"
+    )
+    names = [engine["name"] for engine in out["engines"]]
+    assert names[0] == "transformers" and names[2:] == ["forerun, plain", "forerun, DFLASH"]
+    for engine in out["engines"]:
+        assert engine["prompts_identical_to_transformers"] == out["prompts"] == 8
+    speeds = [engine["tok_s_per_prompt"] for engine in out["engines"]]
+    assert out["engines"][0]["ratio_to_transformers"] == 1
+    assert all(len(speed) == 8 and min(speed) > 0 for speed in speeds)
+
+
+@needs_pair
 def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--num-examples", "2", "--max-new-tokens", "8")
     assert run(("eval", "word-problems", *few)) == 0
@@ -118,6 +132,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
         ("bench one-batch --device cpu --profile p", "--profile draws what runs on a GPU"),
         ("bench one-batch --load-format dummy --model-path m", "add --random-input"),
+        ("bench vs-transformers --dtype int8", "--dtype must be float32 or bfloat16"),
         ("eval python --num-examples 0", "--num-examples must be >= 1"),
     ],
 )

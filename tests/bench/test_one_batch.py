@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from forerun.bench.bounds import Bounds
+from forerun.bench.cli.inputs import COLUMNS, LISTS, Shape, check, repeat_flag
+from forerun.bench.cli.one_batch import fill_in, table
 from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts
-from forerun.cli.bench_inputs import COLUMNS, LISTS, Shape, check, repeat_flag
-from forerun.cli.bench_one_batch import fill_in, table
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from forerun import LLM, RequestOutput
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import held_out
-from forerun.evals.word_problems import TEST_SEED, extract_answer, generate
+from forerun.evals.word_problems import extract_answer, problems
 
 # Shares of verify steps that accepted draft 1, 2, 3 ... (157 and 330 steps, float32, greedy).
 WORDS = (0.975, 0.962, 0.936, 0.892, 0.885, 0.841, 0.803, 0.764)
@@ -24,14 +24,14 @@ def close(got: list[float], pinned: tuple[float, ...]) -> bool:
 
 
 def test_acceptance_and_answers_of_the_bundled_pair() -> None:
-    problems = generate(TEST_SEED, 24)
-    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    asked = problems(24)
+    chats = [[{"role": "user", "content": problem.question}] for problem in asked]
     with LLM(speculative_algorithm="DFLASH", dtype="float32", speculative_adaptive=False) as llm:
         words = llm.chat(chats, {"temperature": 0, "max_new_tokens": 160})
         texts = [row["prompt"] for row in held_out()[:12]]
         params = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
         python = llm.generate(texts, params)
-    right = sum(extract_answer(o.text) == p.answer for o, p in zip(words, problems, strict=True))
+    right = sum(extract_answer(o.text) == p.answer for o, p in zip(words, asked, strict=True))
     assert right >= 23
     assert close(shares(words, len(WORDS)), WORDS)
     assert close(shares(python, len(PYTHON)), PYTHON)

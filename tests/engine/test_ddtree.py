@@ -11,7 +11,7 @@ from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import held_out
-from forerun.evals.word_problems import TEST_SEED, generate
+from forerun.evals.word_problems import problems
 from tests.engine.test_dflash import edited_draft, speculators
 from tests.engine.test_matrix import hold
 from tests.golden_engine import CASES, golden_llm
@@ -109,7 +109,7 @@ def test_any_width_gives_the_same_text(depth: int, monkeypatch: pytest.MonkeyPat
 
 def test_the_bundled_pair() -> None:
     """Its text, and its accept length beside the chain's over all verify steps."""
-    words = [p.question for p in generate(TEST_SEED, 6)]
+    words = [p.question for p in problems(6)]
     python = [row["prompt"] for row in held_out()[:6]]
     seeds = [{**SEEDED, "sampling_seed": i} if i % 2 else {"temperature": 0} for i in range(6)]
     ids: dict[str, list[list[int]]] = {}

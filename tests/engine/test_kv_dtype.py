@@ -11,7 +11,7 @@ from forerun import LLM
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
-from forerun.evals.word_problems import TEST_SEED, generate
+from forerun.evals.word_problems import problems
 from tests.golden_engine import CASES, golden_llm
 
 PROMPTS = [case["prompt"] for case in CASES]
@@ -79,8 +79,8 @@ def test_eight_bits_are_really_stored() -> None:
 
 
 def test_acceptance_of_the_bundled_pair_stays() -> None:
-    problems = generate(TEST_SEED, 12)
-    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
+    asked = problems(12)
+    chats = [[{"role": "user", "content": problem.question}] for problem in asked]
     mean = {}
     for kv in ("float32", "fp8_e4m3"):
         own = {"dtype": "float32", "kv_cache_dtype": kv, "speculative_adaptive": False}

@@ -167,7 +167,7 @@ def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_opentelemetry_is_not_imported_when_off() -> None:
     check = (
-        "import sys, forerun.engine.engine, forerun.cli.bench;"
+        "import sys, forerun.engine.engine, forerun.bench.cli.app;"
         "sys.exit(any(n.partition('.')[0] == 'opentelemetry' for n in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

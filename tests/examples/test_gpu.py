@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.evals.word_problems import TEST_SEED, generate
+from forerun.evals.word_problems import problems
 from forerun.speculative.registry import algorithm_names, register_algorithm
 from tests.examples.environment import EXAMPLES
 
 pytestmark = pytest.mark.gpu
-CHATS = [[{"role": "user", "content": p.question}] for p in generate(TEST_SEED, 6)]
+CHATS = [[{"role": "user", "content": p.question}] for p in problems(6)]
 OWN: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_running_requests": 4}
 
 

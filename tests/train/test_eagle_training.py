@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 
 from forerun.attention.base import AttentionContext  # noqa: E402
 from forerun.models.eagle3 import load_eagle3, load_eagle3_config  # noqa: E402
-from forerun.train.accept import matches, walk  # noqa: E402
-from forerun.train.anchors import target_features  # noqa: E402
-from forerun.train.eagle import (  # noqa: E402
+from forerun_train.accept import matches, walk  # noqa: E402
+from forerun_train.anchors import target_features  # noqa: E402
+from forerun_train.eagle import (  # noqa: E402
     EagleRun,
     chain_guesses,
     frequent_tokens,
@@ -23,10 +23,10 @@ from forerun.train.eagle import (  # noqa: E402
     start_from_target,
     train_eagle,
 )
-from forerun.train.eagle_model import Eagle, EagleShape, load_eagle, save_eagle  # noqa: E402
-from forerun.train.generate import causal_layers, greedy, head  # noqa: E402
-from forerun.train.regen import Samples  # noqa: E402
-from forerun.train.target import TargetShape, build_target  # noqa: E402
+from forerun_train.eagle_model import Eagle, EagleShape, load_eagle, save_eagle  # noqa: E402
+from forerun_train.generate import causal_layers, greedy, head  # noqa: E402
+from forerun_train.regen import Samples  # noqa: E402
+from forerun_train.target import TargetShape, build_target  # noqa: E402
 from tests.models.support import CPU, Loop  # noqa: E402
 
 SHAPE = TargetShape(

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from forerun.train.accept import matches, walk  # noqa: E402
-from forerun.train.anchors import block_labels, sample_anchors, target_features  # noqa: E402
-from forerun.train.draft import (  # noqa: E402
+from forerun_train.accept import matches, walk  # noqa: E402
+from forerun_train.anchors import block_labels, sample_anchors, target_features  # noqa: E402
+from forerun_train.draft import (  # noqa: E402
     DraftRun,
     block_guesses,
     block_inputs,
@@ -21,11 +21,11 @@ from forerun.train.draft import (  # noqa: E402
     position_weights,
     train_draft,
 )
-from forerun.train.draft_model import Draft, DraftShape, block_mask, load_draft, save_draft  # noqa: E402
-from forerun.train.generate import batches, causal_layers, greedy, head  # noqa: E402
-from forerun.train.regen import Samples, verified_chats  # noqa: E402
-from forerun.train.target import TargetShape, build_target, label_weights, load_target, save_target  # noqa: E402
-from forerun.train.tokens import TokenStream  # noqa: E402
+from forerun_train.draft_model import Draft, DraftShape, block_mask, load_draft, save_draft  # noqa: E402
+from forerun_train.generate import batches, causal_layers, greedy, head  # noqa: E402
+from forerun_train.regen import Samples, verified_chats  # noqa: E402
+from forerun_train.target import TargetShape, build_target, label_weights, load_target, save_target  # noqa: E402
+from forerun_train.tokens import TokenStream  # noqa: E402
 
 SHAPE = TargetShape(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 import re
+import sys
+from importlib.resources import files
 
 import pytest
 
-from forerun.evals.word_problems import (
+from forerun.core.errors import ConfigError
+from forerun.evals.prompts import word_prompts
+from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, extract_answer, problems
+from forerun_train.word_problems import (
+    SHIPPED,
     TEMPLATES,
-    TEST_SEED,
-    TEST_SEEDS,
     TRAIN_SEEDS,
-    extract_answer,
     generate,
+    shipped_lines,
 )
-from forerun.evals.word_text import Draw, over, plus, times
+from forerun_train.word_text import Draw, over, plus, times
 
 _SUM = re.compile(r"[\d(][\d+\-*/() ]*(?:= [\d+\-*/() ]*\d)+")
 
@@ -74,3 +78,28 @@ def test_sums_are_written_in_small_steps() -> None:
     assert over(96, 4) == "96 / 4 = 80 / 4 + 16 / 4 = 20 + 4 = 24"
     with pytest.raises(ValueError, match="whole"):
         over(7, 2)
+
+
+def test_the_shipped_problems_are_the_generators() -> None:
+    data = files("forerun.evals") / "data" / "word_problems.jsonl"
+    assert data.read_text(encoding="utf-8").splitlines() == list(shipped_lines())
+    expected = [(p.question, p.answer) for p in generate(TEST_SEED, SHIPPED)]
+    assert [(p.question, p.answer) for p in problems(SHIPPED)] == expected
+    assert problems(3) == problems(SHIPPED)[:3]
+
+
+@pytest.mark.parametrize(("count", "seed"), [(SHIPPED + 5, TEST_SEED), (4, TEST_SEED + 1)])
+def test_other_problems_need_the_generator(
+    count: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = problems(count, seed)
+    assert [p.answer for p in made] == [p.answer for p in generate(seed, count)]
+    monkeypatch.setitem(sys.modules, "forerun_train.word_problems", None)
+    with pytest.raises(ConfigError, match=r"^Only the first 1024 .* pip install \./training"):
+        problems(count, seed)
+    assert len(problems(SHIPPED)) == SHIPPED  # without it
+
+
+def test_trained_seeds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="may have been trained on"):
+        word_prompts(lambda text: [1], 2, seed=TRAIN_SEEDS[7])

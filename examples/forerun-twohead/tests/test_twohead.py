@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
-from forerun.evals.word_problems import TEST_SEED, generate
+from forerun.evals.word_problems import problems
 from forerun.speculative.base import Commit, Step, TargetOutput
 from forerun.speculative.registry import get_algorithm
 from forerun_twohead import TwoHead
 from forerun_twohead.heads import SHIPPED, Heads, Shape, read_shape
 
-PROBLEMS = [[{"role": "user", "content": p.question}] for p in generate(TEST_SEED, 6)]
+PROBLEMS = [[{"role": "user", "content": p.question}] for p in problems(6)]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 48}
 SEEDED = {"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 48}
 SMALL: dict[str, Any] = {

@@ -39,7 +39,7 @@ COMMANDS = {
     "generate": Entry("forerun.cli.generate:generate", "Text for one prompt or many."),
     "chat": Entry("forerun.cli.chat:chat", "Talk with a model."),
     "doctor": Entry("forerun.cli.doctor:doctor", "What this machine can do, and why not more."),
-    "bench": Entry("forerun.cli.bench:app", "Measure speed, plain beside speculative."),
+    "bench": Entry("forerun.bench.cli.app:app", "Measure speed, plain beside speculative."),
     "eval": Entry("forerun.cli.eval:app", "Measure quality and accept length."),
 }
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from forerun.core.errors import ConfigError
-from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, generate
+from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, problems
 
 WORDS, PYTHON = "word-problems", "python"
 Encode = Callable[[str], list[int]]  # text → token ids
@@ -77,7 +77,7 @@ def word_prompts(encode: Encode, count: int, seed: int = TEST_SEED) -> list[Prom
     check_seed(seed)
     return [
         Prompt(f"word problem {i}", WORDS, p.question, tuple(encode(p.question)), p.answer)
-        for i, p in enumerate(generate(seed, count), start=1)
+        for i, p in enumerate(problems(count, seed), start=1)
     ]
 
 

@@ -1,31 +1,24 @@
-"""Grade-school word problems with checkable answers, generated without end.
+"""Grade-school word problems with checkable answers, as the bundled target was trained on.
 
-The bundled target model is trained on these and scored on seeds it has never seen. Pure Python,
-deterministic: the same ``seed`` and position give the same problem on every machine.
+The first problems of the test seed ship as data. The generator of all others is part of the
+training package (`training/` in the repository), which also wrote that file.
 """
 
 from __future__ import annotations
 
-import random
+import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Final
 
-from forerun.evals import word_templates_a, word_templates_b
-from forerun.evals.word_text import Draw
+from forerun.core.errors import ConfigError
 
-TRAIN_SEEDS: Final = range(0, 1_000_000)
-"""Seeds that training may use."""
 TEST_SEEDS: Final = range(1_000_000, 2_000_000)
 """Seeds that training never uses."""
 TEST_SEED: Final = TEST_SEEDS[0]
-"""The seed of the published scores.
-
-Training also leaves out every exact question of its first problems.
-"""
-
-TEMPLATES: Final = (*word_templates_a.TEMPLATES, *word_templates_b.TEMPLATES)
+"""The seed of the published scores; training also leaves out each of its first questions."""
 
 _ANSWER = re.compile(r"####\s*(-?\d+)")
 
@@ -33,21 +26,26 @@ _ANSWER = re.compile(r"####\s*(-?\d+)")
 @dataclass(frozen=True)
 class Problem:
     question: str
-    answer_text: str
     answer: int
 
 
-def stream(seed: int) -> Iterator[Problem]:
-    """Problems of one seed, without end."""
-    rng = random.Random(f"forerun word problems {seed}")
-    while True:
-        yield _one(rng)
+def problems(count: int, seed: int = TEST_SEED) -> list[Problem]:
+    """The first `count` problems of a seed.
 
-
-def generate(seed: int, n: int) -> list[Problem]:
-    """The first ``n`` problems of a seed."""
-    problems = stream(seed)
-    return [next(problems) for _ in range(n)]
+    Raises:
+        ConfigError: they do not ship, and the training package is not installed.
+    """
+    shipped = _shipped()
+    if seed == TEST_SEED and count <= len(shipped):
+        return list(shipped[:count])
+    try:
+        from forerun_train.word_problems import generate
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"Only the first {len(shipped)} word problems of seed {TEST_SEED} ship with Forerun."
+            " The generator of more is in the repository: pip install ./training."
+        ) from None
+    return [Problem(p.question, p.answer) for p in generate(seed, count)]
 
 
 def extract_answer(text: str) -> int | None:
@@ -56,6 +54,7 @@ def extract_answer(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def _one(rng: random.Random) -> Problem:
-    question, lines, answer = rng.choice(TEMPLATES)(Draw(rng))
-    return Problem(question, "\n".join([*lines, f"#### {answer}"]), answer)
+@cache
+def _shipped() -> tuple[Problem, ...]:
+    text = (files("forerun.evals") / "data" / "word_problems.jsonl").read_text(encoding="utf-8")
+    return tuple(Problem(**json.loads(line)) for line in text.splitlines())

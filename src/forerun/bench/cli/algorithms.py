@@ -12,12 +12,12 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.bench.algorithms import Row, compare_algorithms
-from forerun.bench.environment import environment
-from forerun.cli.bench_inputs import (
+from forerun.bench.cli.inputs import (
     AsJson,
     check_repetitions,
     wide_console,
 )
+from forerun.bench.environment import environment
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import made_with, print_json, progress_bar
 from forerun.cli.settings import without_speculation

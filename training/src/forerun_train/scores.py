@@ -5,24 +5,24 @@ Weights are rounded to bfloat16 (as shipped) and run in float32 (as served on a 
 
 from __future__ import annotations
 
-import json
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Qwen3ForCausalLM
 
-from forerun.evals.word_problems import TEST_SEED, extract_answer, generate
-from forerun.train.accept import AcceptScore, Guess, accept_score
-from forerun.train.draft import block_guesses
-from forerun.train.draft_model import load_draft
-from forerun.train.eagle import chain_guesses
-from forerun.train.eagle_model import load_eagle
-from forerun.train.regen import Samples, regenerate
-from forerun.train.target import load_target
-from forerun.train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
-from forerun.train.tokens import prompt_text
+from forerun.evals.prompts import held_out
+from forerun.evals.word_problems import TEST_SEED, extract_answer
+from forerun_train.accept import AcceptScore, Guess, accept_score
+from forerun_train.draft import block_guesses
+from forerun_train.draft_model import load_draft
+from forerun_train.eagle import chain_guesses
+from forerun_train.eagle_model import load_eagle
+from forerun_train.regen import Samples, regenerate
+from forerun_train.target import load_target
+from forerun_train.tokenizer import END_OF_TEXT, IM_END, load_tokenizer, special_ids
+from forerun_train.tokens import prompt_text
+from forerun_train.word_problems import generate
 
 
 def score_pair(
@@ -59,8 +59,8 @@ def score_pair(
         chats.ids[:accept_problems], chats.prompt[:accept_problems], chats.end[:accept_problems]
     )
     code = [
-        tokenizer.encode(text, add_special_tokens=False).ids
-        for text in python_prompts()[:code_prompts]
+        tokenizer.encode(row["prompt"], add_special_tokens=False).ids
+        for row in held_out()[:code_prompts]
     ]
     programs = regenerate(target, code, new_tokens=code_tokens, length=400, eos=eos, batch=64)
     for name, (guess, drafts) in _drafts(target, draft_folder, eagle_folder, eagle_steps).items():
@@ -84,17 +84,6 @@ def _drafts(
         eagle = load_eagle(eagle_folder, device).eval()
         found["eagle3"] = chain_guesses(eagle, target, eagle_steps), eagle_steps
     return found
-
-
-def python_prompts() -> list[str]:
-    """The held-out Python prompts that ship with the package."""
-    lines = (
-        resources.files("forerun.evals")
-        .joinpath("data/python_heldout.jsonl")
-        .read_text()
-        .splitlines()
-    )
-    return [json.loads(line)["prompt"] for line in lines]
 
 
 def _facts(score: AcceptScore) -> dict[str, Any]:

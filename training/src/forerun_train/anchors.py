@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from forerun.train.generate import causal_layers
-from forerun.train.regen import Samples
+from forerun_train.generate import causal_layers
+from forerun_train.regen import Samples
 
 
 def target_features(target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> Tensor:

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.bench.adaptive import Cell, sweep
-from forerun.bench.environment import environment
-from forerun.cli.bench_inputs import (
+from forerun.bench.cli.inputs import (
     AsJson,
     Preset,
     RandomInput,
@@ -24,6 +23,7 @@ from forerun.cli.bench_inputs import (
     with_preset,
     with_room,
 )
+from forerun.bench.environment import environment
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import made_with, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation

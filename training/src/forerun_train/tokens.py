@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from forerun.evals.word_problems import TEST_SEED, Problem, generate, stream
-from forerun.train.tokenizer import END_OF_TEXT, load_tokenizer, render_chat, special_ids
+from forerun.evals.word_problems import TEST_SEED
+from forerun_train.tokenizer import END_OF_TEXT, load_tokenizer, render_chat, special_ids
+from forerun_train.word_problems import Problem, generate, stream
 
 TEST_QUESTIONS = 4096
 """So many problems of the test seed are kept out of training, question by question."""

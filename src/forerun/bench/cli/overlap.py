@@ -11,10 +11,7 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.bench.environment import environment
-from forerun.bench.one_batch import OneBatch, one_batch
-from forerun.bench.profile import profile_steps
-from forerun.cli.bench_inputs import (
+from forerun.bench.cli.inputs import (
     AsJson,
     Preset,
     RandomInput,
@@ -25,6 +22,9 @@ from forerun.cli.bench_inputs import (
     with_preset,
     with_room,
 )
+from forerun.bench.environment import environment
+from forerun.bench.one_batch import OneBatch, one_batch
+from forerun.bench.profile import profile_steps
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import made_with, print_json
 from forerun.cli.settings import with_speculation
