@@ -130,7 +130,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo --repetitions 0", "--repetitions must be >= 1"),
         ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
-        ("bench one-batch --device cpu --profile p", "--profile draws what runs on a GPU"),
+        ("bench one-batch --device cpu --profile p", "--profile records GPU kernels"),
         ("bench one-batch --load-format dummy --model-path m", "add --random-input"),
         ("bench vs-transformers --dtype int8", "--dtype must be float32 or bfloat16"),
         ("eval python --num-examples 0", "--num-examples must be >= 1"),

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from forerun.bench.bounds import Bounds
 from forerun.bench.cli.inputs import COLUMNS, LISTS, Shape, check, repeat_flag
-from forerun.bench.cli.one_batch import fill_in, table
-from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts
+from forerun.bench.cli.one_batch import fill_in, table, too_few
+from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts, trace
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import windows
+from tests.golden_engine import golden_llm
 
-# Two requests: prompts done after 2 results, then steps of 0.1, 0.3 and 0.2 seconds.
+# Two requests: prompts done after 2 results, then steps of 0.1, 0.3 and 0.2 seconds; one request
+# ends in the second of these.
 TRACE = Trace(
     steps=((0.5, 1), (1.0, 3), (1.1, 7), (1.4, 13), (1.6, 15)),
     prefill_steps=2,
+    whole_steps=4,
     output_ids=((1,) * 8, (2,) * 7),
     acceptance=Acceptance(15, 6, 18, (2, 1, 3)),
 )
@@ -27,20 +31,24 @@ TRACE = Trace(
 
 def test_prefill_ends_with_the_last_first_token() -> None:
     assert TRACE.prefill_seconds == 1.0
-    assert TRACE.step_seconds == pytest.approx([0.1, 0.3, 0.2])
+    assert TRACE.step_seconds == pytest.approx([0.1, 0.3])  # not the tail
     assert TRACE.decode_tok_s == pytest.approx((15 - 3) / (1.6 - 1.0))
-    assert TRACE.whole_tok_s == TRACE.decode_tok_s
-    assert replace(TRACE, whole_steps=4).whole_tok_s == pytest.approx((13 - 3) / (1.4 - 1.0))
+    assert TRACE.whole_tok_s == pytest.approx((13 - 3) / (1.4 - 1.0))
+    assert replace(TRACE, whole_steps=5).whole_tok_s == TRACE.decode_tok_s
+    late = replace(TRACE, whole_steps=2)  # a request ended before all had their first token
+    assert late.step_seconds == [] and late.whole_tok_s == 0
 
 
 def test_timing_pools_the_steps_of_all_repetitions() -> None:
-    slow = Trace(((2.0, 2), (3.0, 4)), 1, ((1, 1), (2, 2)), Acceptance())
+    slow = Trace(((2.0, 2), (3.0, 4)), 1, 2, ((1, 1), (2, 2)), Acceptance())
     timing = BatchTiming.of([TRACE, slow, slow])
     assert timing.prefill_seconds == 2.0
     assert timing.decode_tok_s == pytest.approx(2.0)
-    assert timing.step_seconds_median == pytest.approx(0.3)  # of 0.1 0.2 0.3 1.0 1.0
+    assert timing.step_seconds_median == pytest.approx(0.65)  # of 0.1 0.3 1.0 1.0
     assert timing.step_seconds_p90 == pytest.approx(1.0)
-    assert timing.steps == 3
+    assert timing.steps == 1 and timing.too_few_steps
+    none = BatchTiming.of([replace(TRACE, whole_steps=2)] * 2)
+    assert (none.step_seconds_median, none.step_seconds_p90, none.steps) == (None, None, 0)
 
 
 def test_result_shows_both_ways() -> None:
@@ -72,6 +80,41 @@ def test_table_fits_its_columns() -> None:
     row = " ".join(shown.splitlines()[-2].split())
     assert row == "DFLASH 783 17.52 32.11 11234 15.34 1.14 16.78 12.3% 1.00 2.50 yes"
     assert result.as_dict()["spec"]["ratio_to_floor"] == pytest.approx(17.52 / 15.34)
+
+
+def test_too_few_whole_batch_steps_are_said() -> None:
+    few, none = BatchTiming(0.1, 0.01, 0.02, 1.0, 3), BatchTiming(0.1, None, None, 1.0, 0)
+    enough = BatchTiming(0.1, 0.01, 0.02, 1.0, 30)
+    assert too_few(OneBatch(8, 100, 8, enough, enough)) is None
+    assert "in only 3 steps" in (too_few(OneBatch(8, 100, 8, enough, few)) or "")
+    bounds = Bounds(1, 2, 3, floor_seconds=0.01, gemm_seconds=0.01)
+    result = OneBatch(8, 100, 8, none, None, plain_bounds=bounds)
+    assert "in only 0 steps" in (too_few(result) or "")
+    half = result.as_dict()["plain"]
+    assert half["too_few_steps"] is True
+    assert half["step_seconds_median"] is None and half["ratio_to_floor"] is None
+    assert table([result], None).row_count == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_only_steps_of_the_whole_batch_count(algorithm: str | None, depth: int) -> None:
+    """Prompts of many chunks: the first request ends while the last ones prefill, or does not."""
+    settings = {"chunked_prefill_size": 16, "max_running_requests": 4, "overlap_depth": depth}
+    prompts = [[7 + i] * 64 for i in range(4)]
+    with golden_llm(algorithm, **settings) as llm:
+        short = trace(llm.engine, prompts, 4)
+        llm.engine.flush_cache()
+        long = trace(llm.engine, prompts, 160)
+    assert short.step_seconds == []
+    steps = long.step_seconds
+    tokens = [out for _, out in long.steps]
+    assert len(steps) == long.whole_steps - long.prefill_steps > 2
+    for before, after in pairwise(tokens[long.prefill_steps - 1 : long.whole_steps]):
+        assert after - before >= len(prompts)
+        if algorithm is None:
+            assert after - before == len(prompts)
+    assert BatchTiming.of([short]).too_few_steps
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def _row(
         for skill in skills
     }
 
+    steps = [s for result in results for run in result[full] for s in run.step_seconds]
+
     def speedup(way: Key) -> float | None:
         if way not in results[0]:
             return None
@@ -114,7 +116,7 @@ def _row(
     return Row(
         algorithm=name,
         accept_lengths=lengths,
-        step_seconds=median([s for r in results for t in r[full] for s in t.step_seconds] or [0.0]),
+        step_seconds=median(steps) if steps else None,
         speedup=speedup(full),
         adaptive_speedup=speedup(adaptive),
         identical=all(len(same) == 1 for same in texts),

@@ -80,5 +80,9 @@ class Bounds:
             gemm_seconds=gemm_seconds(work.gemms, device),
         )
 
-    def as_dict(self, step_seconds: float) -> dict[str, Any]:
-        return {**asdict(self), "ratio_to_floor": step_seconds / self.floor_seconds}
+    def as_dict(self, step_seconds: float | None) -> dict[str, Any]:
+        return {**asdict(self), "ratio_to_floor": self.ratio(step_seconds)}
+
+    def ratio(self, step_seconds: float | None) -> float | None:
+        """A measured step over the floor."""
+        return None if step_seconds is None else step_seconds / self.floor_seconds

@@ -1,7 +1,8 @@
 """One static batch, plain beside speculative: prefill time, step time, decoding speed.
 
-All requests start together and generate the same number of tokens (the end of text is ignored).
-Speculative requests end at different steps; the tail with a smaller batch counts.
+All requests start together and generate the same number of tokens (EOS is ignored). Step times are
+those of the whole batch: of the steps after the last prefill and until the first request ends.
+Decoding speed includes the tail, in which the batch shrinks.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from operator import lt
 from typing import Any
 
 from forerun import LLM, SamplingParams
 from forerun.bench.bounds import Bounds
 from forerun.bench.timing import interleaved, median, quantile
-from forerun.core.request import Request, State
+from forerun.core.request import State
 from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
 from forerun.llm.output import meta_info
 
 Clock = Callable[[], float]
+FEW_STEPS = 5  # fewer whole-batch steps in a run say little
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One run. `steps[i]` is (seconds since the start, tokens out so far) at the i-th result."""
+    """One run. `steps[i]` is (seconds since the start, tokens generated so far) at result i."""
 
     steps: tuple[tuple[float, int], ...]
     prefill_steps: int  # results until every request had its first token
+    whole_steps: int  # results until the batch was no longer whole: the first request had ended
     output_ids: tuple[tuple[int, ...], ...]
     acceptance: Acceptance
-    whole_steps: int | None = None  # results until the first request ended; None: not noted
 
     @property
     def prefill_seconds(self) -> float:
@@ -45,8 +48,8 @@ class Trace:
 
     @property
     def whole_tok_s(self) -> float:
-        """The same, only while all requests ran: of the batch size itself."""
-        return self._speed(self.whole_steps or len(self.steps))
+        """The same over the steps of the whole batch."""
+        return self._speed(self.whole_steps)
 
     def _speed(self, until: int) -> float:
         (begin, before), (end, after) = self.steps[self.prefill_steps - 1], self.steps[until - 1]
@@ -54,30 +57,35 @@ class Trace:
 
     @property
     def step_seconds(self) -> list[float]:
-        times = [at for at, _ in self.steps[self.prefill_steps - 1 :]]
+        """Of the steps in which every request decodes and none prefills."""
+        times = [at for at, _ in self.steps[self.prefill_steps - 1 : self.whole_steps]]
         return [after - before for before, after in pairwise(times)]
 
 
 @dataclass(frozen=True)
 class BatchTiming:
-    """Medians over the repetitions; step times over all their steps."""
+    """Medians over the repetitions; step times over all their whole-batch steps."""
 
     prefill_seconds: float
-    step_seconds_median: float
-    step_seconds_p90: float
+    step_seconds_median: float | None  # None: no step had the whole batch
+    step_seconds_p90: float | None
     decode_tok_s: float
-    steps: int  # decode steps of one run
+    steps: int  # whole-batch steps of a run, the fewest
 
     @classmethod
     def of(cls, traces: Sequence[Trace]) -> BatchTiming:
-        steps = [seconds for trace in traces for seconds in trace.step_seconds] or [0.0]
+        steps = [seconds for trace in traces for seconds in trace.step_seconds]
         return cls(
             prefill_seconds=median([t.prefill_seconds for t in traces]),
-            step_seconds_median=median(steps),
-            step_seconds_p90=quantile(steps, 0.9),
+            step_seconds_median=median(steps) if steps else None,
+            step_seconds_p90=quantile(steps, 0.9) if steps else None,
             decode_tok_s=median([t.decode_tok_s for t in traces]),
-            steps=len(traces[0].step_seconds),
+            steps=min(len(trace.step_seconds) for trace in traces),
         )
+
+    @property
+    def too_few_steps(self) -> bool:
+        return self.steps < FEW_STEPS
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class OneBatch:
 
     @property
     def context(self) -> int:
-        """K/V rows of a request in the middle of its decoding."""
+        """K/V tokens of a request halfway through its decoding."""
         return self.input_len + self.output_len // 2
 
     @property
@@ -120,7 +128,7 @@ class OneBatch:
 
 def _half(timing: BatchTiming, bounds: Bounds | None) -> dict[str, Any]:
     beside = bounds.as_dict(timing.step_seconds_median) if bounds else {}
-    return {**asdict(timing), **beside}
+    return {**asdict(timing), "too_few_steps": timing.too_few_steps, **beside}
 
 
 def one_batch(
@@ -133,7 +141,7 @@ def one_batch(
 ) -> OneBatch:
     """Both engines on the same prompts, warmed up, in turn, with empty prefix caches each time.
 
-    `simulated`: accept lengths are forced, so the texts differ and are not compared.
+    `simulated`: acceptance is simulated, so the texts differ and are not compared.
 
     Raises:
         RequestError: the prompts do not fit the engine.
@@ -180,13 +188,17 @@ def trace(
         engine.submit(request)
     steps: list[tuple[float, int]] = []
     prefill_steps = whole_steps = 0
+    lengths = [0] * len(requests)
     while any(request.state is not State.FINISHED for request in requests):
-        if engine.step():  # empty: launched, nothing has come back yet
-            steps.append((clock() - begin, _tokens_out(requests)))
-            if not prefill_steps and all(request.output for request in requests):
-                prefill_steps = len(steps)
-            if not whole_steps and any(r.state is State.FINISHED for r in requests):
-                whole_steps = len(steps)
+        if not engine.step():
+            continue  # launched; no result has come back yet
+        before, lengths = lengths, [len(request.output) for request in requests]
+        steps.append((clock() - begin, sum(lengths)))
+        if not prefill_steps:
+            if all(lengths):
+                prefill_steps = whole_steps = len(steps)
+        elif whole_steps == len(steps) - 1 and all(map(lt, before, lengths)):
+            whole_steps = len(steps)
     while engine.has_work:
         engine.step()
     for request in requests:
@@ -194,21 +206,17 @@ def trace(
     return Trace(
         steps=tuple(steps),
         prefill_steps=prefill_steps,
+        whole_steps=whole_steps,
         output_ids=tuple(tuple(r.output) for r in requests),
         acceptance=Acceptance.total(Acceptance.of(meta_info(r)) for r in requests),
-        whole_steps=max(whole_steps, prefill_steps),
     )
 
 
 def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Token ids drawn evenly: for random weights, where text means nothing."""
+    """Uniformly random token ids, for random weights."""
     rng = random.Random(seed)
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> Callable[[], Trace]:
     return lambda: trace(engine, prompts, output_len)
-
-
-def _tokens_out(requests: Sequence[Request]) -> int:
-    return sum(len(request.output) for request in requests)

@@ -98,10 +98,27 @@ def one_batch_command(
     console.print(ceilings.line(), style="dim", soft_wrap=True)
     console.print(table(results, settings.get("speculative_algorithm")))
     console.print(made_with(where), style="dim", soft_wrap=True)
+    for result in results:
+        remark = too_few(result)
+        if remark is not None:
+            console.print(remark, style="yellow", soft_wrap=True)
+
+
+def too_few(result: OneBatch) -> str | None:
+    """A remark where the step times rest on too few steps of the whole batch."""
+    halves = [half for half in (result.plain, result.spec) if half is not None]
+    if not any(half.too_few_steps for half in halves):
+        return None
+    fewest = min(half.steps for half in halves)
+    return (
+        f"Batch {result.batch_size}, {result.input_len} + {result.output_len} tokens: all requests"
+        f" decode together in only {fewest} steps of a run; the first end while the last still"
+        " prefill, or soon after. Raise --output-len (or --chunked-prefill-size)."
+    )
 
 
 def fill_in(engine: Values, shapes: Sequence[Shape], random_input: bool) -> dict[str, Any]:
-    """For both engines; steps have one width."""
+    """Settings of both engines, with a fixed width."""
     settings = with_speculation(engine) | {"speculative_adaptive": False}
     return with_room(settings, shapes, random_input)
 
@@ -115,7 +132,7 @@ def with_bounds(
     device: torch.device,
     folder: Path | None,
 ) -> OneBatch:
-    """Adds what bounds the step. Comes after all timing: a profiler leaves launches slower."""
+    """Adds the step's lower bounds. Runs after all timing: profiling slows later launches down."""
 
     def bounds(name: str, llm: LLM) -> Bounds:
         work = Work.of(llm.engine, result.batch_size, result.context)
@@ -140,9 +157,9 @@ def with_bounds(
 
 
 def prepare_folder(folder: Path, device: str) -> None:
-    """Raises ConfigError where a profile cannot be made or kept."""
+    """Raises ConfigError where no profile can be recorded or written."""
     if resolve_device(device).type != "cuda":
-        raise ConfigError("--profile draws what runs on a GPU; drop it here, or use one.")
+        raise ConfigError("--profile records GPU kernels and needs a GPU; drop it.")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--profile {folder} is a file; name a folder.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,12 +197,15 @@ def _figures(t: BatchTiming, bounds: Bounds | None) -> list[str]:
     figures = [*times, f"{t.decode_tok_s:.0f}"]
     if bounds is None:
         return [*figures, "", "", "", ""]
-    ratio = t.step_seconds_median / bounds.floor_seconds
+    ratio = bounds.ratio(t.step_seconds_median)
+    shown = "-" if ratio is None else f"{ratio:.2f}"
     gap = "-" if bounds.host_gap is None else f"{bounds.host_gap:.1%}"
-    return [*figures, _ms(bounds.floor_seconds), f"{ratio:.2f}", _ms(bounds.gemm_seconds), gap]
+    return [*figures, _ms(bounds.floor_seconds), shown, _ms(bounds.gemm_seconds), gap]
 
 
-def _ms(seconds: float) -> str:
+def _ms(seconds: float | None) -> str:
     """Milliseconds with three or more digits."""
+    if seconds is None:
+        return "-"
     ms = 1000 * seconds
     return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"

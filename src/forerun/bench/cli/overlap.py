@@ -103,8 +103,12 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         out.add_row(
             *(str(r["batch_size"]), f"{r['off_tok_s']:.0f}", f"{r['on_tok_s']:.0f}"),
             f"{r['on_over_off']:.3f}",
-            *(f"{1000 * r[f'{way}_step_seconds']:.2f}" for way in ("off", "on")),
+            *(_ms(r[f"{way}_step_seconds"]) for way in ("off", "on")),
             *(*gaps, f"{r['accept_length'] or 0:.2f}"),
             "-" if r["identical"] is None else "yes" if r["identical"] else "no",
         )
     return out
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.2f}"
