@@ -28,7 +28,7 @@ from triton.runtime.errors import OutOfResources
 
 from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention.decode import MaskSpec, paged_attention
-from forerun.kernels.attention.paged_kv import pool_rows
+from forerun.kernels.attention.paged_kv import compute_kv_slots
 from forerun.kernels.attention.prefill import map_tiles, prefill_attention
 from forerun.kernels.attention.tiles import Tiles, choose_splits, prefill_tiles
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, qk_norm_rope_write
@@ -127,7 +127,7 @@ def behind_case(batch: int, context: int, width: int, dtype: torch.dtype, page: 
     pools = Pools.make(batch, context, width, dtype, page, None)
     device, group = pools.q.device, HEADS // KV_HEADS
     splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype, page)
-    rows = pool_rows(pools.table, pools.start, None, width, batch * width, page)
+    rows = compute_kv_slots(pools.table, pools.start, None, width, batch * width, page)
     positions = (pools.start.unsqueeze(1) + torch.arange(width, device=device)).flatten().int()
     qkv = torch.randn(batch * width, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
     ones = torch.ones(DIM, device=device, dtype=torch.bfloat16)

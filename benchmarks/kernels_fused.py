@@ -27,11 +27,11 @@ from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
 from forerun.kernels.sampling import argmax
-from forerun.kernels.speculation import accept as commit
-from forerun.kernels.speculation import decode_inputs as prepare
+from forerun.kernels.speculation import accept, decode_inputs
 from forerun.layers.rope import Rope
 from forerun.sampling.sampler import SamplingFlags, sample, sample_ref
 from forerun.sampling.table import SamplingTable
+from forerun.speculative.simulate import SimulatedAcceptance
 
 H, INNER, VOCAB, HEADS, KV_HEADS, DIM, PAGE, EPS = 4096, 12288, 151936, 32, 8, 128, 16, 1e-6
 DRAFT_LAYERS, WIDTH = 5, 16
@@ -99,18 +99,18 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
     one = (HEADS, norms, table, positions, at, pool[0, 0], pool[1, 0])
     every = (layer_norms, table, positions, at, pool)
     batch = max(1, rows // WIDTH)
-    drawn = torch.zeros(batch, WIDTH, dtype=torch.int64, device=DEVICE)
+    sampled = torch.zeros(batch, WIDTH, dtype=torch.int64, device=DEVICE)
     slots = torch.arange(batch, device=DEVICE)
     start = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    tables = (
+    state = accept.SlotState(
         torch.zeros(batch + 1, dtype=torch.int32, device=DEVICE),
         torch.zeros(batch + 1, dtype=torch.int64, device=DEVICE),
         torch.zeros(batch + 1, 4096, dtype=torch.int32, device=DEVICE),
     )
-    step = (drawn[:, 1:], drawn, slots, start, *tables)
-    pace = commit.SimulatedAcceptance.of(6.5, batch + 1, DEVICE)
+    step = (sampled[:, 1:], sampled, slots, start, state)
+    simulated = SimulatedAcceptance.of(6.5, WIDTH, batch + 1, DEVICE)
     page_table = torch.zeros(batch + 1, 2560, dtype=torch.int32, device=DEVICE)
-    head = (slots, tables[0], tables[1], page_table, WIDTH, PAGE, 2560 * PAGE)
+    head = (slots, state.kv_len, state.last_token, page_table, WIDTH, PAGE, 2560 * PAGE)
     return {
         "norm": (
             lambda: norm.rms_norm(x, weight, EPS),
@@ -148,18 +148,18 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
             logits.nbytes,
         ),
         "accept + commit": (
-            lambda: commit.accept_commit(*step),
-            lambda: commit.accept_commit_ref(*step),
-            3 * drawn.nbytes,
+            lambda: accept.accept_commit(*step),
+            lambda: accept.accept_commit_ref(*step),
+            4 * sampled.nbytes,
         ),
-        "the same, at a forced pace": (
-            lambda: commit.accept_commit(*step, pace),
-            lambda: commit.accept_commit_ref(*step, pace),
-            3 * drawn.nbytes,
+        "simulated acceptance": (
+            lambda: simulated.num_committed(slots, WIDTH),
+            lambda: simulated.num_committed_ref(slots, WIDTH),
+            3 * slots.nbytes,
         ),
-        "prepare, 2,560 pages": (
-            lambda: prepare.prepare(*head),
-            lambda: prepare.prepare_ref(*head),
+        "decode inputs, 2,560 pages": (
+            lambda: decode_inputs.build_decode_inputs(*head),
+            lambda: decode_inputs.build_decode_inputs_ref(*head),
             2 * batch * page_table[0].nbytes,
         ),
     }

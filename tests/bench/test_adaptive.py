@@ -100,7 +100,7 @@ def test_settings_force_the_largest_length() -> None:
     [
         ("bench adaptive --repetitions 0", "--repetitions must be >= 1"),
         ("bench adaptive --random-input --batch-size 1", "give --accept-length"),
-        ("bench adaptive --accept-length 99 --batch-size 1", "the 16 rows that a step verifies"),
+        ("bench adaptive --accept-length 99 --batch-size 1", "the 16 tokens that a step verifies"),
         ("bench overlap --device cpu", "Steps overlap on a GPU only"),
         ("bench overlap --disable-overlap-schedule", "Both ways are measured"),
         ("bench algorithms --num-examples 0", "--num-examples must be >= 1"),
@@ -173,10 +173,10 @@ def test_all_installed_algorithms_are_compared() -> None:
     assert algorithms.chosen(["none", "ngram", "NGRAM"]) == ["NGRAM"]
 
 
-def test_an_engine_without_forced_lengths_cannot_be_forced() -> None:
+def test_an_engine_without_simulated_acceptance_is_refused() -> None:
     with golden_llm() as plain, golden_llm("NGRAM", speculative_adaptive=True) as spec:
         assert isinstance(spec, LLM)
-        with pytest.raises(AssertionError, match="without forced lengths"):
+        with pytest.raises(AssertionError, match="without simulated acceptance"):
             sweep(plain, spec, [PROMPTS[:1]], 8, [2.0], 1)
 
 

@@ -1,4 +1,4 @@
-"""Forced accept lengths: the mean is met, everything else works as it does."""
+"""Simulated acceptance: the mean accept length is met, everything else works as always."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.golden_engine import CASES, golden_llm
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.2, 3.0, 6.5, 10.0])
-def test_the_mean_accept_length_is_the_one_asked(mean: float) -> None:
+def test_the_mean_accept_length_is_met(mean: float) -> None:
     with golden_llm("DFLASH", speculative_simulate_accept_length=mean) as llm:
         params = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}
         outs = llm.generate(input_ids=[c["prompt"] for c in CASES[:3]], sampling_params=params)
@@ -22,5 +22,5 @@ def test_the_mean_accept_length_is_the_one_asked(mean: float) -> None:
 
 @pytest.mark.parametrize("mean", [0.5, 10.5])
 def test_impossible_means_are_refused(mean: float) -> None:
-    with pytest.raises(ConfigError, match="between 1 and the 10 rows"):
+    with pytest.raises(ConfigError, match="between 1 and the 10 tokens"):
         golden_llm("DFLASH", speculative_simulate_accept_length=mean)

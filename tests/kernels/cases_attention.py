@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forerun.kernels.attention.decode_kernels import combine, short_block
-from forerun.kernels.attention.paged_kv import _pool_rows, _write_kv
+from forerun.kernels.attention.paged_kv import _compute_kv_slots, _write_kv
 from forerun.kernels.attention.prefill import _prefill
 from forerun.kernels.attention.tiles import Tiles, decode_tiles, prefill_tiles, uses_tma
 from forerun.kernels.runtime.gpu import GpuInfo
@@ -175,17 +175,17 @@ CASES = [
         targets=ONE,
     ),
     Case(
-        "pool rows",
-        _pool_rows,
+        "KV slots",
+        _compute_kv_slots,
         {
-            "table_ptr": "*i32",
+            "page_table": "*i32",
             "start_ptr": "*i32",
-            "first_ptr": "*i32",
-            "rows_ptr": "*i64",
-            "table_row": "i32",
-            "longest": "i32",
+            "cu_q_lens": "*i32",
+            "kv_slots": "*i64",
+            "page_table_stride": "i32",
+            "max_q_len": "i32",
         },
-        {"PAGE": 16, "RAGGED": True, "BLOCK": 64},
+        {"PAGE_SIZE": 16, "RAGGED": True, "BLOCK": 64},
         wide=False,
         targets=ONE,
     ),
@@ -196,15 +196,15 @@ CASES = [
             {
                 "k_ptr": "*bf16",
                 "v_ptr": "*bf16",
-                "rows_ptr": "*i64",
+                "kv_slots": "*i64",
                 "k_pool": f"*{pool}",
                 "v_pool": f"*{pool}",
-                "k_row": "i32",
-                "v_row": "i32",
+                "k_stride": "i32",
+                "v_stride": "i32",
             },
             {"SIZE": 1024, "FP8": pool == "u8", "CHUNK": 1024},
             {"num_warps": 2},
-            multiples=("k_row", "v_row"),
+            multiples=("k_stride", "v_stride"),
             targets=TARGETS if pool == "u8" else ONE,
         )
         for pool in ("bf16", "u8")

@@ -9,8 +9,7 @@ from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
 from forerun.kernels.sampling import argmax, nucleus, sampling
-from forerun.kernels.speculation import accept as commit
-from forerun.kernels.speculation import decode_inputs as prepare
+from forerun.kernels.speculation import accept, decode_inputs
 from tests.kernels.compiled import TARGETS, Case
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -28,8 +27,6 @@ def case(
     """`numbers`: integer arguments; those that are strides of aligned rows end in `*`."""
     names = numbers.split()
     signature = pointers | {n.rstrip("*"): "i32" for n in names}
-    if "mean" in signature:
-        signature["mean"] = "i64"
     if "eps" in kernel.fn.__code__.co_varnames:
         signature["eps"] = "fp32"
     return Case(
@@ -79,13 +76,14 @@ def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
 
 
 COMMIT = {
-    "draft_ptr": I64, "drawn_ptr": I64, "slots": I64, "start_ptr": I32, "kv_len": I32,
-    "last_token": I64, "history": I32, "new_ptr": I32,
+    "candidates": I64, "sampled": I64, "slots": I64, "start_ptr": I32, "kv_len": I32,
+    "last_token": I64, "history": I32, "committed_ptr": I32, "ids_ptr": I64,
 }  # fmt: skip
-COMMIT_ROWS = "draft_row drawn_row history_row padding_slot"
-PREPARE = {
-    "slots": I64, "kv_len": I32, "last_token": I64, "page_table": I32, "start_ptr": I32,
-    "last_ptr": I64, "positions": I32, "next_positions": I32, "rows_ptr": I64, "page_rows": I32,
+COMMIT_STRIDES = "candidates_stride sampled_stride history_stride padding_slot"
+DECODE_INPUTS = {
+    "slots": I64, "kv_len": I32, "last_token": I64, "page_table": I32, "start_out": I32,
+    "last_token_out": I64, "positions": I32, "next_positions": I32, "kv_slots": I64,
+    "page_table_out": I32,
 }  # fmt: skip
 
 RULES = {"slots": I64, "floats": F32, "ints": I64}
@@ -134,14 +132,13 @@ _CASES = [
          "vocab* row_stride* parts", {"BLOCK": 8192}, 4),
     case("argmax, second", argmax._best_part, {"keys": I64, "out": I64},
          "parts", {"BLOCK": 128}, 1, wide=False),
-    case("prepare", prepare._prepare, PREPARE, "table_row* pages*",
-         {"WIDTH": 16, "PAGE": 16, "ROWS": 16, "BLOCK": 1024}, 4),
-    case("accept and commit", commit._accept_commit, COMMIT, COMMIT_ROWS,
-         {"forced": None, "mean_ptr": None, "PACE": False, "WIDTH": 16, "BLOCK": 16}, 1,
-         wide=False),
-    case("commit at a pace", commit._accept_commit,
-         COMMIT | {"forced": I64, "mean_ptr": I64}, COMMIT_ROWS,
-         {"PACE": True, "WIDTH": 16, "BLOCK": 16}, 1, wide=False),
+    case("decode inputs", decode_inputs._build_decode_inputs, DECODE_INPUTS,
+         "page_table_stride* pages*",
+         {"NUM_TOKENS": 16, "PAGE_SIZE": 16, "TOKENS_BLOCK": 16, "BLOCK": 1024}, 4),
+    case("accept and commit", accept._accept_commit, COMMIT, COMMIT_STRIDES,
+         {"num_committed": None, "NUM_TOKENS": 16, "BLOCK": 16}, 1, wide=False),
+    case("commit a given count", accept._accept_commit, COMMIT | {"num_committed": I32},
+         COMMIT_STRIDES, {"NUM_TOKENS": 16, "BLOCK": 16}, 1, wide=False),
     case("hold stops", sampling._mask_stop_tokens, ROWS | {"slots": I64, "ints": I64},
          "row_stride* ints_row width count", {"BLOCK": 16}, 1, wide=False),
     case("scan", sampling._scan, {"logits": B16, "tops": F32}, "vocab* row_stride* groups span*",

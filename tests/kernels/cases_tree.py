@@ -1,21 +1,20 @@
-"""Drafts on their way to the verify pass; draft trees, and what a step does with them."""
+"""Inputs of the verify pass, draft trees, ring buffers, simulated acceptance."""
 
 from __future__ import annotations
 
-from forerun.kernels.speculation import best_first, tree
-from forerun.kernels.speculation import ring_buffer as keep
-from forerun.kernels.speculation import verify_inputs as verify
+from forerun.kernels.speculation import best_first, ring_buffer, tree, verify_inputs
+from forerun.speculative import simulate
 from tests.kernels.compiled import Case
 
 CASES = [
     *(
         Case(
-            f"verify ids, {'a tree' if depth else 'a chain'}",
-            verify._verify_ids,
-            dict.fromkeys(("newest", "draft", "slots", "ids", "judged"), "*i64")
-            | dict.fromkeys(("limits", "depth") if depth else ("limits",), "*i32")
-            | dict.fromkeys(("draft_row", "depth_row", "vocab"), "i32"),
-            ({} if depth else {"depth": None}) | {"WIDTH": 16, "BLOCK": 16, "PDL": False},
+            f"verify inputs, {'tree' if depth else 'chain'}",
+            verify_inputs._build_verify_inputs,
+            dict.fromkeys(("last_token", "drafts", "slots", "input_ids", "candidates"), "*i64")
+            | dict.fromkeys(("draft_limit", "depth") if depth else ("draft_limit",), "*i32")
+            | dict.fromkeys(("drafts_stride", "depth_stride", "vocab_size"), "i32"),
+            ({} if depth else {"depth": None}) | {"NUM_TOKENS": 16, "BLOCK": 16, "PDL": False},
             options={"num_warps": 1},
             wide=False,
         )
@@ -39,7 +38,7 @@ CASES = [
             best_first._log_probs,
             {"logits": kind, "values": kind, "scores": "*fp32"}
             | dict.fromkeys(("row_stride", "vocab", "ranks"), "i32"),
-            {"BLOCK": best_first.COLUMNS, "RANKS": 32, "PDL": False},
+            {"BLOCK": best_first.BLOCK_SIZE, "RANKS": 32, "PDL": False},
             options={"num_warps": 8},
             multiples=("row_stride", "vocab"),
         )
@@ -48,9 +47,9 @@ CASES = [
     *(
         Case(
             f"shape {block}",
-            tree._shape,
-            {"parents": "*i64", "up_ptr": "*i64", "depth_ptr": "*i32", "bits_ptr": "*i64"}
-            | {"parents_row": "i32", "rows": "i32"},
+            tree._tree_shape,
+            {"parents": "*i64", "up_ptr": "*i64", "depth_ptr": "*i32", "ancestors_ptr": "*i64"}
+            | {"parents_stride": "i32", "nodes": "i32"},
             {"BLOCK": block, "ROUNDS": block.bit_length() - 1, "PDL": False},
             options={"num_warps": 1},
             wide=False,
@@ -59,11 +58,13 @@ CASES = [
     ),
     *(
         Case(
-            f"accept {block}",
-            tree._accept,
-            dict.fromkeys(("draft_ptr", "drawn_ptr", "up_ptr", "bits_ptr", "path_ptr"), "*i64")
-            | {"depth_ptr": "*i32", "new_ptr": "*i32"}
-            | dict.fromkeys(("draft_row", "drawn_row", "rows"), "i32"),
+            f"accept path {block}",
+            tree._accept_path,
+            dict.fromkeys(
+                ("candidates", "sampled_ptr", "up_ptr", "ancestors_ptr", "path_ptr"), "*i64"
+            )
+            | {"depth_ptr": "*i32", "num_committed": "*i32"}
+            | dict.fromkeys(("candidates_stride", "sampled_stride", "nodes"), "i32"),
             {"BLOCK": block, "PDL": False},
             options={"num_warps": warps},
             wide=False,
@@ -72,10 +73,10 @@ CASES = [
     ),
     *(
         Case(
-            f"move_rows {kind} {block}",
-            tree._move_rows,
-            {"data": kind, "rows_ptr": "*i64", "path_ptr": "*i64"}
-            | {"layer_stride": "i64", "rows": "i32"},
+            f"compact_kv {kind} {block}",
+            tree._compact_kv,
+            {"data": kind, "kv_slots": "*i64", "path_ptr": "*i64"}
+            | {"layer_stride": "i64", "nodes": "i32"},
             {"SIZE": 1024, "BLOCK": block, "CHUNK": tree.TILE // block},
             options={"num_warps": 4},
             multiples=("layer_stride",),
@@ -85,13 +86,22 @@ CASES = [
     ),
     *(
         Case(
-            f"keep rows {kind}",
-            keep._ring_buffer_write,
-            {"ring": kind, "slots": "*i64", "positions": "*i32", "rows": kind}
-            | {"size": "i32", "columns": "i32"},
-            {"BLOCK": keep.COLUMNS, "PDL": False},
-            multiples=("columns",),
+            f"ring buffer {kind}",
+            ring_buffer._ring_buffer_write,
+            {"buffer": kind, "slots": "*i64", "positions": "*i32", "values": kind}
+            | {"ring_size": "i32", "size": "i32"},
+            {"BLOCK": ring_buffer.BLOCK_SIZE, "PDL": False},
+            multiples=("size",),
         )
         for kind in ("*bf16", "*fp32")
+    ),
+    Case(
+        "simulated acceptance",
+        simulate._simulate,
+        {"slots": "*i64", "steps_ptr": "*i64", "mean_ptr": "*i64", "out": "*i32"}
+        | {"num_verify_tokens": "i32"},
+        {"FRACTION_BITS": 32, "ROUNDING": 1 << 16, "PDL": False},
+        options={"num_warps": 1},
+        wide=False,
     ),
 ]

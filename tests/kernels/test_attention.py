@@ -15,7 +15,7 @@ from forerun.kernels.attention.decode import (
     paged_attention,
     paged_attention_ref,
 )
-from forerun.kernels.attention.paged_kv import pool_rows
+from forerun.kernels.attention.paged_kv import compute_kv_slots
 from forerun.kernels.attention.tiles import Tiles, choose_splits
 from forerun.kernels.elementwise.qk_norm_rope import qk_norm_rope_write
 from tests.kernels.attention_support import (
@@ -228,7 +228,7 @@ def test_behind_the_kernel_that_writes(page: int, splits: int) -> None:
         make = partial(make_paged, spans(starts, width), *QWEN3_8B, page, torch.bfloat16)
         cases = [make(device="cuda") for _ in range(layers)]
         table, start = cases[0].table, cases[0].start  # all have these
-        rows = pool_rows(table, start, None, width, len(starts) * width, page)
+        rows = compute_kv_slots(table, start, None, width, len(starts) * width, page)
         position = (start[:, None] + torch.arange(width, device="cuda")).flatten().int()
         rope = torch.ones(max(starts) + width, 2, 1, dim, device="cuda", dtype=torch.bfloat16)
         rope[:, 1] = 0  # by no angle

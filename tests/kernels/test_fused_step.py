@@ -1,13 +1,17 @@
-"""Argmax, accept and commit against plain PyTorch."""
+"""Argmax, accept and commit, simulated acceptance, decode inputs: kernels against PyTorch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from forerun.kernels.sampling.argmax import argmax
-from forerun.kernels.speculation.accept import SimulatedAcceptance, accept_commit, accept_commit_ref
-from forerun.kernels.speculation.decode_inputs import prepare, prepare_ref
+from forerun.kernels.speculation.accept import SlotState, accept_commit, accept_commit_ref
+from forerun.kernels.speculation.decode_inputs import build_decode_inputs, build_decode_inputs_ref
+from forerun.speculative.simulate import SimulatedAcceptance
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,100 +41,139 @@ def check_argmax(rows: int, vocab: int, dtype: torch.dtype, device: torch.device
     assert torch.equal(argmax(holes), holes.nan_to_num(-torch.inf).argmax(-1))
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 4, 15])
-@pytest.mark.parametrize("forced", [False, True])
-def test_accept_commit(drafts: int, forced: bool, device: torch.device) -> None:
-    """Requests that agree in 0 … K places, in shuffled slots, with padded rows."""
-    width, slots, batch = drafts + 1, 24, drafts + 3
+def slot_state(slots: int, positions: int) -> SlotState:
+    """`slots` and the padding slot."""
+    lengths = torch.arange(slots + 1, dtype=torch.int32)
+    lengths[-1] = 0
+    history = torch.zeros(slots + 1, positions, dtype=torch.int32)
+    return SlotState(lengths, torch.arange(slots + 1), history)
+
+
+def on(state: SlotState, device: torch.device) -> SlotState:
+    return SlotState(*(x.clone().to(device) for x in vars(state).values()))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 4, 15])
+@pytest.mark.parametrize("given", [False, True])
+def test_accept_commit(num_drafts: int, given: bool, device: torch.device) -> None:
+    """Requests that agree in 0 ... K places, in shuffled slots, and padding slots."""
+    num_tokens, slots, batch = num_drafts + 1, 24, num_drafts + 3
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(0, 50, (batch, width), generator=generator)
-    draft = drawn[:, :drafts].clone()
-    for i in range(drafts):
-        draft[i, i] += 1
+    sampled = torch.randint(0, 50, (batch, num_tokens), generator=generator)
+    candidates = sampled[:, :num_drafts].clone()
+    for i in range(num_drafts):
+        candidates[i, i] += 1
     taken = torch.randperm(slots, generator=generator)[:batch]
     taken[-2:] = slots  # the padding slot
     start = torch.randint(0, 30, (batch,), generator=generator, dtype=torch.int32)
     start[-2:] = 0
-    must = torch.randint(1, width + 1, (batch,), generator=generator, dtype=torch.int32)
-    tables = [
-        torch.arange(slots + 1, dtype=torch.int32),
-        torch.arange(slots + 1),
-        torch.zeros(slots + 1, 64, dtype=torch.int32),
-    ]
-    tables[0][-1] = 0
-    want = [table.clone() for table in tables]
-    new = accept_commit_ref(draft, drawn, taken, start, *want, must if forced else None)
-    tables = [table.to(device) for table in tables]
-    inputs = [x.to(device) for x in (draft, drawn, taken, start)]
-    got = accept_commit(*inputs, *tables, must.to(device) if forced else None)
+    count = torch.randint(1, num_tokens + 1, (batch,), generator=generator, dtype=torch.int32)
+    before = slot_state(slots, 64)
+    want, state = on(before, torch.device("cpu")), on(before, device)
+    num_committed, ids = accept_commit_ref(
+        candidates, sampled, taken, start, want, count if given else None
+    )
+    inputs = [x.to(device) for x in (candidates, sampled, taken, start)]
+    got, got_ids = accept_commit(*inputs, state, count.to(device) if given else None)
 
-    if not forced:
-        assert new.tolist() == [*range(1, drafts + 1), *[width] * 3]
-    assert torch.equal(got.cpu(), new)
-    for table, expected in zip(tables, want, strict=True):
-        # What padded rows drew goes where padding_slot looks, in any order.
+    if not given:
+        assert num_committed.tolist() == [*range(1, num_drafts + 1), *[num_tokens] * 3]
+    assert torch.equal(got.cpu(), num_committed)
+    assert torch.equal(got_ids.cpu(), ids) and torch.equal(ids, sampled)
+    for table, expected in zip(vars(state).values(), vars(want).values(), strict=True):
+        # The padding slot's entries are written by several requests, in any order.
         assert torch.equal(table.cpu()[:-1], expected[:-1])
-    assert tables[0][-1] == 0
+    assert state.kv_len[-1] == 0
+
+
+@pytest.mark.parametrize("commit", [accept_commit, accept_commit_ref])
+def test_invalid_tokens_end_the_commit_and_stay_in_range(
+    commit: Callable[..., tuple[Tensor, Tensor]], device: torch.device
+) -> None:
+    """-1 is sampled from NaN logits: it agrees with nothing, and no table holds it."""
+    sampled = torch.tensor([[-1, 3, 4], [7, -1, 9], [7, 8, -1]], device=device)
+    candidates = torch.tensor([[-1, 3], [7, -1], [7, 8]], device=device)
+    state, slots = on(slot_state(4, 16), device), torch.arange(3, device=device)
+    start = torch.full((3,), 5, dtype=torch.int32, device=device)
+    num_committed, ids = commit(candidates, sampled, slots, start, state)
+    assert num_committed.tolist() == [1, 2, 3]
+    assert ids.tolist() == [[0, 3, 4], [7, 0, 9], [7, 8, 0]]
+    assert state.last_token[:3].tolist() == [0, 0, 0]
+    assert state.history[:3, 6:9].tolist() == ids.tolist()
+    assert state.kv_len[:3].tolist() == [6, 7, 8]
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.2, 3.0, 6.5, 10.0])
-def test_pace(mean: float, device: torch.device) -> None:
-    """Steps of a slot add up to the mean, in the kernel as in its twin, also after many of them."""
-    slots, width, steps = torch.tensor([2, 0]), 10, 40
-    kernel, twin = (
-        SimulatedAcceptance.of(mean, 4, device),
-        SimulatedAcceptance.of(mean, 4, torch.device("cpu")),
-    )
-    for pace in (kernel, twin):
-        pace.steps[0] = 50_000
-    drawn = torch.zeros(2, width, dtype=torch.int64)
+def test_simulated_acceptance(mean: float, device: torch.device) -> None:
+    """A slot's steps add up to the mean, in the kernel as in its reference, after any number."""
+    slots, num_tokens, steps = torch.tensor([2, 0]), 10, 40
+    kernel = SimulatedAcceptance.of(mean, num_tokens, 4, device)
+    reference = SimulatedAcceptance.of(mean, num_tokens, 4, torch.device("cpu"))
+    for simulated in (kernel, reference):
+        simulated.steps.zero_()
+        simulated.steps[0] = 50_000
     total = torch.zeros(2, dtype=torch.int64)
     for _ in range(steps):
-        start = torch.zeros(2, dtype=torch.int32)
-        tables = [start.new_zeros(4), drawn.new_zeros(4), start.new_zeros(4, 16)]
-        want = accept_commit_ref(drawn[:, 1:] + 1, drawn, slots, start, *tables, twin)
-        on_device = [x.to(device) for x in (drawn[:, 1:] + 1, drawn, slots, start, *tables)]
-        new = accept_commit(*on_device, kernel)
-        assert torch.equal(new.cpu(), want)
+        want = reference.num_committed_ref(slots, num_tokens)
+        got = kernel.num_committed(slots.to(device), num_tokens)
+        assert torch.equal(got.cpu(), want) and got.dtype == want.dtype == torch.int32
         assert int(mean) <= int(want.min()) and int(want.max()) <= int(mean) + 1
         total += want
     assert total.tolist() == [int(steps * mean + 1e-6)] * 2
     assert kernel.steps.tolist() == [50_000 + steps, 0, steps, 0]
-    for pace in (kernel, twin):
-        pace.set(2.0)
-    assert twin.next(slots).tolist() == [2, 2]
-    assert accept_commit(*on_device, kernel).tolist() == [2, 2]
+    for simulated in (kernel, reference):
+        simulated.set(2.0)
+    assert reference.num_committed_ref(slots, num_tokens).tolist() == [2, 2]
+    assert kernel.num_committed(slots.to(device), num_tokens).tolist() == [2, 2]
+    assert kernel.num_committed(slots.to(device), 1).tolist() == [1, 1]  # a narrower step
 
 
-@pytest.mark.parametrize("width", [1, 10, 16])
-@pytest.mark.parametrize("page", [1, 16])
-def test_prepare(page: int, width: int, device: torch.device) -> None:
-    check_prepare(5, 9, 60, width, page, device)
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_mean(device: torch.device) -> None:
+    """`set` takes effect at the next replay of a CUDA graph."""
+    simulated = SimulatedAcceptance.of(1.0, 8, 4, device)
+    slots = torch.tensor([0, 2], device=device)
+    simulated.num_committed(slots, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = simulated.num_committed(slots, 8)
+    for mean in (1.0, 5.0, 3.0):
+        simulated.set(mean)
+        graph.replay()
+        assert out.tolist() == [mean] * 2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 10, 16])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_decode_inputs(page_size: int, num_tokens: int, device: torch.device) -> None:
+    check_decode_inputs(5, 9, 60, num_tokens, page_size, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 32])
-def test_prepare_real(batch: int, device: torch.device) -> None:
-    check_prepare(batch, 64, 40_000, 16, 16, device)
+def test_decode_inputs_real(batch: int, device: torch.device) -> None:
+    check_decode_inputs(batch, 64, 40_000, 16, 16, device)
 
 
-def check_prepare(
-    batch: int, slots: int, positions: int, width: int, page: int, device: torch.device
+def check_decode_inputs(
+    batch: int, slots: int, positions: int, num_tokens: int, page_size: int, device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    pages = -(-positions // page)
-    kv_len = torch.randint(0, positions - width, (slots,), generator=generator, dtype=torch.int32)
+    kv_len = torch.randint(
+        0, positions - num_tokens, (slots,), generator=generator, dtype=torch.int32
+    )
     last = torch.randint(0, 10**9, (slots,), generator=generator)
+    pages = -(-positions // page_size)
     table = torch.randint(0, 2**20, (slots, pages), generator=generator, dtype=torch.int32)
     taken = torch.randperm(slots, generator=generator)[:batch]
-    bound = int(kv_len[taken].max()) + width
-    want = prepare_ref(taken, kv_len, last, table, width, page, bound)
-    got = prepare(*(x.to(device) for x in (taken, kv_len, last, table)), width, page, bound)
+    sizes = (num_tokens, page_size, int(kv_len[taken].max()) + num_tokens)
+    want = build_decode_inputs_ref(taken, kv_len, last, table, *sizes)
+    got = build_decode_inputs(*(x.to(device) for x in (taken, kv_len, last, table)), *sizes)
     for name, expected in vars(want).items():
         found = vars(got)[name]
         assert found.dtype == expected.dtype
         assert torch.equal(found.cpu(), expected), name
-    # By the definition: the last row of the last request.
-    position = int(kv_len[taken[-1]]) + width - 1
-    row = int(table[taken[-1], position // page]) * page + position % page
-    assert int(got.rows[-1]) == row and int(got.positions[-1]) == position
+    # By the definition: the last token of the last request.
+    position = int(kv_len[taken[-1]]) + num_tokens - 1
+    kv_slot = int(table[taken[-1], position // page_size]) * page_size + position % page_size
+    assert int(got.kv_slots[-1]) == kv_slot and int(got.positions[-1]) == position

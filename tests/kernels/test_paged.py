@@ -1,11 +1,16 @@
-"""Pool rows and K/V writes: kernel == twin."""
+"""KV slots and K/V writes: kernels against their reference implementations."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from forerun.kernels.attention.paged_kv import pool_rows, pool_rows_ref, write_kv, write_kv_ref
+from forerun.kernels.attention.paged_kv import (
+    compute_kv_slots,
+    compute_kv_slots_ref,
+    write_kv,
+    write_kv_ref,
+)
 
 pytest.importorskip("triton")
 
@@ -18,49 +23,50 @@ def table(batch: int, pages: int, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
-@pytest.mark.parametrize("width", [1, 5, 64])
-def test_rows_of_fixed_width(page: int, width: int, device: torch.device) -> None:
+@pytest.mark.parametrize("q_len", [1, 5, 64])
+def test_fixed_q_len(page: int, q_len: int, device: torch.device) -> None:
     start = torch.tensor([0, 3, 2 * page - 1], dtype=torch.int32, device=device)
-    pages = table(3, 2 + (width + page) // page, device)
-    total = 3 * width
-    got = pool_rows(pages, start, None, width, total, page)
-    assert got.tolist() == pool_rows_ref(pages, start, None, width, total, page).tolist()
-    position = int(start[2]) + width - 1  # the last row, by the definition
+    pages = table(3, 2 + (q_len + page) // page, device)
+    total = 3 * q_len
+    got = compute_kv_slots(pages, start, None, q_len, total, page)
+    want = compute_kv_slots_ref(pages, start, None, q_len, total, page)
+    assert got.tolist() == want.tolist()
+    position = int(start[2]) + q_len - 1  # the last token, by the definition
     expected = int(pages[2, position // page]) * page + position % page
     assert got[-1] == expected
 
 
 @pytest.mark.parametrize("page", [1, 16])
-def test_rows_of_ragged_chunks(page: int, device: torch.device) -> None:
+def test_ragged_chunks(page: int, device: torch.device) -> None:
     spans = [(0, 3), (9, 70), (5, 1)]
-    first = torch.tensor([0, 3, 73, 74], dtype=torch.int32, device=device)
+    cu_q_lens = torch.tensor([0, 3, 73, 74], dtype=torch.int32, device=device)
     start = torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device)
     pages = table(3, 80, device)
-    got = pool_rows(pages, start, first, 70, 74, page).tolist()
-    assert got == pool_rows_ref(pages, start, first, 70, 74, page).tolist()
+    got = compute_kv_slots(pages, start, cu_q_lens, 70, 74, page).tolist()
+    assert got == compute_kv_slots_ref(pages, start, cu_q_lens, 70, 74, page).tolist()
     at = [(b, s + i) for b, (s, n) in enumerate(spans) for i in range(n)]
     assert got == [int(pages[b, p // page]) * page + p % page for b, p in at]
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16, FP8], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(2, 64), (1, 80), (8, 256)])
-def test_write(heads: int, dim: int, pool_dtype: torch.dtype, device: torch.device) -> None:
+def test_write_kv(heads: int, dim: int, pool_dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(5, 4 * heads, dim, generator=generator).to(device) * 30
     k, v = qkv[:, heads : 2 * heads], qkv[:, 3 * heads :]
-    rows = torch.tensor([7, 33, 0, 12, 5], device=device)
+    kv_slots = torch.tensor([7, 33, 0, 12, 5], device=device)
     pools = [torch.zeros(2, 3, 16, heads, dim, device=device).to(pool_dtype) for _ in range(2)]
-    write_kv(k, v, rows, *pools[0])
-    write_kv_ref(k, v, rows, *pools[1])
+    write_kv(k, v, kv_slots, *pools[0])
+    write_kv_ref(k, v, kv_slots, *pools[1])
     assert torch.equal(pools[0].float(), pools[1].float())
-    assert torch.equal(pools[0][0].flatten(0, 1)[rows].float(), k.to(pool_dtype).float())
+    assert torch.equal(pools[0][0].flatten(0, 1)[kv_slots].float(), k.to(pool_dtype).float())
 
 
 def test_float8_rounds_as_torch_does(device: torch.device) -> None:
-    """Every float8 value, what lies half way between two, either side of that, and what is over."""
+    """Every float8 value, the midpoints between two, their neighbours, and values out of range."""
     values = torch.arange(127, dtype=torch.uint8).view(FP8).float()  # 0 to 448
-    middles = (values[1:] + values[:-1]) / 2
-    edges = (middles, middles.nextafter(values[1:]), middles.nextafter(values[:-1]))
+    midpoints = (values[1:] + values[:-1]) / 2
+    edges = (midpoints, midpoints.nextafter(values[1:]), midpoints.nextafter(values[:-1]))
     x = torch.cat((values, *edges, torch.tensor([449.0, 1e6, 1e-9, 2**-10])))
     x = torch.cat((x, -x, torch.zeros(64)))[: 16 * 64].view(-1, 1, 64).to(device)
     pool = torch.zeros(2, x.shape[0], 1, 1, 64, device=device).to(FP8)

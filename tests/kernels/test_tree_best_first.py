@@ -1,4 +1,4 @@
-"""The best prefixes: kernel against twin, and the twin against all prefixes there are."""
+"""The best prefixes: kernel against reference, and the reference against brute force."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prefix = tuple[int, ...]
 
 
 def marginals(batch: int, depth: int, ranks: int, seed: int, sharp: float = 2.0) -> Tensor:
-    """[B, D, R] log-probabilities, falling."""
+    """[B, D, R] log-probabilities, descending."""
     made = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, depth, ranks, generator=made, dtype=torch.float64) * sharp
     return logits.log_softmax(-1).sort(-1, descending=True).values.float()
@@ -70,7 +70,7 @@ def test_as_many_ranks_as_nodes_are_enough() -> None:
             assert torch.equal(got, all_ranks)
 
 
-def test_where_there_are_too_few_prefixes_the_rest_is_nobody() -> None:
+def test_missing_prefixes_have_no_token() -> None:
     scores = torch.tensor([[[-0.5, -1.0, -torch.inf], [-2.0, torch.nan, -torch.inf]]])
     tokens, parents = best_first_ref(scores, numbered(scores) + 7, 6)
     assert tokens.tolist() == [[7, 8, 7, 7, -1, -1]]
@@ -82,7 +82,7 @@ def test_where_there_are_too_few_prefixes_the_rest_is_nobody() -> None:
     [(3, 15, 32, 32), (2, 15, 8, 63), (1, 1, 3, 7), (2, 2, 1, 3), (2, 7, 16, 1)],
 )
 @pytest.mark.parametrize("kind", ["real", "equals", "holes"])
-def test_kernel_is_its_twin(
+def test_kernel_matches_reference(
     batch: int, depth: int, ranks: int, nodes: int, kind: str, device: torch.device
 ) -> None:
     scores = marginals(batch, depth, ranks, seed=nodes)
@@ -94,8 +94,8 @@ def test_kernel_is_its_twin(
     scores = scores.to(device)
     ids = torch.randint(0, 10**6, scores.shape, device=device)
     want = best_first_ref(scores, ids, nodes)
-    for got, twin in zip(best_first(scores, ids, nodes), want, strict=True):
-        assert torch.equal(got, twin)
+    for got, expected in zip(best_first(scores, ids, nodes), want, strict=True):
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,7 +114,7 @@ def test_log_probabilities(
         torch.testing.assert_close(scores.double(), whole.gather(-1, ids), rtol=1e-5, atol=1e-5)
 
 
-def test_no_number_is_no_token(device: torch.device) -> None:
+def test_nan_is_no_token(device: torch.device) -> None:
     logits = torch.randn(1, 3, 50, device=device)
     logits[0, 1] = torch.nan
     for top in (top_log_probs, top_log_probs_ref):

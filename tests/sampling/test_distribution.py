@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels.speculation.accept import accept
+from forerun.kernels.speculation.accept import count_committed
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample
 from forerun.sampling.table import SamplingTable
@@ -44,7 +44,7 @@ def rows_for(params: SamplingParams) -> SamplingRows:
 
 
 def lossless(draft: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
-    return accept(draft, drawn)
+    return count_committed(draft, drawn)
 
 
 def any_possible(draft: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def any_possible(draft: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
 
 def one_too_many(draft: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
     """Broken: counts the first disagreement as accepted."""
-    return (accept(draft, drawn) + 1).clamp_max(drawn.shape[1])
+    return (count_committed(draft, drawn) + 1).clamp_max(drawn.shape[1])
 
 
 def shifted(draft: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
@@ -138,7 +138,10 @@ def test_noise_shared_by_the_rows_of_a_step_is_found_out() -> None:
 def test_accept_counts_the_agreeing_prefix() -> None:
     drawn = torch.tensor([[1, 2, 3, 4]] * 5)
     draft = torch.tensor([[1, 2, 3], [1, 2, 9], [9, 2, 3], [1, 9, 3], [2, 3, 4]])
-    new = accept(draft, drawn)
+    new = count_committed(draft, drawn)
     assert new.tolist() == [4, 3, 1, 2, 1]
     assert new.dtype == torch.int32
-    assert accept(torch.empty(3, 0, dtype=torch.int64), torch.ones(3, 1).long()).tolist() == [1] * 3
+    assert (
+        count_committed(torch.empty(3, 0, dtype=torch.int64), torch.ones(3, 1).long()).tolist()
+        == [1] * 3
+    )

@@ -228,5 +228,5 @@ def test_the_engine_asks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tree_of_any_size_allowed_has_bits(drafts: int) -> None:
     """The limit of 63 is the real one: an ancestor mask is an int64."""
     chain = torch.arange(drafts).unsqueeze(0)
-    bits = Tree.of(chain).bits[0]
+    bits = Tree.from_parents(chain).ancestors[0]
     assert [int(b) & (2**64 - 1) for b in bits] == [2 ** (i + 1) - 1 for i in range(drafts + 1)]

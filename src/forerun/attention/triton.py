@@ -24,7 +24,7 @@ from forerun.attention.base import (
     RopeInput,
 )
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
-from forerun.kernels.attention.paged_kv import pool_rows, write_kv
+from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
 from forerun.kernels.attention.prefill import TileMap, map_tiles, prefill_attention
 from forerun.kernels.attention.tiles import choose_splits, prefill_tiles
 from forerun.kernels.elementwise.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
@@ -83,7 +83,9 @@ class TritonAttention(AttentionBackend):
             total = requests * batch.width
             rows = batch.rows
             if rows is None:
-                rows = pool_rows(batch.page_table, batch.start, None, batch.width, total, page)
+                rows = compute_kv_slots(
+                    batch.page_table, batch.start, None, batch.width, total, page
+                )
             splits = choose_splits(
                 device,
                 requests,
@@ -100,7 +102,9 @@ class TritonAttention(AttentionBackend):
         counts = [rows for _, rows in batch.ragged]
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         first = upload(ends, device)
-        rows = pool_rows(batch.page_table, batch.start, first, max(counts), sum(counts), page)
+        rows = compute_kv_slots(
+            batch.page_table, batch.start, first, max(counts), sum(counts), page
+        )
         # What `map_tiles` uploads lies between `rows` and who reads them before waiting (pdl.py).
         tile_rows = max(1, prefill_tiles(gpu_of(device), dim, self.need.dtype).block_m // group)
         return TritonPlan(

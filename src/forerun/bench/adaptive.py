@@ -104,9 +104,9 @@ def _runs(
 
 
 def _force(engine: Engine, length: float) -> None:
-    pace = engine.parts.runner.step.simulate
-    assert pace is not None, "an engine made without forced lengths"
-    pace.set(length)
+    simulated = engine.parts.runner.step.simulate
+    assert simulated is not None, "an engine made without simulated acceptance"
+    simulated.set(length)
 
 
 def _flush(*engines: LLM) -> None:

@@ -18,7 +18,6 @@ from forerun.executor.runner import Runner
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_timing import StepTimer
-from forerun.kernels.speculation.accept import SimulatedAcceptance
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
 from forerun.models.base import CausalLM
@@ -29,7 +28,7 @@ from forerun.scheduler.scheduler import Limits
 from forerun.speculative.base import DraftContext, TargetHandle
 from forerun.speculative.check import slot_rows
 from forerun.speculative.registry import get_algorithm
-from forerun.speculative.simulate import simulated_acceptance
+from forerun.speculative.simulate import SimulatedAcceptance
 
 log = logging.getLogger("forerun")
 MAX_GRAPH_BATCH = 256
@@ -133,7 +132,7 @@ def _simulated(settings: Settings) -> SimulatedAcceptance | None:
         return None
     if settings.caps.makes_trees:
         raise ConfigError("speculative_simulate_accept_length works with chains, not trees.")
-    return simulated_acceptance(
+    return SimulatedAcceptance.of(
         mean, settings.caps.width, settings.limits.slots + 1, settings.device
     )
 

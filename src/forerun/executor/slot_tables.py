@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import StepPlan
-from forerun.kernels.speculation.accept import SimulatedAcceptance, accept_commit
+from forerun.kernels.speculation.accept import SlotState, accept_commit
 from forerun.platform.device import upload
 from forerun.sampling.table import SamplingTable
 
@@ -63,19 +63,15 @@ class SlotTables:
 
     def commit(
         self,
-        draft: Tensor,
-        drawn: Tensor,
+        candidates: Tensor,
+        sampled: Tensor,
         slots: Tensor,
         start: Tensor,
-        forced: Tensor | SimulatedAcceptance | None = None,
-    ) -> Tensor:
-        """Accepts what agrees of draft [B, K] and drawn [B, K + 1], and advances the slots.
-
-        See `accept_commit`; returns new [B] int32.
-        """
-        return accept_commit(
-            draft, drawn, slots, start, self.kv_len, self.last_token, self.history, forced
-        )
+        num_committed: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Accepts drafts and advances the slots: `accept_commit` on these tables."""
+        state = SlotState(self.kv_len, self.last_token, self.history)
+        return accept_commit(candidates, sampled, slots, start, state, num_committed)
 
     def _write_pages(self, plan: StepPlan) -> None:
         rows: list[int] = []

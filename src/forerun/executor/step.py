@@ -23,10 +23,9 @@ from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_timing import PhaseBoundary, StepTimer
-from forerun.kernels.speculation.accept import SimulatedAcceptance
-from forerun.kernels.speculation.decode_inputs import prepare
+from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
-from forerun.kernels.speculation.verify_inputs import verify_ids
+from forerun.kernels.speculation.verify_inputs import build_verify_inputs
 from forerun.models.base import CausalLM
 from forerun.sampling.noise import gumbel_argmax
 from forerun.sampling.sampler import SamplingFlags, sample
@@ -38,6 +37,7 @@ from forerun.speculative.base import (
     Step,
     TargetOutput,
 )
+from forerun.speculative.simulate import SimulatedAcceptance
 
 
 @dataclass(frozen=True)
@@ -141,24 +141,28 @@ class DeviceStep:
         if draft is None:
             draft = self._propose(step, flags)
         self._mark(PhaseBoundary.PROPOSED)
-        tree = None if draft.parents is None else Tree.of(draft.parents)
+        tree = None if draft.parents is None else Tree.from_parents(draft.parents)
 
         depth = None if tree is None else tree.depth[:, 1:]
         vocab, limits = self.model.config.vocab_size, self.tables.draft_limit
-        ids, judged = verify_ids(rows.newest, draft.tokens, slots, limits, depth, vocab)
+        ids, candidates = build_verify_inputs(
+            rows.newest, draft.tokens, slots, limits, depth, vocab
+        )
         output, drawn = self._verify(rows, ids.flatten(), slots, tree, flags)
 
         self._mark(PhaseBoundary.VERIFIED)
-        forced: Tensor | SimulatedAcceptance | None = self.simulate
+        new: Tensor | None = None
         if tree is not None:
-            path, forced = tree.accept(judged, drawn)
+            path, new = tree.accept(candidates, drawn)
             drawn, output = self._along(path, drawn, output, rows)
-        new = self.tables.commit(judged, drawn, slots, step.start, forced)  # [B]
+        elif self.simulate is not None:
+            new = self.simulate.num_committed(slots, width)
+        new, committed = self.tables.commit(candidates, drawn, slots, step.start, new)
 
         if width == 1 and self.late is not None:
             self.late.keep(slots, step.positions, output)
         else:
-            self._observe(replace(step, input_ids=ids.flatten()), output, Commit(drawn, new))
+            self._observe(replace(step, input_ids=ids.flatten()), output, Commit(committed, new))
         self._mark(PhaseBoundary.COMMITTED)
         return drawn, new
 
@@ -217,14 +221,16 @@ class DeviceStep:
         """`kv_len` [S]: lengths to start from, instead of the tables'."""
         tables, page = self.tables, self.attention.pools.page_size
         lengths = tables.kv_len if kv_len is None else kv_len
-        head = prepare(slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub)
+        head = build_decode_inputs(
+            slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub
+        )
         rows = _DecodeRows(
-            page_table=head.page_rows,
+            page_table=head.page_table,
             start=head.start,
             kv_len_ub=kv_len_ub,
             width=width,
-            pool_rows=head.rows,
-            newest=head.last,
+            pool_rows=head.kv_slots,
+            newest=head.last_token,
             positions=head.positions,
             next_positions=head.next_positions,
         )
@@ -233,7 +239,7 @@ class DeviceStep:
             start=head.start,
             positions=head.positions,
             width=width,
-            newest=head.last,
+            newest=head.last_token,
             input_ids=None,
             history=tables.history,
             attention=self._draft_rows(rows),
@@ -272,7 +278,7 @@ class DeviceStep:
         """The target over ids [B * W], and a draw at every row [B, W]."""
         batch, positions, behind = rows.attention(rows.width), rows.positions, rows.next_positions
         if tree is not None:
-            batch = replace(batch, tree=tree.bits)
+            batch = replace(batch, tree=tree.ancestors)
             positions = (rows.start.unsqueeze(1) + tree.depth).flatten()
             behind = positions + 1
         context = AttentionContext(self.attention, self.attention.plan(batch))
@@ -348,8 +354,9 @@ class DeviceStep:
         at = tables.upload([chunk.start + len(chunk.tokens) for chunk, _ in ends], torch.int64)
         flags = self.flags(chunk.request for chunk, _ in ends)
         drawn = self._drawn(hidden[rows], at.unsqueeze(1), slots, flags).squeeze(1)
-        tables.last_token[slots] = drawn
-        tables.history[slots, at] = drawn.int()
+        ids = drawn.clamp_min(0)  # INVALID_TOKEN is read as an id on the device
+        tables.last_token[slots] = ids
+        tables.history[slots, at] = ids.int()
         return drawn
 
     def _draft_rows(self, rows: _Rows) -> _DraftRows | None:

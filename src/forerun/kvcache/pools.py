@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InternalError
-from forerun.kernels.speculation.tree import move_rows
+from forerun.kernels.speculation.tree import compact_kv
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, PagedLayout, RecurrentState
 
 
@@ -126,7 +126,7 @@ class ModelPools:
                 is written.
         """
         for data in self.paged.values():
-            move_rows(data, kv_slots, path)
+            compact_kv(data, kv_slots, path)
 
     # --- between steps ---------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kernels.speculation.tree import MAX_ROWS
+from forerun.kernels.speculation.tree import MAX_NODES
 from forerun.kvcache.layouts import DenseKV, ModelLayout
 from forerun.speculative.base import Option, SlotState, SpecCaps, SpeculativeAlgorithm
 
@@ -225,8 +225,8 @@ def _why_not_rows(caps: SpecCaps, target: ModelConfig) -> str | None:
         return f"num_drafts {drafts} do not fit the target's {target.max_position} positions"
     if caps.verify_mask not in (Mask.CAUSAL, Mask.CUSTOM):
         return f"verify_mask must be Mask.CAUSAL, or Mask.CUSTOM for trees, got {caps.verify_mask}"
-    if caps.makes_trees and not 1 <= drafts < MAX_ROWS:
-        return f"a tree has 1 to {MAX_ROWS - 1} drafts, got num_drafts {drafts}"
+    if caps.makes_trees and not 1 <= drafts < MAX_NODES:
+        return f"a tree has 1 to {MAX_NODES - 1} drafts, got num_drafts {drafts}"
     if caps.tree_depth is not None and not (caps.makes_trees and 1 <= caps.tree_depth <= drafts):
         return f"tree_depth {caps.tree_depth} is for trees, from 1 to the {drafts} drafts of one"
     if caps.prefix_lookahead not in (0, 1):

@@ -18,7 +18,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.best_first import best_first, top_log_probs
-from forerun.kernels.speculation.tree import MAX_ROWS
+from forerun.kernels.speculation.tree import MAX_NODES
 from forerun.speculative.base import Draft, Option, SpecCaps, Step
 from forerun.speculative.dflash import DFlash
 
@@ -57,8 +57,10 @@ class DDTree(DFlash):
 
 def _budget(config: EngineConfig) -> int:
     budget = config.algorithm_options["speculative_ddtree_budget"]
-    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < MAX_ROWS:
-        raise ConfigError(f"speculative_ddtree_budget must be 1 to {MAX_ROWS - 1}, got {budget!r}.")
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < MAX_NODES:
+        raise ConfigError(
+            f"speculative_ddtree_budget must be 1 to {MAX_NODES - 1}, got {budget!r}."
+        )
     if config.speculative_num_draft_tokens is not None:
         raise ConfigError(
             "speculative_num_draft_tokens counts the rows of a chain; set speculative_ddtree_budget"

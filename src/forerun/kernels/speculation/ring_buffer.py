@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Rows of a step into their slots' rings."""
+"""Per-slot ring buffers: the newest R vectors of each slot, by position."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from torch import Tensor
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-COLUMNS = 4096  # elements that a program copies
+BLOCK_SIZE = 4096  # elements that a CTA copies
 
 
-def ring_buffer_write_ref(ring: Tensor, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
-    """The twin of `ring_buffer_write`."""
-    ring[slots, positions.long() % ring.shape[1]] = rows
+def ring_buffer_write_ref(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Reference implementation of `ring_buffer_write`."""
+    buffer[slots, positions.long() % buffer.shape[1]] = values
 
 
-def ring_buffer_write(ring: Tensor, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
-    """ring[slot, position mod R] = row.
+def ring_buffer_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
+    """buffer[slot, position mod R] = value, one vector per request.
 
     Args:
-        ring: [S, R, C], any dtype.
+        buffer: [S, R, C], any dtype.
         slots: [B] int64.
-        positions: [B] int32, not negative.
-        rows: [B, C], contiguous.
+        positions: [B] int32, >= 0.
+        values: [B, C], contiguous, of the buffer's dtype.
     """
-    if not use_triton(ring):
-        ring_buffer_write_ref(ring, slots, positions, rows)
+    if not use_triton(buffer):
+        ring_buffer_write_ref(buffer, slots, positions, values)
         return
-    batch, columns = rows.shape
-    block = min(COLUMNS, triton.next_power_of_2(columns))
-    _ring_buffer_write[(batch, triton.cdiv(columns, block))](
-        ring, slots, positions, rows, ring.shape[1], columns, BLOCK=block, **pdl_options(ring)
+    batch, size = values.shape
+    block = min(BLOCK_SIZE, triton.next_power_of_2(size))
+    _ring_buffer_write[(batch, triton.cdiv(size, block))](
+        buffer, slots, positions, values, buffer.shape[1], size, BLOCK=block, **pdl_options(buffer)
     )
 
 
 @jit
 def _ring_buffer_write(
-    ring, slots, positions, rows, size, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
+    buffer, slots, positions, values, ring_size, size, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A program: BLOCK columns of a row."""
+    """One CTA per BLOCK elements of a vector."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(slots + request) * size + tl.load(positions + request) % size
-    values = tl.load(rows + request * columns + at, mask=at < columns)
-    tl.store(ring + row * columns + at, values, mask=at < columns)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(slots + request) * ring_size + tl.load(positions + request) % ring_size
+    value = tl.load(values + request * size + i, mask=i < size)
+    tl.store(buffer + entry * size + i, value, mask=i < size)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Draft trees: their shape from parents, what a verify pass accepts of them, K/V moved together.
+"""Draft trees: their shape, the path that a verify pass accepts, and the compaction of its K/V.
 
-The rows of a request in a step: row 0 is the newest token, the root; row i + 1 holds drafted token
-i, and its parent is an earlier row. A row attends to the context and to its ancestors.
+A request has W nodes in a step: node 0 is `last_token`, the root; node i + 1 is draft i, and its
+parent is an earlier node. A node attends to the context and to its ancestors.
 """
 
 from __future__ import annotations
@@ -16,188 +16,196 @@ from forerun.kernels.runtime.fp8 import as_bits
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-MAX_ROWS = 64  # rows of a tree, the root included: the bits of an int64
-TILE = 8192  # elements of a pool that a program of `move_rows` holds
+MAX_NODES = 64  # of a tree, the root included: the bits of an int64
+TILE = 8192  # elements of a pool that a CTA of `compact_kv` holds
 
 
 @dataclass(frozen=True)
 class Tree:
-    """B trees of W rows."""
+    """B trees of W nodes."""
 
-    parents: Tensor  # [B, W] int64, a root's is 0
-    depth: Tensor  # [B, W] int32, a root's is 0
-    bits: Tensor  # [B, W] int64: bit j of row i: it descends from row j, or is it
+    parents: Tensor  # [B, W] int64; 0 for the root
+    depth: Tensor  # [B, W] int32; 0 for the root
+    ancestors: Tensor  # [B, W] int64; bit j of node i: node j is an ancestor of i, or i itself
 
     @classmethod
-    def of(cls, parents: Tensor) -> Tree:
-        """From parents [B, W - 1] int64 of the drafted rows, each below its own row."""
+    def from_parents(cls, parents: Tensor) -> Tree:
+        """`parents` [B, W - 1] int64 of the drafted nodes: each is an earlier node."""
         if not use_triton(parents):
             return cls(*tree_shape_ref(parents))
-        batch, rows = parents.shape[0], parents.shape[1] + 1
-        made = cls(
-            parents.new_empty(batch, rows),
-            parents.new_empty(batch, rows, dtype=torch.int32),
-            parents.new_empty(batch, rows),
+        batch, nodes = parents.shape[0], parents.shape[1] + 1
+        tree = cls(
+            parents.new_empty(batch, nodes),
+            parents.new_empty(batch, nodes, dtype=torch.int32),
+            parents.new_empty(batch, nodes),
         )
-        block = triton.next_power_of_2(rows)
-        _shape[(batch,)](
-            parents, made.parents, made.depth, made.bits, parents.stride(0), rows,
+        block = triton.next_power_of_2(nodes)
+        _tree_shape[(batch,)](
+            parents, tree.parents, tree.depth, tree.ancestors, parents.stride(0), nodes,
             BLOCK=block, ROUNDS=block.bit_length() - 1, num_warps=1, **pdl_options(parents),
         )  # fmt: skip
-        return made
+        return tree
 
-    def accept(self, draft: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        """The longest path on which every drafted token is what its parent's row drew.
+    def accept(self, candidates: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """The longest path on which every draft is what the target sampled at its parent.
 
-        Siblings hold different tokens, or the later one is taken.
+        Siblings hold different tokens, or the later one is taken. A node of invalid logits
+        (INVALID_TOKEN) ends the path.
 
         Args:
-            draft: [B, W - 1] int64.
-            drawn: [B, W] int64, y_i ~ p_i at every row.
+            candidates: [B, W - 1] int64: the drafts that may be accepted, else -1.
+            sampled: [B, W] int64, y_i ~ p_i at every node.
 
         Returns:
-            path [B, W] int64: the rows of the path from the root, behind its end the row itself;
-            new [B] int32: its length. The token committed for row path[i] is drawn[path[i]].
+            path [B, W] int64: the accepted nodes from the root on, past the path's end the index
+            itself; num_committed [B] int32: the path's length. The token committed for node
+            path[i] is sampled[path[i]].
         """
-        if not use_triton(draft):
-            return accept_path_ref(self, draft, drawn)
-        batch, rows = drawn.shape
-        path, new = torch.empty_like(self.parents), self.depth.new_empty(batch)
-        block = triton.next_power_of_2(rows)
-        _accept[(batch,)](
-            draft, drawn, self.parents, self.depth, self.bits, path, new,
-            draft.stride(0), drawn.stride(0), rows,
-            BLOCK=block, num_warps=1 if block <= 16 else 4, **pdl_options(draft),
+        if not use_triton(candidates):
+            return accept_path_ref(self, candidates, sampled)
+        batch, nodes = sampled.shape
+        path, num_committed = torch.empty_like(self.parents), self.depth.new_empty(batch)
+        block = triton.next_power_of_2(nodes)
+        _accept_path[(batch,)](
+            candidates, sampled, self.parents, self.depth, self.ancestors, path, num_committed,
+            candidates.stride(0), sampled.stride(0), nodes,
+            BLOCK=block, num_warps=1 if block <= 16 else 4, **pdl_options(candidates),
         )  # fmt: skip
-        return path, new
+        return path, num_committed
 
 
 def tree_shape_ref(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The twin of `Tree.of`. By doubling: after n rounds ancestors up to 2^n steps up are known."""
-    batch, rows = parents.shape[0], parents.shape[1] + 1
-    place = torch.arange(rows, device=parents.device)
-    up = torch.minimum(parents, place[:-1]).clamp_min(0)
+    """Reference implementation of `Tree.from_parents`: (parents, depth, ancestors).
+
+    By doubling: after n rounds the ancestors up to 2^n levels above are known.
+    """
+    batch, nodes = parents.shape[0], parents.shape[1] + 1
+    index = torch.arange(nodes, device=parents.device)
+    up = torch.minimum(parents, index[:-1]).clamp_min(0)
     up = torch.cat([parents.new_zeros(batch, 1), up], 1)
-    bits, depth = (1 << place).expand(batch, -1), (place > 0).int().expand(batch, -1)
+    ancestors, depth = (1 << index).expand(batch, -1), (index > 0).int().expand(batch, -1)
     jump = up
-    for _ in range((rows - 1).bit_length()):
-        bits, depth = bits | bits.gather(1, jump), depth + depth.gather(1, jump)
+    for _ in range((nodes - 1).bit_length()):
+        ancestors = ancestors | ancestors.gather(1, jump)
+        depth = depth + depth.gather(1, jump)
         jump = jump.gather(1, jump)
-    return up, depth, bits
+    return up, depth, ancestors
 
 
-def accept_path_ref(tree: Tree, draft: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """The twin of `Tree.accept`."""
-    place = torch.arange(drawn.shape[1], device=draft.device)
-    agree = draft == drawn.gather(1, tree.parents[:, 1:])
-    failed = (~agree).long() << place[1:]
-    # A row stands if padding_slot on the way to it failed.
-    stands = tree.bits & failed.sum(1, keepdim=True) == 0
-    here = stands.unsqueeze(1) & (tree.depth.unsqueeze(1) == place.unsqueeze(1))  # [B, depth, row]
-    path = torch.where(here, place, -1).amax(2)
-    new = torch.where(stands, tree.depth, 0).amax(1) + 1
-    return torch.where(path < 0, place, path), new.int()
+def accept_path_ref(tree: Tree, candidates: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """Reference implementation of `Tree.accept`."""
+    index = torch.arange(sampled.shape[1], device=candidates.device)
+    agree = (candidates == sampled.gather(1, tree.parents[:, 1:])) & (candidates >= 0)
+    failed = (~agree).long() << index[1:]
+    # A node is accepted if no node on the way to it failed.
+    accepted = tree.ancestors & failed.sum(1, keepdim=True) == 0
+    here = accepted.unsqueeze(1) & (tree.depth.unsqueeze(1) == index.unsqueeze(1))  # [B, depth, W]
+    path = torch.where(here, index, -1).amax(2)
+    num_committed = torch.where(accepted, tree.depth, 0).amax(1) + 1
+    return torch.where(path < 0, index, path), num_committed.int()
 
 
-def move_rows_ref(data: Tensor, rows: Tensor, path: Tensor) -> None:
-    """The twin of `move_rows`."""
+def compact_kv_ref(data: Tensor, kv_slots: Tensor, path: Tensor) -> None:
+    """Reference implementation of `compact_kv`."""
     flat = as_bits(data).flatten(2, 3)
-    flat[:, :, rows.flatten()] = flat[:, :, rows.gather(1, path).flatten()]
+    flat[:, :, kv_slots.flatten()] = flat[:, :, kv_slots.gather(1, path).flatten()]
 
 
-def move_rows(data: Tensor, rows: Tensor, path: Tensor) -> None:
-    """Puts in row i of every request what its row path[i] holds, in every layer of a pool.
+def compact_kv(data: Tensor, kv_slots: Tensor, path: Tensor) -> None:
+    """Moves the K/V of each tree's accepted path to where a chain would have left it.
 
-    All rows are read before any is written.
+    Node i of every request gets what its node path[i] holds, in every layer of the pool. All nodes
+    are read before any is written.
 
     Args:
         data: [2, L, pages, P, Hkv, D], any dtype, contiguous.
-        rows: [B, W] int64: pool rows of the requests' rows.
+        kv_slots: [B, W] int64, where each node's K/V is in the flattened pool.
         path: [B, W] int64, of `Tree.accept`.
     """
     if not use_triton(data):
-        move_rows_ref(data, rows, path)
+        compact_kv_ref(data, kv_slots, path)
         return
     bits = as_bits(data)
     size, layers = bits.shape[4] * bits.shape[5], bits.shape[0] * bits.shape[1]
-    block = triton.next_power_of_2(rows.shape[1])
+    block = triton.next_power_of_2(kv_slots.shape[1])
     chunk = min(max(TILE // block, 64), triton.next_power_of_2(size))
-    _move_rows[(rows.shape[0], layers, triton.cdiv(size, chunk))](
-        bits, rows, path, bits.stride(1), rows.shape[1],
+    _compact_kv[(kv_slots.shape[0], layers, triton.cdiv(size, chunk))](
+        bits, kv_slots, path, bits.stride(1), kv_slots.shape[1],
         SIZE=size, BLOCK=block, CHUNK=chunk, num_warps=4,
     )  # fmt: skip
 
 
 @jit
-def _shape(
-    parents, up_ptr, depth_ptr, bits_ptr, parents_row, rows,
+def _tree_shape(
+    parents, up_ptr, depth_ptr, ancestors_ptr, parents_stride, nodes,
     BLOCK: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a request."""
+    """One CTA per request."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    drafted = (i > 0) & (i < rows)
-    up = tl.load(parents + request * parents_row + i - 1, mask=drafted, other=0)
+    drafted = (i > 0) & (i < nodes)
+    up = tl.load(parents + request * parents_stride + i - 1, mask=drafted, other=0)
     up = tl.maximum(tl.minimum(up, (i - 1).to(tl.int64)), 0)
-    place = request * rows + i
-    tl.store(up_ptr + place, up, mask=i < rows)
-    bits, depth, jump = (
+    node = request * nodes + i
+    tl.store(up_ptr + node, up, mask=i < nodes)
+    ancestors, depth, jump = (
         (i * 0 + 1).to(tl.int64) << i.to(tl.int64),
         (i > 0).to(tl.int32),
         up.to(tl.int32),
     )
     for _ in tl.static_range(ROUNDS):
-        bits |= tl.gather(bits, jump, 0)
+        ancestors |= tl.gather(ancestors, jump, 0)
         depth += tl.gather(depth, jump, 0)
         jump = tl.gather(jump, jump, 0)
-    tl.store(depth_ptr + place, depth, mask=i < rows)
-    tl.store(bits_ptr + place, bits, mask=i < rows)
+    tl.store(depth_ptr + node, depth, mask=i < nodes)
+    tl.store(ancestors_ptr + node, ancestors, mask=i < nodes)
 
 
 @jit
-def _accept(
-    draft_ptr, drawn_ptr, up_ptr, depth_ptr, bits_ptr, path_ptr, new_ptr,
-    draft_row, drawn_row, rows, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _accept_path(
+    candidates, sampled_ptr, up_ptr, depth_ptr, ancestors_ptr, path_ptr, num_committed,
+    candidates_stride, sampled_stride, nodes, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a request."""
+    """One CTA per request."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    place, inside, drafted = request * rows + i, i < rows, (i > 0) & (i < rows)
-    draft = tl.load(draft_ptr + request * draft_row + i - 1, mask=drafted, other=-1)
-    up = tl.load(up_ptr + place, mask=inside, other=0)
-    drawn = tl.load(drawn_ptr + request * drawn_row + up, mask=inside, other=-1)
+    node, inside, drafted = request * nodes + i, i < nodes, (i > 0) & (i < nodes)
+    draft = tl.load(candidates + request * candidates_stride + i - 1, mask=drafted, other=-1)
+    up = tl.load(up_ptr + node, mask=inside, other=0)
+    sampled = tl.load(sampled_ptr + request * sampled_stride + up, mask=inside, other=-1)
     one = (i * 0 + 1).to(tl.int64)
-    failed = tl.sum(tl.where(drafted & (draft != drawn), one << i.to(tl.int64), 0), 0)
-    bits = tl.load(bits_ptr + place, mask=inside, other=0)
-    depth = tl.load(depth_ptr + place, mask=inside, other=0)
-    stands = inside & ((bits & failed) == 0)
-    tl.store(new_ptr + request, tl.max(tl.where(stands, depth, 0), 0) + 1)
-    step = tl.where(stands, depth, -1)
+    disagrees = drafted & ((draft != sampled) | (draft < 0))
+    failed = tl.sum(tl.where(disagrees, one << i.to(tl.int64), 0), 0)
+    ancestors = tl.load(ancestors_ptr + node, mask=inside, other=0)
+    depth = tl.load(depth_ptr + node, mask=inside, other=0)
+    accepted = inside & ((ancestors & failed) == 0)
+    tl.store(num_committed + request, tl.max(tl.where(accepted, depth, 0), 0) + 1)
+    step = tl.where(accepted, depth, -1)
     path = tl.max(tl.where(step[None, :] == i[:, None], i[None, :], -1), 1)
-    tl.store(path_ptr + place, tl.where(path < 0, i, path).to(tl.int64), mask=inside)
+    tl.store(path_ptr + node, tl.where(path < 0, i, path).to(tl.int64), mask=inside)
 
 
 @jit
-def _move_rows(
-    data, rows_ptr, path_ptr, layer_stride, rows,
+def _compact_kv(
+    data, kv_slots, path_ptr, layer_stride, nodes,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A program: CHUNK elements of all rows of a request, in one layer of K or V."""
+    """One CTA per CHUNK elements of all nodes of a request, in one layer of K or V."""
     request, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    path = tl.load(path_ptr + request * rows + i, mask=i < rows, other=0).to(tl.int32)
-    moved = (i < rows) & (path != i)
-    source = tl.load(rows_ptr + request * rows + path, mask=moved, other=0)
-    target = tl.load(rows_ptr + request * rows + i, mask=moved, other=0)
+    path = tl.load(path_ptr + request * nodes + i, mask=i < nodes, other=0).to(tl.int32)
+    moved = (i < nodes) & (path != i)
+    source = tl.load(kv_slots + request * nodes + path, mask=moved, other=0)
+    target = tl.load(kv_slots + request * nodes + i, mask=moved, other=0)
     column = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
-    both = moved[:, None] & (column < SIZE)[None, :]
+    mask = moved[:, None] & (column < SIZE)[None, :]
     data += layer * layer_stride
-    held = tl.load(data + source[:, None] * SIZE + column[None, :], mask=both)
-    tl.debug_barrier()  # what one thread writes another may have to read first
-    tl.store(data + target[:, None] * SIZE + column[None, :], held, mask=both)
+    values = tl.load(data + source[:, None] * SIZE + column[None, :], mask=mask)
+    tl.debug_barrier()  # one thread may write what another still has to read
+    tl.store(data + target[:, None] * SIZE + column[None, :], values, mask=mask)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The rows that the target verifies, from drafts of any origin."""
+"""The input of the verify pass, from drafts of any origin."""
 
 from __future__ import annotations
 
@@ -10,64 +10,77 @@ from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 
-def verify_ids_ref(
-    newest: Tensor, draft: Tensor, slots: Tensor, limits: Tensor, depth: Tensor | None, vocab: int
+def build_verify_inputs_ref(
+    last_token: Tensor,
+    drafts: Tensor,
+    slots: Tensor,
+    draft_limit: Tensor,
+    depth: Tensor | None,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `verify_ids`."""
-    ids = torch.cat([newest.unsqueeze(1), draft], 1).clamp_(0, vocab - 1)
+    """Reference implementation of `build_verify_inputs`."""
+    input_ids = torch.cat([last_token.unsqueeze(1), drafts], 1).clamp_(0, vocab_size - 1)
     if depth is None:
-        depth = torch.arange(1, draft.shape[1] + 1, device=draft.device).unsqueeze(0)
-    return ids, torch.where(depth <= limits[slots].unsqueeze(1), draft, -1)
+        depth = torch.arange(1, drafts.shape[1] + 1, device=drafts.device).unsqueeze(0)
+    return input_ids, torch.where(depth <= draft_limit[slots].unsqueeze(1), drafts, -1)
 
 
-def verify_ids(
-    newest: Tensor, draft: Tensor, slots: Tensor, limits: Tensor, depth: Tensor | None, vocab: int
+def build_verify_inputs(
+    last_token: Tensor,
+    drafts: Tensor,
+    slots: Tensor,
+    draft_limit: Tensor,
+    depth: Tensor | None,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the target runs on, and what its draws are compared with.
+    """The token ids that the target runs on, and the drafts that its samples are compared with.
 
     Args:
-        newest: [B] int64.
-        draft: [B, W - 1] int64, any row stride.
+        last_token: [B] int64.
+        drafts: [B, K] int64, any row stride. An id outside the vocabulary is replaced by one
+            inside for the forward, and is never accepted.
         slots: [B] int64.
-        limits: [S] int32, of every slot: drafts of greater depth are not accepted.
-        depth: [B, W - 1] int32, of every draft, any row stride; None: a chain, 1 … W - 1.
-        vocab: an id outside runs as one inside, and is never accepted.
+        draft_limit: [S] int32, per slot: drafts at a greater depth are not accepted.
+        depth: [B, K] int32, of every draft in a tree, any row stride; None: a chain, 1 ... K.
+        vocab_size: of the target.
 
     Returns:
-        ids [B, W] int64; judged [B, W - 1] int64, -1 where nothing may agree.
+        input_ids [B, W] int64, W = K + 1; candidates [B, K] int64, -1 where nothing may match.
     """
-    if not use_triton(draft):
-        return verify_ids_ref(newest, draft, slots, limits, depth, vocab)
-    batch, drafts = draft.shape
-    ids, judged = draft.new_empty(batch, drafts + 1), draft.new_empty(batch, drafts)
-    _verify_ids[(batch,)](
-        newest, draft, slots, limits, depth, ids, judged,
-        draft.stride(0), 0 if depth is None else depth.stride(0), vocab,
-        WIDTH=drafts + 1, BLOCK=triton.next_power_of_2(drafts + 1), num_warps=1,
-        **pdl_options(draft),
+    if not use_triton(drafts):
+        return build_verify_inputs_ref(last_token, drafts, slots, draft_limit, depth, vocab_size)
+    batch, num_drafts = drafts.shape
+    input_ids = drafts.new_empty(batch, num_drafts + 1)
+    candidates = drafts.new_empty(batch, num_drafts)
+    _build_verify_inputs[(batch,)](
+        last_token, drafts, slots, draft_limit, depth, input_ids, candidates,
+        drafts.stride(0), 0 if depth is None else depth.stride(0), vocab_size,
+        NUM_TOKENS=num_drafts + 1, BLOCK=triton.next_power_of_2(num_drafts + 1), num_warps=1,
+        **pdl_options(drafts),
     )  # fmt: skip
-    return ids, judged
+    return input_ids, candidates
 
 
 @jit
-def _verify_ids(
-    newest, draft, slots, limits, depth, ids, judged, draft_row, depth_row, vocab,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _build_verify_inputs(
+    last_token, drafts, slots, draft_limit, depth, input_ids, candidates,
+    drafts_stride, depth_stride, vocab_size,
+    NUM_TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a request."""
+    """One CTA per request."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     request = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)  # of the row; its draft is i - 1
-    drafted = (i > 0) & (i < WIDTH)
-    token = tl.load(draft + request * draft_row + i - 1, mask=drafted, other=-1)
-    deep = i
+    i = tl.arange(0, BLOCK)  # token 0 is `last_token`, token i is draft i - 1
+    drafted = (i > 0) & (i < NUM_TOKENS)
+    draft = tl.load(drafts + request * drafts_stride + i - 1, mask=drafted, other=-1)
+    draft_depth = i
     if depth is not None:
-        deep = tl.load(depth + request * depth_row + i - 1, mask=drafted, other=0)
-    limit = tl.load(limits + tl.load(slots + request))
-    place = judged + request * (WIDTH - 1) + i - 1
-    tl.store(place, tl.where(deep <= limit, token, -1), mask=drafted)
-    row = tl.where(i == 0, tl.load(newest + request), token)
-    row = tl.minimum(tl.maximum(row, 0), vocab - 1)
-    tl.store(ids + request * WIDTH + i, row, mask=i < WIDTH)
+        draft_depth = tl.load(depth + request * depth_stride + i - 1, mask=drafted, other=0)
+    limit = tl.load(draft_limit + tl.load(slots + request))
+    target = candidates + request * (NUM_TOKENS - 1) + i - 1
+    tl.store(target, tl.where(draft_depth <= limit, draft, -1), mask=drafted)
+    id = tl.where(i == 0, tl.load(last_token + request), draft)
+    id = tl.minimum(tl.maximum(id, 0), vocab_size - 1)
+    tl.store(input_ids + request * NUM_TOKENS + i, id, mask=i < NUM_TOKENS)
