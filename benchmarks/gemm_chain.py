@@ -1,15 +1,15 @@
 # ruff: noqa: B023  closures over loop variables run within the iteration
-"""The products of a whole decode step in one graph: what is best by itself may lose there.
+"""All GEMMs of a decode step in one CUDA graph: the best configuration alone may lose there.
 
-Part of `kernels_gemm.py --chain`: the layers and the head of Qwen3-8B as the decoder joins them,
-with stand-ins for attention.
+Part of `kernels_gemm.py --chain`: the layers and the LM head of Qwen3-8B with the decoder's fusion,
+and stand-ins for attention.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 
@@ -19,6 +19,7 @@ from gemm_work import (
     DEVICE,
     EPS,
     INNER,
+    PLAIN,
     QKV,
     SHAPES,
     H,
@@ -30,9 +31,9 @@ from gemm_work import (
 )
 from torch import Tensor
 
-from forerun.kernels.gemm import dispatch as gemm_table
-from forerun.kernels.gemm.dispatch import BackendChoice, choose
-from forerun.kernels.gemm.gemm import DeferredNorm, GemmConfig, rows_block
+from forerun.kernels.gemm.config import TritonGemmConfig, m_bucket
+from forerun.kernels.gemm.dispatch import TUNED, GemmChoice, choose_gemm
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl
 from forerun.kernels.runtime.pdl import pdl_options
@@ -41,13 +42,13 @@ from forerun.layers.norm import RMSNorm
 from forerun.models.decoder import join
 
 LAYERS = 36
-LAYER = ("gate_up", "down", "qkv", "o")  # in the order in which the chain chooses
-KEPT = 6  # best of each shape alone, tried in the chain
+LAYER = ("gate_up", "down", "qkv", "o")  # in the order in which their choices are optimized
+NUM_CANDIDATES = 6  # per shape: the best alone, tried in the chain
 
 
 @jit
 def _between_kernel(x, out, N_IN, N_OUT, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Stands for norm + rope + write, or for attention: reads [M, N_IN], writes [M, N_OUT]."""
+    """Stands in for QK-norm + RoPE + KV write, or attention: reads [M, N_IN], writes [M, N_OUT]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -64,11 +65,11 @@ def between(x: Tensor, n: int) -> Tensor:
     return out
 
 
-Chosen = dict[str, BackendChoice]
+Choices = dict[str, GemmChoice]
 
 
 class Chain:
-    """The layers of a step as the decoder joins them, with their own weights; x [rows, H]."""
+    """The GEMMs of a step, fused as in the decoder, with weights per layer; x is [M, H]."""
 
     def __init__(self) -> None:
         def linear(name: str) -> Linear:
@@ -84,19 +85,19 @@ class Chain:
             m.weight.numel() for m in self.layers[0].values()
         ))  # fmt: skip
 
-    def products(self, x: Tensor) -> Tensor:
-        """The library's products alone."""
+    def library_gemms(self, x: Tensor) -> Tensor:
+        """The library's GEMMs alone, without norms, activations and residuals."""
         for layer in self.layers:
             x = F.linear(F.linear(x, layer["qkv"].weight)[:, :H], layer["o"].weight)
             x = F.linear(x, layer["gate_up"].weight)[:, :INNER]
             x = F.linear(x, layer["down"].weight)
         return F.linear(x, self.head.weight)
 
-    def step(self, x: Tensor, chosen: Chosen) -> Tensor:
-        """The whole, by what `chosen` says."""
-        bucket = rows_block(x.shape[0])
-        entry = gemm_table.TABLE.setdefault(gpu_of(x.device).capability, {})
-        for name, choice in chosen.items():
+    def step(self, x: Tensor, choices: Choices) -> Tensor:
+        """The whole step. `choices` are written into the dispatch table first."""
+        bucket = m_bucket(x.shape[0])
+        entry = TUNED.setdefault(gpu_of(x.device).capability, {})
+        for name, choice in choices.items():
             entry.setdefault(SHAPES[name][:2], {})[bucket] = choice
         residual = x
         normed: Tensor | DeferredNorm = self.norm(x)
@@ -112,79 +113,80 @@ class Chain:
         return self.head.argmax(normed)
 
 
-def kept(report: Report, name: str, bucket: int) -> list[BackendChoice]:
-    """What the table says, the best found alone, variants, and the library."""
-    found = [choose(*SHAPES[name][:2], bucket, gpu_of(DEVICE))]
+def candidates(report: Report, name: str, bucket: int) -> list[GemmChoice]:
+    """The dispatch table's choice, the best found alone, PDL variants, and the library."""
+    found = [choose_gemm(*SHAPES[name][:2], bucket, gpu_of(DEVICE))]
     tuned = report.found["tuned"].get(name, {}).get(bucket)
     if tuned is not None:
         best = [config_of(entry) for entry in tuned["best"]]
-        found += [c for c in best if c != found[0]][:KEPT]
-    late = [replace(c, early=False) for c in found[:2] if isinstance(c, GemmConfig)]
+        found += [c for c in best if c != found[0]][:NUM_CANDIDATES]
+    late = [replace(c, early_launch=False) for c in found[:2] if isinstance(c, TritonGemmConfig)]
     return [*found, *late] if None in found else [*found, *late, None]
 
 
-def chain(timer: Timer, pool: ProcessPoolExecutor, rows_list: list[int], report: Report) -> None:
+def chain(timer: Timer, pool: ProcessPoolExecutor, sizes: list[int], report: Report) -> None:
+    """Optimizes the choices of every M, shape by shape, and prints the step's times."""
     jobs = {
-        (form, rows_block(rows), config, name)
+        (epilogue, m_bucket(m), config, name)
         for name in (*LAYER, "head")
-        for rows in rows_list
-        for config in kept(report, name, rows_block(rows))
-        for form in {SHAPES[name][2], "plain"}
+        for m in sizes
+        for config in candidates(report, name, m_bucket(m))
+        for epilogue in {SHAPES[name][2], PLAIN}
         if config is not None
     }
-    broken = compile_all(pool, jobs)
-    links = Chain()
-    floor = report.floor_us(links.bytes) / 1e3
+    failed = compile_all(pool, jobs)
+    steps = Chain()
+    floor = report.floor_us(steps.bytes) / 1e3
     report.found["chain"] = {"floor_ms": floor}
-    print(f"floor {floor:.3f} ms for {links.bytes / 1e9:.2f} GB")
-    for rows in rows_list:
-        bucket = rows_block(rows)
-        x = torch.randn(rows, H, device=DEVICE, dtype=torch.bfloat16)
+    print(f"floor {floor:.3f} ms for {steps.bytes / 1e9:.2f} GB")
+    for m in sizes:
+        bucket = m_bucket(m)
+        x = torch.randn(m, H, device=DEVICE, dtype=torch.bfloat16)
 
         def run(work: Callable[[], object]) -> float:
             work()
             return timer(work, repeats=5) / 1e3
 
         began = time.perf_counter()
-        none: Chosen = dict.fromkeys((*LAYER, "head"))
+        all_library: Choices = dict.fromkeys((*LAYER, "head"))
         tried = {
-            name: [c for c in kept(report, name, bucket) if not unable(c, name, bucket, broken)]
+            name: [c for c in candidates(report, name, bucket) if runs(c, name, bucket, failed)]
             for name in (*LAYER, "head")
         }
         entry = {
-            "library, products alone": run(lambda: links.products(x)),
-            "library": run(lambda: links.step(x, none)),
+            "library, GEMMs alone": run(lambda: steps.library_gemms(x)),
+            "library": run(lambda: steps.step(x, all_library)),
         }
-        chosen: Chosen = {name: found[0] for name, found in tried.items()}
-        best = entry["first found"] = run(lambda: links.step(x, chosen))
+        chosen: Choices = {name: found[0] for name, found in tried.items()}
+        best = entry["first found"] = run(lambda: steps.step(x, chosen))
         for name in (*LAYER, "head", *LAYER):
             for config in tried[name]:
-                ms = run(lambda: links.step(x, chosen | {name: config}))
+                ms = run(lambda: steps.step(x, chosen | {name: config}))
                 if ms < best:
                     best, chosen = ms, chosen | {name: config}
         entry["chosen"] = best
-        for name in none:
+        for name in all_library:
             if chosen[name] is not None:
-                entry[f"{name} by the library"] = run(lambda: links.step(x, chosen | {name: None}))
-        both = {"library": none, "chosen": chosen}
-        works = {label: lambda c=c: links.step(x, c) for label, c in both.items()}
-        entry |= in_turn(timer, works)
-        report.found["chain"][rows] = {
+                entry[f"{name} by the library"] = run(lambda: steps.step(x, chosen | {name: None}))
+        both = {"library": all_library, "chosen": chosen}
+        works = {label: lambda c=c: steps.step(x, c) for label, c in both.items()}
+        entry |= alternate(timer, works)
+        report.found["chain"][m] = {
             "ms": entry,
             "chosen": {name: None if c is None else asdict(c) for name, c in chosen.items()},
         }
         report.save()
-        print(f"rows {rows} ({time.perf_counter() - began:.1f} s)")
+        print(f"M = {m} ({time.perf_counter() - began:.1f} s)")
         for label, ms in entry.items():
             print(f"  {label:28} {ms:6.3f} ms  {ms / floor:5.2f} x floor", flush=True)
         for name, config in chosen.items():
             print(f"  {name:10} {config}")
 
 
-def in_turn(timer: Timer, works: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """ms of each, replayed in turn: what is measured later runs on a warmer chip, and slower.
+def alternate(timer: Timer, works: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """ms of each, replayed alternately: later measurements run on a warmer and slower GPU.
 
-    "Short" is 3 replays after a rest, "sustained" 60 in a row, at the chip's power limit perhaps.
+    "Short": 3 replays after a rest. "Sustained": 60 in a row, possibly at the power limit.
     """
     graphs = {label: timer.capture(work) for label, work in works.items()}
     times: dict[str, list[float]] = {}
@@ -197,5 +199,8 @@ def in_turn(timer: Timer, works: dict[str, Callable[[], object]]) -> dict[str, f
     return {label: statistics.median(found) for label, found in times.items()}
 
 
-def unable(config: BackendChoice, name: str, bucket: int, broken: set[Job]) -> bool:
-    return any((form, bucket, config, name) in broken for form in (SHAPES[name][2], "plain"))
+def runs(config: GemmChoice, name: str, bucket: int, failed: set[Job]) -> bool:
+    """Whether a candidate compiled with each epilogue it needs; the library always does."""
+    return all(
+        (epilogue, bucket, config, name) not in failed for epilogue in (SHAPES[name][2], PLAIN)
+    )

@@ -1,4 +1,4 @@
-"""What `kernels_gemm.py` and `gemm_chain.py` share: the products, how each is run, and timing."""
+"""Shared by `kernels_gemm.py` and `gemm_chain.py`: the GEMMs, how each is run, and timing."""
 
 from __future__ import annotations
 
@@ -18,62 +18,66 @@ from torch import Tensor
 
 from forerun.kernels.elementwise.rms_norm import add_rms_norm
 from forerun.kernels.elementwise.silu_mul import silu_mul
-from forerun.kernels.gemm.gemm import (
-    Config,
-    DeferredNorm,
+from forerun.kernels.gemm.config import (
     GemmConfig,
-    Matrix,
+    Sm90GemmConfig,
+    TritonGemmConfig,
+    num_tiles,
+    uses_split_k,
+)
+from forerun.kernels.gemm.gemm import (
+    DeferredNorm,
+    GemmWeight,
     gemm,
     gemm_add_deferred_norm,
     gemm_argmax,
     gemm_partials,
-    gemm_silu,
-    max_splits,
-    tiles,
-    uses_split_k,
+    gemm_silu_mul,
 )
-from forerun.kernels.gemm.gemm_sm90 import Sm90Config
+from forerun.kernels.gemm.gemm_triton import max_splits
 from forerun.kernels.sampling.argmax import argmax
 
 DEVICE = torch.device("cuda", 0)
 H, INNER, QKV, VOCAB, EPS = 4096, 12288, 6144, 151936, 1e-6  # Qwen3-8B
-# name -> (N, K, form)
+PLAIN, NORM_IN, NORM_SILU_MUL = "plain", "norm in", "norm in, silu-mul"
+ADD_NORM, ARGMAX = "add, norm out", "argmax"
+# name -> (N, K, epilogue)
 SHAPES = {
-    "qkv": (QKV, H, "after norm"),
-    "o": (H, H, "add and norm"),
-    "gate_up": (2 * INNER, H, "silu after norm"),
-    "down": (H, INNER, "add and norm"),
-    "head": (VOCAB, H, "ids"),
-    "fc": (H, 5 * H, "plain"),
-    "context_kv": (10240, H, "plain"),
+    "qkv": (QKV, H, NORM_IN),
+    "o": (H, H, ADD_NORM),
+    "gate_up": (2 * INNER, H, NORM_SILU_MUL),
+    "down": (H, INNER, ADD_NORM),
+    "head": (VOCAB, H, ARGMAX),
+    "fc": (H, 5 * H, PLAIN),
+    "context_kv": (10240, H, PLAIN),
 }
-# Of other models: for the default, which knows no shape.
+# Other models: shapes that are not tuned and take the default configurations.
 OTHERS = {
-    "Llama 3.1 8B, gate_up": (28672, 4096, "silu after norm"),
-    "Llama 3.1 8B, down": (4096, 14336, "add and norm"),
-    "Llama 3.1 8B, head": (128256, 4096, "ids"),
-    "Qwen3 4B, qkv": (6144, 2560, "plain"),
-    "Qwen3 4B, o": (2560, 4096, "add and norm"),
-    "Qwen3 4B, gate_up": (19456, 2560, "silu after norm"),
-    "Qwen3 4B, down": (2560, 9728, "add and norm"),
-    "Qwen3 14B, qkv": (7168, 5120, "plain"),
-    "Qwen3 14B, o": (5120, 5120, "add and norm"),
-    "Qwen3 14B, gate_up": (34816, 5120, "silu after norm"),
-    "Qwen3 14B, down": (5120, 17408, "add and norm"),
-    "Qwen3 32B, qkv": (10240, 5120, "plain"),
-    "Qwen3 32B, o": (5120, 8192, "add and norm"),
-    "Qwen3 32B, gate_up": (51200, 5120, "silu after norm"),
-    "Qwen3 32B, down": (5120, 25600, "add and norm"),
-    "Qwen3 0.6B, qkv": (4096, 1024, "plain"),
-    "Qwen3 0.6B, gate_up": (6144, 1024, "silu after norm"),
-    "Qwen3 0.6B, down": (1024, 3072, "add and norm"),
-    "Qwen3 8B on two GPUs, o": (4096, 2048, "add and norm"),
+    "Llama 3.1 8B, gate_up": (28672, 4096, NORM_SILU_MUL),
+    "Llama 3.1 8B, down": (4096, 14336, ADD_NORM),
+    "Llama 3.1 8B, head": (128256, 4096, ARGMAX),
+    "Qwen3 4B, qkv": (6144, 2560, PLAIN),
+    "Qwen3 4B, o": (2560, 4096, ADD_NORM),
+    "Qwen3 4B, gate_up": (19456, 2560, NORM_SILU_MUL),
+    "Qwen3 4B, down": (2560, 9728, ADD_NORM),
+    "Qwen3 14B, qkv": (7168, 5120, PLAIN),
+    "Qwen3 14B, o": (5120, 5120, ADD_NORM),
+    "Qwen3 14B, gate_up": (34816, 5120, NORM_SILU_MUL),
+    "Qwen3 14B, down": (5120, 17408, ADD_NORM),
+    "Qwen3 32B, qkv": (10240, 5120, PLAIN),
+    "Qwen3 32B, o": (5120, 8192, ADD_NORM),
+    "Qwen3 32B, gate_up": (51200, 5120, NORM_SILU_MUL),
+    "Qwen3 32B, down": (5120, 25600, ADD_NORM),
+    "Qwen3 0.6B, qkv": (4096, 1024, PLAIN),
+    "Qwen3 0.6B, gate_up": (6144, 1024, NORM_SILU_MUL),
+    "Qwen3 0.6B, down": (1024, 3072, ADD_NORM),
+    "Qwen3 8B on two GPUs, o": (4096, 2048, ADD_NORM),
 }
 
 
 @dataclass
 class Report:
-    """What was found, written to `path` again and again: a run may be cut short."""
+    """Results, saved to `path` after every GEMM: a run may be interrupted."""
 
     found: dict[str, Any]
     path: Path | None
@@ -83,55 +87,56 @@ class Report:
             self.path.write_text(json.dumps(self.found, indent=1))
 
     def floor_us(self, weight_bytes: int) -> float:
-        """Time of reading so much once."""
+        """Time to read so many bytes once, at the measured bandwidth."""
         return weight_bytes / self.found["read_tbs"] / 1e6
 
 
-def config_of(entry: dict[str, Any]) -> Config:
-    """A configuration as `Report` keeps it."""
+def config_of(entry: dict[str, Any]) -> GemmConfig:
+    """The configuration of an entry in a report."""
     values = {key: value for key, value in entry.items() if key != "us"}
-    return Sm90Config(**values) if "groups" in values else GemmConfig(**values)
+    if "consumer_warpgroups" in values:
+        return Sm90GemmConfig(**values)
+    return TritonGemmConfig(**values)
 
 
-def call(form: str, x: Tensor, m: Matrix, residual: Tensor, config: Config) -> Any:
-    """The product by our kernel, with what surrounds it."""
-    rows = scaled(x)
-    if form == "silu after norm":
-        return gemm_silu(rows, m, config)
-    if form == "after norm":
-        return gemm(rows, m, config)
-    if form == "ids":
-        return gemm_argmax(x, m, config)
-    if form == "add and norm" and uses_split_k(config):
-        return add_rms_norm(gemm_partials(x, m, config), residual, residual[0], EPS)
-    if form == "add and norm":
-        return gemm_add_deferred_norm(x, m, residual, residual[0], EPS, config)
-    return gemm(x, m, config)
+def call(epilogue: str, x: Tensor, w: GemmWeight, residual: Tensor, config: GemmConfig) -> Any:
+    """Our kernel, with its epilogue."""
+    if epilogue == NORM_SILU_MUL:
+        return gemm_silu_mul(deferred_norm(x), w, config)
+    if epilogue == NORM_IN:
+        return gemm(deferred_norm(x), w, config)
+    if epilogue == ARGMAX:
+        return gemm_argmax(x, w, config)
+    if epilogue == ADD_NORM and uses_split_k(config):
+        return add_rms_norm(gemm_partials(x, w, config), residual, residual[0], EPS)
+    if epilogue == ADD_NORM:
+        return gemm_add_deferred_norm(x, w, residual, residual[0], EPS, config)
+    return gemm(x, w, config)
 
 
-def library(form: str, x: Tensor, m: Matrix, residual: Tensor) -> Any:
-    """The product by the library, what surrounds it by kernels of its own."""
-    y = F.linear(x, m.weight)
-    if form == "silu after norm":
+def library(epilogue: str, x: Tensor, w: GemmWeight, residual: Tensor) -> Any:
+    """The library's GEMM, with our elementwise kernels for the epilogue."""
+    y = F.linear(x, w.weight)
+    if epilogue == NORM_SILU_MUL:
         return silu_mul(y, y.dtype)
-    if form == "ids":
+    if epilogue == ARGMAX:
         return argmax(y)
-    return add_rms_norm(y, residual, residual[0], EPS) if form == "add and norm" else y
+    return add_rms_norm(y, residual, residual[0], EPS) if epilogue == ADD_NORM else y
 
 
-def error(form: str, x: Tensor, m: Matrix, residual: Tensor, config: Config) -> float:
-    """Of the kernel against float32, relative."""
-    got = call(form, x, m, residual, config)
-    want = F.linear(x.float(), m.weight.float())
-    if form == "ids":
+def error(epilogue: str, x: Tensor, w: GemmWeight, residual: Tensor, config: GemmConfig) -> float:
+    """Relative error of our kernel against float32."""
+    got = call(epilogue, x, w, residual, config)
+    want = F.linear(x.float(), w.weight.float())
+    if epilogue == ARGMAX:
         top = want.gather(1, got.unsqueeze(1)).squeeze(1)
         return float((want.amax(1) - top).max() / want.amax())
-    if form == "add and norm":
+    if epilogue == ADD_NORM:
         want = F.rms_norm(want + residual.float(), residual.shape[1:], residual[0].float(), EPS)
-        got = got[0] if uses_split_k(config) else got[0].x.float() * got[0].factor()
-    elif form != "plain":
-        want = want * scaled(x).factor()
-    if form == "silu after norm":
+        got = got[0] if uses_split_k(config) else got[0].x.float() * got[0].inv_rms()
+    elif epilogue != PLAIN:
+        want = want * deferred_norm(x).inv_rms()
+    if epilogue == NORM_SILU_MUL:
         gate, up = want.chunk(2, -1)
         want = F.silu(gate) * up
     return float((got.float() - want).norm() / want.norm())
@@ -142,51 +147,51 @@ def _ones() -> Tensor:
     return torch.ones(32 * 512, device=DEVICE)
 
 
-def scaled(x: Tensor) -> DeferredNorm:
-    """As if a product of 32 tiles had left these rows."""
+def deferred_norm(x: Tensor) -> DeferredNorm:
+    """x as a deferred RMSNorm, from a GEMM with 32 tiles along N."""
     return DeferredNorm(x, _ones()[: 32 * x.shape[0]].view(32, -1), EPS)
 
 
-# --- compiling ------------------------------------------------------------------------------------
+# --- compilation ----------------------------------------------------------------------------------
 
-Job = tuple[str, int, Config, str]  # form, rows, configuration, shape
+Job = tuple[str, int, GemmConfig, str]  # epilogue, M, configuration, name in SHAPES
 
 
-def kernel_of(job: Job) -> Any:
-    """Equal for jobs that Triton compiles once."""
-    form, rows, config, shape = job
-    if isinstance(config, Sm90Config):
-        return form, rows, config
-    n, k, _ = SHAPES[shape]
-    parts = max_splits(config.programs, tiles(rows, n, config), -(-k // config.block_k))
-    return form, rows, replace(config, programs=parts, prefetch=0)
+def kernel_key(job: Job) -> Any:
+    """Equal for jobs that share a compiled kernel."""
+    epilogue, m, config, name = job
+    if isinstance(config, Sm90GemmConfig):
+        return epilogue, m, config
+    n, k, _ = SHAPES[name]
+    splits = max_splits(config.num_ctas, num_tiles(m, n, config), -(-k // config.block_k))
+    return epilogue, m, replace(config, num_ctas=splits, prefetch_k=0)
 
 
 def compile_one(job: Job) -> str | None:
-    """In a worker: fills Triton's cache on disk."""
-    form, rows, config, shape = job
-    n, k, _ = SHAPES[shape]
-    m = Matrix.of(torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE))
-    x = torch.zeros(rows, k, dtype=torch.bfloat16, device=DEVICE)
+    """In a worker process: fills the kernel cache on disk. Returns the error, if any."""
+    epilogue, m, config, name = job
+    n, k, _ = SHAPES[name]
+    w = GemmWeight.from_tensor(torch.zeros(n, k, dtype=torch.bfloat16, device=DEVICE))
+    x = torch.zeros(m, k, dtype=torch.bfloat16, device=DEVICE)
     try:
-        call(form, x, m, x.new_zeros(rows, n), config)
+        call(epilogue, x, w, x.new_zeros(m, n), config)
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001  too much shared memory, most of all
+    except Exception as error:  # noqa: BLE001  mostly too much shared memory
         return f"{type(error).__name__}: {error}"[:200]
     return None
 
 
 def compile_all(pool: ProcessPoolExecutor, jobs: set[Job]) -> set[Job]:
-    """Compiles side by side; returns those that cannot be."""
+    """Compiles in parallel; returns the jobs that fail."""
     began = time.perf_counter()
-    kinds: dict[Any, list[Job]] = {}
+    kernels: dict[Any, list[Job]] = {}
     for job in sorted(jobs, key=repr):
-        kinds.setdefault(kernel_of(job), []).append(job)
-    errors = list(pool.map(compile_one, [same[0] for same in kinds.values()]))
-    broken = {j for same, e in zip(kinds.values(), errors, strict=True) if e for j in same}
-    print(f"compiled {len(kinds)} in {time.perf_counter() - began:.0f} s, {len(broken)} refused")
+        kernels.setdefault(kernel_key(job), []).append(job)
+    errors = list(pool.map(compile_one, [same[0] for same in kernels.values()]))
+    failed = {j for same, e in zip(kernels.values(), errors, strict=True) if e for j in same}
+    print(f"compiled {len(kernels)} in {time.perf_counter() - began:.0f} s, {len(failed)} failed")
     print(*{e for e in errors if e}, sep="\n", flush=True)
-    return broken
+    return failed
 
 
 # --- timing ---------------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ class Timer:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
-        self.anchor = torch.cuda.CUDAGraph()  # keeps the pool alive between graphs
+        self.anchor = torch.cuda.CUDAGraph()  # keeps the memory pool alive between graphs
         with torch.cuda.stream(self.stream):
             self.anchor.capture_begin(pool=self.pool)
             self.held = torch.zeros(1, device="cuda")
@@ -213,7 +218,7 @@ class Timer:
         return graph
 
     def replay(self, graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
-        """µs of one of so many in a row."""
+        """µs per replay, over `count` replays in a row."""
         with torch.cuda.stream(self.stream):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -228,30 +233,31 @@ class Timer:
         return statistics.median([self.replay(graph) for _ in range(repeats + 2)][2:])
 
 
-class Copies:
-    """Enough copies of a matrix that one pass over them leaves nothing of use in the L2 cache."""
+class RotatingWeights:
+    """Copies of a weight, enough that none is still in L2 when it is used again."""
 
     def __init__(self, n: int, k: int) -> None:
         self.count = max(2, -(-500_000_000 // (n * k * 2)))
         self.n, self.k = n, k
-        self.matrices = [
-            Matrix.of(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) / k**0.5)
+        self.weights = [
+            GemmWeight.from_tensor(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) / k**0.5)
             for _ in range(self.count)
         ]
 
-    def inputs(self, rows: int, form: str) -> tuple[Tensor, Tensor]:
-        x = torch.randn(rows, self.k, device=DEVICE, dtype=torch.bfloat16)
-        width = self.n // 2 if form == "silu after norm" else self.n
-        return x, torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16)
+    def inputs(self, m: int, epilogue: str) -> tuple[Tensor, Tensor]:
+        """Random (x, residual)."""
+        x = torch.randn(m, self.k, device=DEVICE, dtype=torch.bfloat16)
+        width = self.n // 2 if epilogue == NORM_SILU_MUL else self.n
+        return x, torch.randn(m, width, device=DEVICE, dtype=torch.bfloat16)
 
-    def time(self, timer: Timer, one: Callable[[Matrix], object]) -> float:
-        """µs a product."""
+    def time(self, timer: Timer, one: Callable[[GemmWeight], object]) -> float:
+        """µs per GEMM."""
         rounds = 2 if self.count > 3 else 4
-        one(self.matrices[0])
+        one(self.weights[0])
 
         def work() -> None:
             for _ in range(rounds):
-                for m in self.matrices:
-                    one(m)
+                for w in self.weights:
+                    one(w)
 
         return timer(work) / rounds / self.count

@@ -1,12 +1,12 @@
 # ruff: noqa: B023  closures over loop variables run within the iteration
-"""Products with few rows: tunes `gemm_table.py`, and times a whole decode step's worth of them.
+"""Tunes GEMM dispatch (`kernels/gemm/dispatch.py`) and times all GEMMs of a decode step.
 
     python benchmarks/kernels_gemm.py --tune --chain --out results.json
 
-Needs a GPU. `--tune` takes every product with what surrounds it (norm, SiLU · up, argmax) through
-the library and through the kernel; weights rotate among copies larger than the L2 cache; times are
-medians of CUDA-graph replays. `--chain` times the layers of Qwen3-8B in one graph, and chooses
-there among the best found alone and the library (`gemm_chain.py`).
+Needs a GPU. `--tune` times every GEMM with its epilogue (norm, SiLU-mul, argmax) in the library
+and in our kernels; weights rotate among copies larger than L2; times are medians of CUDA graph
+replays. `--chain` times the layers of Qwen3-8B in one graph, and chooses there among the best
+configurations found alone and the library (`gemm_chain.py`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gemm_chain import KEPT, chain
+from gemm_chain import NUM_CANDIDATES, chain
 from gemm_work import (
+    ADD_NORM,
+    ARGMAX,
     DEVICE,
+    NORM_IN,
+    NORM_SILU_MUL,
     OTHERS,
     SHAPES,
-    Copies,
     Report,
+    RotatingWeights,
     Timer,
     call,
     compile_all,
@@ -42,73 +46,80 @@ from gemm_work import (
 from torch import Tensor
 
 from forerun.bench.ceilings import read_bandwidth
-from forerun.kernels.gemm.dispatch import SILU_MANY, choose
-from forerun.kernels.gemm.gemm import Config, GemmConfig, Matrix, gemm_silu, tiles
-from forerun.kernels.gemm.gemm_sm90 import Form, Sm90Config, stages
-from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig, TritonGemmConfig, num_tiles
+from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, choose_gemm
+from forerun.kernels.gemm.gemm import GemmWeight, gemm_silu_mul
+from forerun.kernels.gemm.gemm_sm90 import Sm90Variant, num_stages
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import gpu_of
 
-# (block_n, block_k, stages, warps) worth trying in Triton: as it is, and with W on the left.
-FEW = (
+# Candidates (block_n, block_k, num_stages, num_warps) in Triton: plain, and with operands swapped.
+TRITON = (
     [(64, 128, 6, 4), (64, 256, 3, 8)],
     [(64, 64, 6, 4), (64, 64, 10, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 6, 4),
      (128, 128, 3, 4), (128, 128, 4, 8)],
 )  # fmt: skip
-# In CUDA C++ for Hopper: block_n, and (groups, cluster).
-SM90 = (32, 48, 64, 96, 128, 160, 192, 224, 256)
-SM90_ROWS = ((1, 1), (1, 2), (2, 1), (2, 2))
+# Candidates in CUDA C++ for Hopper: block_n, and (consumer_warpgroups, cluster_m).
+SM90_BLOCK_N = (32, 48, 64, 96, 128, 160, 192, 224, 256)
+SM90_ALONG_M = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 
-def shapes() -> Iterator[GemmConfig]:
-    """Configurations short of their number of programs."""
-    for swap, found in enumerate(FEW):
-        for block_n, block_k, deep, warps in found:
-            yield GemmConfig(block_n, block_k, 0, warps, deep, bool(swap))
+def triton_bases() -> Iterator[TritonGemmConfig]:
+    """Configurations without their number of CTAs."""
+    for swap_ab, found in enumerate(TRITON):
+        for block_n, block_k, stages, warps in found:
+            yield TritonGemmConfig(block_n, block_k, 0, warps, stages, bool(swap_ab))
 
 
-def candidates(name: str, bucket: int, sm90_only: bool = False) -> Iterator[Config]:
-    """Programs fill the multiprocessors evenly, or are a whole number a tile."""
-    n, k, form = SHAPES[name]
-    units = torch.cuda.get_device_properties(0).multi_processor_count
-    if cuda.available():
-        yield from candidates_sm90(n, k, form, bucket, units)
+def candidates(name: str, bucket: int, sm90_only: bool = False) -> Iterator[GemmConfig]:
+    """CTAs fill the SMs evenly, or each tile has the same number of CTAs."""
+    n, k, epilogue = SHAPES[name]
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    if nvrtc.available():
+        yield from candidates_sm90(n, k, epilogue, bucket, num_sms)
     if sm90_only:
         return
-    for base in shapes() if bucket <= 32 else ():
-        rows = min(bucket, base.block_m)
-        deep = base.stages if base.swap else base.stages - 1
-        shared = (base.block_n + rows) * base.block_k * 2 * deep
-        count = tiles(bucket, n, base)
-        fits = min(232_000 // (shared + 1024), 16 // base.warps)  # programs a multiprocessor
-        for programs in sorted(
-            {units * i for i in (1, 2, 3)} | {count * i for i in (1, 2, 3, 4, 8)}
-        ):
-            if programs > 3 * units and programs > count:
+    for base in triton_bases() if bucket <= 32 else ():
+        block_m = min(bucket, base.block_m)
+        stages = base.num_stages if base.swap_ab else base.num_stages - 1
+        smem = (base.block_n + block_m) * base.block_k * 2 * stages
+        tiles = num_tiles(bucket, n, base)
+        ctas_per_sm = min(232_000 // (smem + 1024), 16 // base.num_warps)
+        for ctas in sorted({num_sms * i for i in (1, 2, 3)} | {tiles * i for i in (1, 2, 3, 4, 8)}):
+            if ctas > 3 * num_sms and ctas > tiles:
                 continue
-            if programs < 0.6 * units or programs * 2 > count * (k // base.block_k):
+            if ctas < 0.6 * num_sms or ctas * 2 > tiles * (k // base.block_k):
                 continue
-            if form == "add and norm" and programs % count == 0:
-                yield replace(base, programs=programs, parts=True)
-            if programs <= fits * units and -(-programs // units) * shared >= 60_000:
-                yield replace(base, programs=programs)
+            if epilogue == ADD_NORM and ctas % tiles == 0:
+                yield replace(base, num_ctas=ctas, keep_partials=True)
+            if ctas <= ctas_per_sm * num_sms and -(-ctas // num_sms) * smem >= 60_000:
+                yield replace(base, num_ctas=ctas)
 
 
-def candidates_sm90(n: int, k: int, form: str, bucket: int, units: int) -> Iterator[Config]:
-    """Those that occupy most of the multiprocessors in every wave."""
-    kind = Form("silu" in form, best=form == "ids", scaled_in="after" in form)
-    for block_n, (groups, cluster) in itertools.product(SM90, SM90_ROWS):
-        if 64 * groups * cluster > max(bucket, 64) or (kind.paired and block_n % (16 * cluster)):
+def candidates_sm90(
+    n: int, k: int, epilogue: str, bucket: int, num_sms: int
+) -> Iterator[Sm90GemmConfig]:
+    """Those that use most of the SMs in every wave."""
+    variant = Sm90Variant(
+        silu_mul=epilogue == NORM_SILU_MUL,
+        argmax=epilogue == ARGMAX,
+        deferred_norm_in=epilogue in (NORM_IN, NORM_SILU_MUL),
+    )
+    for block_n, (warpgroups, cluster_m) in itertools.product(SM90_BLOCK_N, SM90_ALONG_M):
+        if 64 * warpgroups * cluster_m > max(bucket, 64):
             continue
-        base = Sm90Config(block_n, groups, cluster)
-        for split in (1, 2, 4) if form == "add and norm" else (1,):
-            programs = tiles(bucket, n, base) * split
-            busy = programs / units / -(-programs // units)
-            if k % (64 * split) == 0 and stages(base, kind) > 2 and busy > 0.7:
-                yield replace(base, split=split)
+        if variant.silu_mul and block_n % (16 * cluster_m):
+            continue
+        base = Sm90GemmConfig(block_n, warpgroups, cluster_m)
+        for split_k in (1, 2, 4) if epilogue == ADD_NORM else (1,):
+            ctas = num_tiles(bucket, n, base) * split_k
+            utilization = ctas / num_sms / -(-ctas // num_sms)
+            if k % (64 * split_k) == 0 and num_stages(base, variant) > 2 and utilization > 0.7:
+                yield replace(base, split_k=split_k)
 
 
 def table(report: Report) -> str:
-    """`gemm_table.py`'s entries for this GPU."""
+    """This GPU's entries of `dispatch.TUNED`."""
     lines = []
     for name, buckets in report.found["tuned"].items():
         n, k, _ = SHAPES[name]
@@ -129,41 +140,42 @@ def tune(
     report: Report,
     sm90_only: bool,
 ) -> None:
+    """Times every candidate of every shape, alone."""
     jobs = {
         (SHAPES[s][2], b, c, s) for b in buckets for s in names for c in candidates(s, b, sm90_only)
     }
-    broken = compile_all(pool, jobs)
+    failed = compile_all(pool, jobs)
     for name in names:
-        n, k, form = SHAPES[name]
-        copies = Copies(n, k)
+        n, k, epilogue = SHAPES[name]
+        weights = RotatingWeights(n, k)
         for bucket in buckets:
             began = time.perf_counter()
-            x, residual = copies.inputs(bucket, form)
-            lib = copies.time(timer, lambda m: library(form, x, m, residual))
+            x, residual = weights.inputs(bucket, epilogue)
+            lib = weights.time(timer, lambda w: library(epilogue, x, w, residual))
             found = []
             for config in candidates(name, bucket, sm90_only):
-                if (form, bucket, config, name) not in broken:
-                    us = copies.time(timer, lambda m: call(form, x, m, residual, config))
+                if (epilogue, bucket, config, name) not in failed:
+                    us = weights.time(timer, lambda w: call(epilogue, x, w, residual, config))
                     found.append((us, config))
             found.sort(key=lambda pair: pair[0])
             if bucket <= 128:
-                for base in [c for _, c in found[:3] if isinstance(c, GemmConfig)]:
-                    for prefetch in (0, 1024):
-                        config = replace(base, prefetch=prefetch)
-                        us = copies.time(timer, lambda m: call(form, x, m, residual, config))
+                for base in [c for _, c in found[:3] if isinstance(c, TritonGemmConfig)]:
+                    for prefetch_k in (0, 1024):
+                        config = replace(base, prefetch_k=prefetch_k)
+                        us = weights.time(timer, lambda w: call(epilogue, x, w, residual, config))
                         found.append((us, config))
             if not found:
                 continue
             found.sort(key=lambda pair: pair[0])
             entry: dict[str, Any] = {
                 "library": lib,
-                "alone": copies.time(timer, lambda m: F.linear(x, m.weight)),
+                "alone": weights.time(timer, lambda w: F.linear(x, w.weight)),
                 "best": [{"us": us, **asdict(config)} for us, config in found[:12]],
                 "floor_us": report.floor_us(n * k * 2),
             }
             report.found["tuned"].setdefault(name, {})[bucket] = entry
-            for _, config in found[:KEPT]:
-                off = error(form, x, copies.matrices[0], residual, config)
+            for _, config in found[:NUM_CANDIDATES]:
+                off = error(epilogue, x, weights.weights[0], residual, config)
                 if not off < 1e-2:
                     print(f"  WRONG by {off}: {config}")
             print(
@@ -172,56 +184,68 @@ def tune(
             )
             print(*(f"    {us:6.1f} {config}" for us, config in found[:3]), sep="\n", flush=True)
             report.save()
-        del copies
+        del weights
         torch.cuda.empty_cache()
 
 
-Way = Callable[[str, Tensor, Matrix, Tensor], object]  # form, x, matrix, residual
+Run = Callable[[str, Tensor, GemmWeight, Tensor], object]  # epilogue, x, w, residual
 
 
-def beside_library(
+def compare_with_library(
     timer: Timer,
     shapes: Mapping[str, tuple[int, int, str]],
-    rows_list: list[int],
+    sizes: list[int],
     report: Report,
-    ours: Way,
+    ours: Run,
 ) -> None:
-    """In turn: at the power limit what ran before counts."""
-    for name, (n, k, form) in shapes.items():
-        copies = Copies(n, k)
+    """Alternately, since at the power limit a time depends on what ran before."""
+    for name, (n, k, epilogue) in shapes.items():
+        weights = RotatingWeights(n, k)
         line = [f"{name:24} {n:6} x {k:5}  floor {report.floor_us(2 * n * k):6.1f}"]
-        for rows in rows_list:
-            x, residual = copies.inputs(rows, form)
+        for m in sizes:
+            x, residual = weights.inputs(m, epilogue)
             times = [
-                [copies.time(timer, lambda m: way(form, x, m, residual)) for way in (library, ours)]
+                [
+                    weights.time(timer, lambda w: run(epilogue, x, w, residual))
+                    for run in (library, ours)
+                ]
                 for _ in range(3)
             ]
             lib, own = map(statistics.median, zip(*times, strict=True))
-            line.append(f"{rows} rows {lib:.1f} -> {own:.1f} ({own / lib:.3f})")
+            line.append(f"M = {m}: {lib:.1f} -> {own:.1f} ({own / lib:.3f})")
         print(*line, sep="  ", flush=True)
-        del copies
+        del weights
         torch.cuda.empty_cache()
 
 
-def by_default(form: str, x: Tensor, m: Matrix, residual: Tensor) -> object:
-    """As `gemm_table.py` chooses; at shapes that padding_slot tuned, its default."""
-    return call(form, x, m, residual, choose(*m.weight.shape, len(x), gpu_of(DEVICE)))
+def dispatched(epilogue: str, x: Tensor, w: GemmWeight, residual: Tensor) -> object:
+    """As GEMM dispatch chooses; shapes that are not tuned get the default configuration."""
+    n, k = w.weight.shape
+    config = choose_gemm(n, k, len(x), gpu_of(DEVICE))
+    assert config is not None, "the library computes GEMMs of this size; use smaller --tokens"
+    return call(epilogue, x, w, residual, config)
 
 
-def silu_inside(form: str, x: Tensor, m: Matrix, residual: Tensor) -> object:
-    return gemm_silu(x, m, SILU_MANY)
+def large_m_silu_mul(epilogue: str, x: Tensor, w: GemmWeight, residual: Tensor) -> object:
+    return gemm_silu_mul(x, w, LARGE_M_SILU_MUL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--defaults", action="store_true", help="other models' shapes")
-    parser.add_argument("--silu", action="store_true", help="gate_up of many --rows")
-    parser.add_argument("--sm90", action="store_true", help="tune the kernel for Hopper alone")
+    parser.add_argument("--defaults", action="store_true", help="untuned shapes of other models")
+    parser.add_argument(
+        "--silu", action="store_true", help="gate_up with fused SiLU-mul at large --tokens"
+    )
+    parser.add_argument(
+        "--sm90", action="store_true", help="tune only the CUDA C++ kernel for Hopper"
+    )
     parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rows", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512], help="M"
+    )
     parser.add_argument("--tuned", type=Path, help="an earlier --out, instead of --tune")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -239,17 +263,19 @@ def main() -> None:
         loaded = json.loads(arguments.tuned.read_text())["tuned"]
         found["tuned"] = {s: {int(b): e for b, e in t.items()} for s, t in loaded.items()}
     if arguments.defaults:
-        beside_library(timer, OTHERS, arguments.rows, report, by_default)
+        compare_with_library(timer, OTHERS, arguments.tokens, report, dispatched)
     if arguments.silu:
-        gates = {name: shape for name, shape in (SHAPES | OTHERS).items() if "silu" in shape[2]}
-        beside_library(timer, gates, arguments.rows, report, silu_inside)
+        gates = {
+            name: shape for name, shape in (SHAPES | OTHERS).items() if shape[2] == NORM_SILU_MUL
+        }
+        compare_with_library(timer, gates, arguments.tokens, report, large_m_silu_mul)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(14, mp_context=context) as pool:
         if arguments.tune:
             tune(timer, pool, arguments.shapes, arguments.buckets, report, arguments.sm90)
             print(table(report))
         if arguments.chain:
-            chain(timer, pool, arguments.rows, report)
+            chain(timer, pool, arguments.tokens, report)
     report.save()
 
 

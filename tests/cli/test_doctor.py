@@ -11,7 +11,7 @@ from rich.console import Console
 
 from forerun.attention.select import BACKENDS
 from forerun.cli.doctor import TOKENS, _show_gemms, gemm_choices, model_shapes
-from forerun.kernels.gemm.dispatch import TABLE, choose
+from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.llm.bundled import preset
 from forerun.platform import device as machine
@@ -81,12 +81,12 @@ def test_matrices_of_a_model_come_from_its_config() -> None:
 def test_choices_are_those_of_the_table(gpu: GpuInfo) -> None:
     found = gemm_choices(gpu, [(1000, 512), *QWEN3_8B])
     shapes = {(m["n"], m["k"]): m for m in found["matrices"]}
-    tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
+    tuned = TUNED.get(0 if gpu.amd else gpu.capability, {})
     assert set(shapes) == {(1000, 512), *QWEN3_8B, *tuned}
     for (n, k), entry in shapes.items():
         assert entry["tuned"] == ((n, k) in tuned)
         for tokens in TOKENS:
-            mine = choose(n, k, tokens, gpu) is not None
+            mine = choose_gemm(n, k, tokens, gpu) is not None
             assert (entry["choices"][str(tokens)] is not None) == mine
     screen = Console(file=io.StringIO(), width=100)
     _show_gemms({"library": "cuBLAS", "programmatic_launch": True, **found}, screen)

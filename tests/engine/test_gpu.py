@@ -12,7 +12,7 @@ import torch
 
 from forerun import LLM
 from forerun.kernels.gemm import gemm_sm90
-from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.runtime import nvrtc
 from tests.golden_engine import CASES, golden_llm
 
 pytestmark = pytest.mark.gpu
@@ -83,15 +83,15 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     def hook(**said: Any) -> None:
         names.append(said["fn"].name)
 
-    load = cuda.load_kernel
+    load = nvrtc.load_kernel
 
-    def loading(*args: Any) -> cuda.CudaKernel:
-        names.append("product")
+    def loading(*args: Any) -> nvrtc.CudaKernel:
+        names.append("gemm_sm90_kernel")
         return load(*args)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
-    monkeypatch.setattr(cuda, "load_kernel", loading)
-    gemm_sm90._compiled.cache_clear()
+    monkeypatch.setattr(nvrtc, "load_kernel", loading)
+    gemm_sm90._load_kernel.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("forerun.kernels"):
             for value in list(vars(module).values()):

@@ -1,74 +1,70 @@
-"""The few-row products, every form of them."""
+"""GEMM kernels in Triton, with every epilogue."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from forerun.kernels.gemm import triton_kernels as gemm_kernels
+from forerun.kernels.gemm import gemm_triton
 from tests.kernels.compiled import CUDA, Case
 
-TENSORS = {"x": "*bf16", "w": "*bf16", "locks": "*i32"}
-ABSENT = dict.fromkeys(
-    ("bias", "squares", "residual", "norm_weight", "out", "scaled", "out_squares", "best",
-     "best_ids", "partial")
+OPERANDS = {"x": "*bf16", "w": "*bf16", "semaphores": "*i32"}
+OPTIONAL = (
+    "bias", "sum_of_squares", "residual", "norm_weight", "out", "norm_out", "sum_of_squares_out",
+    "tile_max", "tile_argmax", "partials",
 )  # fmt: skip
 SCALARS = dict.fromkeys(
-    (
-        "M",
-        "N",
-        "K",
-        "stride_x",
-        "P",
-        "tiles_m",
-        "units",
-        "prefetch",
-    ),
-    "i32",
+    ("M", "N", "K", "stride_x", "norm_tiles", "tiles_m", "total_iters", "prefetch_k"), "i32"
 )
 SCALARS["eps"] = "fp32"
 OUT = {"out": "*bf16"}
-PARTIAL = {"partial": "*fp32"}
-SQUARES = {"squares": "*fp32"}
-SUM = {"residual": "*bf16", "norm_weight": "*bf16", "scaled": "*bf16", "out_squares": "*fp32"}
-BEST = {"best": "*fp32", "best_ids": "*i32"}
+PARTIALS = {"partials": "*fp32"}
+NORM_IN = {"sum_of_squares": "*fp32"}
+NORM_OUT = {
+    "residual": "*bf16",
+    "norm_weight": "*bf16",
+    "norm_out": "*bf16",
+    "sum_of_squares_out": "*fp32",
+}
+ARGMAX = {"tile_max": "*fp32", "tile_argmax": "*i32"}
 
 
 def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
-    base = {
-        "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "PARTS": 1, "EARLY": True, "SWAP": False,
-        "PAIRED": False, "PARTIALS": False, "EVEN_K": True, "THREADS": 128, "PDL": False,
+    defaults = {
+        "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "MAX_SPLIT": 1, "EARLY_LAUNCH": True,
+        "SWAP_AB": False, "SILU_MUL": False, "WRITE_PARTIALS": False, "EVEN_K": True,
+        "NUM_THREADS": 128, "PDL": False,
     }  # fmt: skip
-    absent = {name: None for name in ABSENT if name not in tensors}
+    absent = {name: None for name in OPTIONAL if name not in tensors}
     return Case(
         name,
-        gemm_kernels.gemm_kernel,
-        TENSORS | tensors | SCALARS,
-        absent | base | constants,
+        gemm_triton.gemm_kernel,
+        OPERANDS | tensors | SCALARS,
+        absent | defaults | constants,
         options={"num_warps": 4, "num_stages": 4},
         hip_constants={"BLOCK_K": 64},
         hip_options={"num_stages": 2},
-        multiples=("N", "K", "stride_x", "prefetch"),
+        multiples=("N", "K", "stride_x", "prefetch_k"),
         matrix=True,
     )
 
 
 CASES = [
-    case("gemm plain", OUT),
-    case("gemm partials", PARTIAL, PARTS=4, PARTIALS=True),
-    case("gemm uneven, bias", OUT | PARTIAL | {"bias": "*bf16"}, PARTS=2, EVEN_K=False),
-    case("gemm residual and norm", OUT | PARTIAL | SUM, PARTS=4),
-    case("gemm silu after norm", OUT | SQUARES, PAIRED=True),
-    case("gemm argmax", SQUARES | BEST, BLOCK_M=64),
-    case("gemm swapped", OUT, SWAP=True),
+    case("gemm", OUT),
+    case("gemm, split-K partials", PARTIALS, MAX_SPLIT=4, WRITE_PARTIALS=True),
+    case("gemm, uneven K, bias", OUT | PARTIALS | {"bias": "*bf16"}, MAX_SPLIT=2, EVEN_K=False),
+    case("gemm, residual, deferred norm out", OUT | PARTIALS | NORM_OUT, MAX_SPLIT=4),
+    case("gemm, deferred norm in, SiLU-mul", OUT | NORM_IN, SILU_MUL=True),
+    case("gemm, deferred norm in, argmax", NORM_IN | ARGMAX, BLOCK_M=64),
+    case("gemm, swapped operands", OUT, SWAP_AB=True),
     replace(
-        case("gemm overlapped", OUT, PDL=True, EARLY=False),
+        case("gemm, PDL", OUT, PDL=True, EARLY_LAUNCH=False),
         targets=CUDA[1:],
         options={"num_warps": 4, "num_stages": 4, "launch_pdl": True},
     ),
     Case(
-        "gemm best of tiles",
-        gemm_kernels.best_kernel,
-        {"best": "*fp32", "best_ids": "*i32", "out": "*i64", "tiles": "i32"},
+        "reduce argmax of tiles",
+        gemm_triton.reduce_argmax_kernel,
+        {"tile_max": "*fp32", "tile_argmax": "*i32", "out": "*i64", "tiles": "i32"},
         {"BLOCK": 1024, "PDL": False},
         wide=False,  # rows of any length
     ),

@@ -8,60 +8,78 @@ import re
 import pytest
 import torch
 
-from forerun.kernels.gemm.dispatch import SILU_MANY, TABLE
+from forerun.kernels.gemm.config import Sm90GemmConfig
+from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, TUNED
 from forerun.kernels.gemm.gemm_sm90 import (
     ARCHITECTURE,
-    SHARED,
-    Form,
-    Sm90Config,
-    shared_bytes,
-    source,
-    stages,
+    MAX_SMEM_BYTES,
+    SOURCE,
+    Sm90Variant,
+    cuda_source,
+    num_stages,
+    smem_bytes,
 )
 from forerun.kernels.runtime import nvrtc
 
-FORMS = [
-    Form(),
-    Form(paired=True, scaled_in=True, bias=True),
-    Form(partials=True),
-    Form(best=True, bias=True),
-    Form(best=True, scaled_in=True),
-    Form(scaled_in=True, add=True, scaled_out=True, bias=True),
+VARIANTS = [
+    Sm90Variant(),
+    Sm90Variant(silu_mul=True, deferred_norm_in=True, bias=True),
+    Sm90Variant(partials=True),
+    Sm90Variant(argmax=True, bias=True),
+    Sm90Variant(argmax=True, deferred_norm_in=True),
+    Sm90Variant(deferred_norm_in=True, residual=True, deferred_norm_out=True, bias=True),
 ]
-CHOICES = {
-    choice
-    for products in TABLE.values()
-    for choices in products.values()
-    for choice in choices.values()
+TUNED_CONFIGS = {
+    config
+    for shapes in TUNED.values()
+    for buckets in shapes.values()
+    for config in buckets.values()
+    if isinstance(config, Sm90GemmConfig)
 }
-CONFIGS = {SILU_MANY} | {choice for choice in CHOICES if isinstance(choice, Sm90Config)}
+CONFIGS = sorted(TUNED_CONFIGS | {LARGE_M_SILU_MUL}, key=str)
 
 pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("config", sorted(CONFIGS, key=str), ids=str)
-def test_products_for_hopper_compile(config: Sm90Config, form: Form) -> None:
-    code, log = nvrtc.compile_source(source(config, form), ARCHITECTURE, verbose=True)
-    assert code.startswith(b"\x7fELF")
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_sm90_gemm_compiles(config: Sm90GemmConfig, variant: Sm90Variant) -> None:
+    source = cuda_source(config, variant)
+    cubin, log = nvrtc.compile_source(source, ARCHITECTURE, verbose=True)
+    assert cubin.startswith(b"\x7fELF")
     assert "warning" not in log and "serialized" not in log, log
-    stack, stores, loads = map(
-        int, re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log).groups()
-    )
-    assert stack == stores == loads == 0, log
-    assert stages(config, form) > 2 and shared_bytes(config, form) <= SHARED
+    usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
+    assert usage is not None and usage.groups() == ("0", "0", "0"), log
+    assert num_stages(config, variant) > 2 and smem_bytes(config, variant) <= MAX_SMEM_BYTES
 
 
-def test_a_mistake_is_told_with_its_line() -> None:
+def test_sm90_gemm_source_has_defaults_for_an_ide() -> None:
+    """The file compiles by itself, and its defaults name every macro that a build defines."""
+    text = SOURCE.read_text()
+    _, log = nvrtc.compile_source(text, ARCHITECTURE, verbose=True)
+    assert "warning" not in log, log
+    built = cuda_source(CONFIGS[0], Sm90Variant()).removesuffix(text)
+    defaults = re.search(r"#ifndef BLOCK_N.*?#endif", text, re.DOTALL)
+    assert defaults is not None
+    names = [re.findall(r"^#define (\w+)", part, re.MULTILINE) for part in (built, defaults[0])]
+    assert sorted(names[0]) == sorted(names[1])
+
+
+def test_the_cache_key_depends_on_source_and_architecture() -> None:
+    keys = {nvrtc._cache_key(source, arch) for source in "ab" for arch in ("sm_90a", "sm_100a")}
+    assert len(keys) == 4
+
+
+def test_compile_errors_name_the_line() -> None:
     with pytest.raises(nvrtc.CudaError, match=r"kernel\.cu\(2\).*nonsense"):
         nvrtc.compile_source("__global__ void f() {\n nonsense; }", ARCHITECTURE)
 
 
-def test_arguments_lie_where_the_driver_looks_for_them() -> None:
+def test_packed_arguments() -> None:
     tensor = torch.zeros(3)
-    _kept, address = nvrtc._pack_arguments((tensor, None, -7, 1.5))
-    places = (ctypes.c_uint64 * 4).from_address(address)
-    assert ctypes.c_uint64.from_address(places[0]).value == tensor.data_ptr()
-    assert ctypes.c_uint64.from_address(places[1]).value == 0
-    assert ctypes.c_int.from_address(places[2]).value == -7
-    assert ctypes.c_float.from_address(places[3]).value == 1.5
+    _buffer, address = nvrtc._pack_arguments((tensor, None, -7, 1.5))
+    pointers = (ctypes.c_uint64 * 4).from_address(address)
+    assert ctypes.c_uint64.from_address(pointers[0]).value == tensor.data_ptr()
+    assert ctypes.c_uint64.from_address(pointers[1]).value == 0
+    assert ctypes.c_int.from_address(pointers[2]).value == -7
+    assert ctypes.c_float.from_address(pointers[3]).value == 1.5

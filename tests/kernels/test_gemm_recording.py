@@ -7,21 +7,22 @@ import torch
 
 from forerun.bench.gemms import recording
 from forerun.kernels.gemm import gemm as own
-from forerun.kernels.gemm.gemm import DeferredNorm, GemmConfig, Matrix
+from forerun.kernels.gemm.config import TritonGemmConfig
+from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
 
 
-def forms(matrix: Matrix, x: torch.Tensor, config: GemmConfig) -> list[object]:
-    n = matrix.weight.shape[0]
+def all_epilogues(w: GemmWeight, x: torch.Tensor, config: TritonGemmConfig) -> list[object]:
+    n = w.weight.shape[0]
     residual, norm = x.new_zeros(x.shape[0], n), x.new_ones(n)
     squares = torch.ones(1, x.shape[0], device=x.device)
     return [
-        own.gemm(x, matrix, config),
-        own.gemm(DeferredNorm(x, squares, 1e-6), matrix, config),
-        own.gemm_add(x, matrix, residual, config),
-        own.gemm_add_deferred_norm(x, matrix, residual, norm, 1e-6, config),
-        own.gemm_silu(x, matrix, config),
-        own.gemm_argmax(x, matrix, config),
-        own.gemm_partials(x, matrix, config),
+        own.gemm(x, w, config),
+        own.gemm(DeferredNorm(x, squares, 1e-6), w, config),
+        own.gemm_add(x, w, residual, config),
+        own.gemm_add_deferred_norm(x, w, residual, norm, 1e-6, config),
+        own.gemm_silu_mul(x, w, config),
+        own.gemm_argmax(x, w, config),
+        own.gemm_partials(x, w, config),
     ]
 
 
@@ -34,8 +35,8 @@ def test_every_entry_point_counts_once(
         device = torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(3, 64, device=device).to(dtype)
-    matrix = Matrix.of(torch.randn(64, 64, device=device).to(dtype))
-    config = GemmConfig(32, 32, programs=2)
+    w = GemmWeight.from_tensor(torch.randn(64, 64, device=device).to(dtype))
+    config = TritonGemmConfig(32, 32, num_ctas=2)
     with torch.inference_mode(), recording() as gemms:
-        made = forms(matrix, x, config)
+        made = all_epilogues(w, x, config)
     assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 64, 3)] * len(made)

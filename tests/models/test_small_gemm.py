@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.kernels.gemm.gemm import DeferredNorm, GemmConfig
+from forerun.kernels.gemm.config import TritonGemmConfig
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.layers import linear
 from forerun.layers.linear import Linear
@@ -24,7 +25,7 @@ def test_same_logits_as_the_plain_layers(
     name: str, parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parts:  # two partial sums of every product that is added up by a norm
-        monkeypatch.setattr(linear, "choose", in_parts)
+        monkeypatch.setattr(linear, "choose_gemm", in_parts)
     folder = save(family(name), tmp_path)
     ids = torch.randint(0, 96, (60,), generator=torch.Generator().manual_seed(3))
     plain = load_target(folder, torch.float32, CPU)
@@ -45,8 +46,8 @@ def test_same_logits_as_the_plain_layers(
     assert not fused.decoder.layers[0].mlp.gate_up.accepts_deferred_norm(ids)
 
 
-def in_parts(n: int, k: int, rows: int, gpu: GpuInfo) -> GemmConfig | None:
-    return GemmConfig(n, programs=2, parts=True) if rows <= 32 else None
+def in_parts(n: int, k: int, rows: int, gpu: GpuInfo) -> TritonGemmConfig | None:
+    return TritonGemmConfig(n, num_ctas=2, keep_partials=True) if rows <= 32 else None
 
 
 def test_argmax(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_iter
 
 from forerun.engine.engine import Engine
 from forerun.kernels.gemm import gemm as own_kernels
-from forerun.kernels.gemm.gemm import DeferredNorm, Matrix
+from forerun.kernels.gemm.arguments import GemmArguments
+from forerun.kernels.gemm.config import GemmConfig
+from forerun.kernels.gemm.gemm import GemmWeight
 from forerun.sampling.sampler import SamplingFlags
 
 _OPERANDS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # first of two
@@ -97,9 +99,9 @@ class _Recorder(TorchDispatchMode):
             self.gemms.append(Gemm(n, k, weight.dtype, x.shape[-2]))
 
     def watch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(x: Tensor | DeferredNorm, m: Matrix, *args: Any, **kwargs: Any) -> Any:
-            self._add(x.x if isinstance(x, DeferredNorm) else x, m.weight)
-            return launch(x, m, *args, **kwargs)
+        def watched(config: GemmConfig, w: GemmWeight, args: GemmArguments) -> None:
+            self._add(args.x, args.weight)
+            launch(config, w, args)
 
         return watched
 

@@ -20,10 +20,9 @@ from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.attention.tiles import best_page_size
-from forerun.kernels.gemm.dispatch import TABLE, choose
-from forerun.kernels.gemm.gemm import Config
-from forerun.kernels.gemm.gemm_sm90 import Sm90Config
-from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig
+from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.layers.linear import can_pack, can_stream
@@ -155,17 +154,17 @@ def _gemms(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
 
 def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
     """For `shapes` and those tuned for this GPU: a configuration by tokens; None: the library."""
-    tuned = TABLE.get(0 if gpu.amd else gpu.capability, {})
+    tuned = TUNED.get(0 if gpu.amd else gpu.capability, {})
     out: list[dict[str, Any]] = []
     for n, k in dict.fromkeys((*shapes, *tuned)):
-        chosen = {tokens: choose(n, k, tokens, gpu) for tokens in TOKENS}
+        chosen = {tokens: choose_gemm(n, k, tokens, gpu) for tokens in TOKENS}
         choices = {str(tokens): _choice(c) if c else None for tokens, c in chosen.items()}
         out.append({"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices})
-    return {"cuda": cuda.available(), "matrices": out}
+    return {"cuda": nvrtc.available(), "matrices": out}
 
 
-def _choice(config: Config) -> dict[str, Any]:
-    return {"kernel": "cuda" if isinstance(config, Sm90Config) else "triton", **asdict(config)}
+def _choice(config: GemmConfig) -> dict[str, Any]:
+    return {"kernel": "cuda" if isinstance(config, Sm90GemmConfig) else "triton", **asdict(config)}
 
 
 def _bundled() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.executor.cuda_graphs import StepGraphs
 from forerun.executor.runner import Runner
 from forerun.executor.step import DeviceStep
-from forerun.kernels.gemm.dispatch import SILU_ROWS
+from forerun.kernels.gemm.dispatch import LARGE_M
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import pages_for
 from forerun.platform.device import memory
@@ -27,7 +27,7 @@ CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
 SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
 GIB = 2**30
 # Prompt tokens for which there are other kernels than for many, or which take more room.
-FEW = (1, 32, 64, 128, SILU_ROWS - 1)
+FEW = (1, 32, 64, 128, LARGE_M - 1)
 
 
 @dataclass(frozen=True)

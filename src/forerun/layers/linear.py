@@ -7,8 +7,8 @@ On a CPU in float32, the library behind `F.linear` is slow for the few rows of a
 with weights reordered once is faster at every row count. Measured on 2 AVX2 cores, all matrices of
 an 8M-parameter model, 1 / 16 / 80 rows: `F.linear` 2.9 / 9.1 / 15.0 ms, packed 2.5 / 4.9 / 12.0 ms.
 
-On a GPU in bfloat16, few rows go to the kernels of `kernels.gemm` where `gemm_table` says so and
-what surrounds the product goes into it, SiLU · up of many rows too; others to the vendor's library.
+On a GPU in bfloat16, GEMM dispatch (`kernels/gemm/dispatch.py`) sends few tokens to the kernels of
+`kernels.gemm`, with a fused epilogue, and SiLU · up of many tokens too; the rest goes to cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.elementwise.silu_mul import silu_mul
-from forerun.kernels.gemm.dispatch import choose, choose_silu
+from forerun.kernels.gemm.config import GemmConfig, uses_split_k
+from forerun.kernels.gemm.dispatch import choose_gemm, choose_gemm_silu_mul
 from forerun.kernels.gemm.gemm import (
-    Config,
     DeferredNorm,
-    Matrix,
+    GemmWeight,
     gemm,
     gemm_add,
     gemm_add_deferred_norm,
     gemm_argmax,
     gemm_partials,
-    gemm_silu,
-    uses_split_k,
+    gemm_silu_mul,
 )
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
@@ -107,13 +106,13 @@ class Linear:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: _Packed | None = None
-        self._matrix: Matrix | None = None
+        self._gemm_weight: GemmWeight | None = None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Over an existing matrix [out, in], which it shares until packed."""
         linear = cls.__new__(cls)
-        linear.weight, linear.bias, linear._packed, linear._matrix = weight, bias, None, None
+        linear.weight, linear.bias, linear._packed, linear._gemm_weight = weight, bias, None, None
         return linear
 
     def slots(self, parts: Mapping[str, int]) -> dict[str, Tensor]:
@@ -136,16 +135,20 @@ class Linear:
         if self._packed is None and can_pack(weight) and not too_large:
             self._packed = _Packed(weight, self.bias)
             self.weight = weight.new_empty(0, weight.shape[1])
-        if self._matrix is None and can_stream(weight):
-            self._matrix = Matrix.of(weight, self.bias)
+        if self._gemm_weight is None and can_stream(weight):
+            self._gemm_weight = GemmWeight.from_tensor(weight, self.bias)
 
-    def _kernel(self, x: Tensor | DeferredNorm, silu: bool = False) -> tuple[Matrix, Config] | None:
+    def _kernel(
+        self, x: Tensor | DeferredNorm, silu: bool = False
+    ) -> tuple[GemmWeight, GemmConfig] | None:
         """Our kernel's operand and configuration, if it serves so many rows."""
-        matrix = self._matrix
+        matrix = self._gemm_weight
         if matrix is None:
             return None
         n, k = matrix.weight.shape
-        config = (choose_silu if silu else choose)(n, k, _rows(x), gpu_of(matrix.weight.device))
+        config = (choose_gemm_silu_mul if silu else choose_gemm)(
+            n, k, _rows(x), gpu_of(matrix.weight.device)
+        )
         return None if config is None else (matrix, config)
 
     def accepts_deferred_norm(self, x: Tensor) -> bool:
@@ -200,7 +203,7 @@ class Linear:
         """[gate | up] = x Wᵀ + b -> silu(gate) · up, [T, out / 2]."""
         ours = self._kernel(x, silu=True)
         if ours is not None:
-            return gemm_silu(x, *ours)
+            return gemm_silu_mul(x, *ours)
         gate_up = self(x)
         return silu_mul(gate_up, gate_up.dtype)
 

@@ -1,122 +1,134 @@
-"""Which product serves how many rows: a tuned configuration, or the vendor's library.
+"""GEMM dispatch: which implementation and configuration computes a GEMM [M, K] x [N, K]ᵀ.
 
-`TABLE` is what `benchmarks/kernels_gemm.py --tune` found. Shapes it does not know take a default
-up to 32 rows, on Hopper up to 128, and the library above, but for SiLU of many rows on Hopper.
+The choice is a tuned configuration (`TUNED`, found by `benchmarks/kernels_gemm.py --tune`), a
+default for shapes that were not tuned, or None: the vendor's library (cuBLAS, hipBLAS). The
+defaults serve up to 32 tokens, on Hopper up to 128. Larger GEMMs go to the library, except the
+gate/up projection of large prefill chunks on Hopper, whose SiLU-mul is fused.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from forerun.kernels.gemm.gemm import Config, GemmConfig, rows_block
-from forerun.kernels.gemm.gemm_sm90 import CHUNK, Sm90Config
-from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.gemm.config import (
+    BLOCK_K_SM90,
+    GemmConfig,
+    Sm90GemmConfig,
+    TritonGemmConfig,
+    m_bucket,
+)
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
 
-DEFAULT_ROWS = 32  # the default serves no more
-DEFAULT_SM90_ROWS = 128
-# SiLU · up of many rows on Hopper. With fewer, its tiles may fill the multiprocessors too unevenly.
-SILU_MANY, SILU_ROWS = Sm90Config(256, cluster=2, band=8), 4096
+MAX_DEFAULT_M = 32  # largest M for the untuned Triton configuration
+MAX_DEFAULT_M_SM90 = 128
+# Gate/up with SiLU-mul for M >= LARGE_M on Hopper. With fewer tokens, its tiles may leave too many
+# SMs idle in the last wave.
+LARGE_M = 4096
+LARGE_M_SILU_MUL = Sm90GemmConfig(256, cluster_m=2, group_m=8)
 
-BackendChoice = Config | None  # None: the library is faster
+GemmChoice = GemmConfig | None  # None: the library
 
-# Compute capability -> (N, K) -> rows bucket -> choice.
-TABLE: dict[int, dict[tuple[int, int], dict[int, BackendChoice]]] = {
-    # On one H200: the layers, the head and the block draft of Qwen3-8B.
+# Compute capability -> (N, K) -> bucket of M -> choice.
+TUNED: dict[int, dict[tuple[int, int], dict[int, GemmChoice]]] = {
+    # One H200: Qwen3-8B's layers and LM head, and its block draft.
     90: {
-        (6144, 4096): {
-            16: Sm90Config(48, groups=1),
-            32: Sm90Config(48, groups=1),
-            64: Sm90Config(48, groups=1),
-            128: Sm90Config(96, groups=1, cluster=2),
+        (6144, 4096): {  # qkv_proj
+            16: Sm90GemmConfig(48, consumer_warpgroups=1),
+            32: Sm90GemmConfig(48, consumer_warpgroups=1),
+            64: Sm90GemmConfig(48, consumer_warpgroups=1),
+            128: Sm90GemmConfig(96, consumer_warpgroups=1, cluster_m=2),
         },
-        (4096, 4096): {
-            16: GemmConfig(64, 128, 128, stages=6, swap=True, early=False),
-            32: Sm90Config(64, groups=1, split=2),
-            64: Sm90Config(32, groups=1),
-            128: Sm90Config(128, groups=1, cluster=2, split=2),
+        (4096, 4096): {  # o_proj
+            16: TritonGemmConfig(64, 128, 128, num_stages=6, swap_ab=True, early_launch=False),
+            32: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
+            64: Sm90GemmConfig(32, consumer_warpgroups=1),
+            128: Sm90GemmConfig(128, consumer_warpgroups=1, cluster_m=2, split_k=2),
         },
-        (24576, 4096): {
-            16: GemmConfig(64, 128, 384, stages=3, swap=True),
-            32: GemmConfig(64, 128, 384, stages=3, swap=True, prefetch=0),
-            64: Sm90Config(192, groups=1),
-            128: Sm90Config(192),
+        (24576, 4096): {  # gate_up_proj
+            16: TritonGemmConfig(64, 128, 384, num_stages=3, swap_ab=True),
+            32: TritonGemmConfig(64, 128, 384, num_stages=3, swap_ab=True, prefetch_k=0),
+            64: Sm90GemmConfig(192, consumer_warpgroups=1),
+            128: Sm90GemmConfig(192),
         },
-        (4096, 12288): {
-            16: GemmConfig(64, 128, 128, stages=6, swap=True, parts=True),
-            32: Sm90Config(64, groups=1, split=2),
-            64: Sm90Config(64, groups=1, split=2),
-            128: Sm90Config(128, groups=1, cluster=2, split=2),
+        (4096, 12288): {  # down_proj
+            16: TritonGemmConfig(64, 128, 128, num_stages=6, swap_ab=True, keep_partials=True),
+            32: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
+            64: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
+            128: Sm90GemmConfig(128, consumer_warpgroups=1, cluster_m=2, split_k=2),
         },
-        (151936, 4096): {
-            16: GemmConfig(128, 128, 1187, warps=8, stages=4, swap=True, prefetch=0),
-            32: GemmConfig(64, 128, 2374, stages=3, swap=True, prefetch=0),
-            64: Sm90Config(192, groups=1),
-            128: Sm90Config(192),
+        (151936, 4096): {  # lm_head
+            16: TritonGemmConfig(
+                128, 128, 1187, num_warps=8, num_stages=4, swap_ab=True, prefetch_k=0
+            ),
+            32: TritonGemmConfig(64, 128, 2374, num_stages=3, swap_ab=True, prefetch_k=0),
+            64: Sm90GemmConfig(192, consumer_warpgroups=1),
+            128: Sm90GemmConfig(192),
         },
-        (4096, 20480): {
-            16: Sm90Config(32, groups=1),
-            32: Sm90Config(32, groups=1),
-            64: Sm90Config(32, groups=1),
-            128: Sm90Config(64, groups=1, cluster=2),
+        (4096, 20480): {  # the draft's fc
+            16: Sm90GemmConfig(32, consumer_warpgroups=1),
+            32: Sm90GemmConfig(32, consumer_warpgroups=1),
+            64: Sm90GemmConfig(32, consumer_warpgroups=1),
+            128: Sm90GemmConfig(64, consumer_warpgroups=1, cluster_m=2),
         },
-        (10240, 4096): {
-            16: Sm90Config(96, groups=1),
-            32: Sm90Config(96, groups=1),
-            64: Sm90Config(96, groups=1),
-            128: Sm90Config(160, groups=1, cluster=2),
+        (10240, 4096): {  # the draft's context K/V
+            16: Sm90GemmConfig(96, consumer_warpgroups=1),
+            32: Sm90GemmConfig(96, consumer_warpgroups=1),
+            64: Sm90GemmConfig(96, consumer_warpgroups=1),
+            128: Sm90GemmConfig(160, consumer_warpgroups=1, cluster_m=2),
         },
     }
 }
 
 
-def choose(n: int, k: int, rows: int, gpu: GpuInfo) -> BackendChoice:
-    """How to compute `rows` rows times a bfloat16 matrix [n, k]."""
-    bucket = rows_block(rows)
-    tuned, hopper = TABLE.get(0 if gpu.amd else gpu.capability, {}).get((n, k)), _hopper(gpu)
+def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo) -> GemmChoice:
+    """How to multiply `m` tokens by a bfloat16 weight [n, k]."""
+    bucket = m_bucket(m)
+    tuned, hopper = TUNED.get(0 if gpu.amd else gpu.capability, {}).get((n, k)), _has_sm90(gpu)
     if tuned is not None:
         choice = tuned.get(bucket)
-        if hopper or not isinstance(choice, Sm90Config):
+        if hopper or not isinstance(choice, Sm90GemmConfig):
             return choice
-    if hopper and bucket <= DEFAULT_SM90_ROWS:
-        return default_sm90(n, k, bucket, gpu)
-    return default(bucket, gpu) if bucket <= DEFAULT_ROWS else None
+    if hopper and bucket <= MAX_DEFAULT_M_SM90:
+        return default_sm90_config(n, k, bucket, gpu)
+    return default_triton_config(bucket, gpu) if bucket <= MAX_DEFAULT_M else None
 
 
-def choose_silu(n: int, k: int, rows: int, gpu: GpuInfo) -> BackendChoice:
-    """`choose` for a product with SiLU · up, which of many rows, too, may go inside."""
-    if rows < SILU_ROWS or n % 16 or k % CHUNK or not _hopper(gpu):
-        return choose(n, k, rows, gpu)
-    return SILU_MANY
+def choose_gemm_silu_mul(n: int, k: int, m: int, gpu: GpuInfo) -> GemmChoice:
+    """`choose_gemm` for a gate/up projection [n, k] with SiLU-mul in the epilogue."""
+    if m < LARGE_M or n % 16 or k % BLOCK_K_SM90 or not _has_sm90(gpu):
+        return choose_gemm(n, k, m, gpu)
+    return LARGE_M_SILU_MUL
 
 
-def _hopper(gpu: GpuInfo) -> bool:
-    """Whether the kernel in CUDA C++ runs."""
-    return gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and cuda.available()
+def _has_sm90(gpu: GpuInfo) -> bool:
+    """Whether the CUDA C++ kernel for Hopper can run."""
+    return gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and nvrtc.available()
 
 
-def default(bucket: int, gpu: GpuInfo) -> GemmConfig:
-    """Two programs a multiprocessor, in tiles that fit everywhere (64 KiB of LDS on AMD)."""
+def default_triton_config(bucket: int, gpu: GpuInfo) -> TritonGemmConfig:
+    """Two CTAs per SM, with tiles that fit into 64 KiB of LDS on AMD."""
     block_k = 64 if gpu.amd else 128
-    return GemmConfig(64, block_k, 2 * gpu.num_sms, stages=2 if gpu.amd else 4)
+    return TritonGemmConfig(64, block_k, 2 * gpu.num_sms, num_stages=2 if gpu.amd else 4)
 
 
 @cache
-def default_sm90(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90Config | None:
-    """Tiles that leave few multiprocessors idle and read little; None: better left to the library.
+def default_sm90_config(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90GemmConfig | None:
+    """The configuration that reads least among those with nearly the best SM utilization.
 
-    It finds what tuning found for qkv, gate_up and down of Qwen3-8B.
+    None: the shape does not meet the kernel's alignment. For qkv_proj, gate_up_proj and down_proj
+    of Qwen3-8B, the result is the tuned configuration.
     """
-    if n % 8 or k % (2 * CHUNK):
+    if n % 8 or k % (2 * BLOCK_K_SM90):
         return None
     options = []
-    for groups, cluster in ((1, 1),) if bucket <= 64 else ((2, 1), (1, 2)):
-        for split in (1, 2) if k >= 2 * n else (1,):  # few rows: partial sums, or too narrow tiles
-            for block_n in range(32, 257, 16 * cluster):
-                programs = split * cluster * -(-n // block_n)
-                waves = -(-programs // gpu.num_sms)
-                config = Sm90Config(block_n, groups, cluster, split)
-                read = waves * (config.block_m + block_n) / split
-                options.append((programs / waves / gpu.num_sms, (read, -block_n), config))
-    most = max(busy for busy, _, _ in options)
-    return min((cost, config) for busy, cost, config in options if busy > 0.91 * most)[1]
+    for warpgroups, cluster_m in ((1, 1),) if bucket <= 64 else ((2, 1), (1, 2)):
+        for split_k in (1, 2) if k >= 2 * n else (1,):  # N is small: else tiles get too narrow
+            for block_n in range(32, 257, 16 * cluster_m):
+                ctas = split_k * cluster_m * -(-n // block_n)
+                waves = -(-ctas // gpu.num_sms)
+                config = Sm90GemmConfig(block_n, warpgroups, cluster_m, split_k)
+                read = waves * (config.block_m + block_n) / split_k
+                options.append((ctas / waves / gpu.num_sms, (read, -block_n), config))
+    best = max(utilization for utilization, _, _ in options)
+    return min((cost, config) for busy, cost, config in options if busy > 0.91 * best)[1]

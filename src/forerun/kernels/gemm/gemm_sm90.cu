@@ -1,391 +1,482 @@
-// Products on Hopper. gemm_sm90.py says how they work; it defines, above this text,
-//   GROUPS BN STAGES CLUSTER BAND MAX_ROWS OUT_ROW, as 0 or 1 PAIRED PARTIALS BEST SCALED_IN ADD
-//   SCALED_OUT BIAS, and multiply(acc, x, w): one wgmma of 64 rows, BN columns, 16 deep.
+// Persistent, warp-specialized TMA + wgmma GEMM for Hopper (sm_90a): out = epilogue(x Wᵀ), with
+// x [M, K] and W [N, K] in bfloat16. gemm_sm90.py explains the design, compiles and launches it.
+//
+// gemm_sm90.py puts its configuration in front of this file, as macros:
+//   BLOCK_N              rows of W per tile; with SILU_MUL half gate, half up
+//   CONSUMER_WARPGROUPS  1 or 2; each computes 64 rows of x
+//   CLUSTER_M            1 or 2 CTAs along M that share W by multicast
+//   GROUP_M              tile rasterization: clusters along M that advance together along N; 0: all
+//   NUM_STAGES           stages of the SMEM pipeline
+//   MAX_DEFERRED_NORM_M  rows for which 1 / rms is kept in shared memory
+//   EPILOGUE_STRIDE      floats per row of the epilogue's staging buffer
+// the epilogue's steps, 0 or 1:
+//   SILU_MUL             W is [gate; up]: out = SiLU(x gateᵀ) * (x upᵀ)
+//   SPLIT_K_PARTIALS     out is [split_k, M, N] float, to be summed by the next kernel
+//   ARGMAX               out is each tile's maximum per row, with its index
+//   DEFERRED_NORM_IN     multiply by 1 / rms, from the sums of squares of the GEMM before
+//   RESIDUAL, BIAS       add
+//   DEFERRED_NORM_OUT    also store out * norm_weight and each tile's sums of squares
+// and the operands of wgmma as asm text:
+//   WGMMA_SHAPE, WGMMA_ACC, WGMMA_X, WGMMA_W, WGMMA_ACC_OPERANDS
+
+#ifndef BLOCK_N  // opened in an IDE: one consistent configuration
+#define BLOCK_N 32
+#define CONSUMER_WARPGROUPS 1
+#define CLUSTER_M 1
+#define GROUP_M 0
+#define NUM_STAGES 8
+#define MAX_DEFERRED_NORM_M 512
+#define EPILOGUE_STRIDE 40
+#define SILU_MUL 0
+#define SPLIT_K_PARTIALS 0
+#define ARGMAX 0
+#define DEFERRED_NORM_IN 0
+#define RESIDUAL 0
+#define DEFERRED_NORM_OUT 0
+#define BIAS 0
+#define WGMMA_SHAPE "m64n32k16"
+#define WGMMA_ACC "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_X "%16"
+#define WGMMA_W "%17"
+#define WGMMA_ACC_OPERANDS                                                                   \
+  "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]),        \
+      "+f"(acc[6]), "+f"(acc[7]), "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]),  \
+      "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15])
+#endif
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int BM = 64 * GROUPS;                // rows of x in a tile
-constexpr int CHUNK = 64;                      // columns of both: 128 bytes, as wide as the swizzle
-constexpr int X_STAGE = BM * 128, W_STAGE = BN * 128;  // bytes
-constexpr int RING = STAGES * (X_STAGE + W_STAGE);
-constexpr int WIDTH = PAIRED ? BN / 2 : BN;    // columns of the result in a tile
-constexpr int OUT_WARP = BEST ? 0 : 16 * OUT_ROW;
+constexpr int BLOCK_M = 64 * CONSUMER_WARPGROUPS;
+constexpr int BLOCK_K = 64;       // 128 bytes, the width of the swizzle
+constexpr int ROW_BYTES = 128;    // of a tile in shared memory
+constexpr int X_STAGE_BYTES = BLOCK_M * ROW_BYTES, W_STAGE_BYTES = BLOCK_N * ROW_BYTES;
+constexpr int PIPELINE_BYTES = NUM_STAGES * (X_STAGE_BYTES + W_STAGE_BYTES);
+constexpr int TILE_N = SILU_MUL ? BLOCK_N / 2 : BLOCK_N;  // output columns of a tile
+constexpr int STAGING_FLOATS = ARGMAX ? 0 : 16 * EPILOGUE_STRIDE;  // per consumer warp
 
-// What the L2 cache is asked to do with what passes through it.
-constexpr u64 KEEP = 0x1000000000000000, STREAM = 0x12f0000000000000;
+// L2 cache policies, encoded as in CUTLASS's TMA::CacheHintSm90.
+constexpr u64 EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f0000000000000;
 
-struct alignas(64) Map { unsigned char bytes[128]; };
+struct alignas(64) TmaDescriptor { unsigned char bytes[128]; };
 
-__device__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// --- barriers ------------------------------------------------------------------------------------
+// --- mbarriers, clusters, PDL --------------------------------------------------------------------
 
-__device__ void init(u32 bar, int count) {
+__device__ void mbarrier_init(u32 bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
 
-__device__ void expect(u32 bar, int bytes) {
+__device__ void mbarrier_arrive_expect_tx(u32 bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                ::"r"(bar), "r"(bytes) : "memory");
 }
 
-__device__ void arrive(u32 bar) {
+__device__ void mbarrier_arrive(u32 bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// At the same place in another program of the cluster.
-__device__ void arrive_at(u32 bar, int rank) {
+// The same barrier of another CTA of the cluster.
+__device__ void mbarrier_arrive_remote(u32 bar, int cta_rank) {
   asm volatile(
-      "{ .reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(bar), "r"(rank) : "memory");
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(bar), "r"(cta_rank) : "memory");
 }
 
-__device__ void wait(u32 bar, int parity) {
+__device__ void mbarrier_wait(u32 bar, int phase) {
   int done;
   do {
     asm volatile(
         "{ .reg .pred p;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+        "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
   } while (!done);
 }
 
-// Of the threads alone: what they wrote to memory is not waited for.
+// Execution only: arrive.relaxed does not order the threads' global writes.
 __device__ void cluster_sync() {
-  if (CLUSTER > 1)
+  if (CLUSTER_M > 1)
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else
     __syncthreads();
 }
 
-__device__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// PDL: waits until the preceding kernel has finished and its writes are visible.
+__device__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// --- copies, tensor cores, numbers ---------------------------------------------------------------
+// --- TMA, wgmma, bfloat16 ------------------------------------------------------------------------
 
-// A block of a matrix, to this program or to all of its cluster.
-template <bool ALL>
-__device__ void copy(u32 to, const Map& map, int column, int row, u32 bar, u64 policy) {
-  if constexpr (ALL)
+// Loads one box of a matrix into this CTA, or with MULTICAST into all CTAs of the cluster.
+template <bool MULTICAST>
+__device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, int row, u32 bar,
+                         u64 cache_policy) {
+  if constexpr (MULTICAST)
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
-        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(bar), "h"((u16)((1 << CLUSTER) - 1)),
-        "l"(policy) : "memory");
+        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar),
+        "h"((u16)((1 << CLUSTER_M) - 1)), "l"(cache_policy) : "memory");
   else
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(to), "l"(&map), "r"(column), "r"(row), "r"(bar), "l"(policy) : "memory");
+        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar), "l"(cache_policy)
+        : "memory");
 }
 
-// A tile of 128-byte rows in the 128-byte swizzle, as wgmma names it: 8 rows are 1,024 bytes.
-__device__ u64 operand(u32 at) {
-  return (u64)((at & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// wgmma's SMEM matrix descriptor: K-major, 128-byte swizzle, 8 rows = 1,024 bytes.
+__device__ u64 smem_descriptor(u32 smem) {
+  return (u64)((smem & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
-template <int LEFT>
-__device__ void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+// acc += 64 rows of x times BLOCK_N rows of W, 16 deep.
+__device__ void wgmma(float (&acc)[BLOCK_N / 2], u64 x_descriptor, u64 w_descriptor) {
+  asm volatile("wgmma.mma_async.sync.aligned." WGMMA_SHAPE ".f32.bf16.bf16 {" WGMMA_ACC "}, " WGMMA_X
+               ", " WGMMA_W ", 1, 1, 1, 0, 0;"
+               : WGMMA_ACC_OPERANDS : "l"(x_descriptor), "l"(w_descriptor));
 }
 
-__device__ u32 pack(float low, float high) {
-  u32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
+template <int PENDING>
+__device__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-__device__ float low(u32 both) { return __uint_as_float(both << 16); }
-__device__ float high(u32 both) { return __uint_as_float(both & 0xffff0000u); }
+
+__device__ u32 pack_bf16x2(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
+__device__ float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
 __device__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// --- who does what -------------------------------------------------------------------------------
+// --- tile scheduler and SMEM pipeline ------------------------------------------------------------
 
-// A cluster's share: units of CLUSTER tiles below one another and one of `split` parts of K.
-struct Work {
-  int units, groups_m, split, chunks, cluster, clusters, rank;
-  int last, rows;  // the last row at which a tile may begin, and rows of a tile that there are
-  // x: tiles down the rows, y: along W. Down first, with BAND not further than so many clusters.
-  __device__ int2 place(int unit) const {
-    unit /= split;
-    if (BAND == 0) return make_int2(unit % groups_m, unit / groups_m);
-    int along = units / split / groups_m, band = unit / (BAND * along), left = unit % (BAND * along);
-    int down = min(BAND, groups_m - band * BAND);
-    return make_int2(band * BAND + left % down, left / down);
+// Static persistent scheduler. A work tile is CLUSTER_M output tiles along M, one along N and one
+// of `split_k` slices of K; cluster c computes work tiles c, c + num_clusters, ...
+struct TileScheduler {
+  int work_tiles, cluster_tiles_m, split_k, k_blocks;  // k_blocks: of one slice of K
+  int cluster, num_clusters, cta_rank;
+  int max_row, box_rows;  // the last row at which a tile may begin; rows of a TMA box of x
+  // (cluster tile along M, tile along N). M varies fastest, within groups of GROUP_M.
+  __device__ int2 tile_coord(int work_tile) const {
+    work_tile /= split_k;
+    if (GROUP_M == 0) return make_int2(work_tile % cluster_tiles_m, work_tile / cluster_tiles_m);
+    int tiles_n = work_tiles / split_k / cluster_tiles_m;
+    int group = work_tile / (GROUP_M * tiles_n), in_group = work_tile % (GROUP_M * tiles_n);
+    int group_size = min(GROUP_M, cluster_tiles_m - group * GROUP_M);
+    return make_int2(group * GROUP_M + in_group % group_size, in_group / group_size);
   }
-  // The last tiles may overlap: blocks that reach past the end are slow to copy.
-  __device__ int row(int unit) const {
-    return min((place(unit).x * CLUSTER + rank) * BM, last);
+  // The last tiles may overlap: TMA boxes that extend past the last row are slow.
+  __device__ int row(int work_tile) const {
+    return min((tile_coord(work_tile).x * CLUSTER_M + cta_rank) * BLOCK_M, max_row);
   }
-  __device__ int tile(int unit) const { return place(unit).y; }
-  __device__ int part(int unit) const { return unit % split; }
+  __device__ int tile_n(int work_tile) const { return tile_coord(work_tile).y; }
+  __device__ int k_slice(int work_tile) const { return work_tile % split_k; }
 };
 
-struct Ring {
-  u32 x, w, full_bars, empty_bars;
-  __device__ u32 full(int stage) const { return full_bars + 8 * stage; }
-  __device__ u32 empty(int stage) const { return empty_bars + 8 * stage; }
+// Shared-memory addresses. full: x and W have arrived; empty: the consumers have read them.
+struct SmemPipeline {
+  u32 x, w, full_barriers, empty_barriers;
+  __device__ u32 full(int stage) const { return full_barriers + 8 * stage; }
+  __device__ u32 empty(int stage) const { return empty_barriers + 8 * stage; }
 };
 
-struct Turn {
-  int stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == STAGES) { stage = 0; parity ^= 1; }
+struct PipelineState {
+  int stage = 0, phase = 0;
+  __device__ void advance() {
+    if (++stage == NUM_STAGES) { stage = 0; phase ^= 1; }
   }
 };
 
-// Each program of a cluster loads a part of W's rows for all.
-__device__ void load_weight(const Map& map, const Ring& ring, const Work& work, int N) {
-  constexpr int HALVES = 1 + PAIRED, SLICE = WIDTH / CLUSTER;
-  u64 policy = work.groups_m == 1 ? STREAM : KEEP;  // read once, or again for the rows below
-  Turn turn;
-  for (int unit = work.cluster; unit < work.units; unit += work.clusters) {
-    int row = work.tile(unit) * WIDTH + work.rank * SLICE;
-    int column = work.part(unit) * work.chunks * CHUNK;
-    for (int i = 0; i < work.chunks; i++, turn.next(), column += CHUNK) {
-      u32 bar = ring.full(turn.stage);
-      wait(ring.empty(turn.stage), turn.parity ^ 1);
-      expect(bar, W_STAGE);
-      u32 to = ring.w + turn.stage * W_STAGE + work.rank * SLICE * 128;
-      for (int half = 0; half < HALVES; half++)  // gate, then up
-        copy<(CLUSTER > 1)>(to + half * WIDTH * 128, map, column, row + half * N, bar, policy);
+// --- producer warpgroup --------------------------------------------------------------------------
+
+// Each CTA of a cluster loads its share of the W tile's rows for all.
+__device__ void produce_w(const TmaDescriptor& descriptor, const SmemPipeline& pipeline,
+                          const TileScheduler& scheduler, int N) {
+  constexpr int MATRICES = 1 + SILU_MUL, ROWS_PER_CTA = TILE_N / CLUSTER_M;
+  // Read once, or again by the tiles further along M.
+  u64 cache_policy = scheduler.cluster_tiles_m == 1 ? EVICT_FIRST : EVICT_NORMAL;
+  PipelineState state;
+  for (int t = scheduler.cluster; t < scheduler.work_tiles; t += scheduler.num_clusters) {
+    int row = scheduler.tile_n(t) * TILE_N + scheduler.cta_rank * ROWS_PER_CTA;
+    int column = scheduler.k_slice(t) * scheduler.k_blocks * BLOCK_K;
+    for (int i = 0; i < scheduler.k_blocks; i++, state.advance(), column += BLOCK_K) {
+      u32 full = pipeline.full(state.stage);
+      mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
+      mbarrier_arrive_expect_tx(full, W_STAGE_BYTES);
+      u32 smem = pipeline.w + state.stage * W_STAGE_BYTES +
+                 scheduler.cta_rank * ROWS_PER_CTA * ROW_BYTES;
+      for (int matrix = 0; matrix < MATRICES; matrix++)  // gate, then up
+        tma_load<(CLUSTER_M > 1)>(smem + matrix * TILE_N * ROW_BYTES, descriptor, column,
+                                  row + matrix * N, full, cache_policy);
     }
   }
 }
 
-__device__ void load_rows(const Map& map, const Ring& ring, const Work& work) {
-  wait_for_kernel_before();
-  Turn turn;
-  for (int unit = work.cluster; unit < work.units; unit += work.clusters) {
-    int row = work.row(unit), column = work.part(unit) * work.chunks * CHUNK;
-    for (int i = 0; i < work.chunks; i++, turn.next(), column += CHUNK) {
-      u32 bar = ring.full(turn.stage);
-      wait(ring.empty(turn.stage), turn.parity ^ 1);
-      expect(bar, work.rows * 128);
-      copy<false>(ring.x + turn.stage * X_STAGE, map, column, row, bar, KEEP);
+__device__ void produce_x(const TmaDescriptor& descriptor, const SmemPipeline& pipeline,
+                          const TileScheduler& scheduler) {
+  griddepcontrol_wait();
+  PipelineState state;
+  for (int t = scheduler.cluster; t < scheduler.work_tiles; t += scheduler.num_clusters) {
+    int row = scheduler.row(t), column = scheduler.k_slice(t) * scheduler.k_blocks * BLOCK_K;
+    for (int i = 0; i < scheduler.k_blocks; i++, state.advance(), column += BLOCK_K) {
+      u32 full = pipeline.full(state.stage);
+      mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
+      mbarrier_arrive_expect_tx(full, scheduler.box_rows * ROW_BYTES);
+      tma_load<false>(pipeline.x + state.stage * X_STAGE_BYTES, descriptor, column, row, full,
+                      EVICT_NORMAL);
     }
   }
 }
 
-// Of every row: 1 / sqrt(mean r² + eps), from the sums of r² that the product before left.
-__device__ void row_factors(const float* squares, int parts, float eps, int M, int K,
-                            float* factors, int thread, u32 ready) {
-  wait_for_kernel_before();
+// 1 / sqrt(mean(r²) + eps) of every row, from the sums of squares of the GEMM before. Two warps.
+__device__ void produce_inv_rms(const float* sum_of_squares, int norm_tiles, float eps, int M,
+                                int K, float* inv_rms, int thread, u32 ready) {
+  griddepcontrol_wait();
   for (int row = thread; row < M; row += 64) {
     float sum = 0.f;
 #pragma unroll 32
-    for (int i = 0; i < parts; i++) sum += squares[i * M + row];
-    factors[row] = rsqrtf(sum / K + eps);
+    for (int i = 0; i < norm_tiles; i++) sum += sum_of_squares[i * M + row];
+    inv_rms[row] = rsqrtf(sum / K + eps);
   }
-  arrive(ready);
+  mbarrier_arrive(ready);
 }
 
-// --- results -------------------------------------------------------------------------------------
+// --- epilogue ------------------------------------------------------------------------------------
 
-struct Result {
-  void* out;            // [M, N] bf16; PARTIALS [split, M, N] float; BEST [M, tiles over N] float
-  int* best_ids;        // [M, tiles over N]
-  const u32* bias;      // [N] bf16, PAIRED [2 N]
-  const u32* residual;  // [M, N] bf16
-  const u32* norm;      // [N] bf16
-  u32* scaled;          // [M, N] bf16
-  float* out_squares;   // [tiles over N, M]
+struct EpilogueArguments {
+  void* out;              // [M, N] bf16; SPLIT_K_PARTIALS [split_k, M, N] float; ARGMAX [M, tiles]
+  int* tile_argmax;       // [M, N tiles]
+  const u32* bias;        // [N] bf16, SILU_MUL [2N]
+  const u32* residual;    // [M, N] bf16
+  const u32* norm_weight; // [N] bf16
+  u32* norm_out;          // [M, N] bf16
+  float* sum_of_squares;  // [N tiles, M]
   int M, N;
 };
 
-// A thread's sums: columns 8 j + 2 (lane % 4) and the next, of rows lane / 4 and, half 1, that + 8.
-struct Pair { float a, b; };
+// Two neighbouring columns. A thread's accumulators are columns 8 j + 2 (lane % 4) and the next, of
+// rows lane / 4 (half 0) and lane / 4 + 8 (half 1).
+struct ColumnPair { float a, b; };
 
-__device__ Pair sums(const float* acc, float factor, const Result& r, int column) {
-  Pair pair{acc[0] * factor, acc[1] * factor};
-  if (BIAS && column < (PAIRED ? 2 : 1) * r.N) {
-    u32 bias = r.bias[column / 2];
+__device__ ColumnPair scale_and_bias(const float* acc, float inv_rms, const EpilogueArguments& args,
+                                     int column) {
+  ColumnPair pair{acc[0] * inv_rms, acc[1] * inv_rms};
+  if (BIAS && column < (SILU_MUL ? 2 : 1) * args.N) {
+    u32 bias = args.bias[column / 2];
     pair.a += low(bias), pair.b += high(bias);
   }
   return pair;
 }
 
-__device__ Pair finished(const float (&acc)[BN / 2], int j, int half, float factor,
-                         const Result& r, int column) {
-  Pair gate = sums(acc + 4 * j + 2 * half, factor, r, column);
-  if (!PAIRED) return gate;
-  Pair up = sums(acc + BN / 4 + 4 * j + 2 * half, factor, r, r.N + column);
+// Output columns `column` and the next, before residual and rounding.
+__device__ ColumnPair output_pair(const float (&acc)[BLOCK_N / 2], int j, int half, float inv_rms,
+                                  const EpilogueArguments& args, int column) {
+  ColumnPair gate = scale_and_bias(acc + 4 * j + 2 * half, inv_rms, args, column);
+  if (!SILU_MUL) return gate;
+  ColumnPair up =
+      scale_and_bias(acc + BLOCK_N / 4 + 4 * j + 2 * half, inv_rms, args, args.N + column);
   return {silu(gate.a) * up.a, silu(gate.b) * up.b};
 }
 
-// Each row's largest after rounding, and the lowest id of equals.
-__device__ void find_best(const float (&acc)[BN / 2], const Result& r, int m, int tile,
-                          const float* factors) {
+// Each row's maximum after rounding to bfloat16, and its index; ties: the lowest index.
+__device__ void argmax_epilogue(const float (&acc)[BLOCK_N / 2], const EpilogueArguments& args,
+                                int m, int tile_n, const float* inv_rms) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    int row = m + lane / 4 + 8 * half, column = tile * BN + lane % 4 * 2;
-    float factor = SCALED_IN && row < r.M ? factors[row] : 1.f;
+    int row = m + lane / 4 + 8 * half, column = tile_n * BLOCK_N + lane % 4 * 2;
+    float scale = DEFERRED_NORM_IN && row < args.M ? inv_rms[row] : 1.f;
     float best = __int_as_float(0xff800000);
-    int id = 0x7fffffff;
+    int index = 0x7fffffff;
 #pragma unroll
-    for (int j = 0; j < BN / 8; j++, column += 8) {
-      Pair pair = finished(acc, j, half, factor, r, column);
-      u32 both = pack(pair.a, pair.b);
-      if (column < r.N && low(both) > best) { best = low(both); id = column; }
-      if (column < r.N && high(both) > best) { best = high(both); id = column + 1; }
+    for (int j = 0; j < BLOCK_N / 8; j++, column += 8) {
+      ColumnPair pair = output_pair(acc, j, half, scale, args, column);
+      u32 rounded = pack_bf16x2(pair.a, pair.b);
+      if (column < args.N && low(rounded) > best) { best = low(rounded); index = column; }
+      if (column < args.N && high(rounded) > best) { best = high(rounded); index = column + 1; }
     }
     for (int by = 1; by < 4; by *= 2) {
       float other = __shfl_xor_sync(~0u, best, by);
-      int other_id = __shfl_xor_sync(~0u, id, by);
-      if (other > best || (other == best && other_id < id)) { best = other; id = other_id; }
+      int other_index = __shfl_xor_sync(~0u, index, by);
+      if (other > best || (other == best && other_index < index)) {
+        best = other;
+        index = other_index;
+      }
     }
-    if (row < r.M && lane % 4 == 0) {
-      int place = row * ((r.N + BN - 1) / BN) + tile;
-      ((float*)r.out)[place] = best;
-      r.best_ids[place] = id;
+    if (row < args.M && lane % 4 == 0) {
+      int offset = row * ((args.N + BLOCK_N - 1) / BLOCK_N) + tile_n;
+      ((float*)args.out)[offset] = best;
+      args.tile_argmax[offset] = index;
     }
   }
 }
 
-// A warp's 16 rows, 32 columns at a time through shared memory, so that neighbours are written
-// together: 8 threads a row.
-__device__ void store(const float (&acc)[BN / 2], const Result& r, int m, int tile, int part,
-                      const float* factors, float* room) {
+// A warp's 16 rows, staged through shared memory 32 columns at a time for coalesced accesses:
+// 8 threads per row, 4 columns each.
+__device__ void store_epilogue(const float (&acc)[BLOCK_N / 2], const EpilogueArguments& args,
+                               int m, int tile_n, int k_slice, const float* inv_rms,
+                               float* staging) {
   int lane = threadIdx.x % 32;
-  float factor[2], squares[4] = {};
+  float scale[2], squares[4] = {};
   for (int half = 0; half < 2; half++) {
     int row = m + lane / 4 + 8 * half;
-    factor[half] = SCALED_IN && row < r.M ? factors[row] : 1.f;
+    scale[half] = DEFERRED_NORM_IN && row < args.M ? inv_rms[row] : 1.f;
   }
 #pragma unroll
-  for (int first = 0; first < WIDTH; first += 32) {
+  for (int first = 0; first < TILE_N; first += 32) {
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < 4 && first + 8 * j < WIDTH; j++)
+    for (int j = 0; j < 4 && first + 8 * j < TILE_N; j++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int column = 8 * j + lane % 4 * 2, whole = tile * WIDTH + first + column;
-        Pair pair = finished(acc, first / 8 + j, half, factor[half], r, whole);
-        *(float2*)(room + (lane / 4 + 8 * half) * OUT_ROW + column) = make_float2(pair.a, pair.b);
+        int column = 8 * j + lane % 4 * 2;
+        ColumnPair pair = output_pair(acc, first / 8 + j, half, scale[half], args,
+                                      tile_n * TILE_N + first + column);
+        *(float2*)(staging + (lane / 4 + 8 * half) * EPILOGUE_STRIDE + column) =
+            make_float2(pair.a, pair.b);
       }
     __syncwarp();
-    int inside = first + lane % 8 * 4, column = tile * WIDTH + inside;
+    int tile_column = first + lane % 8 * 4, column = tile_n * TILE_N + tile_column;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       int row = m + 4 * i + lane / 8;
-      if (row >= r.M || column >= r.N || inside >= WIDTH) continue;
-      float4 v = *(const float4*)(room + (4 * i + lane / 8) * OUT_ROW + lane % 8 * 4);
-      u64 at = (u64)row * r.N + column;
-      if (PARTIALS) {
-        *(float4*)((float*)r.out + (u64)part * r.M * r.N + at) = v;
+      if (row >= args.M || column >= args.N || tile_column >= TILE_N) continue;
+      float4 v = *(const float4*)(staging + (4 * i + lane / 8) * EPILOGUE_STRIDE + lane % 8 * 4);
+      u64 offset = (u64)row * args.N + column;
+      if (SPLIT_K_PARTIALS) {
+        *(float4*)((float*)args.out + (u64)k_slice * args.M * args.N + offset) = v;
         continue;
       }
-      if (ADD) {
-        uint2 before = *(const uint2*)(r.residual + at / 2);
-        v.x += low(before.x), v.y += high(before.x), v.z += low(before.y), v.w += high(before.y);
+      if (RESIDUAL) {
+        uint2 r = *(const uint2*)(args.residual + offset / 2);
+        v.x += low(r.x), v.y += high(r.x), v.z += low(r.y), v.w += high(r.y);
       }
-      uint2 rounded = make_uint2(pack(v.x, v.y), pack(v.z, v.w));
-      *(uint2*)((u32*)r.out + at / 2) = rounded;
-      if (SCALED_OUT) {
-        uint2 weight = *(const uint2*)(r.norm + column / 2);
+      uint2 rounded = make_uint2(pack_bf16x2(v.x, v.y), pack_bf16x2(v.z, v.w));
+      *(uint2*)((u32*)args.out + offset / 2) = rounded;
+      if (DEFERRED_NORM_OUT) {
+        uint2 weight = *(const uint2*)(args.norm_weight + column / 2);
         float a = low(rounded.x), b = high(rounded.x), c = low(rounded.y), d = high(rounded.y);
         squares[i] += a * a + b * b + c * c + d * d;
-        *(uint2*)(r.scaled + at / 2) =
-            make_uint2(pack(a * low(weight.x), b * high(weight.x)),
-                       pack(c * low(weight.y), d * high(weight.y)));
+        *(uint2*)(args.norm_out + offset / 2) =
+            make_uint2(pack_bf16x2(a * low(weight.x), b * high(weight.x)),
+                       pack_bf16x2(c * low(weight.y), d * high(weight.y)));
       }
     }
   }
-  if (SCALED_OUT)
+  if (DEFERRED_NORM_OUT)
     for (int i = 0; i < 4; i++) {
       float sum = squares[i];
       for (int by = 1; by < 8; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
       int row = m + 4 * i + lane / 8;
-      if (row < r.M && lane % 8 == 0) r.out_squares[tile * r.M + row] = sum;
+      if (row < args.M && lane % 8 == 0) args.sum_of_squares[tile_n * args.M + row] = sum;
     }
 }
 
-// A stage has been read: whoever loads W for this program may load again.
-__device__ void release(const Ring& ring, int stage) {
+// --- consumer warpgroups -------------------------------------------------------------------------
+
+// Tells the producers of all CTAs that write this CTA's W that a stage may be overwritten.
+__device__ void release_stage(const SmemPipeline& pipeline, int stage) {
   int i = threadIdx.x % 128;
-  if (CLUSTER == 1) {
-    if (i == 0) arrive(ring.empty(stage));
-  } else if (i < CLUSTER) {
-    arrive_at(ring.empty(stage), i);
+  if (CLUSTER_M == 1) {
+    if (i == 0) mbarrier_arrive(pipeline.empty(stage));
+  } else if (i < CLUSTER_M) {
+    mbarrier_arrive_remote(pipeline.empty(stage), i);
   }
 }
 
-// 64 rows of every tile of this program.
-__device__ void multiply_group(const Ring& ring, const Work& work, const Result& result, int group,
-                               u32 ready, const float* factors, float* room) {
-  wait_for_kernel_before();
-  Turn turn;
-  for (int unit = work.cluster; unit < work.units; unit += work.clusters) {
-    float acc[BN / 2];
+// 64 rows of every tile of this CTA.
+__device__ void consume(const SmemPipeline& pipeline, const TileScheduler& scheduler,
+                        const EpilogueArguments& args, int warpgroup, u32 inv_rms_ready,
+                        const float* inv_rms, float* staging) {
+  griddepcontrol_wait();
+  PipelineState state;
+  for (int t = scheduler.cluster; t < scheduler.work_tiles; t += scheduler.num_clusters) {
+    float acc[BLOCK_N / 2];
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++) acc[i] = 0.f;
-    int before = 0;
-    for (int i = 0; i < work.chunks; i++) {
-      wait(ring.full(turn.stage), turn.parity);
-      u64 x = operand(ring.x + turn.stage * X_STAGE + group * 64 * 128);
-      u64 w = operand(ring.w + turn.stage * W_STAGE);
+    for (int i = 0; i < BLOCK_N / 2; i++) acc[i] = 0.f;
+    int previous_stage = 0;
+    for (int i = 0; i < scheduler.k_blocks; i++) {
+      mbarrier_wait(pipeline.full(state.stage), state.phase);
+      u64 x = smem_descriptor(pipeline.x + state.stage * X_STAGE_BYTES +
+                              warpgroup * 64 * ROW_BYTES);
+      u64 w = smem_descriptor(pipeline.w + state.stage * W_STAGE_BYTES);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < CHUNK / 16; k++) multiply(acc, x + 2 * k, w + 2 * k);
+      for (int k = 0; k < BLOCK_K / 16; k++) wgmma(acc, x + 2 * k, w + 2 * k);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      // One chunk stays under way; the one before it has been read.
-      wait_for_products<1>();
-      if (i > 0) release(ring, before);
-      before = turn.stage;
-      turn.next();
+      // One block stays in flight; the one before it has been read.
+      wgmma_wait<1>();
+      if (i > 0) release_stage(pipeline, previous_stage);
+      previous_stage = state.stage;
+      state.advance();
     }
-    wait_for_products<0>();
-    release(ring, before);
+    wgmma_wait<0>();
+    release_stage(pipeline, previous_stage);
 #pragma unroll
-    for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
-    if (SCALED_IN) wait(ready, 0);  // not sooner: it takes as long as some chunks
-    int m = work.row(unit) + group * 64 + threadIdx.x / 32 % 4 * 16;  // the warp's rows
-    if (BEST) find_best(acc, result, m, work.tile(unit), factors);
-    else store(acc, result, m, work.tile(unit), work.part(unit), factors, room);
+    for (int i = 0; i < BLOCK_N / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    if (DEFERRED_NORM_IN) mbarrier_wait(inv_rms_ready, 0);  // late: it takes several K blocks
+    int m = scheduler.row(t) + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;  // the warp's rows
+    if (ARGMAX) argmax_epilogue(acc, args, m, scheduler.tile_n(t), inv_rms);
+    else store_epilogue(acc, args, m, scheduler.tile_n(t), scheduler.k_slice(t), inv_rms, staging);
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (1 + GROUPS), 1)
-product(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, void* out,
-        int* best_ids, const u32* bias, const u32* residual, const u32* norm, u32* scaled,
-        float* out_squares, const float* squares, int parts, float eps, int M, int N, int K,
-        int units, int groups_m, int split, int chunks) {
+// --- kernel --------------------------------------------------------------------------------------
+
+// Warp 0: produces W. Warp 1: produces x. Warps 2 and 3: 1 / rms. From warp 4: consumers.
+// Shared memory: pipeline stages, epilogue staging, 1 / rms, mbarriers (full, empty, 1 / rms).
+extern "C" __global__ void __cluster_dims__(CLUSTER_M, 1, 1)
+__launch_bounds__(128 * (1 + CONSUMER_WARPGROUPS), 1)
+gemm_sm90_kernel(const __grid_constant__ TmaDescriptor x_descriptor,
+                 const __grid_constant__ TmaDescriptor w_descriptor, void* out, int* tile_argmax,
+                 const u32* bias, const u32* residual, const u32* norm_weight, u32* norm_out,
+                 float* sum_of_squares_out, const float* sum_of_squares, int norm_tiles, float eps,
+                 int M, int N, int K, int work_tiles, int cluster_tiles_m, int split_k,
+                 int k_blocks) {
   asm volatile("griddepcontrol.launch_dependents;");
-  extern __shared__ unsigned char shared[];
-  u32 base = (address(shared) + 1023) & ~1023u;
-  float* rooms = (float*)(shared + (base - address(shared)) + RING);
-  float* factors = rooms + 4 * GROUPS * OUT_WARP;
-  u32 bars = address(factors + (SCALED_IN ? MAX_ROWS : 0)), ready = bars + 16 * STAGES;
-  Ring ring{base, base + STAGES * X_STAGE, bars, bars + 8 * STAGES};
-  Work work{units, groups_m, split, chunks, (int)blockIdx.x / CLUSTER, (int)gridDim.x / CLUSTER,
-            (int)blockIdx.x % CLUSTER, max(M - BM, 0), min(M, BM)};
+  extern __shared__ unsigned char smem[];
+  u32 base = (smem_address(smem) + 1023) & ~1023u;
+  float* staging = (float*)(smem + (base - smem_address(smem)) + PIPELINE_BYTES);
+  float* inv_rms = staging + 4 * CONSUMER_WARPGROUPS * STAGING_FLOATS;
+  u32 barriers = smem_address(inv_rms + (DEFERRED_NORM_IN ? MAX_DEFERRED_NORM_M : 0));
+  u32 inv_rms_ready = barriers + 16 * NUM_STAGES;
+  SmemPipeline pipeline{base, base + NUM_STAGES * X_STAGE_BYTES, barriers,
+                        barriers + 8 * NUM_STAGES};
+  TileScheduler scheduler{work_tiles, cluster_tiles_m, split_k, k_blocks,
+                          (int)blockIdx.x / CLUSTER_M, (int)gridDim.x / CLUSTER_M,
+                          (int)blockIdx.x % CLUSTER_M, max(M - BLOCK_M, 0), min(M, BLOCK_M)};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      init(ring.full(i), 2);
-      init(ring.empty(i), GROUPS * CLUSTER);
+    for (int i = 0; i < NUM_STAGES; i++) {
+      mbarrier_init(pipeline.full(i), 2);  // both producers
+      mbarrier_init(pipeline.empty(i), CONSUMER_WARPGROUPS * CLUSTER_M);
     }
-    init(ready, 64);
+    mbarrier_init(inv_rms_ready, 64);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   cluster_sync();
 
   int warp = threadIdx.x / 32;
   if (warp < 4) {
-    if (GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (CONSUMER_WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) {
-      if (threadIdx.x == 0) load_weight(w_map, ring, work, N);
+      if (threadIdx.x == 0) produce_w(w_descriptor, pipeline, scheduler, N);
     } else if (warp == 1) {
-      if (threadIdx.x == 32) load_rows(x_map, ring, work);
-    } else if (SCALED_IN) {
-      row_factors(squares, parts, eps, M, K, factors, threadIdx.x - 64, ready);
+      if (threadIdx.x == 32) produce_x(x_descriptor, pipeline, scheduler);
+    } else if (DEFERRED_NORM_IN) {
+      produce_inv_rms(sum_of_squares, norm_tiles, eps, M, K, inv_rms, threadIdx.x - 64,
+                      inv_rms_ready);
     }
   } else {
-    if (GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    Result result{out, best_ids, bias, residual, norm, scaled, out_squares, M, N};
-    float* room = rooms + (warp - 4) * OUT_WARP;
-    multiply_group(ring, work, result, warp / 4 - 1, ready, factors, room);
+    if (CONSUMER_WARPGROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    EpilogueArguments args{out,      tile_argmax,        bias, residual, norm_weight,
+                           norm_out, sum_of_squares_out, M,    N};
+    consume(pipeline, scheduler, args, warp / 4 - 1, inv_rms_ready, inv_rms,
+            staging + (warp - 4) * STAGING_FLOATS);
   }
-  if (CLUSTER > 1) cluster_sync();  // others may still tell this program's barriers
+  if (CLUSTER_M > 1) cluster_sync();  // no CTA exits while others may still arrive at its barriers
 }

@@ -1,175 +1,163 @@
-"""Products on Hopper, in CUDA C++ (`gemm_sm90.cu`), most of them of few rows: who loads and who
-multiplies are apart, and two multiprocessors share what they read.
+"""Launches the warp-specialized TMA GEMM for Hopper (`gemm_sm90.cu`), compiled by NVRTC.
 
-Of a program's warps one loads W and one x, by bulk copies into a ring of stages; one or two groups
-of four multiply, 64 rows each. Two barriers a stage lie between them: `full` when both operands
-have arrived, `empty` when they have been multiplied. W is no kernel's result, so its loader does
-not
-wait for the kernel before: the ring is full of W when x is ready.
+The kernel is persistent: every CTA computes tiles until there are none left. One producer warp
+loads W and another loads x by TMA into a multi-stage SMEM pipeline; one or two consumer warpgroups
+run wgmma on 64 tokens each. Every stage has two mbarriers: `full` when both operands have arrived,
+`empty` when they have been consumed. No kernel of the step writes W, so its producer does not wait
+for the preceding kernel (PDL): the pipeline is full of W when x is ready.
 
-Where x has more rows than a tile, two programs below one another may form a cluster: each loads
-half of W's rows and sends them to both (multicast). Triton 3.6 has no such copies on Hopper, and
-none of the control over the epilogue that the rest of the gain comes from (docs/kernels.md); that
-is why these products are not written in it.
+If M is larger than a tile, two CTAs along M can form a cluster: each loads half of the W tile and
+multicasts it to both. Triton 3.6 has neither multicast TMA on Hopper nor the control over the
+epilogue that the rest of the gain comes from (docs/kernels-lab-notes.md).
 
-For SiLU · up half of a tile's rows of W are gate's and half up's: both of a pair end in one thread.
+With SiLU-mul, half of a tile's W rows are gate and half are up, so that both accumulators of a
+pair are in the same thread.
 
-Sums are float32 and rounded once, added up in one order. A row's result depends on no other row,
-nor on where in a tile it stands.
+Sums are accumulated in float32 in a fixed order and rounded once. A token's result depends neither
+on other tokens nor on its position in a tile.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from forerun.kernels.runtime import nvrtc as cuda
+from forerun.kernels.gemm.arguments import GemmArguments
+from forerun.kernels.gemm.config import BLOCK_K_SM90, Sm90GemmConfig
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import gpu_of
 
 ARCHITECTURE = "sm_90a"
-CHUNK = 64  # columns of a stage
-MAX_ROWS = 512  # with factors of the rows (`DeferredNorm`)
-OUT_ROW = 40  # floats: 32 sums on their way out, so spaced that no two are in one bank
-SHARED = 227 << 10  # bytes that a program may have
-
-
-@dataclass(frozen=True, order=True)
-class Sm90Config:
-    """How a product is cut up."""
-
-    block_n: int  # rows of W in a tile; with SiLU half gate, half up
-    groups: int = 2  # of 64 rows of x in a tile: 1 or 2
-    cluster: int = 1  # tiles below one another that share W: 1 or 2
-    split: int = 1  # programs a tile; more leave partial sums to the next kernel
-    # Clusters that go along W side by side, so that their rows of x stay in L2; 0: all there are.
-    band: int = 0
-
-    @property
-    def block_m(self) -> int:
-        return 64 * self.groups
+SOURCE = Path(__file__).with_name("gemm_sm90.cu")
+BLOCK_K = BLOCK_K_SM90
+MAX_DEFERRED_NORM_M = 512  # tokens whose 1 / rms fit into shared memory
+EPILOGUE_STRIDE = 40  # floats per staged row of 32 columns, padded to avoid bank conflicts
+MAX_SMEM_BYTES = 227 << 10  # per CTA
+MAX_STAGES = 12  # more do not help
 
 
 @dataclass(frozen=True)
-class Form:
-    """What is compiled in besides."""
+class Sm90Variant:
+    """The epilogue that a kernel is compiled with."""
 
-    paired: bool = False  # SiLU · up
-    partials: bool = False
-    best: bool = False  # argmax
-    scaled_in: bool = False
-    add: bool = False
-    scaled_out: bool = False
+    silu_mul: bool = False
+    partials: bool = False  # write float32 split-K partials
+    argmax: bool = False  # write each tile's maximum and its index
+    deferred_norm_in: bool = False  # multiply by 1 / rms of x's deferred RMSNorm
+    residual: bool = False
+    deferred_norm_out: bool = False  # begin a deferred RMSNorm of the output
     bias: bool = False
 
-
-def stages(config: Sm90Config, form: Form) -> int:
-    """Chunks in flight: as many as there is room for, and no more than help."""
-    return min((SHARED - _beside(config, form)) // _stage(config), 12)
-
-
-def shared_bytes(config: Sm90Config, form: Form) -> int:
-    """Of a program."""
-    return stages(config, form) * _stage(config) + _beside(config, form)
-
-
-def _stage(config: Sm90Config) -> int:
-    """Bytes of a chunk of both operands and its two barriers."""
-    return (config.block_m + config.block_n) * CHUNK * 2 + 16
+    @classmethod
+    def of(cls, args: GemmArguments) -> Sm90Variant:
+        return cls(
+            silu_mul=args.silu_mul,
+            partials=args.partials is not None,
+            argmax=args.tile_argmax is not None,
+            deferred_norm_in=args.sum_of_squares is not None,
+            residual=args.residual is not None,
+            deferred_norm_out=args.norm_out is not None,
+            bias=args.bias is not None,
+        )
 
 
-def _beside(config: Sm90Config, form: Form) -> int:
-    """What goes out, the rows' factors, their barrier, and what the start is rounded by."""
-    room = 0 if form.best else config.block_m * OUT_ROW * 4
-    return room + 4 * MAX_ROWS * form.scaled_in + 8 + 1024
+def num_stages(config: Sm90GemmConfig, variant: Sm90Variant) -> int:
+    """Stages of the SMEM pipeline: as many as fit, up to `MAX_STAGES`."""
+    room = MAX_SMEM_BYTES - _other_smem_bytes(config, variant)
+    return min(room // _stage_bytes(config), MAX_STAGES)
 
 
-def source(config: Sm90Config, form: Form) -> str:
-    """All of it, ready to compile."""
-    constants = {
-        "GROUPS": config.groups, "BN": config.block_n,
-        "STAGES": stages(config, form),
-        "CLUSTER": config.cluster, "BAND": config.band, "MAX_ROWS": MAX_ROWS, "OUT_ROW": OUT_ROW,
-        "PAIRED": form.paired, "PARTIALS": form.partials, "BEST": form.best,
-        "SCALED_IN": form.scaled_in, "ADD": form.add, "SCALED_OUT": form.scaled_out,
-        "BIAS": form.bias,
-    }  # fmt: skip
-    defines = "".join(f"#define {name} {int(value)}\n" for name, value in constants.items())
-    body = (Path(__file__).parent / "gemm_sm90.cu").read_text(encoding="utf-8")
-    return defines + _multiply(config.block_n) + body
+def smem_bytes(config: Sm90GemmConfig, variant: Sm90Variant) -> int:
+    """Dynamic shared memory per CTA."""
+    stages = num_stages(config, variant) * _stage_bytes(config)
+    return stages + _other_smem_bytes(config, variant)
 
 
-def _multiply(columns: int) -> str:
-    """The instruction with its operands spelt out: a thread has columns / 2 of the sums."""
-    count = columns // 2
-    names = ", ".join(f"%{i}" for i in range(count))
-    sums = ", ".join(f'"+f"(acc[{i}])' for i in range(count))
-    return (
-        f"__device__ void multiply(float (&acc)[{count}], unsigned long long x, "
-        f'unsigned long long w) {{ asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.'
-        f'f32.bf16.bf16 {{{names}}}, %{count}, %{count + 1}, 1, 1, 1, 0, 0;" : {sums} '
-        ': "l"(x), "l"(w)); }\n'
-    )
+def _stage_bytes(config: Sm90GemmConfig) -> int:
+    """A block of both operands in bfloat16, and two mbarriers."""
+    return (config.block_m + config.block_n) * BLOCK_K * 2 + 16
 
 
-def launch(
-    config: Sm90Config,
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    paired: bool = False,
-    partials: bool = False,
-    best_ids: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    scaled: Tensor | None = None,
-    out_squares: Tensor | None = None,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """x [T, K] times weight [N, K]; tensors are None or as in `gemm`.
+def _other_smem_bytes(config: Sm90GemmConfig, variant: Sm90Variant) -> int:
+    """Epilogue staging, 1 / rms per token, its mbarrier, and the alignment to 1,024 bytes."""
+    staging = 0 if variant.argmax else config.block_m * EPILOGUE_STRIDE * 4
+    return staging + 4 * MAX_DEFERRED_NORM_M * variant.deferred_norm_in + 8 + 1024
 
-    Args:
-        out: [T, N] bfloat16, [T, N / 2] where `paired`, `partials` [split, T, N] float32, or with
-            `best_ids` each tile's largest, [T, tiles over N] float32.
-    """
-    form = Form(
-        paired, partials, best_ids is not None, squares is not None, residual is not None,
-        scaled is not None, bias is not None,
-    )  # fmt: skip
-    (rows, k), n = x.shape, weight.shape[0]
-    width, block = n // (1 + paired), config.block_n // (1 + paired)
+
+def cuda_source(config: Sm90GemmConfig, variant: Sm90Variant) -> str:
+    """`gemm_sm90.cu` with its configuration as macros in front, ready to compile."""
+    macros = {
+        "BLOCK_N": config.block_n,
+        "CONSUMER_WARPGROUPS": config.consumer_warpgroups,
+        "CLUSTER_M": config.cluster_m,
+        "GROUP_M": config.group_m,
+        "NUM_STAGES": num_stages(config, variant),
+        "MAX_DEFERRED_NORM_M": MAX_DEFERRED_NORM_M,
+        "EPILOGUE_STRIDE": EPILOGUE_STRIDE,
+        "SILU_MUL": int(variant.silu_mul),
+        "SPLIT_K_PARTIALS": int(variant.partials),
+        "ARGMAX": int(variant.argmax),
+        "DEFERRED_NORM_IN": int(variant.deferred_norm_in),
+        "RESIDUAL": int(variant.residual),
+        "DEFERRED_NORM_OUT": int(variant.deferred_norm_out),
+        "BIAS": int(variant.bias),
+        **_wgmma_macros(config.block_n),
+    }
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return f'{defines}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+
+
+def _wgmma_macros(block_n: int) -> dict[str, str]:
+    """The operands of wgmma m64nNk16 as asm text: N / 2 accumulators per thread, then x and W."""
+    count = block_n // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    return {
+        "WGMMA_SHAPE": f'"m64n{block_n}k16"',
+        "WGMMA_ACC": f'"{registers}"',
+        "WGMMA_X": f'"%{count}"',
+        "WGMMA_W": f'"%{count + 1}"',
+        "WGMMA_ACC_OPERANDS": ", ".join(f'"+f"(acc[{i}])' for i in range(count)),
+    }
+
+
+def launch(config: Sm90GemmConfig, args: GemmArguments) -> None:
+    """Runs one GEMM. `config.split_k` is used only if `args.partials` is the output."""
+    x, weight, variant = args.x, args.weight, Sm90Variant.of(args)
+    split_k = config.split_k if variant.partials else 1
+    config = replace(config, split_k=split_k)
+    (m, k), weight_rows = x.shape, weight.shape[0]
+    n, tile_n = weight_rows // (1 + args.silu_mul), config.block_n // (1 + args.silu_mul)
     assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # bulk copies read 16 bytes
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA needs 16-byte alignment
         x = x.clone(memory_format=torch.contiguous_format)
-    assert squares is None or rows <= MAX_ROWS
-    assert width % 4 == 0 and k % (CHUNK * config.split) == 0
-    assert block % (8 * config.cluster) == 0 and stages(config, form) > 1
-    assert config.split == 1 or partials
-    groups_m = -(-rows // (config.block_m * config.cluster))
-    units = groups_m * -(-n // config.block_n) * config.split
-    clusters = min(gpu_of(x.device).num_sms // config.cluster, units)
-    cuda.launch(
-        _compiled(config, form, x.device),
-        clusters * config.cluster,
-        128 * (1 + config.groups),
+    assert args.sum_of_squares is None or m <= MAX_DEFERRED_NORM_M
+    assert n % 4 == 0 and k % (BLOCK_K * split_k) == 0
+    assert tile_n % (8 * config.cluster_m) == 0 and num_stages(config, variant) > 1
+    cluster_tiles_m = -(-m // (config.block_m * config.cluster_m))
+    work_tiles = cluster_tiles_m * -(-weight_rows // config.block_n) * split_k
+    num_clusters = min(gpu_of(x.device).num_sms // config.cluster_m, work_tiles)
+    out = next(t for t in (args.out, args.tile_max, args.partials) if t is not None)
+    nvrtc.launch(
+        _load_kernel(config, variant, x.device),
+        num_clusters * config.cluster_m,
+        128 * (1 + config.consumer_warpgroups),
         (
-            cuda.tma_descriptor(x, (min(rows, config.block_m), CHUNK)),
-            cuda.tma_descriptor(weight, (block // config.cluster, CHUNK)),
-            out, best_ids, bias, residual, norm_weight, scaled, out_squares, squares,
-            0 if squares is None else squares.shape[0], eps,
-            rows, width, k, units, groups_m, config.split, k // (CHUNK * config.split),
+            nvrtc.tma_descriptor(x, (min(m, config.block_m), BLOCK_K)),
+            nvrtc.tma_descriptor(weight, (tile_n // config.cluster_m, BLOCK_K)),
+            out, args.tile_argmax, args.bias, args.residual, args.norm_weight, args.norm_out,
+            args.sum_of_squares_out, args.sum_of_squares, args.norm_tiles, args.eps,
+            m, n, k, work_tiles, cluster_tiles_m, split_k, k // (BLOCK_K * split_k),
         ),
         x.device,
     )  # fmt: skip
 
 
 @cache
-def _compiled(config: Sm90Config, form: Form, device: torch.device) -> cuda.CudaKernel:
-    shared = shared_bytes(config, form)
-    return cuda.load_kernel(source(config, form), "product", ARCHITECTURE, shared, device)
+def _load_kernel(
+    config: Sm90GemmConfig, variant: Sm90Variant, device: torch.device
+) -> nvrtc.CudaKernel:
+    source, smem = cuda_source(config, variant), smem_bytes(config, variant)
+    return nvrtc.load_kernel(source, "gemm_sm90_kernel", ARCHITECTURE, smem, device)
