@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.attention.base import AttentionNeed, LayerMask, Mask
-from forerun.attention.select import select, survey
+from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask, Mask
+from forerun.attention.capabilities import Capabilities, Phase
+from forerun.attention.select import BackendChoice, choose_page_size, select, survey
+from forerun.attention.torch_native import TorchNative
 from forerun.core.errors import ConfigError
 
 pytest.importorskip("triton")
 
-GPU = AttentionNeed("cuda", torch.bfloat16, 128, 32, 8, 16, frozenset({LayerMask()}))
+GPU = AttentionNeed("cuda", torch.bfloat16, 128, 32, 8, frozenset({LayerMask()}))
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,10 @@ def test_graphs_and_trees_need_triton() -> None:
         (replace(GPU, dtype=torch.float64), "not torch.float64"),
         (replace(GPU, kv_dtype=torch.float8_e5m2), "float8_e4m3fn, not torch.float8_e5m2"),
         (replace(GPU, mla=True), "latent"),
+        (replace(GPU, sinks=True), "sinks"),
+        (replace(GPU, logit_softcap=True), "soft-cap"),
+        (replace(GPU, kv_scales=True), "K/V scales"),
+        (replace(GPU, uniform=False), "one shape in all layers"),
         (replace(GPU, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "has no window"),
     ],
 )
@@ -69,3 +75,49 @@ def test_kv_of_any_kept_dtype_is_served() -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match="Unknown attention_backend 'tritn'"):
         select(GPU, "tritn", "attention_backend")
+
+
+def test_every_reason_is_listed() -> None:
+    need = replace(GPU, device="cpu", head_dim=512, sinks=True, phase=Phase.PREFILL)
+    with pytest.raises(ConfigError) as refused:
+        select(replace(need, kv_scales=True, graph=True), None, "attention_backend")
+    said = str(refused.value)
+    for reason in ("prefill of this model", "not cpu", "head dim 512", "sinks", "device graph"):
+        assert reason in said
+    assert said.count("K/V scales") == 2  # of each backend
+
+
+class Paged(AttentionBackend):
+    """Serves some page sizes alone."""
+
+    name = "paged"
+    capabilities = Capabilities(page_sizes=(64, 128), phases=frozenset({Phase.DECODE}))
+
+    plan = write = attend = None  # type: ignore[assignment]
+
+
+class Small(Paged):
+    name = "small"
+    capabilities = Capabilities(page_sizes=(1, 16))
+
+
+def chosen(*kinds: type[AttentionBackend]) -> list[BackendChoice]:
+    return [BackendChoice(kind, GPU, {}) for kind in kinds]
+
+
+def test_the_page_size_is_one_that_all_chosen_backends_support() -> None:
+    assert choose_page_size(chosen(TorchNative), None) == 16
+    assert choose_page_size(chosen(Paged, TorchNative), None) == 128
+    assert choose_page_size(chosen(TorchNative, Paged), None) == 128
+    assert choose_page_size(chosen(TorchNative, Small), None) == 16
+    assert choose_page_size(chosen(Paged, TorchNative), 64) == 64
+    assert choose_page_size(chosen(TorchNative), 256) == 256
+    with pytest.raises(ConfigError, match=r"page_size 16 does not fit.*paged supports 64, 128"):
+        choose_page_size(chosen(Paged, TorchNative), 16)
+    with pytest.raises(ConfigError, match=r"no page size in common: paged.*small supports 1, 16"):
+        choose_page_size(chosen(Paged, Small), None)
+
+
+def test_a_backend_may_serve_one_phase() -> None:
+    assert Paged.why_not(GPU) == []
+    assert Paged.why_not(replace(GPU, phase=Phase.PREFILL)) == ["it does not serve prefill"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.attention.base import AttentionBatch, AttentionNeed, LayerMask
+from forerun.attention.base import AttentionBatch, AttentionNeed, AttentionSpec, LayerMask
 from forerun.attention.torch_native import TorchNative
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
@@ -35,6 +35,6 @@ def test_attends_to_what_the_pool_can_hold(stored: torch.dtype) -> None:
         backend = TorchNative(need, pool)
         plan = backend.plan(batch)
         backend.write(plan, 0, keys, values)
-        outs.append(backend.attend(plan, 0, LayerMask(), DIM**-0.5, q))
+        outs.append(backend.attend(plan, 0, AttentionSpec(LayerMask(), DIM**-0.5), q))
     assert outs[0].dtype == torch.float32
     assert torch.equal(*outs)

@@ -9,6 +9,7 @@ from forerun.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionNeed,
+    AttentionSpec,
     LayerMask,
     Mask,
     Plan,
@@ -26,7 +27,7 @@ MASKS = [LayerMask(), LayerMask(window=7), LayerMask(Mask.BLOCK), LayerMask(Mask
 
 def backends(page: int, device: torch.device) -> list[AttentionBackend]:
     """Triton and the plain one, each with its own pool."""
-    need = AttentionNeed(device.type, torch.float32, DIM, HEADS, KV_HEADS, page, frozenset(MASKS))
+    need = AttentionNeed(device.type, torch.float32, DIM, HEADS, KV_HEADS, frozenset(MASKS))
     assert TritonAttention.why_not(need) == []
     layout = ModelLayout.dense(LAYERS, KV_HEADS, DIM, torch.float32)
     pools = [ModelPools(layout, PoolShape(1 + 3 * 8 * 16 // page, page), device) for _ in range(2)]
@@ -56,7 +57,7 @@ def run(
     v: torch.Tensor,
 ) -> torch.Tensor:
     backend.write(plan, layer, k, v)
-    return backend.attend(plan, layer, mask, DIM**-0.5, q)
+    return backend.attend(plan, layer, AttentionSpec(mask, DIM**-0.5), q)
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
@@ -70,7 +71,7 @@ def test_prefill_then_blocks(page: int, device: torch.device) -> None:
         batch = AttentionBatch(table[:3], start, bound, ragged=spans)
         _same(pair, batch, sum(n for _, n in spans), MASKS[step : step + 1], device, step)
     start = torch.tensor([23, 41, 35, 0], dtype=torch.int32, device=device)
-    batch = AttentionBatch(table, start, 41 + 4, width=4)
+    batch = AttentionBatch(table, start, 41 + 4, q_len=4)
     _same(pair, batch, 16, MASKS, device, 9)
     written = table[:3].long().unique()
     for layer in range(LAYERS):
@@ -87,7 +88,7 @@ def _same(
     seed: int,
 ) -> None:
     plans = [backend.plan(batch) for backend in pair]
-    real = rows if batch.width is None else rows - batch.width  # padded rows are anything
+    real = rows if batch.q_len is None else rows - batch.q_len  # padded rows are anything
     for layer in range(LAYERS):
         q, k, v = qkv(rows, device, seed * 10 + layer)
         for mask in masks:
@@ -107,7 +108,7 @@ def test_a_captured_plan_follows_the_device() -> None:
     (triton, native), table = backends(16, device), tables(16, device)[:3]
     start = torch.zeros(3, dtype=torch.int32, device=device)
     q, k, v = qkv(6, device, 1)
-    batch = AttentionBatch(table, start, 128, width=2)
+    batch = AttentionBatch(table, start, 128, q_len=2)
 
     def step() -> torch.Tensor:
         return run(triton, triton.plan(batch), 0, LayerMask(), q, k, v)
@@ -134,7 +135,7 @@ def test_nothing_waits_for_the_device() -> None:
     q, k, v = qkv(6, device, 1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for shape in (AttentionBatch(table, start, 128, width=2), _chunks(table, start)):
+        for shape in (AttentionBatch(table, start, 128, q_len=2), _chunks(table, start)):
             run(triton, triton.plan(shape), 0, LayerMask(), q, k, v)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -32,7 +32,7 @@ def test_json(forerun) -> None:
         for verdicts in device["attention"].values():
             assert list(verdicts) == list(BACKENDS)
     # Something can always run the target on a CPU.
-    assert [] in report["devices"][0]["attention"]["target"].values()
+    assert [] in report["devices"][0]["attention"]["decode"].values()
 
 
 def test_reasons_are_listed(forerun, monkeypatch) -> None:

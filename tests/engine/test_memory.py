@@ -10,8 +10,8 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.executor import build, memory, resolve
-from forerun.executor.memory import SLACK, MemoryLog, ProfilingRun, kv_budget
+from forerun.executor import attention_setup, build, memory
+from forerun.executor.memory import SLACK, KVDemand, MemoryLog, ProfilingRun, kv_budget
 from forerun.executor.runner import Runner
 from forerun.kvcache.layouts import ModelLayout
 from tests.golden_engine import CASES, golden_llm
@@ -21,12 +21,13 @@ LAYOUTS = [
     ModelLayout.dense(36, 8, 128, torch.bfloat16),
     ModelLayout.dense(5, 8, 128, torch.bfloat16),
 ]
-CELL = sum(layout.token_bytes for layout in LAYOUTS)
+DEMAND = KVDemand(LAYOUTS, 16, tokens_wanted=10**9, tokens_least=17)
+CELL = DEMAND.token_bytes
 
 
 def tokens(free: int, total: int, seen: ProfilingRun, monkeypatch: Any, **settings: Any) -> int:
     monkeypatch.setattr(memory, "memory", lambda device: (free, total))
-    budget = kv_budget(EngineConfig(**settings), 16, LAYOUTS, GPU, 10**9, 17, seen)
+    budget = kv_budget(EngineConfig(**settings), DEMAND, GPU, seen)
     return (budget.num_pages - 1) * 16
 
 
@@ -51,7 +52,7 @@ def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's page counts too."""
     monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
     config = EngineConfig(mem_fraction_static=0.5)
-    budget = kv_budget(config, 16, LAYOUTS, torch.device("cpu"), 10**9, 17, ProfilingRun())
+    budget = kv_budget(config, DEMAND, torch.device("cpu"), ProfilingRun())
     assert budget.num_pages == 100
 
 
@@ -89,7 +90,7 @@ def test_running_out_is_one_line_with_the_mend(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(resolve, "ModelPools", fail)
+    monkeypatch.setattr(attention_setup, "ModelPools", fail)
     with pytest.raises(
         ConfigError, match=r"out of memory for the K/V pools: .* lower mem_frac"
     ) as e:

@@ -10,6 +10,7 @@ from forerun.attention.base import (
     AttentionBatch,
     AttentionContext,
     AttentionNeed,
+    AttentionSpec,
     LayerMask,
 )
 from forerun.attention.torch_native import TorchNative
@@ -34,22 +35,22 @@ def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Ten
         return torch.randn(shape, generator=generator).to(device)
 
     float32 = torch.float32
-    need = AttentionNeed(device.type, float32, DIM, HEADS, KV_HEADS, PAGE, frozenset({LayerMask()}))
+    need = AttentionNeed(device.type, float32, DIM, HEADS, KV_HEADS, frozenset({LayerMask()}))
     backend = kind(
         need,
         ModelPools(ModelLayout.dense(LAYERS, KV_HEADS, DIM, float32), PoolShape(9, PAGE), device),
     )
     table = torch.randperm(8, generator=generator).view(2, 4).int() + 1
     start = torch.tensor([3, 7], dtype=torch.int32, device=device)
-    batch = AttentionBatch(table.to(device), start, 12, width=WIDTH)
-    context = AttentionContext(backend, backend.plan(batch))
+    batch = AttentionBatch(table.to(device), start, 12, q_len=WIDTH)
+    context = AttentionContext(backend, backend.plan(batch), batch)
     positions = (start[:, None] + torch.arange(WIDTH, device=device)).flatten().int()
     rows = Rope(RopeConfig(theta=1e4), DIM, 64, float32, device).rows(positions)
     tokens = len(positions)
 
     heads = HeadNormRope(HEADS, KV_HEADS, DIM, HeadNorms(normal(DIM), normal(DIM), 1e-6))
     qkv = normal(tokens, (HEADS + 2 * KV_HEADS) * DIM)
-    gathered = context.run(1, LayerMask(), 0.2, qkv, heads, rows)
+    gathered = context.run(1, AttentionSpec(LayerMask(), 0.2), qkv, heads, rows)
 
     norms = HeadNorms(normal(DIM), normal(LAYERS, DIM), 1e-6)
     kv = normal(tokens, 2 * LAYERS * KV_HEADS * DIM)

@@ -109,7 +109,6 @@ class Loop:
             head_dim=kind.head_dim,
             num_heads=heads,
             num_kv_heads=kind.num_kv_heads,
-            page_size=PAGE,
             masks=frozenset(masks),
         )
         assert TorchNative.why_not(need) == []
@@ -144,13 +143,13 @@ class Loop:
             page_table=self.table[: len(starts)],
             start=start,
             kv_len_ub=max(starts) + width,
-            width=width,
+            q_len=width,
         )
         positions = (start[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
         return self._run(x, positions, batch, *args)
 
     def context(self, batch: AttentionBatch) -> AttentionContext:
-        return AttentionContext(self.backend, self.backend.plan(batch))
+        return AttentionContext(self.backend, self.backend.plan(batch), batch)
 
     def _run(self, x: Tensor, positions: Tensor, batch: AttentionBatch, *args: Any) -> Any:
         with torch.inference_mode():

@@ -124,7 +124,7 @@ class Case:
         plan = self.loop.backend.plan(batch)
         positions = torch.cat([torch.arange(s, s + n) for s, n in spans])
         with torch.inference_mode():
-            context = AttentionContext(self.loop.backend, plan)
+            context = AttentionContext(self.loop.backend, plan, batch)
             self.draft.write_context(torch.cat(features), positions, context, None)
 
 

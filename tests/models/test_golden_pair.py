@@ -52,7 +52,7 @@ class Pair:
         )
         plan = self.blocks.backend.plan(span)
         positions = torch.arange(start, start + len(ids))
-        context = AttentionContext(self.blocks.backend, plan)
+        context = AttentionContext(self.blocks.backend, plan, span)
         self.draft.write_context(features, positions, context, None)
         return self.target.lm_head(hidden).argmax(-1)
 

@@ -1,81 +1,150 @@
-"""The attention interface: what a model needs, what a backend can do, one call a layer.
+"""The attention interface: what runs once per captured shape, before each run, and in the forward.
 
-Shapes: B requests, W query rows a request (fixed width) or ragged rows (prefill chunks),
-T = all rows, Hq / Hkv query / key-value heads, D head dim, P page size.
+    allocate(shape)        once per decode shape: buffers that a captured forward reads
+    prepare(buffers, host) on the host, before every run or replay of that shape
+    plan(batch, buffers)   in the forward, on the device, shared by its layers
+    write, attend          in the forward, per layer
+
+Backends that read lengths on the device need only `plan`, `write` and `attend`.
+
+Shapes: B requests; q_len tokens per request (decode) or ragged chunks (prefill); T tokens in all;
+Hq / Hkv query / K/V heads; D head dim; Dl / Dr latent and rope part of an MLA row; P page size.
+A KV slot is a token's place in the pools: page id · P + offset.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from forerun.attention.capabilities import (
+    AttentionNeed,
+    Capabilities,
+    HostLengths,
+    LayerMask,
+    Mask,
+    Phase,
+)
+from forerun.attention.recurrent import RecurrentContext
+from forerun.core.errors import InternalError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
+from forerun.kvcache.pages import NULL_PAGE
 from forerun.kvcache.pools import ModelPools
 
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionContext",
+    "AttentionNeed",
+    "AttentionSpec",
+    "Buffers",
+    "Capabilities",
+    "DecodeShape",
+    "HostBatch",
+    "HostLengths",
+    "KVNormRope",
+    "LayerMask",
+    "Mask",
+    "Phase",
+    "Plan",
+    "QKNormRope",
+    "RopeInput",
+]
 
-class Mask(Enum):
-    """Which K/V rows a query row sees, beyond the context that is committed."""
-
-    CAUSAL = "causal"  # row at position p sees positions <= p
-    BLOCK = "block"  # every row of a request's block sees the context and the whole block
-    CUSTOM = "custom"  # a tree: the context and its ancestors
+DEFAULT_PAGE_SIZE = 16
 
 
-@dataclass(frozen=True)
-class LayerMask:
-    """The mask of one layer.
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """What one layer does to its scores."""
 
-    `window` counts positions. CAUSAL: a row at p sees (p - window, p], so the window holds the
-    row itself, as in Hugging Face. BLOCK: the context is cut to the `window` positions before the
-    block; the block itself is always seen whole.
-    """
-
-    mask: Mask = Mask.CAUSAL
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class AttentionNeed:
-    """All a backend must know to say whether it can serve a model; values only."""
-
-    device: str  # "cpu", "cuda"
-    dtype: torch.dtype
-    head_dim: int
-    num_heads: int
-    num_kv_heads: int
-    page_size: int
-    masks: frozenset[LayerMask]
-    graph: bool = False  # will be captured into a device graph
-    mla: bool = False
-    kv_dtype: torch.dtype | None = None  # of stored K/V; None: `dtype`
+    mask: LayerMask
+    scale: float  # scores are scale · q·k
+    logit_softcap: float | None = None  # c: scores become c · tanh(score / c), before the mask
+    # [Hq] float32: per head, a logit without a value in the softmax (gpt-oss).
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The rows of one forward, before any layer.
+    """The tokens of one forward, before any layer.
 
-    Exactly one of `width` and `ragged` is set. Lengths on the device are the truth; what the host
+    Exactly one of `q_len` and `ragged` is set. Lengths on the device are the truth; what the host
     says (`kv_len_ub`, `ragged`) bounds shapes only.
     """
 
     page_table: Tensor  # [B, pages] int32, device: page ids of each request
-    start: Tensor  # [B] int32, device: position of the first query row
-    kv_len_ub: int  # host: upper bound of start + rows over the batch
-    width: int | None = None  # W, the same for every request
-    # [B, W] int64, device: bit j of row i says whether it sees row j. Causal layers then see the
-    # context and these rows, and not all before them.
+    start: Tensor  # [B] int32, device: position of the first token
+    kv_len_ub: int  # host: upper bound of start + tokens over the batch
+    q_len: int | None = None  # tokens of every request
+    # [B, q_len] int64, device: bit j of token i says whether it sees token j. Causal layers then
+    # see the context and these tokens, and not all before them.
     tree: Tensor | None = None
-    rows: Tensor | None = None  # [B * W] int64, device: their pool rows, where these are known
-    ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, rows) a request, exact
+    kv_slots: Tensor | None = None  # [B * q_len] int64, device: where these are known already
+    ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, tokens) per request, exact
+    slots: Tensor | None = None  # [B] int64, device: request slots, for recurrent layers
+    # host, prefill: page ids of each request, where a backend declares `host_page_table`
+    host_pages: Sequence[Sequence[int]] | None = None
+
+    def decode_shape(self, kv_len_ub: int) -> DecodeShape:
+        """Of a batch with `q_len`; `kv_len_ub`: the most this shape may ever reach."""
+        assert self.q_len is not None
+        tree = self.tree is not None
+        return DecodeShape(self.start.shape[0], self.q_len, kv_len_ub, tree, self.start.device)
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """A decode forward that may be captured once and run often."""
+
+    batch_size: int
+    q_len: int
+    kv_len_ub: int  # the longest context, its own tokens included, that it may meet
+    tree: bool  # a CUSTOM mask comes with the batch
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """What the host knows of a decode batch before it runs, per request."""
+
+    # Committed tokens in front of the step's own; exact, or an upper bound (`HostLengths`).
+    kv_lens: Sequence[int]
+    pages: Sequence[Sequence[int]] | None = None  # page ids, where a backend asks for them
+
+    def padded(self, batch_size: int) -> HostBatch:
+        """With padding slots at the end: no context, the null page."""
+        more = batch_size - len(self.kv_lens)
+        pages = None if self.pages is None else [*self.pages, *[[NULL_PAGE]] * more]
+        return HostBatch([*self.kv_lens, *[0] * more], pages)
+
+    def shifted(self, offset: int) -> HostBatch:
+        """Of tokens that begin `offset` later (drafts of a chain: one forward per draft)."""
+        if not offset:
+            return self
+        return HostBatch([max(0, length + offset) for length in self.kv_lens], self.pages)
+
+    @classmethod
+    def padding(cls, batch_size: int) -> HostBatch:
+        """Padding slots alone: profiling, warm-up, capture."""
+        return cls([], []).padded(batch_size)
+
+
+class Buffers(ABC):  # noqa: B024 - each backend has its own
+    """What a backend keeps for one decode shape: tensors at fixed addresses, host workspaces."""
+
+
+class Plan(ABC):  # noqa: B024 - each backend has its own
+    """What a backend's kernels need in one forward, for all layers."""
 
 
 class RopeInput(Protocol):
-    """Where the rows of a forward stand, and the table that turns them there."""
+    """Positions of the tokens of a forward, and the rotary tables."""
 
     @property
     def table(self) -> Tensor:
@@ -87,63 +156,84 @@ class RopeInput(Protocol):
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Of the rows, [T, 1, D] each."""
+        """Of the tokens, [T, 1, D] each."""
 
 
 class QKNormRope(ABC):
-    """What lies between a product and the pool: norms over heads, and rope.
+    """What lies between the QKV GEMM and the pool: norms over heads, and RoPE.
 
     Its values are for backends that do it in a kernel of their own; `split` is the same in plain
-    PyTorch. Of one layer, the product is [T, (Hq + 2 Hkv) · D]: q heads, k heads, v heads.
+    PyTorch. The GEMM's output for one layer is [T, (Hq + 2 Hkv) · D]: q heads, k heads, v heads.
     """
 
     heads: int  # Hq
     norms: HeadNorms | None
 
     @abstractmethod
-    def split(self, product: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor, Tensor]:
         """(q [T, Hq, D], k, v [T, Hkv, D]), normed and rotated."""
 
 
 class KVNormRope(ABC):
-    """The same for K/V of many layers from one product [T, 2 · L · Hkv · D]: all k, then all v."""
+    """The same for K/V of many layers from one GEMM [T, 2 · L · Hkv · D]: all k, then all v."""
 
     norms: HeadNorms | None  # k: [L, D]
 
     @abstractmethod
-    def split(self, product: Tensor, rope: RopeInput) -> list[tuple[Tensor, Tensor]]:
+    def split(self, kv: Tensor, rope: RopeInput) -> list[tuple[Tensor, Tensor]]:
         """(k, v) [T, Hkv, D] of every layer."""
-
-
-class Plan(ABC):  # noqa: B024 - each backend has its own
-    """What a backend prepared for one forward."""
 
 
 class AttentionBackend(ABC):
     """Writes K/V to the pools and attends. One instance serves one model and its pools.
 
-    The pool's dtype may be another than the model's: K/V is converted when it is written and when
+    The pools' dtype may be another than the model's: K/V is converted when it is written and when
     it is read, never scaled.
     """
 
     name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
 
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         self.need = need
         self.pools = pools
 
     @classmethod
-    @abstractmethod
     def why_not(cls, need: AttentionNeed) -> list[str]:
-        """Every reason why this backend cannot serve the need; empty if it can."""
+        """Every reason why this backend cannot serve the need; empty if it can.
+
+        Override to add what values cannot say (a package that is missing), and keep these.
+        """
+        return cls.capabilities.refusals(need)
+
+    @classmethod
+    def preferred_page_size(cls, need: AttentionNeed) -> int:
+        """The page size that is fastest for this need; one of its `page_sizes`."""
+        sizes = cls.capabilities.page_sizes
+        return DEFAULT_PAGE_SIZE if sizes is None or DEFAULT_PAGE_SIZE in sizes else max(sizes)
+
+    def allocate(self, shape: DecodeShape) -> Buffers | None:
+        """Once per decode shape, before it is captured. Only for backends that plan on the host."""
+        return None
+
+    def prepare(self, buffers: Buffers, host: HostBatch) -> None:
+        """On the host, before every run or replay of the shape that `buffers` were made for.
+
+        Writes buffers in place, on the current stream, without waiting for the device.
+        """
+        raise InternalError(f"{self.name} plans nothing on the host.")
 
     @abstractmethod
-    def plan(self, batch: AttentionBatch) -> Plan:
-        """Once a forward, shared by its layers."""
+    def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> Plan:
+        """In the forward, once, shared by its layers. Reads device tensors only if `q_len` is set.
+
+        `buffers`: of the batch's shape, prepared; None in prefill, and for backends that allocate
+        none.
+        """
 
     @abstractmethod
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k, v [T, Hkv, D] of the batch's rows in the pool."""
+        """Stores k, v [T, Hkv, D] of the batch's tokens in the pools."""
 
     def rope_write(
         self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
@@ -159,47 +249,65 @@ class AttentionBackend(ABC):
         kv: Tensor,
         norm_rope: KVNormRope,
         rope: RopeInput,
-        new: Tensor | None,
+        num_committed: Tensor | None,
     ) -> None:
         """Norms and rotates k of every layer, stores k and v.
 
-        `new` [B] int32: how many of each request's rows will be read again; a backend may leave
-        out the rest. None: all.
+        `num_committed` [B] int32: how many of each request's tokens will be read again; a backend
+        may leave out the rest. None: all.
         """
         for layer, (k, v) in enumerate(norm_rope.split(kv, rope)):
             self.write(plan, layer, k, v)
 
     @abstractmethod
-    def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
-        """q [T, Hq, D] against the pool; returns [T, Hq, D]."""
+    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """q [T, Hq, D] against the K/V of `layer`; returns [T, Hq, D]."""
+
+    def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
+        """Stores latent [T, Dl + Dr] of the batch's tokens. Needs `Capabilities.mla`."""
+        raise InternalError(f"{self.name} has no latent (MLA) attention.")
+
+    def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """MLA with absorbed projections: q [T, Hq, Dl + Dr], returns [T, Hq, Dl].
+
+        K is the stored row, V its first Dl values, the same for all heads. Needs
+        `Capabilities.mla`.
+        """
+        raise InternalError(f"{self.name} has no latent (MLA) attention.")
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a model's forward is handed: the backend and its plan for these rows."""
+    """What a model's forward gets: the backend, its plan for these tokens, and recurrent state."""
 
     backend: AttentionBackend
     plan: Plan
+    batch: AttentionBatch
 
     def run(
-        self,
-        layer: int,
-        mask: LayerMask,
-        scale: float,
-        qkv: Tensor,
-        norm_rope: QKNormRope,
-        rope: RopeInput,
+        self, layer: int, spec: AttentionSpec, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
     ) -> Tensor:
-        """From a layer's product to what its heads gathered, [T, Hq, D]."""
+        """From a layer's QKV GEMM to the output of its heads, [T, Hq, D]."""
         q = self.backend.rope_write(self.plan, layer, qkv, norm_rope, rope)
-        return self.backend.attend(self.plan, layer, mask, scale, q)
+        return self.backend.attend(self.plan, layer, spec, q)
+
+    def run_latent(self, layer: int, spec: AttentionSpec, q: Tensor, latent: Tensor) -> Tensor:
+        """Stores latent [T, Dl + Dr] and attends with q [T, Hq, Dl + Dr]; [T, Hq, Dl]."""
+        self.backend.write_latent(self.plan, layer, latent)
+        return self.backend.attend_latent(self.plan, layer, spec, q)
+
+    def recurrent(self, layer: int) -> RecurrentContext:
+        """The state of a recurrent layer, for these tokens."""
+        assert self.batch.slots is not None
+        state = self.backend.pools.state(layer)
+        return RecurrentContext(self.batch.slots, self.batch.q_len, self.batch.ragged, state)
 
     def write_layers(
         self,
         kv: Tensor,
         norm_rope: KVNormRope,
         rope: RopeInput,
-        new: Tensor | None = None,
+        num_committed: Tensor | None = None,
     ) -> None:
         """K/V of every layer at once; see `AttentionBackend.rope_write_layers`."""
-        self.backend.rope_write_layers(self.plan, kv, norm_rope, rope, new)
+        self.backend.rope_write_layers(self.plan, kv, norm_rope, rope, num_committed)

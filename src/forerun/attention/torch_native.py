@@ -1,7 +1,7 @@
 """Attention in plain PyTorch: runs anywhere, and is the reference for every other backend.
 
-K/V pages of a request are gathered into a dense row and attended with an additive mask. Which
-rows count is decided on the device; the host's bound only sets how many pages are gathered.
+K/V pages of a request are gathered into a contiguous tensor and attended with an additive mask.
+Which tokens count is decided on the device; the host's bound only sets how many pages are gathered.
 """
 
 from __future__ import annotations
@@ -15,141 +15,179 @@ from torch import Tensor
 from forerun.attention.base import (
     AttentionBackend,
     AttentionBatch,
-    AttentionNeed,
-    LayerMask,
-    Mask,
+    AttentionSpec,
+    Buffers,
     Plan,
 )
+from forerun.attention.capabilities import Capabilities, LayerMask, Mask
 from forerun.kernels.attention.paged_kv import write_kv_ref
-from forerun.kernels.runtime.fp8 import as_bits
+from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3_ref
+from forerun.kvcache.layouts import LatentKV
 
 
 @dataclass
 class _Segment:
-    """B requests of W rows each; they occupy rows [first, first + B * W) of the batch."""
+    """B requests of W tokens each: tokens [first, first + B * W) of the batch."""
 
     first: int
     batch: int
-    width: int
+    q_len: int
     start: Tensor  # [B, 1] int64
     pages: Tensor  # [B * n] page ids to gather
     tree: Tensor | None = None  # [B, W] int64, of AttentionBatch
-    masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # [B, 1, rows, n * P] additive
+    masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # [B, 1, group * W, n * P]
 
 
 @dataclass
 class NativePlan(Plan):
-    rows: Tensor  # [T] int64: pool row of every query row
+    kv_slots: Tensor  # [T] int64
     segments: list[_Segment]
 
 
 class TorchNative(AttentionBackend):
     name = "torch_native"
+    # Not for graphs: it gathers as many pages as the host bounds, which a graph would freeze.
+    capabilities = Capabilities(
+        graph=False, mla=True, mixed_layouts=True, sinks=True, logit_softcap=True
+    )
 
-    @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        reasons = []
-        if need.mla:
-            reasons.append("it has no latent (MLA) attention")
-        if need.graph:
-            reasons.append(
-                "it gathers as many pages as the host bounds, which a graph would freeze "
-                "(disable_cuda_graph lets it serve)"
-            )
-        return reasons
-
-    def plan(self, batch: AttentionBatch) -> NativePlan:
+    def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> NativePlan:
         page = self.pools.page_size
-        if batch.width is not None:
+        if batch.q_len is not None:
             size = batch.start.shape[0]
             start = batch.start.long().unsqueeze(1)  # [B, 1]
-            positions = start + torch.arange(batch.width, device=start.device)  # [B, W]
+            positions = start + torch.arange(batch.q_len, device=start.device)  # [B, W]
             used = -(-batch.kv_len_ub // page)
             table = batch.page_table[:, :used]
-            rows = batch.page_table.gather(1, positions // page).long() * page + positions % page
-            segment = _Segment(0, size, batch.width, start, table.reshape(-1), batch.tree)
-            return NativePlan(rows.reshape(-1), [segment])
+            pages = batch.page_table.gather(1, positions // page).long()
+            segment = _Segment(0, size, batch.q_len, start, table.reshape(-1), batch.tree)
+            return NativePlan((pages * page + positions % page).reshape(-1), [segment])
         assert batch.ragged is not None
-        rows_of, segments, first = [], [], 0
+        kv_slots, segments, first = [], [], 0
         for i, (begin, count) in enumerate(batch.ragged):
             table = batch.page_table[i : i + 1]
             positions = torch.arange(begin, begin + count, device=table.device)
-            rows_of.append(table[0, positions // page].long() * page + positions % page)
+            kv_slots.append(table[0, positions // page].long() * page + positions % page)
             used = -(-(begin + count) // page)
             begins = batch.start[i : i + 1].long().unsqueeze(1)
             segments.append(_Segment(first, 1, count, begins, table[0, :used]))
             first += count
-        return NativePlan(torch.cat(rows_of), segments)
+        return NativePlan(torch.cat(kv_slots), segments)
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, NativePlan)
-        write_kv_ref(k, v, plan.rows, self.pools.k(layer), self.pools.v(layer))
+        write_kv_ref(k, v, plan.kv_slots, self.pools.k(layer), self.pools.v(layer))
 
-    def attend(self, plan: Plan, layer: int, mask: LayerMask, scale: float, q: Tensor) -> Tensor:
+    def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
         assert isinstance(plan, NativePlan)
+        pool = self.pools.latent(layer)
+        cast = encode_e4m3_ref(latent) if pool.dtype == FP8 else latent.to(pool.dtype)
+        as_bits(pool).flatten(0, 1).index_copy_(0, plan.kv_slots, as_bits(cast))
+
+    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        assert isinstance(plan, NativePlan)
+        k_pool, v_pool = self.pools.k(layer), self.pools.v(layer)
         parts = []
         for seg in plan.segments:
-            count = seg.batch * seg.width
-            rows = q if count == q.shape[0] else q[seg.first : seg.first + count]
-            parts.append(self._attend(seg, layer, mask, scale, rows))
+            k, v = _gather(k_pool, seg, q.dtype), _gather(v_pool, seg, q.dtype)
+            parts.append(_attend(seg, spec, _of(seg, q), k, v))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(
-        self, seg: _Segment, layer: int, mask: LayerMask, scale: float, q: Tensor
-    ) -> Tensor:
-        heads, dim = q.shape[1], q.shape[2]
-        kv_heads = self.pools.k(layer).shape[2]
-        group = heads // kv_heads
-        k = self._gather(self.pools.k(layer), seg, q.dtype)  # [B, Hkv, L, D]
-        v = self._gather(self.pools.v(layer), seg, q.dtype)
-        bias = seg.masks.get(mask)
-        if bias is None:
-            bias = self._mask(seg, mask, k.shape[2], q.dtype)
-            if seg.width > 1:  # a group's query heads become rows of one tile: K/V is not repeated
-                bias = bias.repeat(1, 1, group, 1)
-            seg.masks[mask] = bias
-        tile = q.view(seg.batch, seg.width, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        tile = tile.reshape(seg.batch, kv_heads, group * seg.width, dim)
-        out = F.scaled_dot_product_attention(tile, k, v, attn_mask=bias, scale=scale)
-        out = out.view(seg.batch, kv_heads, group, seg.width, dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(seg.batch * seg.width, heads, dim)
+    def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        assert isinstance(plan, NativePlan)
+        pool = self.pools.latent(layer).unsqueeze(2)  # one K/V head
+        kind = self.pools.layout.layers[layer]
+        assert isinstance(kind, LatentKV)
+        parts = []
+        for seg in plan.segments:
+            k = _gather(pool, seg, q.dtype)  # [B, 1, L, Dl + Dr]
+            parts.append(_attend(seg, spec, _of(seg, q), k, k[..., : kind.latent_dim]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _gather(self, pool: Tensor, seg: _Segment, dtype: torch.dtype) -> Tensor:
-        """Pages [pages, P, Hkv, D] of a segment as [B, Hkv, L, D] of `dtype`."""
-        rows = as_bits(pool).index_select(0, seg.pages).view(pool.dtype).to(dtype)
-        return rows.view(seg.batch, -1, pool.shape[2], pool.shape[3]).transpose(1, 2)
 
-    @staticmethod
-    def _mask(seg: _Segment, mask: LayerMask, length: int, dtype: torch.dtype) -> Tensor:
-        """Additive mask [B, 1, W, L]: 0 where a query row sees a K/V position."""
-        kv = torch.arange(length, device=seg.start.device).view(1, 1, -1)
-        start = seg.start.unsqueeze(2)  # [B, 1, 1]
-        last = start + torch.arange(seg.width, device=kv.device).view(1, -1, 1)  # [B, W, 1]
-        if mask.mask is Mask.BLOCK:
-            seen = (kv < start + seg.width).expand(-1, seg.width, -1)
-            oldest = start if mask.window is None else start - mask.window
-        else:
-            seen = kv <= last
-            oldest = last if mask.window is None else last - mask.window + 1
-        if seg.tree is not None and mask.mask is Mask.CAUSAL:
-            seen, oldest = TorchNative._tree(seg, seg.tree, kv, mask.window)
-        if mask.window is not None:
-            seen = seen & (kv >= oldest)
-        bias = torch.zeros(seen.shape, dtype=dtype, device=kv.device)
-        return bias.masked_fill_(~seen, float("-inf")).unsqueeze(1)
+def _of(seg: _Segment, q: Tensor) -> Tensor:
+    """The segment's part of q [T, Hq, D]."""
+    count = seg.batch * seg.q_len
+    return q if count == q.shape[0] else q[seg.first : seg.first + count]
 
-    @staticmethod
-    def _tree(seg: _Segment, bits: Tensor, kv: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-        """(what each row of a tree sees [B, W, L], the oldest position in its window)."""
-        start = seg.start.unsqueeze(2)  # [B, 1, 1]
-        own = (bits.unsqueeze(2) >> torch.arange(seg.width, device=kv.device)) & 1  # [B, W, W]
-        row = kv - start  # of the tree, where it is >= 0
-        inside = own.gather(2, row.clamp(0, seg.width - 1).expand(-1, seg.width, -1)).bool()
-        seen = torch.where(row < 0, True, inside & (row < seg.width))
-        if window is None:
-            return seen, start
-        # A window counts positions, and a tree's row stands as deep as it has ancestors.
-        last = start + own.sum(2, keepdim=True) - 1
-        deep = own.sum(2).unsqueeze(1).gather(2, row.clamp(0, seg.width - 1)) - 1
-        near = torch.where(row < 0, kv, start + deep) > last - window
-        return seen & near, torch.zeros_like(start)
+
+def _gather(pool: Tensor, seg: _Segment, dtype: torch.dtype) -> Tensor:
+    """Pages [pages, P, Hkv, D] of a segment as [B, Hkv, L, D] of `dtype`."""
+    pages = as_bits(pool).index_select(0, seg.pages).view(pool.dtype).to(dtype)
+    return pages.view(seg.batch, -1, pool.shape[2], pool.shape[3]).transpose(1, 2)
+
+
+def _attend(seg: _Segment, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [B * W, Hq, D], k [B, Hkv, L, D], v [B, Hkv, L, Dv] -> [B * W, Hq, Dv]."""
+    heads, dim, kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    group = heads // kv_heads
+    bias = seg.masks.get(spec.mask)
+    if bias is None:
+        bias = _mask(seg, spec.mask, k.shape[2], q.dtype)
+        if seg.q_len > 1:  # a group's heads become rows of one tile: K/V is not repeated
+            bias = bias.repeat(1, 1, group, 1)
+        seg.masks[spec.mask] = bias
+    tile = q.view(seg.batch, seg.q_len, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
+    tile = tile.reshape(seg.batch, kv_heads, group * seg.q_len, dim)
+    if spec.sinks is None and spec.logit_softcap is None:
+        out = F.scaled_dot_product_attention(tile, k, v, attn_mask=bias, scale=spec.scale)
+    else:
+        out = _softmax_attention(tile, k, v, bias, spec)
+    out = out.view(seg.batch, kv_heads, group, seg.q_len, v.shape[3]).permute(0, 3, 1, 2, 4)
+    return out.reshape(seg.batch * seg.q_len, heads, v.shape[3])
+
+
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """With soft-cap and sinks, in float32; q [B, Hkv, group * W, D]."""
+    scores = (q.float() @ k.float().transpose(2, 3)) * spec.scale
+    if spec.logit_softcap is not None:
+        scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)
+    scores = scores + bias.float()
+    if spec.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        kv_heads, rows = scores.shape[1], scores.shape[2]
+        sinks = spec.sinks.float().view(kv_heads, -1, 1)
+        sinks = sinks.expand(-1, -1, rows // sinks.shape[1]).reshape(1, kv_heads, rows, 1)
+        joined = torch.cat([scores, sinks.expand(scores.shape[0], -1, -1, -1)], -1)
+        weights = joined.softmax(-1)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
+
+
+def _mask(seg: _Segment, mask: LayerMask, length: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [B, 1, W, L]: 0 where a token sees a K/V position."""
+    kv = torch.arange(length, device=seg.start.device).view(1, 1, -1)
+    start = seg.start.unsqueeze(2)  # [B, 1, 1]
+    last = start + torch.arange(seg.q_len, device=kv.device).view(1, -1, 1)  # [B, W, 1]
+    if mask.mask is Mask.BLOCK:
+        seen = (kv < start + seg.q_len).expand(-1, seg.q_len, -1)
+        oldest = start if mask.window is None else start - mask.window
+    else:
+        seen = kv <= last
+        oldest = last if mask.window is None else last - mask.window + 1
+    if seg.tree is not None and mask.mask is Mask.CAUSAL:
+        seen, oldest = _tree_mask(seg, seg.tree, kv, mask.window)
+    if mask.window is not None:
+        seen = seen & (kv >= oldest)
+    bias = torch.zeros(seen.shape, dtype=dtype, device=kv.device)
+    return bias.masked_fill_(~seen, float("-inf")).unsqueeze(1)
+
+
+def _tree_mask(
+    seg: _Segment, bits: Tensor, kv: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """(what each token of a tree sees [B, W, L], the oldest position in its window)."""
+    start = seg.start.unsqueeze(2)  # [B, 1, 1]
+    own = (bits.unsqueeze(2) >> torch.arange(seg.q_len, device=kv.device)) & 1  # [B, W, W]
+    token = kv - start  # of the tree, where it is >= 0
+    inside = own.gather(2, token.clamp(0, seg.q_len - 1).expand(-1, seg.q_len, -1)).bool()
+    seen = torch.where(token < 0, True, inside & (token < seg.q_len))
+    if window is None:
+        return seen, start
+    # A window counts positions, and a tree's token stands as deep as it has ancestors.
+    last = start + own.sum(2, keepdim=True) - 1
+    tree_depth = own.sum(2).unsqueeze(1).gather(2, token.clamp(0, seg.q_len - 1)) - 1
+    near = torch.where(token < 0, kv, start + tree_depth) > last - window
+    return seen & near, torch.zeros_like(start)

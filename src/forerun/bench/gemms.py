@@ -155,7 +155,8 @@ def step_gemms(engine: Engine, batch_size: int) -> tuple[Gemm, ...]:
     slots = tables.upload([tables.padding_slot] * batch_size, torch.int64)
     draft = step.filler(slots, width) if step.caps.needs_host_tokens and width > 1 else None
     with recording() as gemms:
-        step.decode(slots, 1 + step.caps.kv_reserve, width, SamplingFlags(), draft)
+        buffers = step.plan_buffers(batch_size)
+        step.decode(slots, 1 + step.caps.kv_reserve, width, SamplingFlags(), draft, buffers)
     error = step.guard.take_error()
     if error is not None:
         raise error

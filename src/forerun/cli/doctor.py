@@ -14,12 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from forerun import __version__
-from forerun.attention.base import AttentionNeed, LayerMask, Mask
+from forerun.attention.capabilities import AttentionNeed, LayerMask, Mask, Phase
 from forerun.attention.select import survey
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
-from forerun.kernels.attention.tiles import best_page_size
 from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
 from forerun.kernels.runtime import nvrtc
@@ -98,12 +97,16 @@ class Ask:
 
     name: str
     masks: frozenset[LayerMask]
+    phase: Phase = Phase.DECODE
+    mla: bool = False
 
 
 ASKS = (
-    Ask("target", frozenset({LayerMask()})),
+    Ask("prefill", frozenset({LayerMask()}), Phase.PREFILL),
+    Ask("decode", frozenset({LayerMask()})),
     Ask("block draft", frozenset({LayerMask(Mask.BLOCK)})),
     Ask("token tree", frozenset({LayerMask(Mask.CUSTOM)})),
+    Ask("MLA decode", frozenset({LayerMask()}), mla=True),
 )
 
 
@@ -128,15 +131,17 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
-    """A common shape (Qwen3-8B's), so that the answer is about the backend and the machine."""
+    """A common shape (Qwen3-8B's; of MLA, DeepSeek-V3's): the answer is about the backend."""
     return AttentionNeed(
         device=device.type,
         dtype=dtype,
-        head_dim=128,
-        num_heads=32,
-        num_kv_heads=8,
-        page_size=best_page_size(device, 128, dtype),
+        head_dim=576 if ask.mla else 128,
+        num_heads=128 if ask.mla else 32,
+        num_kv_heads=1 if ask.mla else 8,
         masks=ask.masks,
+        phase=ask.phase,
+        mla=ask.mla,
+        dense=not ask.mla,
     )
 
 

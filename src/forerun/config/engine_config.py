@@ -47,7 +47,9 @@ class EngineConfig:
     device: str = _setting("auto", "auto, cpu, or cuda (NVIDIA and AMD), with an index if wanted")
     context_length: int | None = _setting(None, "Tokens of prompt and output; none: the model's")
     page_size: int | None = _setting(
-        None, "Tokens a K/V page; none: what the GPU reads fastest, else 16", (1, 16, 64, 256)
+        None,
+        "Tokens per K/V page; none: what the attention backend prefers",
+        (1, 16, 32, 64, 128, 256),
     )
     mem_fraction_static: float = _setting(
         0.85, "Share of the device's memory for weights and K/V (a CPU gives K/V at most 4 GiB)"
@@ -56,7 +58,16 @@ class EngineConfig:
     max_running_requests: int | None = _setting(None, "Slots; none: 256 on a GPU, 32 on a CPU")
     chunked_prefill_size: int = _setting(2048, "Prompt tokens a step, over all requests")
     disable_radix_cache: bool = _setting(False, "Do not share the K/V of common prefixes")
+    max_state_snapshots: int | None = _setting(
+        None, "Recurrent states the prefix cache keeps; none: from memory. 0: no prefix is shared"
+    )
     attention_backend: str | None = _setting(None, "Of the target; none: the best that can serve")
+    prefill_attention_backend: str | None = _setting(
+        None, "Of the target's prompts; none: attention_backend"
+    )
+    decode_attention_backend: str | None = _setting(
+        None, "Of the target's decode and verify steps; none: attention_backend"
+    )
     disable_cuda_graph: bool = _setting(False, "Launch every kernel of a step by itself")
     cuda_graph_max_bs: int | None = _setting(
         None, "Largest batch with a captured step; none: max_running_requests, at most 256"
@@ -114,6 +125,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {value}.")
+        if self.max_state_snapshots is not None and self.max_state_snapshots < 0:
+            raise ConfigError(f"max_state_snapshots must be >= 0, got {self.max_state_snapshots}.")
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
                 f"mem_fraction_static must be between 0 and 1, got {self.mem_fraction_static}."

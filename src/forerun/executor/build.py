@@ -12,13 +12,21 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor.cuda_graphs import StepGraphs, capture_with_bar
 from forerun.executor.deferred_observe import DeferredObserve
-from forerun.executor.memory import KVBudget, MemoryLog, ProfilingRun, kv_budget, profile_run
-from forerun.executor.resolve import AttentionSetup, Settings, attention_setups, resolve
+from forerun.executor.memory import (
+    KVBudget,
+    KVDemand,
+    MemoryLog,
+    ProfilingRun,
+    kv_budget,
+    profile_run,
+)
+from forerun.executor.resolve import Settings, resolve
 from forerun.executor.runner import Runner
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_timing import StepTimer
 from forerun.kvcache.pages import PageAllocator
+from forerun.kvcache.pools import PoolShape
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
@@ -59,7 +67,6 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
             model_path, settings.dtype, device, config.load_format, settings.positions
         )
         algorithm.load(_draft_context(settings, model))
-    attention = attention_setups(settings, model)
     with memory.stage("slot tables", "lower max_running_requests or context_length"):
         pages = limits.pages(settings.positions)
         tables = SlotTables(limits.slots, settings.positions, pages, caps.num_drafts, device)
@@ -69,8 +76,9 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         # A compiled step would keep the time at which it was compiled.
         clock = StepTimer(device) if config.enable_trace and not config.cpu_graph else None
 
-    def over(pages: int) -> DeviceStep:
-        target, *draft = (each.over(pages, device) for each in attention)
+    def over(pages: int, snapshots: int = 0) -> DeviceStep:
+        shape = PoolShape(pages, limits.page_size, limits.slots + 1, limits.width, snapshots)
+        target, *draft = (each.build(shape, device) for each in settings.attention)
         own = draft[0] if draft else None
         return DeviceStep(model, algorithm, caps, tables, target, own, simulate, clock, late)
 
@@ -81,17 +89,9 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
             step = over(pages=1)
             seen = profile_run(step, limits, settings.widths, _graphs(settings, step))
             del step
-    budget = kv_budget(
-        config,
-        limits.page_size,
-        [each.layout for each in attention],
-        device,
-        tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
-        tokens_least=1 + limits.overshoot,
-        seen=seen,
-    )
+    budget = kv_budget(config, _demand(settings), device, seen)
     with memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
-        step = over(budget.num_pages)
+        step = over(budget.num_pages, budget.num_snapshots)
     graphs = _graphs(settings, step)
     if graphs is not None:
         fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
@@ -103,7 +103,7 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
         if config.disable_radix_cache
         else PrefixCache(allocator, limits.page_size, caps.prefix_lookahead)
     )
-    explain = _explain(settings, attention, budget, memory, seen)
+    explain = _explain(settings, budget, memory, seen)
     log.info("engine: %s", explain)
     runner = Runner(step, graphs)
     policy = _policy(settings, runner)
@@ -112,6 +112,22 @@ def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> 
 
         runner = Runner(step, CompiledSteps(step, settings.positions))
     return Parts(runner, limits, allocator, prefix, policy, explain)
+
+
+def _demand(settings: Settings) -> KVDemand:
+    config, limits = settings.config, settings.limits
+    snapshots = config.max_state_snapshots
+    if config.disable_radix_cache:
+        snapshots = 0
+    return KVDemand(
+        layouts=[each.layout for each in settings.attention],
+        page_size=limits.page_size,
+        tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
+        tokens_least=1 + limits.overshoot,
+        num_slots=limits.slots + 1,
+        num_verify_tokens=limits.width,
+        snapshots_wanted=2 * limits.slots if snapshots is None else snapshots,
+    )
 
 
 def _draft_context(settings: Settings, model: CausalLM) -> DraftContext:
@@ -153,13 +169,9 @@ def _policy(settings: Settings, runner: Runner) -> WidthPolicy:
 
 
 def _explain(
-    settings: Settings,
-    attention: list[AttentionSetup],
-    budget: KVBudget,
-    memory: MemoryLog,
-    seen: ProfilingRun,
+    settings: Settings, budget: KVBudget, memory: MemoryLog, seen: ProfilingRun
 ) -> dict[str, Any]:
-    limits, (target, *draft) = settings.limits, attention
+    limits, (target, *draft) = settings.limits, settings.attention
     rows = budget.num_pages * limits.page_size
     kv = {"kv_target": target.layout.token_bytes * rows}
     if draft:
@@ -171,14 +183,14 @@ def _explain(
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",
         "rows_per_step": limits.width,
-        "attention": target.choice.explain(),
-        "draft_attention": draft[0].choice.explain() if draft else None,
+        "attention": target.explain(),
+        "draft_attention": draft[0].explain() if draft else None,
         "slots": limits.slots,
         "page_size": limits.page_size,
         "context_length": limits.context_length,
         "overlap_depth": limits.depth,
         "kv_pages": budget.num_pages - 1,
         "kv": budget.describe(limits.page_size),
-        "kv_bytes_per_token": budget.cell_bytes,
+        "kv_bytes_per_token": budget.token_bytes,
         "memory_bytes": kv | memory.report(seen),
     }

@@ -18,12 +18,16 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
+from forerun.attention.base import HostBatch
+from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import ConfigError
 from forerun.executor.step import DeviceStep
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
 OPAQUE = ("mkldnn",)  # namespaces of operations on tensors that only they can read
+_Key = tuple[int, int, int, SamplingFlags]  # batch size, width, bound, sampling
+
 SLOW = ("aten::cumsum",)  # what reads a scan is compiled to loops within loops: minutes a step
 WORTH = 2  # operations from which on a piece is compiled
 
@@ -59,7 +63,8 @@ class CompiledSteps:
         self._step = step
         self._positions = positions
         self._made: dict[str, Callable[..., Any]] = {}
-        self._steps: dict[tuple[int, int, int, SamplingFlags], Callable[..., Any]] = {}
+        self._steps: dict[_Key, Callable[..., Any]] = {}
+        self._buffers: dict[_Key, StepBuffers | None] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -73,7 +78,12 @@ class CompiledSteps:
         return slots
 
     def run(
-        self, slots: Sequence[int], width: int, flags: SamplingFlags, draft: Draft | None = None
+        self,
+        slots: Sequence[int],
+        width: int,
+        flags: SamplingFlags,
+        draft: Draft | None = None,
+        host: HostBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Drawn tokens [B, W] and how many are committed [B], as `DeviceStep.decode`."""
         tables = self._step.tables
@@ -82,7 +92,10 @@ class CompiledSteps:
         key = (len(slots), width, self._bound(longest), flags.widened())
         if key not in self._steps:
             padding_slot = torch.full_like(index, tables.padding_slot)
-            self._steps[key] = self._compile(padding_slot, *key[1:], draft)
+            self._steps[key] = self._compile(padding_slot, key, draft)
+        buffers = self._buffers[key]
+        if buffers is not None:
+            buffers.begin(host)
         drawn, new = self._steps[key](index, *_tensors(draft))
         return drawn, new
 
@@ -90,13 +103,16 @@ class CompiledSteps:
         """Powers of two, so that few steps are compiled; attention reads as many rows."""
         return min(max(64, 1 << (longest - 1).bit_length()), self._positions)
 
-    def _compile(
-        self, slots: Tensor, width: int, bound: int, flags: SamplingFlags, draft: Draft | None
-    ) -> Callable[..., Any]:
+    def _compile(self, slots: Tensor, key: _Key, draft: Draft | None) -> Callable[..., Any]:
+        _, width, bound, flags = key
+        buffers = self._buffers[key] = self._step.plan_buffers(len(slots))
+
         def decode(slots: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
             outside = Draft(*given) if given else None
-            return self._step.decode(slots, bound, width, flags, outside)
+            return self._step.decode(slots, bound, width, flags, outside, buffers)
 
+        if buffers is not None:  # allocates them: the trace shall only read them
+            decode(slots, *_tensors(draft))
         traced = make_fx(decode)(slots, *_tensors(draft))
         if error := self._step.guard.take_error():
             raise error

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.attention.base import HostBatch
+from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.executor.step import DeviceStep
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
@@ -35,6 +37,7 @@ class _Captured:
     draft: Draft | None  # [bucket, W - 1], static, where it is made outside of the graph
     drawn: Tensor  # [bucket, W], static
     new: Tensor  # [bucket], static
+    buffers: StepBuffers | None  # what attention plans on the host
     last: tuple[int, ...] | None = None  # what `slots` holds
 
 
@@ -76,7 +79,9 @@ class StepGraphs:
         """Late observations, so that nothing of them is compiled when they are first needed."""
         for size in self.sizes:
             slots = self._padding_slots(size)
-            self._step.observe_deferred(slots, slots.new_zeros(size, dtype=torch.int32), self.bound)
+            counts = slots.new_zeros(size, dtype=torch.int32)
+            buffers = self._step.plan_buffers(size)
+            self._step.observe_deferred(slots, counts, self.bound, buffers)
         error = self._step.guard.take_error()
         if error is not None:
             raise error
@@ -101,16 +106,17 @@ class StepGraphs:
     def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
         tables, slots = self._step.tables, self._padding_slots(size)
         draft = self._outside(slots, width)
+        buffers = self._step.plan_buffers(size)
         stream = torch.cuda.Stream(tables.device)
         stream.wait_stream(torch.cuda.current_stream(tables.device))
         with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
             for _ in range(2):
-                self._step.decode(slots, self.bound, width, flags, draft)
+                self._step.decode(slots, self.bound, width, flags, draft, buffers)
         torch.cuda.current_stream(tables.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            drawn, new = self._step.decode(slots, self.bound, width, flags, draft)
-        return _Captured(graph, slots, draft, drawn, new)
+            drawn, new = self._step.decode(slots, self.bound, width, flags, draft, buffers)
+        return _Captured(graph, slots, draft, drawn, new, buffers)
 
     def _padding_slots(self, size: int) -> Tensor:
         tables = self._step.tables
@@ -133,9 +139,17 @@ class StepGraphs:
         return (*slots, *[self._step.tables.padding_slot] * (size - len(slots)))
 
     def run(
-        self, slots: Sequence[int], width: int, flags: SamplingFlags, draft: Draft | None = None
+        self,
+        slots: Sequence[int],
+        width: int,
+        flags: SamplingFlags,
+        draft: Draft | None = None,
+        host: HostBatch | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Replays the step; the tensors returned are overwritten by the next replay."""
+        """Replays the step; the tensors returned are overwritten by the next replay.
+
+        `host`: what is known of the requests, for attention that plans on it; None: padding slots.
+        """
         tables, batch, rows = self._step.tables, len(slots), self.padded(slots)
         captured = self._graphs[len(rows), width, flags.widened()]
         if rows != captured.last:
@@ -145,6 +159,8 @@ class StepGraphs:
             captured.draft.tokens[:batch] = draft.tokens
             if captured.draft.parents is not None and draft.parents is not None:
                 captured.draft.parents[:batch] = draft.parents
+        if captured.buffers is not None:
+            captured.buffers.begin(host)
         captured.graph.replay()
         return captured.drawn[:batch], captured.new[:batch]
 

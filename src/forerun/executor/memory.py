@@ -24,6 +24,7 @@ from forerun.platform.device import memory
 from forerun.scheduler.scheduler import Limits
 
 CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
+SNAPSHOT_SHARE = 0.1  # of K/V memory, for snapshots of recurrent states
 SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
 GIB = 2**30
 # Prompt tokens for which there are other kernels than for many, or which take more room.
@@ -39,52 +40,87 @@ class ProfilingRun:
 
 
 @dataclass(frozen=True)
+class KVDemand:
+    """What the models keep, and how much of it can be used."""
+
+    layouts: Sequence[ModelLayout]
+    page_size: int
+    tokens_wanted: int  # every slot at the full context
+    tokens_least: int  # one request of one token
+    num_slots: int = 0  # the padding slot included
+    num_verify_tokens: int = 1
+    snapshots_wanted: int = 0  # recurrent states for the prefix cache, at most
+
+    @property
+    def token_bytes(self) -> int:
+        """Per KV slot, over all models."""
+        return sum(layout.token_bytes for layout in self.layouts)
+
+    @property
+    def slots_bytes(self) -> int:
+        """Recurrent states of all slots."""
+        return self.num_slots * sum(
+            layout.slot_bytes(self.num_verify_tokens) for layout in self.layouts
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one snapshot."""
+        return sum(layout.state_bytes for layout in self.layouts)
+
+
+@dataclass(frozen=True)
 class KVBudget:
-    num_pages: int  # including the null page
-    cell_bytes: int  # a position, over all pools
+    num_pages: int  # the null page included
+    token_bytes: int  # per KV slot, over all models
+    num_snapshots: int = 0  # recurrent states that the prefix cache can keep
 
     def describe(self, page_size: int) -> str:
         tokens = (self.num_pages - 1) * page_size
-        return f"{tokens} tokens, {tokens * self.cell_bytes / 2**20:.0f} MiB"
+        return f"{tokens} tokens, {tokens * self.token_bytes / 2**20:.0f} MiB"
 
 
 def kv_budget(
-    config: EngineConfig,
-    page: int,
-    layouts: list[ModelLayout],
-    device: torch.device,
-    tokens_wanted: int,
-    tokens_least: int,
-    seen: ProfilingRun,
+    config: EngineConfig, demand: KVDemand, device: torch.device, seen: ProfilingRun
 ) -> KVBudget:
     """Pages from what memory is left, never more than can be used.
 
     Of a GPU the share `mem_fraction_static` is for weights and K/V; where steps and graphs need
-    more than the rest, they get it. `page`: tokens a page; `tokens_wanted`: every slot at the full
-    context; `tokens_least`: one request of one token.
+    more than the rest, they get it. Recurrent states of all slots come first, then at most
+    `SNAPSHOT_SHARE` of the rest for snapshots of them.
 
     Raises:
         ConfigError: not even one request fits.
     """
-    cell = sum(layout.token_bytes for layout in layouts)
-    most = -(-tokens_wanted // page)
+    page, most = demand.page_size, -(-demand.tokens_wanted // demand.page_size)
+    free, total = memory(device)
+    if device.type == "cpu":
+        budget = min(int(free * config.mem_fraction_static), CPU_BUDGET)
+    else:
+        steps = seen.activations + seen.graphs + SLACK
+        budget = free - max(int(total * (1 - config.mem_fraction_static)), steps)
+    if demand.slots_bytes > max(budget, 0):
+        raise ConfigError(
+            f"The recurrent states of {demand.num_slots - 1} requests take"
+            f" {demand.slots_bytes / GIB:.1f} GiB and {max(budget, 0) / GIB:.1f} are there;"
+            " lower max_running_requests or raise mem_fraction_static."
+        )
+    budget = max(budget - demand.slots_bytes, 0)
+    snapshots = demand.snapshots_wanted if demand.state_bytes else 0
+    if snapshots and config.max_state_snapshots is None:
+        snapshots = min(snapshots, int(budget * SNAPSHOT_SHARE) // demand.state_bytes)
     if config.max_total_tokens is not None:
         pages = min(-(-config.max_total_tokens // page), most)
     else:
-        free, total = memory(device)
-        if device.type == "cpu":
-            budget = min(int(free * config.mem_fraction_static), CPU_BUDGET)
-        else:
-            steps = seen.activations + seen.graphs + SLACK
-            budget = free - max(int(total * (1 - config.mem_fraction_static)), steps)
-        pages = min(pages_for(max(budget, 0), layouts, page) - 1, most)  # page 0 comes on top
-    if pages * page < tokens_least:
+        budget = max(budget - snapshots * demand.state_bytes, 0)
+        pages = min(pages_for(budget, demand.layouts, page) - 1, most)  # the null page comes on top
+    if pages * page < demand.tokens_least:
         raise ConfigError(
-            f"K/V memory holds {max(pages, 0) * page} tokens and one request needs {tokens_least};"
-            " raise mem_fraction_static or max_total_tokens, or lower page_size,"
-            " chunked_prefill_size or max_running_requests."
+            f"K/V memory holds {max(pages, 0) * page} tokens and one request needs"
+            f" {demand.tokens_least}; raise mem_fraction_static or max_total_tokens, or lower"
+            " page_size, chunked_prefill_size or max_running_requests."
         )
-    return KVBudget(pages + 1, cell)
+    return KVBudget(pages + 1, demand.token_bytes, snapshots)
 
 
 # --- measuring, on a GPU ------------------------------------------------------------------------

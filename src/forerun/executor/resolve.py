@@ -7,15 +7,12 @@ from pathlib import Path
 
 import torch
 
-from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask, Mask
-from forerun.attention.select import BackendChoice, select
+from forerun.attention.select import choose_page_size
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
-from forerun.kernels.attention.tiles import best_page_size
-from forerun.kvcache.layouts import DenseKV, ModelLayout
-from forerun.kvcache.pools import ModelPools, PoolShape
-from forerun.models.base import CausalLM
+from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
+from forerun.models.registry import model_class
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.scheduler.scheduler import Limits
@@ -36,6 +33,7 @@ class Settings:
     kv_dtype: torch.dtype
     caps: SpecCaps
     limits: Limits
+    attention: list[AttentionSetup]  # of the target; of the draft, where it has K/V
 
     @property
     def positions(self) -> int:
@@ -45,7 +43,7 @@ class Settings:
     @property
     def graphs(self) -> bool:
         """Whether steps are captured."""
-        return self.device.type == "cuda" and not self.config.disable_cuda_graph
+        return captures_graphs(self.config, self.device)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -53,6 +51,10 @@ class Settings:
         return verify_widths(
             self.caps.width, self.caps.flexible and self.config.speculative_adaptive
         )
+
+
+def captures_graphs(config: EngineConfig, device: torch.device) -> bool:
+    return device.type == "cuda" and not config.disable_cuda_graph
 
 
 def resolve(
@@ -73,9 +75,12 @@ def resolve(
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
     _check_draft_settings(config, caps)
-    page = _page_size(config, target, device, kv_dtype)
-    limits = _limits(config, target, caps, device, page, overlap_depth)
-    return Settings(config, target, device, dtype, kv_dtype, caps, limits)
+    # A model without memory behind it: what it keeps and how it attends is known from its config.
+    model = model_class(target)(target, dtype, torch.device("meta"), 1)
+    where = Placement(device, dtype, kv_dtype, captures_graphs(config, device))
+    attention = choose_attention(config, model, caps, where)
+    limits = _limits(config, target, caps, attention, device, overlap_depth)
+    return Settings(config, target, device, dtype, kv_dtype, caps, limits, attention)
 
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
@@ -93,20 +98,12 @@ def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
                 )
 
 
-def _page_size(
-    config: EngineConfig, target: ModelConfig, device: torch.device, kv_dtype: torch.dtype
-) -> int:
-    if config.page_size is not None:
-        return config.page_size
-    return best_page_size(device, target.head_dim, kv_dtype)
-
-
 def _limits(
     config: EngineConfig,
     target: ModelConfig,
     caps: SpecCaps,
+    attention: list[AttentionSetup],
     device: torch.device,
-    page: int,
     overlap_depth: int | None,
 ) -> Limits:
     context = config.context_length or target.max_position
@@ -117,11 +114,13 @@ def _limits(
         )
     # Eager CPU steps cannot overlap with the host: launching early would only waste steps.
     on_cpu = device.type == "cpu"
-    waits = config.disable_overlap_schedule or caps.needs_host_tokens
+    exact = any(setup.needs_exact_lengths for setup in attention)
+    waits = config.disable_overlap_schedule or caps.needs_host_tokens or exact
+    choices = [choice for setup in attention for choice in (setup.decode, setup.prefill)]
     depth = 0 if waits or on_cpu else 1
     return Limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),
-        page_size=page,
+        page_size=choose_page_size(choices, config.page_size),
         width=caps.width,
         kv_reserve=caps.kv_reserve,
         prefill_tokens=config.chunked_prefill_size,
@@ -129,55 +128,3 @@ def _limits(
         depth=depth if waits or overlap_depth is None else overlap_depth,
         max_pending_observe=min(caps.width, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0,
     )
-
-
-@dataclass(frozen=True)
-class AttentionSetup:
-    """Of the target or the draft: what it needs, who serves it, and the K/V it keeps."""
-
-    need: AttentionNeed
-    choice: BackendChoice
-    layout: ModelLayout
-
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        layout: ModelLayout,
-        heads: int,
-        masks: tuple[LayerMask, ...],
-        flag: str,
-    ) -> AttentionSetup:
-        """`flag`: the setting that may name a backend."""
-        kind = layout.layers[0]
-        assert isinstance(kind, DenseKV)
-        need = AttentionNeed(
-            device=settings.device.type,
-            dtype=settings.dtype,
-            head_dim=kind.head_dim,
-            num_heads=heads,
-            num_kv_heads=kind.num_kv_heads,
-            page_size=settings.limits.page_size,
-            masks=frozenset(masks),
-            graph=settings.graphs,
-            kv_dtype=kind.dtype,
-        )
-        return cls(need, select(need, getattr(settings.config, flag), flag), layout)
-
-    def over(self, pages: int, device: torch.device) -> AttentionBackend:
-        pools = ModelPools(self.layout, PoolShape(pages, self.need.page_size), device)
-        return self.choice.backend(self.need, pools)
-
-
-def attention_setups(settings: Settings, model: CausalLM) -> list[AttentionSetup]:
-    """The target's and, where there is one, the draft's."""
-    layout, heads = model.kv_layout(settings.kv_dtype), model.config.num_heads
-    masks, caps = model.layer_masks, settings.caps
-    if caps.makes_trees:  # beside those of prompts and plain steps
-        masks += tuple(LayerMask(Mask.CUSTOM, mask.window) for mask in masks)
-    out = [AttentionSetup.of(settings, layout, heads, masks, "attention_backend")]
-    if caps.draft_kv is not None:
-        flag = "speculative_draft_attention_backend"
-        args = (caps.draft_kv, caps.draft_heads, caps.draft_attention, flag)
-        out.append(AttentionSetup.of(settings, *args))
-    return out

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from forerun.attention.base import HostBatch
+from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError
 from forerun.core.plan import DecodeRow, StepPlan, StepResult
 from forerun.executor.cuda_graphs import StepGraphs
@@ -56,6 +58,8 @@ class Runner:
         self.step = step
         self.tables = step.tables
         self.graphs = graphs
+        # For steps that are not captured; by (batch size, width).
+        self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepFuture:
@@ -81,16 +85,29 @@ class Runner:
         slots = [row.slot for row in rows]
         flags = self.step.flags(row.request for row in rows)
         bound = self._bound(rows)
+        host = HostBatch([row.kv_len_ub for row in rows], self.tables.host_pages_of(slots))
         draft = None
         if self.step.caps.needs_host_tokens and width > 1:
             requests = [row.request for row in rows]
             tokens, names = [r.tokens for r in requests], [r.rid for r in requests]
             index = self.tables.upload(slots, torch.int64)
-            draft = self.step.propose(index, bound, width, tokens, names)
+            buffers = self._prepared(len(slots), width, host)
+            draft = self.step.propose(index, bound, width, tokens, names, buffers)
         if self.graphs is not None and self.graphs.holds(len(slots)):
-            return self.graphs.run(slots, width, flags, draft)
+            return self.graphs.run(slots, width, flags, draft, host)
         index = self.tables.upload(slots, torch.int64)
-        return self.step.decode(index, bound, width, flags, draft)
+        buffers = self._prepared(len(slots), width, host)
+        return self.step.decode(index, bound, width, flags, draft, buffers)
+
+    def _prepared(self, batch_size: int, width: int, host: HostBatch) -> StepBuffers | None:
+        """What attention plans on the host for a step that is not captured."""
+        key = (batch_size, width)
+        if key not in self._buffers:
+            self._buffers[key] = self.step.plan_buffers(batch_size)
+        buffers = self._buffers[key]
+        if buffers is not None:
+            buffers.begin(host)
+        return buffers
 
     def _observe_deferred(self, plan: StepPlan) -> None:
         slots: Sequence[int] = [request.slot for request, _ in plan.late]
@@ -99,7 +116,13 @@ class Runner:
             slots = self.graphs.padded(slots)
             counts += [0] * (len(slots) - len(counts))
         index, new = self.tables.upload(slots, torch.int64), self.tables.upload(counts, torch.int32)
-        self.step.observe_deferred(index, new, self._bound(plan.decode))
+        known = {row.slot: row.kv_len_ub for row in plan.decode}
+        lengths = [
+            known.get(slot, count) - count for slot, count in zip(slots, counts, strict=True)
+        ]
+        host = HostBatch(lengths, self.tables.host_pages_of(slots))
+        buffers = self._prepared(len(slots), 0, host)
+        self.step.observe_deferred(index, new, self._bound(plan.decode), buffers)
 
     def _bound(self, rows: Sequence[DecodeRow]) -> int:
         if self.graphs is not None and self.graphs.bound is not None:
@@ -143,7 +166,8 @@ class Runner:
                 self.graphs.run(slots, width, flags, draft)
             else:
                 index = self.tables.upload(slots, torch.int64)
-                self.step.decode(index, bound, width, flags, draft)
+                buffers = self._prepared(batch, width, HostBatch.padding(batch))
+                self.step.decode(index, bound, width, flags, draft, buffers)
 
         def seconds() -> float:
             self._wait()

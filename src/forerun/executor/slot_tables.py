@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun.core.plan import StepPlan
 from forerun.kernels.speculation.accept import SlotState, accept_commit
+from forerun.kvcache.pages import NULL_PAGE
 from forerun.platform.device import upload
 from forerun.sampling.table import SamplingTable
 
@@ -35,15 +36,28 @@ class SlotTables:
         self.draft_limit = torch.zeros(rows, dtype=torch.int32, device=device)  # drafts it takes
         self.sampling = SamplingTable(rows, device)
         self.states: list[Tensor] = []  # rows that the algorithm keeps
+        self._host_pages: dict[int, list[int]] | None = None  # page ids by slot
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
         """Host integers to the device, without waiting for it."""
         return upload(torch.tensor(values, dtype=dtype), self.device)
 
+    def mirror_pages(self) -> None:
+        """Keeps page ids on the host too, for attention backends that plan there."""
+        self._host_pages = {}
+
+    def host_pages_of(self, slots: Sequence[int]) -> list[list[int]] | None:
+        """Page ids of slots, where they are kept on the host."""
+        if self._host_pages is None:
+            return None
+        return [self._host_pages.get(slot) or [NULL_PAGE] for slot in slots]
+
     def apply(self, plan: StepPlan) -> None:
         """Admissions and page-table writes of a plan, before its rows run."""
         if plan.admitted:
             self._admit(plan)
+        if self._host_pages is not None:
+            _write_host_pages(self._host_pages, plan)
         if plan.page_writes:
             self._write_pages(plan)
 
@@ -83,3 +97,11 @@ class SlotTables:
             values += pages
         index = self.upload([rows, columns], torch.int64)
         self.page_table[index[0], index[1]] = self.upload(values, torch.int32)
+
+
+def _write_host_pages(kept: dict[int, list[int]], plan: StepPlan) -> None:
+    """The page writes of a plan, in their order."""
+    for admission in plan.admitted:
+        kept[admission.slot] = []
+    for slot, first, pages in plan.page_writes:
+        kept.setdefault(slot, [])[first : first + len(pages)] = pages

@@ -16,7 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
+from forerun.attention.base import AttentionBatch, AttentionContext
+from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk
 from forerun.core.request import Request
 from forerun.executor.deferred_observe import DeferredObserve
@@ -44,15 +45,22 @@ from forerun.speculative.simulate import SimulatedAcceptance
 class _Rows:
     """Rows of one forward, from which each pool's attention is planned."""
 
+    slots: Tensor  # [B] int64
     page_table: Tensor  # [B, pages] int32
     start: Tensor  # [B] int32
     kv_len_ub: int
     ragged: tuple[tuple[int, int], ...] | None = None
+    host_pages: Sequence[Sequence[int]] | None = None  # of a prefill
 
     def attention(self, width: int | None, offset: int = 0) -> AttentionBatch:
-        start = self.start + offset if offset else self.start
         return AttentionBatch(
-            self.page_table, start, self.kv_len_ub, width=width, ragged=self.ragged
+            self.page_table,
+            self.start + offset if offset else self.start,
+            self.kv_len_ub,
+            q_len=width,
+            ragged=self.ragged,
+            slots=self.slots,
+            host_pages=self.host_pages,
         )
 
 
@@ -68,21 +76,22 @@ class _DecodeRows(_Rows):
 
     def attention(self, width: int | None, offset: int = 0) -> AttentionBatch:
         batch = super().attention(width, offset)
-        return replace(batch, rows=self.pool_rows) if (width, offset) == (self.width, 0) else batch
+        known = (width, offset) == (self.width, 0)
+        return replace(batch, kv_slots=self.pool_rows) if known else batch
 
 
 class _DraftRows:
     """Contexts over the draft's pool, each planned once."""
 
-    def __init__(self, backend: AttentionBackend, rows: _Rows) -> None:
-        self._backend, self._rows = backend, rows
+    def __init__(self, attention: ModelAttention, rows: _Rows, buffers: StepBuffers | None) -> None:
+        self._attention, self._rows, self._buffers = attention, rows, buffers
         self._made: dict[tuple[int | None, int], AttentionContext] = {}
 
     def __call__(self, width: int | None, offset: int = 0) -> AttentionContext:
         key = (width, offset)
         if key not in self._made:
-            plan = self._backend.plan(self._rows.attention(width, offset))
-            self._made[key] = AttentionContext(self._backend, plan)
+            batch = self._rows.attention(width, offset)
+            self._made[key] = self._attention.context(batch, self._buffers, offset)
         return self._made[key]
 
 
@@ -95,8 +104,8 @@ class DeviceStep:
         algorithm: SpeculativeAlgorithm,
         caps: SpecCaps,
         tables: SlotTables,
-        attention: AttentionBackend,
-        draft_attention: AttentionBackend | None,
+        attention: ModelAttention,
+        draft_attention: ModelAttention | None,
         simulate: SimulatedAcceptance | None = None,
         clock: StepTimer | None = None,
         late: DeferredObserve | None = None,
@@ -112,6 +121,8 @@ class DeviceStep:
         self.simulate = simulate
         self.clock = clock
         self.late = late
+        if self.needs_host_pages:
+            tables.mirror_pages()
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -122,6 +133,7 @@ class DeviceStep:
         width: int,
         flags: SamplingFlags,
         draft: Draft | None = None,
+        buffers: StepBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One fixed-width step.
 
@@ -131,13 +143,14 @@ class DeviceStep:
             width: rows verified a request; 1: nothing is proposed.
             flags: which sampling operations to run.
             draft: what was proposed before the step, where it must read tokens on the host.
+            buffers: of `plan_buffers`, prepared for this step.
 
         Returns:
             Drawn tokens [B, W] int64 and how many of each row are committed [B] int32.
         """
         if draft is None:  # else it began when that was made
             self._mark(PhaseBoundary.BEGIN)
-        rows, step = self._rows(slots, kv_len_ub, width)
+        rows, step = self._rows(slots, kv_len_ub, width, buffers)
         if draft is None:
             draft = self._propose(step, flags)
         self._mark(PhaseBoundary.PROPOSED)
@@ -148,7 +161,7 @@ class DeviceStep:
         ids, candidates = build_verify_inputs(
             rows.newest, draft.tokens, slots, limits, depth, vocab
         )
-        output, drawn = self._verify(rows, ids.flatten(), slots, tree, flags)
+        output, drawn = self._verify(rows, ids.flatten(), tree, flags, buffers)
 
         self._mark(PhaseBoundary.VERIFIED)
         new: Tensor | None = None
@@ -158,6 +171,7 @@ class DeviceStep:
         elif self.simulate is not None:
             new = self.simulate.num_committed(slots, width)
         new, committed = self.tables.commit(candidates, drawn, slots, step.start, new)
+        self.attention.pools.commit(slots, new)
 
         if width == 1 and self.late is not None:
             self.late.keep(slots, step.positions, output)
@@ -166,12 +180,14 @@ class DeviceStep:
         self._mark(PhaseBoundary.COMMITTED)
         return drawn, new
 
-    def observe_deferred(self, slots: Tensor, new: Tensor, kv_len_ub: int) -> None:
+    def observe_deferred(
+        self, slots: Tensor, new: Tensor, kv_len_ub: int, buffers: StepBuffers | None = None
+    ) -> None:
         """Tells the algorithm of the newest `new` [B] int32 rows of slots [B], which were kept."""
         assert self.late is not None
         tables, width = self.tables, self.late.rows
         before = tables.kv_len.index_add(0, slots, new, alpha=-1)
-        _, step = self._rows(slots, kv_len_ub, width, before)
+        _, step = self._rows(slots, kv_len_ub, width, buffers, before)
         at = step.positions.view(-1, width).long()
         behind = torch.arange(width, device=slots.device) >= new.unsqueeze(1)
         tokens = (tables.history[slots.unsqueeze(1), at + i].long() for i in (0, 1))
@@ -205,10 +221,11 @@ class DeviceStep:
         width: int,
         tokens: Sequence[Sequence[int]],
         request_ids: Sequence[str],
+        buffers: StepBuffers | None = None,
     ) -> Draft:
         """What an algorithm with `needs_host_tokens` proposes: the step without its graph."""
         self._mark(PhaseBoundary.BEGIN)
-        step = self._rows(slots, kv_len_ub, width)[1]
+        step = self._rows(slots, kv_len_ub, width, buffers)[1]
         return self.guard.propose(replace(step, tokens=tokens, request_ids=request_ids))
 
     def _mark(self, border: PhaseBoundary) -> None:
@@ -216,7 +233,12 @@ class DeviceStep:
             self.clock.mark(border)
 
     def _rows(
-        self, slots: Tensor, kv_len_ub: int, width: int, kv_len: Tensor | None = None
+        self,
+        slots: Tensor,
+        kv_len_ub: int,
+        width: int,
+        buffers: StepBuffers | None,
+        kv_len: Tensor | None = None,
     ) -> tuple[_DecodeRows, Step]:
         """`kv_len` [S]: lengths to start from, instead of the tables'."""
         tables, page = self.tables, self.attention.pools.page_size
@@ -225,6 +247,7 @@ class DeviceStep:
             slots, lengths, tables.last_token, tables.page_table, width, page, kv_len_ub
         )
         rows = _DecodeRows(
+            slots=slots,
             page_table=head.page_table,
             start=head.start,
             kv_len_ub=kv_len_ub,
@@ -242,7 +265,7 @@ class DeviceStep:
             newest=head.last_token,
             input_ids=None,
             history=tables.history,
-            attention=self._draft_rows(rows),
+            attention=self._draft_rows(rows, buffers),
         )
         return rows, step
 
@@ -271,9 +294,9 @@ class DeviceStep:
         self,
         rows: _DecodeRows,
         ids: Tensor,
-        slots: Tensor,
         tree: Tree | None,
         flags: SamplingFlags,
+        buffers: StepBuffers | None,
     ) -> tuple[TargetOutput, Tensor]:
         """The target over ids [B * W], and a draw at every row [B, W]."""
         batch, positions, behind = rows.attention(rows.width), rows.positions, rows.next_positions
@@ -281,9 +304,9 @@ class DeviceStep:
             batch = replace(batch, tree=tree.ancestors)
             positions = (rows.start.unsqueeze(1) + tree.depth).flatten()
             behind = positions + 1
-        context = AttentionContext(self.attention, self.attention.plan(batch))
+        context = self.attention.context(batch, buffers)
         hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
-        drawn = self._drawn(hidden, behind.view(-1, rows.width), slots, flags)
+        drawn = self._drawn(hidden, behind.view(-1, rows.width), rows.slots, flags)
         return TargetOutput(hidden, features), drawn
 
     def _drawn(
@@ -317,7 +340,8 @@ class DeviceStep:
         spans = tuple((c.start, len(c.tokens)) for c in chunks)
         positions = tables.upload([p for s, n in spans for p in range(s, s + n)], torch.int32)
         bound = max(s + n for s, n in spans)
-        rows = _Rows(tables.page_table[slots], start, bound, spans)
+        host_pages = tables.host_pages_of([c.slot for c in chunks])
+        rows = _Rows(slots, tables.page_table[slots], start, bound, spans, host_pages)
         step = Step(
             slots=slots,
             start=start,
@@ -326,9 +350,9 @@ class DeviceStep:
             newest=None,
             input_ids=ids,
             history=tables.history,
-            attention=self._draft_rows(rows),
+            attention=self._draft_rows(rows, None),
         )
-        context = AttentionContext(self.attention, self.attention.plan(rows.attention(None)))
+        context = self.attention.context(rows.attention(None))
         hidden, features = self.model.forward(ids, positions, context, self.caps.target_layers)
         tables.kv_len[slots] = tables.upload([s + n for s, n in spans], torch.int32)
         last_rows = [end - 1 for end in accumulate(count for _, count in spans)]
@@ -359,5 +383,22 @@ class DeviceStep:
         tables.history[slots, at] = ids.int()
         return drawn
 
-    def _draft_rows(self, rows: _Rows) -> _DraftRows | None:
-        return None if self.draft_attention is None else _DraftRows(self.draft_attention, rows)
+    def _draft_rows(self, rows: _Rows, buffers: StepBuffers | None) -> _DraftRows | None:
+        attention = self.draft_attention
+        return None if attention is None else _DraftRows(attention, rows, buffers)
+
+    # --- what attention plans on the host -------------------------------------------------------
+
+    def plan_buffers(self, batch_size: int) -> StepBuffers | None:
+        """For decode steps of this batch size; None where no backend plans on the host."""
+        if not any(each.plans_on_host for each in self._attentions):
+            return None
+        return StepBuffers(batch_size, self.tables.history.shape[1])
+
+    @property
+    def needs_host_pages(self) -> bool:
+        return any(each.needs_host_pages for each in self._attentions)
+
+    @property
+    def _attentions(self) -> list[ModelAttention]:
+        return [each for each in (self.attention, self.draft_attention) if each is not None]

@@ -99,6 +99,11 @@ class ModelLayout:
         return any(isinstance(layer, LatentKV) for layer in self.layers)
 
     @property
+    def latent_dim(self) -> int:
+        """The longest latent row, rope part included; 0 without latent layers."""
+        return max((layer.dim for layer in self.layers if isinstance(layer, LatentKV)), default=0)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes per KV slot, over all layers."""
         return sum(layer.token_bytes for layer in self.paged)

@@ -7,7 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask, QKNormRope, RopeInput
+from forerun.attention.base import (
+    AttentionContext,
+    AttentionSpec,
+    LayerMask,
+    QKNormRope,
+    RopeInput,
+)
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
 from forerun.kernels.gemm.gemm import DeferredNorm
@@ -55,10 +61,10 @@ class Attention:
         device: torch.device,
         inputs: int | None = None,
     ) -> None:
-        self.layer, self.mask, self.hidden = layer, mask, config.hidden_size
+        self.layer, self.hidden = layer, config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.sizes = [heads * self.dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.scale = 1 / math.sqrt(self.dim)
+        self.spec = AttentionSpec(mask, scale=1 / math.sqrt(self.dim))
         columns = inputs or config.hidden_size
         self.qkv = Linear(columns, sum(self.sizes), dtype, device, config.qkv_bias)
         self.o = Linear(self.sizes[0], config.hidden_size, dtype, device, config.o_bias)
@@ -84,4 +90,4 @@ class Attention:
     def __call__(self, x: Tensor | DeferredNorm, rows: RopeRows, ctx: AttentionContext) -> Tensor:
         """x [T, inputs] -> what the heads gathered [T, Hq · D], before `o`."""
         qkv = self.qkv(x)
-        return ctx.run(self.layer, self.mask, self.scale, qkv, self.norm_rope, rows).flatten(1)
+        return ctx.run(self.layer, self.spec, qkv, self.norm_rope, rows).flatten(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ class CausalLM(ABC):
     """A decoder over paged K/V. T rows of any requests, in any mix; the context knows whose."""
 
     config: ModelConfig
-    layer_masks: tuple[LayerMask, ...]  # one a layer
+    layer_masks: tuple[LayerMask, ...]  # one per layer; not looked at for recurrent layers
+    has_attention_sinks: ClassVar[bool] = False
+    has_logit_softcap: ClassVar[bool] = False  # on attention scores
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:

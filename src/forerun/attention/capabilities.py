@@ -1,0 +1,157 @@
+"""What a model needs of attention and what a backend can do, both as values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Mask(Enum):
+    """Which K/V a token sees, beyond the committed context."""
+
+    CAUSAL = "causal"  # a token at position p sees positions <= p
+    BLOCK = "block"  # every token of a request's block sees the context and the whole block
+    CUSTOM = "custom"  # a tree: the context and its ancestors
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """The mask of one layer.
+
+    `window` counts positions. CAUSAL: a token at p sees (p - window, p], so the window holds the
+    token itself, as in Hugging Face. BLOCK: the context is cut to the `window` positions before the
+    block; the block itself is always seen whole.
+    """
+
+    mask: Mask = Mask.CAUSAL
+    window: int | None = None
+
+
+class Phase(Enum):
+    """Which forwards a backend serves."""
+
+    PREFILL = "prefill"  # ragged chunks of prompts
+    DECODE = "decode"  # the same number of tokens for every request: decode, verify, draft
+
+
+class HostLengths(Enum):
+    """What a backend must be told on the host before a decode step runs.
+
+    Lengths are committed on the device. The host knows an upper bound while steps are in flight;
+    it knows them exactly only after it has the result of the step before.
+    """
+
+    NONE = "none"  # lengths are read on the device
+    UPPER_BOUND = "upper bound"
+    EXACT = "exact"  # no overlap: the host waits for each step (overlap depth 0)
+
+
+@dataclass(frozen=True)
+class AttentionNeed:
+    """All a backend must know to say whether it can serve a model in one phase."""
+
+    device: str  # torch.device.type: "cpu", "cuda" (NVIDIA and AMD)
+    dtype: torch.dtype  # of q
+    head_dim: int  # of q and K; with `mla`, latent and rope part together
+    num_heads: int
+    num_kv_heads: int  # with `mla`: 1
+    masks: frozenset[LayerMask]
+    phase: Phase = Phase.DECODE
+    graph: bool = False  # will be captured into a device graph
+    kv_dtype: torch.dtype | None = None  # of stored K/V; None: `dtype`
+    mla: bool = False  # some layers keep a latent row per token instead of K and V
+    dense: bool = True  # some layers keep K and V
+    uniform: bool = True  # all layers keep the same
+    sinks: bool = False  # a learned logit per head in the denominator of the softmax
+    logit_softcap: bool = False  # cap · tanh(score / cap)
+    kv_scales: bool = False  # stored K/V is divided by a scale per layer
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do. None: anything of that kind."""
+
+    devices: frozenset[str] | None = None
+    phases: frozenset[Phase] = frozenset(Phase)
+    masks: frozenset[Mask] = frozenset(Mask)
+    windows: frozenset[Mask] = frozenset(Mask)  # masks that may have a window
+    head_dims: Collection[int] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    kv_dtypes: tuple[torch.dtype, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+    graph: bool = True
+    dense: bool = True
+    mla: bool = False
+    mixed_layouts: bool = False  # layers may differ in what they keep
+    sinks: bool = False
+    logit_softcap: bool = False
+    kv_scales: bool = False
+    host_lengths: HostLengths = HostLengths.NONE
+    host_page_table: bool = False  # it also wants page ids on the host
+
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether `AttentionBackend.prepare` must run before every decode step."""
+        return self.host_lengths is not HostLengths.NONE or self.host_page_table
+
+    def refusals(self, need: AttentionNeed) -> list[str]:
+        """Every reason why these cannot serve the need; empty if they can."""
+        return [*self._refused_values(need), *self._refused_features(need)]
+
+    def _refused_values(self, need: AttentionNeed) -> list[str]:
+        out = []
+        if self.devices is not None and need.device not in self.devices:
+            out.append(f"it runs on {_listed(self.devices)}, not {need.device}")
+        if need.phase not in self.phases:
+            out.append(f"it does not serve {need.phase.value}")
+        if self.head_dims is not None and need.head_dim not in self.head_dims:
+            out.append(f"head dim {need.head_dim} is not {_span(self.head_dims)}")
+        if self.dtypes is not None and need.dtype not in self.dtypes:
+            out.append(f"it computes in {_names(self.dtypes)}, not {need.dtype}")
+        stored = need.kv_dtype or need.dtype
+        if self.kv_dtypes is not None and need.kv_dtype and stored not in self.kv_dtypes:
+            out.append(f"it reads K/V in {_names(self.kv_dtypes)}, not {stored}")
+        for mask in sorted({m.mask.value for m in need.masks if m.mask not in self.masks}):
+            out.append(f"it has no {mask} mask")
+        windows = {m.mask for m in need.masks if m.window is not None and m.mask in self.masks}
+        for mask in sorted(m.value for m in windows - self.windows):
+            tree = " (tree)" if mask == Mask.CUSTOM.value else ""
+            out.append(f"its {mask}{tree} mask has no window")
+        return out
+
+    def _refused_features(self, need: AttentionNeed) -> list[str]:
+        asked = (
+            (need.dense and not self.dense, "it has no attention over K and V (MLA only)"),
+            (need.mla and not self.mla, "it has no latent (MLA) attention"),
+            (need.sinks and not self.sinks, "it has no attention sinks"),
+            (need.logit_softcap and not self.logit_softcap, "it has no logit soft-cap"),
+            (need.kv_scales and not self.kv_scales, "it has no K/V scales"),
+            (
+                not need.uniform and not self.mixed_layouts,
+                "it needs K/V of one shape in all layers",
+            ),
+            (
+                need.graph and not self.graph,
+                "it cannot be captured in a device graph (disable_cuda_graph lets it serve)",
+            ),
+        )
+        return [reason for refused, reason in asked if refused]
+
+
+def _names(dtypes: Collection[torch.dtype]) -> str:
+    return _listed(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _listed(values: Iterable[str]) -> str:
+    names = sorted(values)
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _span(values: Collection[int]) -> str:
+    if isinstance(values, range) and len(values) > 8:
+        step = "" if values.step == 1 else f" in steps of {values.step}"
+        return f"within {values[0]} to {values[-1]}{step}"
+    return f"one of {', '.join(map(str, sorted(values)))}"
