@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from forerun.models import checkpoint
 from forerun.models.checkpoint import INDEX, SINGLE, Checkpoint
 from forerun.models.loader import load_target
 from forerun.models.registry import ARCHITECTURES
+from forerun.platform import progress
 from tests.models.support import CPU, Loop, family, save
 
 IDS = torch.arange(12)
@@ -123,7 +125,7 @@ def test_dummy_weights_need_a_config_only(original: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_progress_bar_for_large_files(
+def test_progress_of_a_long_load(
     terminal: bool,
     original: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -135,16 +137,27 @@ def test_progress_bar_for_large_files(
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich: treat it as one
     capsys.readouterr()
-    monkeypatch.setattr(checkpoint, "SHOW_PROGRESS_FROM", 0)
+    assert torch.equal(logits(original), want)
+    assert capsys.readouterr().err == ""  # loaded at once
+    monkeypatch.setattr(progress, "BAR_AFTER", 0.01)
+    monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.01)
+    copy = checkpoint._copy
+
+    def slow_copy(*args: Any) -> None:
+        time.sleep(0.5)
+        copy(*args)
+
+    monkeypatch.setattr(checkpoint, "_copy", slow_copy)
     assert torch.equal(logits(original), want)
     shown = capsys.readouterr()
     assert shown.out == ""  # standard output belongs to the user's text
-    assert ("Loading weights" in shown.err) == terminal
-    assert terminal or shown.err == ""
+    assert "loading weights: 0.0 of 0.0 GB" in " ".join(shown.err.split())
+    assert ("forerun: loading" in shown.err) != terminal
 
 
 PEAK_OF_A_LOAD = """
 import sys
+import time
 from pathlib import Path
 import torch
 from forerun.models.checkpoint import Checkpoint

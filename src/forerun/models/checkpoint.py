@@ -20,10 +20,10 @@ from torch import Tensor
 
 from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
+from forerun.platform.progress import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
-SHOW_PROGRESS_FROM = 1 << 30  # bytes
 FIX_FILE = "Download it again"
 FIX_FOLDER = "give the path of a Hugging Face model folder, or org/name of one on the Hub"
 
@@ -89,9 +89,9 @@ class Checkpoint:
         for name in slots:
             by_file.setdefault(self.headers[name].file, []).append(name)
         total = sum(self.headers[name].bytes for name in slots)
-        with _progress(total) as advance:
+        with progress("loading weights", total, "B") as stage:
             for file, names in by_file.items():
-                _copy(file, {name: slots[name] for name in names}, advance, self.headers)
+                _copy(file, {name: slots[name] for name in names}, stage.advance, self.headers)
 
     def _check(self, slots: Mapping[str, Tensor], harmless: tuple[str, ...], hint: str) -> None:
         missing = [name for name in slots if name not in self.headers]
@@ -193,7 +193,10 @@ def _read_headers(file: Path) -> dict[str, Header]:
 
 
 def _copy(
-    file: Path, slots: Mapping[str, Tensor], advance: Any, headers: Mapping[str, Header]
+    file: Path,
+    slots: Mapping[str, Tensor],
+    advance: Callable[[float], None],
+    headers: Mapping[str, Header],
 ) -> None:
     device = str(next(iter(slots.values())).device)
     with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
@@ -216,24 +219,6 @@ def _listing(names: list[str], noun: str = "tensor") -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     plural = "s" if len(names) > 1 else ""
     return f"{len(names)} {noun}{plural}: {', '.join(names[:3])}{more}"
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A bar for checkpoints that take a while, where standard error is a terminal.
-
-    Yields `advance(bytes)`.
-    """
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    if total < SHOW_PROGRESS_FROM or not console.is_terminal:
-        yield lambda count: None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("Loading weights", total=total)
-        yield lambda count: bar.advance(task, count)
 
 
 DUMMY_FORMATS = ("dummy", "dummy_normal")

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.platform.progress import progress
+
 
 class CudaError(RuntimeError):
     """A CUDA driver or NVRTC call failed."""
@@ -86,7 +88,8 @@ def _compile_cached(source: str, architecture: str) -> bytes:
     if path is not None:
         with open(path, "rb") as file:
             return file.read()
-    cubin, _ = compile_source(source, architecture)
+    with progress("compiling CUDA C++ kernels"):
+        cubin, _ = compile_source(source, architecture)
     manager.put(cubin, "kernel.cubin", binary=True)
     return cubin
 
