@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from forerun.core.errors import RequestError
 from forerun.core.plan import StepPlan, StepResult
-from forerun.core.request import FinishReason, Request, State
+from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache
@@ -39,17 +39,6 @@ def plain(prompt: tuple[int, ...], limit: int, eos: int | None = EOS) -> list[in
         output.append(next_token(tokens))
         tokens = (*tokens, output[-1])
     return output
-
-
-def take(request: Request, tokens: list[int]) -> None:
-    for token in tokens:
-        request.output.append(token)
-        if token in request.stop_ids:
-            request.finish = FinishReason("stop", matched=token)
-        elif len(request.output) >= request.params.max_new_tokens:
-            request.finish = FinishReason("length", length=len(request.output))
-        if request.finish:
-            return
 
 
 class AnyWidth(WidthPolicy):
@@ -158,7 +147,7 @@ def make(
     allocator = PageAllocator(pages + 1)
     prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
     widths = AnyWidth(width, random.Random(seed + 1))
-    return Scheduler(limits, allocator, prefix, take, widths), Device(limits, random.Random(seed))
+    return Scheduler(limits, allocator, prefix, widths), Device(limits, random.Random(seed))
 
 
 def request(rid: int, prompt: tuple[int, ...], limit: int, eos: bool = True) -> Request:

@@ -18,12 +18,26 @@ class RequestError(ForerunError, ValueError):
     """A request that cannot be served; found at the door, before it costs anything."""
 
 
+class EngineClosedError(ForerunError, RuntimeError):
+    """An `LLM` that was closed is used again."""
+
+
 class AlgorithmError(ForerunError, RuntimeError):
     """A drafting algorithm raised, or gave what it must not, in the middle of a step."""
 
 
 class InternalError(ForerunError, AssertionError):
     """A broken invariant: a fault of Forerun's own, nothing a user can fix."""
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value as error messages show it: on one line, and cut where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  anybody's class; Python's limit for huge integers
+        text = f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -73,6 +74,16 @@ class Request:
     first_token_at: float | None = None
     finished_at: float | None = None
 
+    def trim(self, num_tokens: int) -> None:
+        """Cuts the output to its first `num_tokens` tokens, and the figures of its steps alike."""
+        cut = len(self.output) - num_tokens
+        del self.output[num_tokens:]
+        self.accept_lengths = drop_last(self.accept_lengths, cut)
+        # Of the tokens that a step keeps, the drafts come first.
+        self.correct_drafts = [
+            min(pair) for pair in zip(self.correct_drafts, self.accept_lengths, strict=True)
+        ]
+
     @property
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.output)
@@ -80,3 +91,13 @@ class Request:
     @property
     def kv_len_ub(self) -> int:
         return self.kv_len + sum(self.pending)
+
+
+def drop_last(lengths: Sequence[int], count: int) -> list[int]:
+    """Lengths of runs of tokens after the last `count` tokens are dropped; none is removed."""
+    out = list(lengths)
+    for i in reversed(range(len(out))):
+        if count <= 0:
+            break
+        out[i], count = max(out[i] - count, 0), count - out[i]
+    return out

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from forerun.core.errors import RequestError, nearest
+from forerun.core.checks import boolean, integer, number
+from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.unsupported import refusal
 
 MAX_STOP_IDS = 16  # width of the device table that `min_new_tokens` reads
+MAX_STOP_TOKENS = 1024
+MAX_STOPS, MAX_STOP_LENGTH = 32, 1024  # stop strings are looked for at every token
+MAX_SAMPLES = 1024  # of one prompt
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +46,21 @@ class SamplingParams:
     max_draft_tokens: int | None = None  # drafts verified a step at most; None: the engine's
 
     def __post_init__(self) -> None:
-        # Users pass a bare string or a list; both become tuples.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
+        for name in _NUMBERS:
+            self._set(name, number(name, getattr(self, name), RequestError))
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, integer(name, value, RequestError))
+        for name in _SWITCHES:
+            boolean(name, getattr(self, name), RequestError)
         for problem in self._problems():
             raise RequestError(problem)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -72,58 +87,76 @@ class SamplingParams:
         for key in value:
             if key not in known:
                 raise RequestError(
-                    f"Unknown sampling parameter {key!r}.{nearest(str(key), known)}"
+                    refusal(str(key), known)
+                    or f"Unknown sampling parameter {shown(key)}.{nearest(str(key), known)}"
                     f" Known: {', '.join(known)}."
                 )
         return cls(**value)
 
-    def _problems(self) -> Sequence[str]:
-        out: list[str] = []
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                return [f"{name} must be a number, got {value!r}."]
-            if not math.isfinite(value):
-                return [f"{name} must be finite, got {value}."]
-        for name in ("top_k", "max_new_tokens", "min_new_tokens", "n"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                return [f"{name} must be an integer, got {value!r}."]
-        if not isinstance(self.speculative, bool):
-            return [f"speculative must be true or false, got {self.speculative!r}."]
-        drafts = self.max_draft_tokens
-        if drafts is not None and (isinstance(drafts, bool) or not isinstance(drafts, int)):
-            return [f"max_draft_tokens must be an integer, got {drafts!r}."]
-        if drafts is not None and drafts < 0:
-            out.append(f"max_draft_tokens must be >= 0 (0: no drafts), got {drafts}.")
-        if self.temperature < 0:
-            out.append(f"temperature must be >= 0 (0 is greedy), got {self.temperature}.")
+    def _problems(self) -> Iterator[str]:
+        """What device tables cannot hold, and what contradicts itself."""
+        if not 0 <= self.temperature <= MAX_FLOAT32:
+            yield f"temperature must be >= 0 (0 is greedy), in float32, got {self.temperature}."
         if not 0 < self.top_p <= 1:
-            out.append(f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off.")
-        if self.top_k != -1 and self.top_k < 1:
-            out.append(f"top_k must be >= 1, or -1 to switch it off, got {self.top_k}.")
+            yield f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off."
+        if self.top_k != -1 and not 1 <= self.top_k <= MAX_INT32:
+            yield (
+                f"top_k must be >= 1, or -1 to switch it off, and fit in 32 bits, got"
+                f" {shown(self.top_k)}."
+            )
         if not 0 <= self.min_p <= 1:
-            out.append(f"min_p must be in [0, 1], got {self.min_p}; 0 switches it off.")
-        if self.max_new_tokens < 1:
-            out.append(f"max_new_tokens must be >= 1, got {self.max_new_tokens}.")
+            yield f"min_p must be in [0, 1], got {self.min_p}; 0 switches it off."
+        if not 1 <= self.max_new_tokens <= MAX_INT32:
+            yield (
+                f"max_new_tokens must be >= 1 and fit in 32 bits, got {shown(self.max_new_tokens)}."
+            )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            out.append(
-                f"min_new_tokens must be in [0, max_new_tokens], got {self.min_new_tokens} with"
-                f" max_new_tokens {self.max_new_tokens}."
+            yield (
+                f"min_new_tokens must be in [0, max_new_tokens], got {shown(self.min_new_tokens)}"
+                f" with max_new_tokens {self.max_new_tokens}."
             )
-        if self.n < 1:
-            out.append(f"n must be >= 1, got {self.n}.")
+        if not 1 <= self.n <= MAX_SAMPLES:
+            yield f"n must be >= 1 and at most {MAX_SAMPLES}, got {shown(self.n)}."
         if self.n > 1 and self.temperature == 0.0:
-            out.append(
-                "n > 1 with temperature 0 gives n equal texts; raise temperature or use n=1."
+            yield "n > 1 with temperature 0 gives n equal texts; raise temperature or use n=1."
+        drafts, seed = self.max_draft_tokens, self.sampling_seed
+        if drafts is not None and not 0 <= drafts <= MAX_INT32:
+            yield (
+                f"max_draft_tokens must be >= 0 (0: no drafts) and fit in 32 bits, got"
+                f" {shown(drafts)}."
             )
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            out.append(f"stop must hold non-empty strings, got {self.stop!r}.")
-        if any(isinstance(t, bool) or not isinstance(t, int) for t in self.stop_token_ids):
-            out.append(f"stop_token_ids must hold integers, got {self.stop_token_ids!r}.")
-        seed = self.sampling_seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            out.append(f"sampling_seed must be an integer, got {seed!r}.")
-        elif seed is not None and not -(2**63) <= seed < 2**63:
-            out.append(f"sampling_seed must fit in 64 bits, got {seed}.")
-        return out
+        if seed is not None and not -(2**63) <= seed < 2**63:
+            yield f"sampling_seed must fit in 64 bits, got {shown(seed)}."
+
+
+_NUMBERS = ("temperature", "top_p", "min_p")
+_INTEGERS = ("top_k", "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "max_draft_tokens")
+_OPTIONAL = ("sampling_seed", "max_draft_tokens")
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "speculative")
+
+
+def _stop_strings(given: Any) -> tuple[str, ...]:
+    """Users give a string, a list or None."""
+    stops = (given,) if isinstance(given, str) else () if given is None else given
+    if not isinstance(stops, list | tuple):
+        raise RequestError(f"stop must be a string or a list of strings, got {shown(given)}.")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop takes at most {MAX_STOPS} strings, got {len(stops)}.")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise RequestError(f"stop must hold non-empty strings, got {shown(stop)}.")
+        if len(stop) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"A stop string has at most {MAX_STOP_LENGTH} characters, got {len(stop)}:"
+                f" {shown(stop)}."
+            )
+    return tuple(stops)
+
+
+def _stop_ids(given: Any) -> tuple[int, ...]:
+    ids = () if given is None else given
+    if not isinstance(ids, list | tuple | set | frozenset):
+        raise RequestError(f"stop_token_ids must be a list of integers, got {shown(given)}.")
+    if len(ids) > MAX_STOP_TOKENS:
+        raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids, got {len(ids)}.")
+    return tuple(integer("stop_token_ids", token, RequestError) for token in ids)

@@ -13,9 +13,8 @@ from typing import Any
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import AlgorithmError, RequestError
 from forerun.core.plan import StepPlan
-from forerun.core.request import Request
+from forerun.core.request import FinishReason, Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.engine.detokenizer import StopChecker, Tokenizer
 from forerun.engine.stats import SpecStats
 from forerun.engine.tracing import Tracing, start_tracing
 from forerun.executor.build import Parts, build
@@ -28,13 +27,15 @@ log = logging.getLogger("forerun")
 
 
 class Engine:
-    """Serves requests on one device. Not thread-safe: one caller steps it."""
+    """Serves requests on one device, from token ids to token ids.
+
+    Not thread-safe, but for `make_request`: one thread steps it.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         model_path: Path,
-        tokenizer: Tokenizer | None = None,
         *,
         overlap_depth: int | None = None,
     ) -> None:
@@ -47,10 +48,7 @@ class Engine:
         self.limits = parts.limits
         self._runner = parts.runner
         self._in_flight: deque[StepFuture] = deque()
-        self._stopper = StopChecker(tokenizer)
-        self.scheduler = Scheduler(
-            parts.limits, parts.allocator, parts.prefix, self._stopper.take, parts.widths
-        )
+        self.scheduler = Scheduler(parts.limits, parts.allocator, parts.prefix, parts.widths)
         algorithm = config.speculative_algorithm or "NONE"
         self._stats = SpecStats(algorithm.upper(), parts.limits.width - 1)
         self._tracing = Tracing(spans, parts.runner.step.clock) if spans else None
@@ -70,6 +68,8 @@ class Engine:
     ) -> Request:
         """Checks a request without queueing it, so that a list is refused as a whole.
 
+        Stop strings are not looked at: who reads text finds them, and calls `finish`.
+
         Raises:
             RequestError: it cannot be served.
         """
@@ -83,8 +83,6 @@ class Engine:
             outside = [t for t in ids if not 0 <= t < vocab]
             if outside:
                 raise RequestError(f"{what} id {outside[0]} is outside the vocabulary of {vocab}.")
-        if params.stop and self._stopper.tokenizer is None:
-            raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
         rid = rid if rid is not None else f"request-{next(self._ids)}"
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
@@ -105,7 +103,6 @@ class Engine:
         if request.rid in self._requests:
             raise RequestError(f"A request with id {request.rid!r} is running already.")
         self._requests[request.rid] = request
-        self._stopper.open(request)
         if self._tracing is not None:
             self._tracing.open(request)
         self.scheduler.add(request)
@@ -116,19 +113,31 @@ class Engine:
         if request is not None:
             self.scheduler.abort(request, message)
 
-    def text(self, request: Request) -> str:
-        """A running request's text so far."""
-        return self._stopper.text(request)
+    def abort_all(self, message: str) -> None:
+        """Ends all requests."""
+        for request in list(self._requests.values()):
+            self.scheduler.abort(request, message)
 
-    def close_request(self, request: Request) -> str:
-        """The final text of an ended request; the engine forgets it."""
+    def finish(self, request: Request, reason: FinishReason, num_tokens: int) -> None:
+        """Ends a request with its first `num_tokens` output tokens: a stop string was found.
+
+        What steps in flight still commit is dropped. A request that ended by itself in the step
+        just booked may be finished, too, until it is closed.
+        """
+        self.scheduler.finish(request, reason, num_tokens)
+
+    def close_request(self, request: Request) -> None:
+        """Forgets an ended request; its figures are final."""
         self._requests.pop(request.rid, None)
         request.finished_at = time.monotonic()
         if self._tracing is not None:
             self._tracing.close(request)
-        return self._stopper.close(request)
 
     # --- the loop -------------------------------------------------------------------------------
+
+    def bind_to_thread(self) -> None:
+        """For the thread that is going to step: CUDA's current device belongs to a thread."""
+        self._runner.bind_to_thread()
 
     @property
     def has_work(self) -> bool:

@@ -61,6 +61,12 @@ class Runner:
         # For steps that are not captured; by (batch size, width).
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
 
+    def bind_to_thread(self) -> None:
+        """Makes the device the current one of this thread."""
+        device = self.tables.device
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepFuture:
         """Queues the whole step on the device and returns at once (on a CPU: computes it)."""

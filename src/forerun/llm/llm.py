@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import ConfigError, RequestError
-from forerun.core.request import Request, State
+from forerun.core.checks import boolean
+from forerun.core.errors import ConfigError, RequestError, nearest, shown
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.unsupported import refusal
 from forerun.engine.engine import Engine
 from forerun.llm.bundled import bundled
 from forerun.llm.hub import with_local_paths
-from forerun.llm.output import RequestOutput, make_output
+from forerun.llm.loop import Call, EngineLoop, Job
+from forerun.llm.prompts import chat_ids, text_ids, token_lists
+from forerun.llm.stream import OutputStream
+from forerun.llm.text import OutputText
 from forerun.speculative.registry import all_options, get_algorithm
 
 Params = SamplingParams | Mapping[str, Any]
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -29,6 +34,8 @@ class LLM:
     Every command-line flag is a keyword (`--page-size 64` is `page_size=64`). A model path is a
     local folder, or `org/name[@revision]` on the Hugging Face Hub (a `Path` is always local).
     Without a `model_path` the bundled target is used, and with an algorithm its bundled draft.
+
+    Any number of threads may call it; the requests of all of them run in one batch.
 
     Raises:
         ConfigError: settings, checkpoint or draft cannot work; the message says the fix.
@@ -52,7 +59,11 @@ class LLM:
         get_algorithm(config.speculative_algorithm)  # must exist, before anything is downloaded
         self.config, target = _with_bundled(with_local_paths(config))
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
-        self.engine = Engine(self.config, target, self.tokenizer, overlap_depth=overlap_depth)
+        # While no call runs it may be stepped by hand.
+        self.engine = Engine(self.config, target, overlap_depth=overlap_depth)
+        self._loop = EngineLoop(self.engine)
+        # Also where it is forgotten, or Python ends.
+        self._finalizer = weakref.finalize(self, self._loop.close)
 
     def __enter__(self) -> Self:
         return self
@@ -66,20 +77,20 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends what still runs."""
-        for request in [*self.engine.scheduler.running, *self.engine.scheduler.waiting]:
-            self.engine.abort(request.rid, "the engine was closed")
-        while self.engine.has_work:
-            self.engine.step()
-        self.engine.close()
+        """Ends what still runs (finish reason "abort") and the engine. Twice is fine."""
+        self._finalizer()
 
     def explain(self) -> dict[str, Any]:
         """What was chosen at start (device, dtype, backends with reasons, pools)."""
         return self.engine.explain()
 
     def stats(self) -> dict[str, Any]:
-        """What the drafts were worth so far: counters since the start, and the choice of widths."""
-        return self.engine.stats()
+        """What the drafts were worth so far: counters since the start, and the choice of widths.
+
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        return self._loop.do(self.engine.stats)
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -90,6 +101,7 @@ class LLM:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
+        **unsupported: Any,
     ) -> Any:
         """Completes one prompt or many, given as text or as token ids.
 
@@ -98,8 +110,16 @@ class LLM:
 
         Raises:
             RequestError: a prompt or parameter cannot be served; nothing of the call was started.
+            EngineClosedError: after `close`.
         """
-        ids, single = self._prompt_ids(prompts, input_ids)
+        _refuse(unsupported, "generate")
+        self._loop.check_open()
+        if (prompts is None) == (input_ids is None):
+            raise RequestError("Give either prompts (text) or input_ids, not both or neither.")
+        if input_ids is not None:
+            ids, single = token_lists(input_ids)
+        else:
+            ids, single = text_ids(self._need_tokenizer("text prompts"), prompts)
         return self._run(ids, single, sampling_params, stream)
 
     def chat(
@@ -108,31 +128,16 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         stream: bool = False,
+        **unsupported: Any,
     ) -> Any:
-        """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`."""
-        import jinja2  # what transformers renders templates with
+        """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`.
 
-        tokenizer = self._need_tokenizer("chat")
-        if not messages:
-            raise RequestError("messages is empty; give at least one message.")
-        single = isinstance(messages[0], Mapping)
-        conversations = [messages] if single else messages
-        ids = []
-        for conversation in conversations:
-            for message in conversation:
-                if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-                    raise RequestError(f"A message needs 'role' and 'content', got {message!r}.")
-            try:
-                text = tokenizer.apply_chat_template(
-                    list(conversation), add_generation_prompt=True, tokenize=False
-                )
-            except (ValueError, jinja2.TemplateError) as error:  # none there, or it refuses
-                reason = str(error).splitlines()[0]
-                raise RequestError(
-                    f"The chat template does not take these messages: {reason} Use generate for"
-                    " plain text."
-                ) from error
-            ids.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`. Returns
+        and raises as `generate` does.
+        """
+        _refuse(unsupported, "chat")
+        self._loop.check_open()
+        ids, single = chat_ids(self._need_tokenizer("chat"), messages)
         return self._run(ids, single, sampling_params, stream)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -147,57 +152,30 @@ class LLM:
         params = _params_per_prompt(sampling_params, len(prompts))
         # All are checked before any is queued: a list is refused as a whole.
         jobs = [
-            _Job(self.engine.make_request(list(ids), p, seed_offset=index), at, index)
+            self._job(ids, p, at, index, boolean("stream", stream, RequestError))
             for at, (ids, p) in enumerate(zip(prompts, params, strict=True))
             for index in range(p.n)
         ]
+        outputs = OutputStream(self._loop, Call(jobs, partial=stream), self.tokenizer, owner=self)
         if stream:
-            return self._stream(jobs)
-        outputs = {o.meta_info["id"]: o for o in self._stream(jobs, partial=False)}
-        ordered = [outputs[job.request.rid] for job in jobs]
+            return outputs
+        try:
+            ended = {output.meta_info["id"]: output for output in outputs}
+        finally:
+            outputs.close()
+        ordered = [ended[job.request.rid] for job in jobs]
         return ordered[0] if single and len(ordered) == 1 else ordered
 
-    def _stream(self, jobs: list[_Job], partial: bool = True) -> Iterator[RequestOutput]:
-        """Steps the engine until the jobs are done. Others' requests run along, and may have been
-        run by others: so the requests are looked at, not what a step returns."""
-        open_jobs = {job.request.rid: job for job in jobs}
-        try:
-            for job in jobs:
-                self.engine.submit(job.request)
-            while open_jobs:
-                self.engine.step()
-                for job in list(open_jobs.values()):
-                    request = job.request
-                    if request.state is State.FINISHED:
-                        del open_jobs[request.rid]
-                        yield job.output(self.engine.close_request(request))
-                    elif partial and len(request.output) > job.given:
-                        job.given = len(request.output)
-                        yield job.output(self.engine.text(request))
-        finally:  # the caller left the stream, or a step failed: nothing stays behind
-            for job in open_jobs.values():
-                self.engine.abort(job.request.rid)
-                self.engine.close_request(job.request)
-
-    def _prompt_ids(
-        self,
-        prompts: str | Sequence[str] | None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    ) -> tuple[list[list[int]], bool]:
-        if (prompts is None) == (input_ids is None):
-            raise RequestError("Give either prompts (text) or input_ids, not both or neither.")
-        if input_ids is not None:
-            single = not input_ids or isinstance(input_ids[0], int)
-            lists: Any = [input_ids] if single else input_ids
-            return [list(ids) for ids in lists], single
-        tokenizer = self._need_tokenizer("text prompts")
-        assert prompts is not None
-        single = isinstance(prompts, str)
-        texts: Sequence[str] = [prompts] if isinstance(prompts, str) else prompts
-        for text in texts:
-            if not isinstance(text, str):
-                raise RequestError(f"A prompt must be text, got {type(text).__name__}.")
-        return [tokenizer(text)["input_ids"] for text in texts], single
+    def _job(
+        self, ids: list[int], params: SamplingParams, prompt_index: int, index: int, stream: bool
+    ) -> Job:
+        if params.stop and self.tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
+        request = self.engine.make_request(ids, params, seed_offset=index)
+        text = None
+        if self.tokenizer is not None and (stream or params.stop):
+            text = OutputText(self.tokenizer, params)
+        return Job(request, prompt_index, index, text)
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -205,19 +183,6 @@ class LLM:
                 f"skip_tokenizer_init is set, so {what} cannot be used; pass input_ids."
             )
         return self.tokenizer
-
-
-@dataclass
-class _Job:
-    """A request of one call: sample `index` of prompt `prompt_index`."""
-
-    request: Request
-    prompt_index: int
-    index: int
-    given: int = 0  # tokens the caller has seen
-
-    def output(self, text: str) -> RequestOutput:
-        return make_output(self.request, text, self.prompt_index, self.index)
 
 
 def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
@@ -228,6 +193,23 @@ def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> l
             )
         return [SamplingParams.of(p) for p in given]
     return [SamplingParams.of(given)] * count
+
+
+def _refuse(keywords: Mapping[str, Any], call: str) -> None:
+    """Keywords that `generate` and `chat` do not have."""
+    own = [f.name for f in fields(SamplingParams)]
+    for name in keywords:
+        if name in own:
+            raise RequestError(
+                f"{name} is a sampling parameter: sampling_params={{{name!r}: ...}}."
+            )
+        raise RequestError(
+            refusal(name)
+            or f"{call} has no keyword {shown(name)}.{nearest(name, [*own, *_KEYWORDS])}"
+        )
+
+
+_KEYWORDS = ("prompts", "messages", "sampling_params", "input_ids", "stream")
 
 
 def _with_bundled(config: EngineConfig) -> tuple[EngineConfig, Path]:

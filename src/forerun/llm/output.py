@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from forerun.core.request import Request
+from forerun.core.request import Request, drop_last
 
 
 @dataclass(frozen=True)
@@ -30,38 +30,73 @@ class RequestOutput:
         return self.finish_reason is not None
 
 
-def make_output(request: Request, text: str, prompt_index: int, index: int) -> RequestOutput:
-    reason = request.finish.as_dict() if request.finish else None
+class Progress(NamedTuple):
+    """How far a request was after a step. The lists are the request's own, which only grow: what
+    counts is their beginning, so that to note a step costs nothing."""
+
+    output: list[int]
+    num_tokens: int  # of `output`, to be shown
+    held: int  # tokens after them that are not shown yet
+    accept_lengths: list[int]
+    correct_drafts: list[int]
+    num_steps: int  # of both lists
+    proposed: int
+    finished: bool
+
+    @classmethod
+    def of(cls, request: Request, num_tokens: int | None = None) -> Progress:
+        """`num_tokens`: to be shown of a running request; None: it has ended, all."""
+        total = len(request.output)
+        shown = total if num_tokens is None else num_tokens
+        return cls(
+            output=request.output,
+            num_tokens=shown,
+            held=total - shown,
+            accept_lengths=request.accept_lengths,
+            correct_drafts=request.correct_drafts,
+            num_steps=len(request.accept_lengths),
+            proposed=request.proposed,
+            finished=num_tokens is None,
+        )
+
+
+def make_output(
+    request: Request, progress: Progress, text: str, prompt_index: int, index: int
+) -> RequestOutput:
+    info = meta_info(request, progress)
     return RequestOutput(
         text=text,
-        output_ids=list(request.output),
-        finish_reason=reason,
-        meta_info=meta_info(request),
+        output_ids=progress.output[: progress.num_tokens],
+        finish_reason=info["finish_reason"],
+        meta_info=info,
         prompt_token_ids=list(request.prompt),
         prompt_index=prompt_index,
         index=index,
     )
 
 
-def meta_info(request: Request) -> dict[str, Any]:
+def meta_info(request: Request, progress: Progress | None = None) -> dict[str, Any]:
     """Figures of a request; the identities of docs/design.md hold between them."""
-    steps, correct = request.verify_ct, request.correct_drafts
+    progress = Progress.of(request) if progress is None else progress
+    tokens, steps = progress.num_tokens, progress.num_steps
+    lengths = drop_last(progress.accept_lengths[:steps], progress.held)
+    correct = [min(pair) for pair in zip(progress.correct_drafts[:steps], lengths, strict=True)]
     histogram = [0] * (max(correct, default=0) + 1) if correct else []
     for count in correct:
         histogram[count] += 1
-    end = request.finished_at if request.finished_at is not None else time.monotonic()
+    finish, end = (request.finish, request.finished_at) if progress.finished else (None, None)
     return {
         "id": request.rid,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(request.output),
+        "completion_tokens": tokens,
         "cached_tokens": request.cached_tokens,
-        "finish_reason": request.finish.as_dict() if request.finish else None,
-        "e2e_latency": end - request.arrival,
+        "finish_reason": finish.as_dict() if finish else None,
+        "e2e_latency": (time.monotonic() if end is None else end) - request.arrival,
         "spec_verify_ct": steps,
-        "spec_accept_length": len(request.output) / steps if steps else 0.0,
-        "spec_accept_rate": sum(correct) / request.proposed if request.proposed else 0.0,
+        "spec_accept_length": tokens / steps if steps else 0.0,
+        "spec_accept_rate": sum(correct) / progress.proposed if progress.proposed else 0.0,
         "spec_num_correct_drafts": sum(correct),
-        "spec_num_proposed_drafts": request.proposed,
+        "spec_num_proposed_drafts": progress.proposed,
         "spec_correct_drafts_histogram": histogram,
-        "spec_accept_lengths": list(request.accept_lengths),
+        "spec_accept_lengths": lengths,
     }

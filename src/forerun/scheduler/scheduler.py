@@ -17,7 +17,6 @@ Who owns a page:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from forerun.core.errors import InternalError, RequestError
@@ -26,6 +25,7 @@ from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import PrefixStore
 from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
+from forerun.scheduler.stop_checker import append_tokens
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,11 @@ class Scheduler:
         limits: Limits,
         allocator: PageAllocator,
         prefix: PrefixStore,
-        take: Callable[[Request, list[int]], None],
         widths: WidthPolicy,
     ) -> None:
-        """`take` appends new tokens to a request's output and sets `finish` at a stop."""
         self.limits = limits
         self.allocator = allocator
         self.prefix = prefix
-        self._take = take
         self.widths = widths
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first; the last is preempted first
@@ -107,6 +104,17 @@ class Scheduler:
             return
         request.finish = FinishReason("abort", message=message)
         self._end(request)
+
+    def finish(self, request: Request, reason: FinishReason, num_tokens: int) -> None:
+        """Ends a request with its first `num_tokens` output tokens and `reason`.
+
+        Also of one that ended by itself in the step just booked: whoever reads its text found that
+        it ends earlier.
+        """
+        request.trim(num_tokens)
+        request.finish = reason
+        if request.state is not State.FINISHED:
+            self._end(request)
 
     @property
     def has_work(self) -> bool:
@@ -289,10 +297,8 @@ class Scheduler:
     # --- results and release --------------------------------------------------------------------
 
     def _append(self, request: Request, tokens: list[int], verified: bool) -> Request:
-        before = len(request.output)
-        self._take(request, tokens)
+        kept = append_tokens(request, tokens)
         if verified:  # a stop inside the run cuts it: drafts past the stop do not count
-            kept = max(len(request.output) - before, 0)
             request.accept_lengths.append(kept)
             request.correct_drafts.append(min(kept, len(tokens) - 1))
         if request.finish is not None:

@@ -1,0 +1,53 @@
+"""Checks of the types of values that users give.
+
+Each takes the name of the value and the class of the error to raise, and returns the value as
+Python's own type. NumPy's integers and floats are taken. A float is not an integer, and a bool is
+neither an integer nor a number.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from forerun.core.errors import ForerunError, shown
+
+Error = type[ForerunError]
+
+
+def boolean(name: str, value: Any, error: Error) -> bool:
+    if not isinstance(value, bool):
+        raise error(f"{name} must be true or false, got {shown(value)}.")
+    return value
+
+
+def integer(name: str, value: Any, error: Error) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise error(f"{name} must be an integer, got {shown(value)}.")
+    return int(value)
+
+
+def number(name: str, value: Any, error: Error) -> float:
+    """Also finite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise error(f"{name} must be a number, got {shown(value)}.")
+    try:
+        converted = float(value)
+    except OverflowError:
+        converted = math.inf
+    if not math.isfinite(converted):
+        raise error(f"{name} must be finite, got {shown(value)}.")
+    return converted
+
+
+def text(name: str, value: Any, error: Error) -> str:
+    if not isinstance(value, str):
+        raise error(f"{name} must be a string, got {shown(value)}.")
+    return value
+
+
+def of_type(kind: type, name: str, value: Any, error: Error) -> Any:
+    """A value of type bool, int, float or str."""
+    checks = {bool: boolean, int: integer, float: number, str: text}
+    return checks[kind](name, value, error)

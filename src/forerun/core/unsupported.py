@@ -1,0 +1,61 @@
+"""Parameters of other engines that users try: why they are refused, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+RENAMED = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "stop_strings": "stop",
+    "prompt": "prompts",
+    "text": "prompts",
+    "prompt_token_ids": "input_ids",
+}
+
+_REASONS = {
+    "log-probabilities are not returned; leave it out": (
+        "logprobs prompt_logprobs top_logprobs return_logprob logprob_start_len top_logprobs_num"
+        " token_ids_logprob return_text_in_logprobs logprob_token_ids"
+    ),
+    "hidden states are not returned; leave it out": "return_hidden_states",
+    "there are no penalties; temperature, top_p and min_p shape the distribution": (
+        "frequency_penalty presence_penalty repetition_penalty"
+    ),
+    "there are no grammars; ask for the format in the prompt and check the text": (
+        "json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex"
+        " guided_grammar guided_choice guided_decoding response_format"
+    ),
+    "logits cannot be changed; leave it out": (
+        "logit_bias logits_processors custom_logit_processor custom_params allowed_token_ids"
+        " bad_words"
+    ),
+    "adapters cannot be loaded; merge the adapter into the model": "lora_path lora_request",
+    "the input is text or token ids only": (
+        "image_data audio_data video_data multi_modal_data mm_processor_kwargs input_embeds"
+        " prompt_embeds"
+    ),
+    "there is no beam search; use n > 1 with a temperature and choose": (
+        "best_of use_beam_search length_penalty early_stopping"
+    ),
+    "stop strings are cut off, and they are plain strings; use stop": (
+        "no_stop_trim include_stop_str_in_output stop_regex"
+    ),
+    "text is decoded as the tokenizer spells it; leave it out": (
+        "spaces_between_special_tokens detokenize clean_up_tokenization_spaces"
+    ),
+    "requests run in the order of their arrival; leave it out": "priority",
+}
+UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+
+
+def refusal(name: str, known: Iterable[str] = ()) -> str | None:
+    """Why a parameter that is none is refused, where it is another engine's; `known`: names that
+    may be given in its place."""
+    if name in RENAMED and (RENAMED[name] in known or not known):
+        return f"{name} is called {RENAMED[name]} here."
+    if name in UNSUPPORTED:
+        return f"{name} is not supported yet: {UNSUPPORTED[name]}."
+    return None

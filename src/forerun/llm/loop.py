@@ -1,0 +1,229 @@
+"""The engine's thread: it alone steps the engine; callers of any thread give it requests and wait.
+
+A call hands its requests over through a thread-safe queue and reads what becomes of them from a
+queue of its own, so the requests of all calls run in one batch. While there are none the thread
+sleeps and does not touch the engine: benchmarks then step it by hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
+
+from forerun.core.errors import EngineClosedError
+from forerun.core.request import FinishReason, Request, State
+from forerun.engine.engine import Engine
+from forerun.llm.output import Progress
+from forerun.llm.text import OutputText
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Job:
+    """A request of one call: sample `index` of prompt `prompt_index`."""
+
+    request: Request
+    prompt_index: int
+    index: int
+    text: OutputText | None  # kept current in the engine's thread; None: nobody needs it before
+    num_seen: int = 0  # tokens that events told of
+
+
+class Event(NamedTuple):
+    """What a step did to a job: more tokens, or its end."""
+
+    job: Job
+    text: str  # new, where the job has a text
+    progress: Progress
+
+
+@dataclass(eq=False)
+class Call:
+    """The jobs of one `generate`. Its events end with None."""
+
+    jobs: list[Job]
+    partial: bool  # events of every step; otherwise of ends only
+    events: SimpleQueue[Event | BaseException | None] = field(default_factory=SimpleQueue)
+
+
+class EngineLoop:
+    """Steps an engine in a thread of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._running: dict[Job, Call] = {}
+        self._lock = threading.Lock()  # no command is queued after that to close
+        self._closed = False  # for callers
+        self._stopping = False  # for the thread
+        self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
+        self._thread.start()
+
+    # --- callers, from any thread ---------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """Queues the requests of a call.
+
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        self._post(lambda: self._start(call))
+
+    def do(self, action: Callable[[], T]) -> T:
+        """Runs `action` in the engine's thread between two steps, and waits for it.
+
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        future: Future[T] = Future()
+        self._post(lambda: _resolve(future, action))
+        return future.result()
+
+    def abandon(self, call: Call) -> None:
+        """Aborts what still runs of a call. On return, nothing does."""
+        if threading.current_thread() is self._thread:
+            self.abandon_later(call)
+            return
+        try:
+            self.do(lambda: self._abandon(call))
+        except EngineClosedError:
+            return  # it has ended with all others
+
+    def abandon_later(self, call: Call) -> None:
+        """The same without waiting and without a lock: the garbage collector may come any time."""
+        self._commands.put(lambda: self._abandon(call))
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        if self._closed:
+            raise EngineClosedError("This LLM was closed and cannot be used again; make a new one.")
+
+    def close(self) -> None:
+        """Aborts all requests, then ends the thread."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(self._stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            self.check_open()
+            self._commands.put(command)
+
+    # --- the engine's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._engine.bind_to_thread()
+            while not self._stopping:
+                while not (self._stopping or (self._running and self._commands.empty())):
+                    self._commands.get()()  # sleeps while there is nothing to do
+                if self._running:
+                    self._step()
+        finally:
+            self._shut_down()
+
+    def _step(self) -> None:
+        """One step for all. What it raises reaches every caller; the engine goes on."""
+        try:
+            self._engine.step()
+            events = self._advance()
+        except Exception as error:  # noqa: BLE001  raised again by those who wait
+            self._fail(error, set(self._running.values()))
+            return
+        # Callers that have read their end may step the engine by hand: from here on, nothing here
+        # touches it, unless something runs.
+        for call, event in events:
+            call.events.put(event)
+
+    def _advance(self) -> list[tuple[Call, Event | None]]:
+        """Finds stop strings in new tokens; what callers get to know."""
+        events: list[tuple[Call, Event | None]] = []
+        for job, call in list(self._running.items()):
+            request = job.request
+            new = len(request.output) > job.num_seen
+            job.num_seen = len(request.output)
+            if new and job.text is not None:
+                self._look_for_stop(request, job.text)
+            if request.state is State.FINISHED:
+                self._engine.close_request(request)
+                text = job.text.take_rest() if job.text is not None else ""
+                events.append((call, Event(job, text, Progress.of(request))))
+                del self._running[job]
+            elif new and call.partial:
+                text, shown = ("", job.num_seen) if job.text is None else job.text.take()
+                events.append((call, Event(job, text, Progress.of(request, shown))))
+        still = set(self._running.values())
+        ended = dict.fromkeys(c for c, e in events if e and e.progress.finished and c not in still)
+        return [*events, *((call, None) for call in ended)]
+
+    def _look_for_stop(self, request: Request, text: OutputText) -> None:
+        reason = request.finish
+        match = text.feed(request.output, stop_id=reason is not None and reason.type == "stop")
+        if match is not None:
+            stop, num_tokens = match
+            self._engine.finish(request, FinishReason("stop", matched=stop), num_tokens)
+
+    def _start(self, call: Call) -> None:
+        if not call.jobs:
+            call.events.put(None)
+        self._running |= dict.fromkeys(call.jobs, call)
+        try:
+            for job in call.jobs:
+                self._engine.submit(job.request)
+        except Exception as error:  # noqa: BLE001  raised again by the caller
+            self._fail(error, [call])
+
+    def _abandon(self, call: Call) -> None:
+        self._drop(call, "aborted by the user")
+        call.events.put(None)
+
+    def _fail(self, error: BaseException, calls: Iterable[Call]) -> None:
+        for call in calls:
+            self._drop(call, f"{type(error).__name__}: {error}")
+            call.events.put(error)
+            call.events.put(None)
+
+    def _drop(self, call: Call, message: str) -> None:
+        """Aborts what still runs of a call."""
+        for job in call.jobs:
+            if self._running.pop(job, None) is not None:
+                self._engine.abort(job.request.rid, message)
+                self._engine.close_request(job.request)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _shut_down(self) -> None:
+        """Whoever waits is told; also where this thread was ended by an error of its own."""
+        with self._lock:
+            self._closed = True
+        try:
+            self._engine.abort_all("the engine was closed")
+            for call, event in self._advance():
+                call.events.put(event)
+            while self._engine.has_work:
+                self._engine.step()
+            self._engine.close()
+        finally:
+            while not self._commands.empty():
+                self._commands.get()()
+            error = EngineClosedError("The engine ended before its requests did.")
+            self._fail(error, set(self._running.values()))
+
+
+def _resolve(future: Future[T], action: Callable[[], T]) -> None:
+    try:
+        future.set_result(action())
+    except Exception as error:  # noqa: BLE001  raised again by who waits
+        future.set_exception(error)

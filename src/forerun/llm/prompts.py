@@ -1,0 +1,116 @@
+"""What callers give as input, made into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forerun.core.errors import RequestError, shown
+
+SEPARATOR = "\n"  # between the text parts of a message, as in vLLM
+
+
+def token_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
+    """Lists of token ids, and whether `input_ids` was a single one. The engine checks the ids."""
+    if not isinstance(input_ids, list | tuple):
+        raise RequestError(
+            "input_ids must be a list of token ids or a list of such lists, got"
+            f" {type(input_ids).__name__} {shown(input_ids)}."
+        )
+    if not any(isinstance(ids, list | tuple) for ids in input_ids):
+        return [list(input_ids)], True
+    for ids in input_ids:
+        if not isinstance(ids, list | tuple):
+            raise RequestError(f"input_ids mixes lists with {shown(ids)}; give lists only.")
+    return [list(ids) for ids in input_ids], False
+
+
+def text_ids(tokenizer: Any, prompts: Any) -> tuple[list[list[int]], bool]:
+    """Token ids of texts, and whether `prompts` was a single one."""
+    single = isinstance(prompts, str)
+    texts = [prompts] if single else prompts
+    if not isinstance(texts, list | tuple):
+        raise RequestError(f"prompts must be text or a list of texts, got {shown(prompts)}.")
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"A prompt must be text, got {shown(text)}.")
+    return [encode(tokenizer, text) for text in texts], single
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Raises RequestError for text that has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"The text has a lone surrogate, {shown(text[error.start])}, which is no character;"
+            " remove it."
+        ) from None
+    ids: list[int] = tokenizer(text, **options)["input_ids"]
+    return ids
+
+
+def chat_ids(tokenizer: Any, messages: Any) -> tuple[list[list[int]], bool]:
+    """Token ids of conversations, by the chat template, and whether it was a single one."""
+    if isinstance(messages, Mapping):
+        raise RequestError("messages is one message; put it into a list: [{...}].")
+    if not isinstance(messages, list | tuple):
+        raise RequestError(f"messages must be a list of messages, got {shown(messages)}.")
+    if not messages:
+        raise RequestError("messages is empty; give at least one message.")
+    single = not isinstance(messages[0], list | tuple)
+    return [_render(tokenizer, c) for c in ([messages] if single else messages)], single
+
+
+def _render(tokenizer: Any, conversation: Any) -> list[int]:
+    import jinja2  # what transformers renders templates with
+
+    if not isinstance(conversation, list | tuple) or not conversation:
+        raise RequestError(
+            f"A conversation must be a non-empty list of messages, got {shown(conversation)}."
+        )
+    messages = [_message(message) for message in conversation]
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # There is no template, or it refuses, or it does not take what other templates do.
+    except (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RequestError(
+            f"The chat template does not take these messages: {reason[:200]} Use generate for"
+            " plain text."
+        ) from error
+    return encode(tokenizer, text, add_special_tokens=False)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message whose content is text, or None where a message without is meant (tool calls)."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"A message needs 'role' and 'content', got {shown(message)}.")
+    if "content" not in message and "tool_calls" not in message:
+        raise RequestError(f"A message needs 'role' and 'content', got {shown(dict(message))}.")
+    return {**message, "content": _content(message.get("content"))}
+
+
+def _content(content: Any) -> str | None:
+    """Text, or the text parts of OpenAI's list form, joined."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError(f"The content of a message must be text, got {shown(content)}.")
+    return SEPARATOR.join(map(_part, content))
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, Mapping) or "type" not in part:
+        raise RequestError(
+            "A part of a message's content must be {'type': 'text', 'text': ...}, got"
+            f" {shown(part)}."
+        )
+    if part["type"] != "text":
+        raise RequestError(
+            f"Content of type {shown(part['type'])} is not supported: this engine reads text only."
+        )
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"A text part needs 'text', a string, got {shown(dict(part))}.")
+    text: str = part["text"]
+    return text

@@ -1,0 +1,194 @@
+"""From token ids to text: incremental detokenization and stop strings.
+
+The engine gives token ids. Here they become text, stop strings are found, and text and ids are
+trimmed together. What is shown of a growing text is never taken back: bytes of an incomplete
+character and what may be the beginning of a stop string are held back.
+
+All of it is a function of the token ids alone. How many of them a step gave changes nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from forerun.core.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
+MAX_PENDING = 16  # tokens that may wait for the rest of a character (UTF-8 has at most 4 bytes)
+WINDOW = 24  # tokens that are decoded again, as context, before the window is moved
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def decode(
+        self,
+        token_ids: list[int],
+        *,
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool = ...,
+    ) -> str: ...
+
+
+class Detokenizer:
+    """Incremental detokenization: a character is given out when all its bytes are there."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        # Decoders may strip or join at the start: tokens are decoded behind some that were given
+        # out, and what their text is longer by is new.
+        self._window: list[int] = []
+        self._done = 0  # tokens of the window that were given out,
+        self._length = 0  # and characters of its text
+        self._last = 0  # where the tokens that were given out last begin
+
+    def push(self, token: int) -> str:
+        """The characters that one more token completes."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        full = len(self._window) - self._done > MAX_PENDING
+        if len(text) <= self._length:
+            if full:  # special tokens that are skipped: no context for what follows
+                del self._window[self._done :]
+            return ""
+        if text.endswith(REPLACEMENT) and not full:
+            return ""
+        new, self._length = text[self._length :], len(text)
+        self._last, self._done = self._done, len(self._window)
+        if self._done > WINDOW:
+            del self._window[: self._last]
+            self._last, self._done = 0, len(self._window)
+            self._length = len(self._decode(self._window))
+        return new
+
+    def flush(self) -> str:
+        """What is still held back: bytes that never became a character."""
+        text = self._decode(self._window)
+        new, self._length = text[self._length :], max(len(text), self._length)
+        self._done = len(self._window)
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        # Cleaning up would join what was given out already ("do n't").
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+
+
+def detokenize(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text of all of `ids`, the same as a `Detokenizer` gives token by token."""
+    text = tokenizer.decode(
+        list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    if REPLACEMENT not in text:
+        return text
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)  # decoders differ on broken bytes
+    return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
+
+
+class StopMatch(NamedTuple):
+    """A stop string that begins at character `start` of the text."""
+
+    start: int
+    stop: str
+
+
+class StopStrings:
+    """Looks for stop strings in a growing text (Knuth, Morris and Pratt 1977, one state a string).
+
+    `held` is the length of the longest end of the text that is the beginning of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._states = [0] * len(stops)  # characters of each that the text ends with
+        self._seen = 0
+
+    @property
+    def held(self) -> int:
+        return max(self._states, default=0)
+
+    def scan(self, text: str) -> StopMatch | None:
+        """Of the stop strings that end in `text`, which continues what was scanned before, the one
+        that begins first."""
+        matches: list[StopMatch] = []
+        for i, (stop, borders) in enumerate(self._stops):
+            state = self._states[i]
+            for at, char in enumerate(text, self._seen + 1):
+                while state and char != stop[state]:
+                    state = borders[state]
+                state += char == stop[state]
+                if state == len(stop):
+                    matches.append(StopMatch(at - state, stop))
+                    state = borders[state]
+            self._states[i] = state
+        self._seen += len(text)
+        return min(matches, default=None)
+
+
+def _borders(stop: str) -> list[int]:
+    """[n]: length of the longest proper prefix of stop[:n] that it also ends with."""
+    borders, state = [0, 0], 0
+    for char in stop[1:]:
+        while state and char != stop[state]:
+            state = borders[state]
+        state += char == stop[state]
+        borders.append(state)
+    return borders
+
+
+class OutputText:
+    """The text of one request's output, and where a stop string ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStrings(params.stop)
+        self._has_stops = bool(params.stop)
+        self._min_tokens = params.min_new_tokens
+        self._text = ""
+        self._ends: list[int] = []  # characters of the text after each token
+        self._shown = 0  # characters given out
+        self._end: int | None = None  # where a stop string begins
+
+    def feed(self, output: Sequence[int], stop_id: bool = False) -> tuple[str, int] | None:
+        """Takes in the new tokens of `output` (all so far), up to a stop string.
+
+        `stop_id`: the last is a stop id, which is tested before stop strings are. A stop string
+        counts where the token that completes it is past the first `min_new_tokens` - 1.
+
+        Returns:
+            The stop string and how many tokens spell the text before it; None: there is none.
+        """
+        for token in output[len(self._ends) :]:
+            new = self._detokenizer.push(token)
+            self._text += new
+            self._ends.append(len(self._text))
+            match = self._stops.scan(new)
+            if stop_id and len(self._ends) == len(output):
+                return None
+            if match is not None and len(self._ends) >= self._min_tokens:
+                self._end = match.start
+                return match.stop, self._num_tokens(match.start)
+        return None
+
+    def take(self) -> tuple[str, int]:
+        """New text to be shown while the request runs, and how many tokens to show in all.
+
+        Where there are stop strings, tokens are held back with their text.
+        """
+        end = len(self._text) - self._stops.held
+        new, self._shown = self._text[self._shown : end], end
+        return new, self._num_tokens(end) if self._has_stops else len(self._ends)
+
+    def take_rest(self) -> str:
+        """What was not shown yet of a request that has ended."""
+        if self._end is None:
+            self._text += self._detokenizer.flush()
+        return self._text[self._shown : self._end]
+
+    def _num_tokens(self, end: int) -> int:
+        """The fewest tokens that spell the first `end` characters."""
+        return bisect_left(self._ends, end) + 1 if end else 0
