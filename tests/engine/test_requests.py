@@ -209,7 +209,7 @@ def test_two_thousand_random_requests_with_aborts_lose_no_page(
         ({"speculative_algorithm": "DFLSH"}, "Did you mean 'DFLASH'"),
         ({"speculative_algorithm": "DFLASH"}, "speculative_draft_model_path"),
         ({"page_siz": 16}, "Did you mean 'page_size'"),
-        ({"page_size": 17}, "page_size must be one of 1, 16, 64, 256"),
+        ({"page_size": 17}, "page_size must be one of 1, 16"),
         ({"dtype": "fp8"}, "dtype must be one of"),
         ({"mem_fraction_static": 1.5}, "between 0 and 1"),
         ({"context_length": 10**6}, "max_position_embeddings"),
