@@ -1,7 +1,7 @@
 # ruff: noqa: B023  closures over loop variables run within the iteration
 """Tunes GEMM dispatch (`kernels/gemm/dispatch.py`) and times all GEMMs of a decode step.
 
-    python benchmarks/kernels_gemm.py --tune --chain --out results.json
+    python -m forerun.bench.kernels.gemm --tune --chain --out results.json
 
 Needs a GPU. `--tune` times every GEMM with its epilogue (norm, SiLU-mul, argmax) in the library
 and in our kernels; weights rotate among copies larger than L2; times are medians of CUDA graph
@@ -25,8 +25,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gemm_chain import NUM_CANDIDATES, chain
-from gemm_work import (
+from torch import Tensor
+
+from forerun.bench.ceilings import read_bandwidth
+from forerun.bench.kernels.gemm_chain import NUM_CANDIDATES, chain
+from forerun.bench.kernels.gemm_work import (
     ADD_NORM,
     ARGMAX,
     DEVICE,
@@ -43,9 +46,6 @@ from gemm_work import (
     error,
     library,
 )
-from torch import Tensor
-
-from forerun.bench.ceilings import read_bandwidth
 from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig, TritonGemmConfig, num_tiles
 from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, choose_gemm
 from forerun.kernels.gemm.gemm import GemmWeight, gemm_silu_mul

@@ -1,6 +1,6 @@
-"""The kernels around the products, at Qwen3-8B's shapes: time, bandwidth, and plain PyTorch's time.
+"""The kernels between GEMMs at Qwen3-8B's shapes: time, bandwidth, and plain PyTorch's time.
 
-    python benchmarks/kernels_fused.py --rows 1 16 128 512 --json results.json
+    python -m forerun.bench.kernels.fused --rows 1 16 128 512 --json results.json
 
 Needs a GPU. Times are per call, of many calls in one CUDA graph; inputs are small enough to stay
 in the L2 cache up to some rows, as they do in a decode step. The copy bandwidth is measured in
@@ -59,7 +59,7 @@ def timed(work: Work, calls: int = 20, repeats: int = 9) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
                 work()
-        times = []
+        times: list[float] = []
         for turn in range(repeats + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -195,7 +195,7 @@ def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

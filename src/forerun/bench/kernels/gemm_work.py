@@ -1,4 +1,4 @@
-"""Shared by `kernels_gemm.py` and `gemm_chain.py`: the GEMMs, how each is run, and timing."""
+"""Shared by `gemm.py` and `gemm_chain.py`: the GEMMs, how each is run, and timing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Report:
 
     def floor_us(self, weight_bytes: int) -> float:
         """Time to read so many bytes once, at the measured bandwidth."""
-        return weight_bytes / self.found["read_tbs"] / 1e6
+        terabytes_per_second: float = self.found["read_tbs"]
+        return weight_bytes / terabytes_per_second / 1e6
 
 
 def config_of(entry: dict[str, Any]) -> GemmConfig:
@@ -226,7 +227,8 @@ class Timer:
                 graph.replay()
             end.record()
             end.synchronize()
-        return start.elapsed_time(end) * 1e3 / count
+        us: float = start.elapsed_time(end) * 1e3 / count
+        return us
 
     def __call__(self, work: Callable[[], object], repeats: int = 7) -> float:
         graph = self.capture(work)

@@ -1,7 +1,8 @@
 # ruff: noqa: B023  closures over loop variables run within the iteration
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """All GEMMs of a decode step in one CUDA graph: the best configuration alone may lose there.
 
-Part of `kernels_gemm.py --chain`: the layers and the LM head of Qwen3-8B with the decoder's fusion,
+Part of `gemm.py --chain`: the layers and the LM head of Qwen3-8B with the decoder's fusion,
 and stand-ins for attention.
 """
 
@@ -15,7 +16,9 @@ from dataclasses import asdict, replace
 
 import torch
 import torch.nn.functional as F
-from gemm_work import (
+from torch import Tensor
+
+from forerun.bench.kernels.gemm_work import (
     DEVICE,
     EPS,
     INNER,
@@ -29,8 +32,6 @@ from gemm_work import (
     compile_all,
     config_of,
 )
-from torch import Tensor
-
 from forerun.kernels.gemm.config import TritonGemmConfig, m_bucket
 from forerun.kernels.gemm.dispatch import TUNED, GemmChoice, choose_gemm
 from forerun.kernels.gemm.gemm import DeferredNorm
@@ -99,7 +100,7 @@ class Chain:
         entry = TUNED.setdefault(gpu_of(x.device).capability, {})
         for name, choice in choices.items():
             entry.setdefault(SHAPES[name][:2], {})[bucket] = choice
-        residual = x
+        residual, last = x, x
         normed: Tensor | DeferredNorm = self.norm(x)
         for i, layer in enumerate(self.layers):
             y = between(between(layer["qkv"](normed), QKV), H)
@@ -109,8 +110,8 @@ class Chain:
                 reader = self.layers[i + 1]["qkv"]
                 normed, residual = join(layer["down"], self.norm, reader, y, residual)
             else:
-                normed, residual = self.norm.add(layer["down"](y), residual)
-        return self.head.argmax(normed)
+                last, residual = self.norm.add(layer["down"](y), residual)
+        return self.head.argmax(last)
 
 
 def candidates(report: Report, name: str, bucket: int) -> list[GemmChoice]:

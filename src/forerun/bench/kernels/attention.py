@@ -1,11 +1,11 @@
 """Paged attention against what the GPU can read and multiply.
 
-    python benchmarks/kernels_attention.py [--json results.json] [--sweep]
+    python -m forerun.bench.kernels.attention [--json results.json] [--sweep]
 
-Each case is timed as a CUDA graph of one launch a layer over as many layers' pools as exceed the
-L2 cache; "behind" cases have the kernel that writes K/V before each launch, as a step has, and its
-time by itself is taken off. Short blocks are compared with a kernel that only reads, prompt chunks
-(the FLOPs of the scores that count) with a large matrix product, both measured in the same run.
+Each case is timed as a CUDA graph with one launch a layer, over enough layers' pools to exceed the
+L2 cache. "after write" cases launch the kernel that writes K/V before each attention, as a step
+does, and subtract that kernel's own time. Decode and verify are compared with the measured read
+bandwidth, prefill (FLOPs of unmasked scores) with a large GEMM, both measured in the same run.
 `--sweep` tries tiles and splits and prints the best of each case.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention.decode import MaskSpec, paged_attention
@@ -38,6 +37,9 @@ HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
 SCALE = DIM**-0.5
 ROTATE = 300 << 20  # bytes of K/V that one round of a graph goes through
 SHORT = list(itertools.product((1, 8, 32), (1056, 8192), (1, 16)))  # batch, context, width
+
+
+Result = dict[str, Any]  # of one case, as in the JSON
 
 
 @dataclass
@@ -79,7 +81,7 @@ def median_us(run: Callable[[], Any], launches: int, rounds: int = 7) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -109,7 +111,7 @@ def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
     return median_us(run, len(pools.k))
 
 
-def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
+def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> Result:
     pools = Pools.make(batch, context, width, dtype, page, None)
     group = HEADS // KV_HEADS
     splits = choose_splits(
@@ -122,8 +124,8 @@ def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: i
     return {"case": f"{name} {kind}", "splits": splits, "us": took, "gbs": read / took / 1e3}
 
 
-def behind_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> dict:
-    """Attention behind the fused norm, rope and write of its own rows."""
+def after_write_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> Result:
+    """Attention after the kernel that norms, rotates and writes its own K/V."""
     pools = Pools.make(batch, context, width, dtype, page, None)
     device, group = pools.q.device, HEADS // KV_HEADS
     splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype, page)
@@ -144,7 +146,7 @@ def behind_case(batch: int, context: int, width: int, dtype: torch.dtype, page: 
     took = median_us(lambda: run(True), len(pools.k)) - median_us(lambda: run(False), len(pools.k))
     read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
     kind = str(dtype).removeprefix("torch.")
-    name = f"behind b{batch} w{width} ctx{context} page{page} {kind}"
+    name = f"after write b{batch} w{width} ctx{context} page{page} {kind}"
     return {"case": name, "splits": splits, "us": took, "gbs": read / took / 1e3}
 
 
@@ -173,7 +175,7 @@ def prefill(pools: Pools, count: int, context: int, tiles: Tiles | None) -> floa
     return median_us(run, 1)
 
 
-def prefill_case(count: int, width: int, context: int, page: int) -> dict:
+def prefill_case(count: int, width: int, context: int, page: int) -> Result:
     pools = Pools.make(count, context, width, torch.bfloat16, page, 1)
     took = prefill(pools, count, context, None)
     seen = count * (width * (context - width) + width * (width + 1) / 2)
@@ -201,6 +203,8 @@ def prefill_candidates() -> list[Tiles]:
 
 def compile_one(job: tuple[str, Tiles, int]) -> None:
     """In a process of its own: leaves the compiled kernel in Triton's cache."""
+    from triton.runtime.errors import OutOfResources
+
     kind, tiles, width = job
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
@@ -215,7 +219,7 @@ def compile_one(job: tuple[str, Tiles, int]) -> None:
         print(f"{kind} {tiles}: too large")
 
 
-def sweep() -> Iterable[dict]:
+def sweep() -> Iterable[Result]:
     jobs = [("short", tiles, width) for width in (1, 16) for tiles in short_candidates(width)]
     jobs += [("prefill", tiles, 0) for tiles in prefill_candidates()]
     spawn = multiprocessing.get_context("spawn")
@@ -241,26 +245,28 @@ def sweep() -> Iterable[dict]:
 
 
 def _try(run: Callable[[], float]) -> float:
+    from triton.runtime.errors import OutOfResources
+
     try:
         return run()
     except OutOfResources:
         return float("inf")
 
 
-def _best(name: str, found: list[tuple[float, int, Tiles]]) -> Iterator[dict]:
+def _best(name: str, found: list[tuple[float, int, Tiles]]) -> Iterator[Result]:
     for took, splits, tiles in sorted(found, key=lambda f: f[0])[:400]:
         yield {"case": name, "us": took, "splits": splits, **asdict(tiles)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
     results: dict[str, Any] = {"gpu": torch.cuda.get_device_name()}
     ceilings = Ceilings.measure(torch.device("cuda"), torch.bfloat16)
     results["read_gbs"] = ceilings.read_bytes_per_second / 1e9
-    results["product_tflops"] = ceilings.flops / 1e12
+    results["gemm_tflops"] = ceilings.flops / 1e12
     print(f"{results['gpu']}. {ceilings.line()}")
     if options.sweep:
         results["sweep"] = list(sweep())
@@ -274,7 +280,7 @@ def main() -> None:
     rows += [short_case(32, 8192, 1, fp8, PAGE)]
     rows += [short_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
     kinds = ((torch.bfloat16, PAGE), (torch.bfloat16, 64), (fp8, PAGE))
-    rows += [behind_case(*shape, *kind) for kind in kinds for shape in SHORT]
+    rows += [after_write_case(*shape, *kind) for kind in kinds for shape in SHORT]
     rows += [prefill_case(32, 1024, 1024, PAGE), prefill_case(8, 1024, 1024, PAGE)]
     rows += [prefill_case(1, 8192, 8192, PAGE), prefill_case(1, 4096, 8192, PAGE)]
     rows += [prefill_case(8, 1024, 1024, 64)]
@@ -282,7 +288,7 @@ def main() -> None:
         if "gbs" in row:
             rate = f"{row['gbs']:8.0f} GB/s {row['gbs'] / results['read_gbs']:6.1%}"
         else:
-            share = row["tflops"] / results["product_tflops"]
+            share = row["tflops"] / results["gemm_tflops"]
             rate = f"{row['tflops']:8.0f} TFLOP/s {share:6.1%}"
         print(f"{row['case']:44} {row['us']:9.2f} us {rate}  splits {row.get('splits', 1)}")
     results["cases"] = rows
