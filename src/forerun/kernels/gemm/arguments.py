@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: built per launch, frozen ones cost 1 µs more
 class GemmArguments:
     """Operands, outputs, and what the epilogue reads; None: the epilogue has no such step.
 

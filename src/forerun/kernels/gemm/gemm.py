@@ -19,7 +19,8 @@ Without Triton (a CPU outside the tests), each function runs its reference imple
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def gemm(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -> Tensor:
     if not use_triton(w.weight):
         return _gemm_ref(x, w).to(w.weight.dtype)
     out = w.weight.new_empty(_input(x).shape[0], w.weight.shape[0])
-    _launch(config, w, replace(_arguments(x, w), out=out))
+    _launch(config, w, _arguments(x, w, out=out))
     return out
 
 
@@ -74,7 +75,7 @@ def gemm_add(
     if not use_triton(w.weight):
         return (_gemm_ref(x, w) + residual.float()).to(residual.dtype)
     out = torch.empty_like(residual)
-    _launch(config, w, replace(_arguments(x, w), out=out, residual=residual))
+    _launch(config, w, _arguments(x, w, out=out, residual=residual))
     return out
 
 
@@ -95,8 +96,9 @@ def gemm_add_deferred_norm(
     out, norm_out = torch.empty_like(residual), torch.empty_like(residual)
     m, n = residual.shape
     squares = residual.new_empty(-(-n // config.block_n), m, dtype=torch.float32)
-    args = replace(
-        _arguments(x, w),
+    args = _arguments(
+        x,
+        w,
         residual=residual,
         norm_weight=norm_weight,
         out=out,
@@ -113,7 +115,7 @@ def gemm_silu_mul(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -
         gate, up = _gemm_ref(x, w).chunk(2, -1)
         return (F.silu(gate) * up).to(w.weight.dtype)
     out = w.weight.new_empty(_input(x).shape[0], w.weight.shape[0] // 2)
-    _launch(config, w, replace(_arguments(x, w), out=out, silu_mul=True))
+    _launch(config, w, _arguments(x, w, out=out, silu_mul=True))
     return out
 
 
@@ -124,7 +126,7 @@ def gemm_argmax(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -> 
     m, tiles = _input(x).shape[0], -(-w.weight.shape[0] // config.block_n)
     tile_max = torch.empty(m, tiles, dtype=torch.float32, device=w.weight.device)
     tile_argmax = torch.empty(m, tiles, dtype=torch.int32, device=w.weight.device)
-    _launch(config, w, replace(_arguments(x, w), tile_max=tile_max, tile_argmax=tile_argmax))
+    _launch(config, w, _arguments(x, w, tile_max=tile_max, tile_argmax=tile_argmax))
     return gemm_triton.reduce_argmax(tile_max, tile_argmax)
 
 
@@ -151,11 +153,11 @@ def _input(x: Tensor | DeferredNorm) -> Tensor:
     return x.x if isinstance(x, DeferredNorm) else x
 
 
-def _arguments(x: Tensor | DeferredNorm, w: GemmWeight) -> GemmArguments:
-    """The operands; outputs and the rest of the epilogue are added by the caller."""
+def _arguments(x: Tensor | DeferredNorm, w: GemmWeight, **epilogue: Any) -> GemmArguments:
+    """The operands, with the other fields of `GemmArguments`."""
     if isinstance(x, DeferredNorm):
-        return GemmArguments(x.x, w.weight, w.bias, x.sum_of_squares, x.eps)
-    return GemmArguments(x, w.weight, w.bias)
+        return GemmArguments(x.x, w.weight, w.bias, x.sum_of_squares, x.eps, **epilogue)
+    return GemmArguments(x, w.weight, w.bias, **epilogue)
 
 
 def _gemm_ref(x: Tensor | DeferredNorm, w: GemmWeight) -> Tensor:

@@ -54,13 +54,13 @@ class Sm90Variant:
     @classmethod
     def of(cls, args: GemmArguments) -> Sm90Variant:
         return cls(
-            silu_mul=args.silu_mul,
-            partials=args.partials is not None,
-            argmax=args.tile_argmax is not None,
-            deferred_norm_in=args.sum_of_squares is not None,
-            residual=args.residual is not None,
-            deferred_norm_out=args.norm_out is not None,
-            bias=args.bias is not None,
+            args.silu_mul,
+            args.partials is not None,
+            args.tile_argmax is not None,
+            args.sum_of_squares is not None,
+            args.residual is not None,
+            args.norm_out is not None,
+            args.bias is not None,
         )
 
 
@@ -126,8 +126,9 @@ def _wgmma_macros(block_n: int) -> dict[str, str]:
 def launch(config: Sm90GemmConfig, args: GemmArguments) -> None:
     """Runs one GEMM. `config.split_k` is used only if `args.partials` is the output."""
     x, weight, variant = args.x, args.weight, Sm90Variant.of(args)
-    split_k = config.split_k if variant.partials else 1
-    config = replace(config, split_k=split_k)
+    if config.split_k > 1 and not variant.partials:
+        config = replace(config, split_k=1)
+    split_k = config.split_k
     (m, k), weight_rows = x.shape, weight.shape[0]
     n, tile_n = weight_rows // (1 + args.silu_mul), config.block_n // (1 + args.silu_mul)
     assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
