@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from forerun.bench.kernels import gemm_chain
 from forerun.kernels.gemm import gemm_triton
 from tests.kernels.compiled import CUDA, Case
 
@@ -67,5 +68,13 @@ CASES = [
         {"tile_max": "*fp32", "tile_argmax": "*i32", "out": "*i64", "tiles": "i32"},
         {"BLOCK": 1024, "PDL": False},
         wide=False,  # rows of any length
+    ),
+    Case(
+        "benchmark's stand-in for attention",
+        gemm_chain._between_kernel,
+        {"x": "*bf16", "out": "*bf16", "N_IN": "i32", "N_OUT": "i32"},
+        {"BLOCK": 1024, "PDL": False},
+        multiples=("N_IN", "N_OUT"),
+        wide=False,  # 4 elements per thread with 64 threads per warp
     ),
 ]

@@ -20,12 +20,12 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
+    def patch_and_fix(tensor: Any, scope: Any) -> None:
         """Triton 3.6 makes loop bounds with `int(array)`, which numpy 2.4 no longer takes."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_mend)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_and_fix)
 
 
 @pytest.fixture

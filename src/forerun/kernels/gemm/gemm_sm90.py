@@ -26,13 +26,13 @@ from pathlib import Path
 import torch
 
 from forerun.kernels.gemm.arguments import GemmArguments
-from forerun.kernels.gemm.config import BLOCK_K_SM90, Sm90GemmConfig
+from forerun.kernels.gemm.config import BLOCK_K_SM90 as BLOCK_K
+from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import gpu_of
 
 ARCHITECTURE = "sm_90a"
 SOURCE = Path(__file__).with_name("gemm_sm90.cu")
-BLOCK_K = BLOCK_K_SM90
 MAX_DEFERRED_NORM_M = 512  # tokens whose 1 / rms fit into shared memory
 EPILOGUE_STRIDE = 40  # floats per staged row of 32 columns, padded to avoid bank conflicts
 MAX_SMEM_BYTES = 227 << 10  # per CTA
