@@ -76,7 +76,7 @@ def test_sweep(forced: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     ("engine", "lengths", "message"),
     [
-        ({"speculative_algorithm": "NONE"}, [], "nothing to adapt"),
+        ({"speculative_algorithm": "NONE"}, [], "needs --speculative-algorithm"),
         ({"speculative_simulate_accept_length": 2.0}, [], "--accept-length"),
         ({}, [2.0, 0.5], "at least 1, got 0.5"),
     ],
@@ -101,8 +101,8 @@ def test_settings_force_the_largest_length() -> None:
         ("bench adaptive --repetitions 0", "--repetitions must be >= 1"),
         ("bench adaptive --random-input --batch-size 1", "give --accept-length"),
         ("bench adaptive --accept-length 99 --batch-size 1", "the 16 tokens that a step verifies"),
-        ("bench overlap --device cpu", "Steps overlap on a GPU only"),
-        ("bench overlap --disable-overlap-schedule", "Both ways are measured"),
+        ("bench overlap --device cpu", "Overlap scheduling needs a GPU"),
+        ("bench overlap --disable-overlap-schedule", "Both are measured"),
         ("bench algorithms --num-examples 0", "--num-examples must be >= 1"),
         ("bench algorithms --algorithms DFLUSH", "Unknown speculative_algorithm"),
         ("bench algorithms --speculative-algorithm NGRAM", "with --algorithms"),

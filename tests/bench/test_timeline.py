@@ -9,7 +9,7 @@ import pytest
 
 from forerun.bench.figure import GAP, draw
 from forerun.bench.profile import kernel_table, shorten
-from forerun.bench.timeline import STEP, KernelRow, Span, Timeline, own
+from forerun.bench.timeline import STEP, KernelRow, Span, Timeline, exclusive
 
 Event = dict[str, Any]
 
@@ -89,7 +89,12 @@ def test_kernels_per_step_by_time() -> None:
 def test_time_of_overlapping_kernels_adds_up() -> None:
     """Launched early, a kernel waits for its predecessor: that time is the predecessor's."""
     spans = (Span("a", 0, 10), Span("b", 4, 10), Span("c", 5, 2), Span("a", 30, 10))
-    assert own(spans) == [Span("a", 0, 10), Span("b", 10, 4), Span("c", 7, 0), Span("a", 30, 10)]
+    assert exclusive(spans) == [
+        Span("a", 0, 10),
+        Span("b", 10, 4),
+        Span("c", 7, 0),
+        Span("a", 30, 10),
+    ]
     rows = Timeline((spans,)).kernels()
     assert rows == [
         KernelRow("a", 2, 20, 20),
@@ -107,11 +112,11 @@ def test_figure_marks_every_gap_to_scale() -> None:
     tree = ET.fromstring(draw(Timeline.of(TRACE), "a < b & c"))
     paths = [e for e in tree.iter() if e.tag.endswith("path")]
     marked = [e.attrib["d"] for e in paths if e.attrib["fill"] == GAP]
-    assert [d.count("M") for d in marked] == [2, 1, 1]  # all steps, then each gap from near
+    assert [d.count("M") for d in marked] == [2, 1, 1]  # all steps, then a close-up of each gap
     widths = [float(part.split("h")[1].split("v")[0]) for part in marked[0].split("M")[1:]]
     assert widths[1] == pytest.approx(2 * widths[0], abs=0.02)
     assert widths[0] == pytest.approx(912 * 10 / 285, abs=0.01)  # 3 steps take 285 µs
     said = " ".join(e.text or "" for e in tree.iter())
     assert "a < b & c" in said
-    assert "gap 2 from near: 20.0 µs" in said
+    assert "close-up of gap 2: 20.0 µs" in said
     assert "15.00%" in said

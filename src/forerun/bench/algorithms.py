@@ -1,4 +1,4 @@
-"""Algorithms side by side at batch size 1: the same prompts, plain decoding among them."""
+"""Compares algorithms, plain decoding included, at batch size 1 on the same prompts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Key = tuple[str, str]  # algorithm, FULL or ADAPTIVE
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm. Speed-ups are over plain decoding: of whole requests, medians over prompts."""
+    """One algorithm. Speed-ups relative to plain decoding: whole requests, medians over prompts."""
 
     algorithm: str
     accept_lengths: dict[str, float | None] = field(default_factory=dict)  # by skill, full width
     step_seconds: float | None = None  # of the full width
     speedup: float | None = None  # of the full width in every step
     adaptive_speedup: float | None = None
-    identical: bool | None = None  # token for token plain decoding, both ways, every time
+    identical: bool | None = None  # the tokens of plain decoding, with either policy, in every run
     reason: str | None = None  # why it could not start
 
     def as_dict(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def compare_algorithms(
     repetitions: int = 3,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Every prompt by every engine in turn, with empty prefix caches each time.
+    """Runs every prompt on every engine, interleaved, with empty prefix caches each time.
 
     `engines` must have been made with adaptive width. The first row is plain decoding.
     """

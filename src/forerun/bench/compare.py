@@ -1,4 +1,4 @@
-"""Plain decoding against speculation, prompt by prompt at batch size 1."""
+"""Plain decoding compared with speculation, prompt by prompt at batch size 1."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN, SPEC = "plain", "spec"
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt. Seconds: of a whole `generate`, prefill included; median over repetitions."""
+    """One prompt. Seconds are those of a whole `generate`: median over the repetitions."""
 
     prompt: Prompt
     plain: RequestOutput
@@ -107,7 +107,7 @@ def compare(
     repetitions: int = 3,
     on_prompt: Callable[[PromptResult], None] = lambda result: None,
 ) -> Comparison:
-    """Both engines, warmed up, on every prompt in turn, with empty prefix caches each time.
+    """Runs every prompt on both engines, interleaved, with empty prefix caches each time.
 
     `params` must be greedy or carry a seed, or the texts have no reason to agree.
     """

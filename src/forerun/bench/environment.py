@@ -1,4 +1,4 @@
-"""What a measurement was made with, so that it can be repeated."""
+"""The environment of a measurement, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Environment:
 
 
 def environment(llm: LLM) -> dict[str, Any]:
-    """For `--json`: where this ran, and what the engine chose at start."""
+    """For `--json`: the environment, and what the engine chose at start."""
     chosen = llm.explain()
     return {**Environment.here(str(chosen["device"])).as_dict(), "engine": chosen}
 

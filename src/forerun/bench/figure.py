@@ -1,23 +1,23 @@
-"""The time line of three decode steps and the gaps between them, as an SVG written by hand."""
+"""A timeline of three decode steps and the gaps between them, as SVG."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from forerun.bench.timeline import Span, Timeline, own
+from forerun.bench.timeline import Span, Timeline, exclusive
 
 WIDTH, MARGIN = 960, 24
 INNER = WIDTH - 2 * MARGIN
-BAND, LOWER = 44, 14  # heights of the lane of the steps' kernels and of the one below it
-PITCH = 100  # from a lane to the next
-NEAR = 60.0  # µs to either side of a gap in the close view
+BAND, LOWER = 44, 14  # heights of the lane of a step's kernels and of the lane below
+PITCH = 100  # from one lane to the next
+MARGIN_US = 60.0  # µs on either side of a gap in the close-up
 COLOURS = ("#3b6fb6", "#d98032", "#4f9d69", "#b65d9e", "#8c7a3f", "#5aa7b8")
 OTHERS, GAP = "#9aa3ad", "#c8102e"
 
 
 def draw(timeline: Timeline, title: str) -> str:
-    """Three consecutive steps from the middle of `timeline`, and both gaps from near."""
+    """Three consecutive steps from the middle of `timeline`, and a close-up of both gaps."""
     steps = timeline.steps
     first = max(0, (len(steps) - 3) // 2)
     shown = Timeline(steps[first : first + 3], timeline.between)
@@ -27,7 +27,7 @@ def draw(timeline: Timeline, title: str) -> str:
         mean = sum(timeline.periods) / len(timeline.periods)
         gap = sum(timeline.gaps) / len(timeline.gaps)
         said = (
-            f"step {mean / 1000:.3f} ms, gap between steps {gap:.1f} µs: the GPU waits"
+            f"step {mean / 1000:.3f} ms, gap between steps {gap:.1f} µs: the GPU is idle"
             f" {timeline.host_gap:.2%} of the time (mean of {len(timeline.gaps)} gaps)"
         )
         out.append(_text(MARGIN, 52, said))
@@ -38,8 +38,8 @@ def draw(timeline: Timeline, title: str) -> str:
     for number, gap in enumerate(shown.gaps, 1):
         y += PITCH
         middle = shown.steps[number][0].start - gap / 2
-        half = gap / 2 + NEAR
-        said = f"gap {number} from near: {gap:.1f} µs"
+        half = gap / 2 + MARGIN_US
+        said = f"close-up of gap {number}: {gap:.1f} µs"
         out += _lane(shown, middle - half, middle + half, y, colours, said)
     y += PITCH
     out += _legend(timeline, colours, y)
@@ -55,7 +55,7 @@ def draw(timeline: Timeline, title: str) -> str:
 def _lane(
     timeline: Timeline, begin: float, end: float, y: float, colours: dict[str, str], said: str
 ) -> list[str]:
-    """Everything from `begin` to `end` µs: kernels, below them what runs between, gaps in red."""
+    """From `begin` to `end` µs: kernels, gaps in red, and below what runs outside the graphs."""
     scale = INNER / (end - begin)
 
     def bars(spans: Sequence[Span], top: float, height: float, colour: str) -> str:
@@ -74,7 +74,7 @@ def _lane(
         _text(WIDTH - MARGIN, y - 8, _span(end - begin), anchor="end"),
     ]
     out.append(f'<rect x="{MARGIN}" y="{y:g}" width="{INNER}" height="{BAND}" fill="#eef1f4"/>')
-    spans = own(span for step in timeline.steps for span in step)
+    spans = exclusive(span for step in timeline.steps for span in step)
     for colour in dict.fromkeys((*colours.values(), OTHERS)):
         chosen = [span for span in spans if colours.get(span.name, OTHERS) == colour]
         out.append(bars(chosen, y, BAND, colour))
@@ -102,7 +102,7 @@ def _legend(timeline: Timeline, colours: dict[str, str], y: float) -> list[str]:
 
 
 def _colours(timeline: Timeline) -> dict[str, str]:
-    """For the kernels that take the most time."""
+    """Of the kernels that take the most time."""
     names = [row.name for row in timeline.kernels()]
     return dict(zip(names, COLOURS, strict=False))
 

@@ -1,4 +1,4 @@
-"""Profiles steady decode steps of an engine on a GPU."""
+"""Profiles decode steps of an engine on a GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WARM, STEPS = 3, 8  # steps before, and steps recorded
 def profile_steps(
     engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, trace: Path | None = None
 ) -> Timeline:
-    """Some decode steps of one batch, none of whose requests ends meanwhile.
+    """Decode steps of one whole batch: none of its requests ends meanwhile.
 
     Args:
-        trace: where the Chrome trace is kept (`.json.gz`); None: nowhere.
+        trace: where to write the Chrome trace (`.json.gz`); None: nowhere.
     """
     with TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json.gz"
@@ -65,7 +65,7 @@ def _record(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, p
 
 
 def keep(timeline: Timeline, folder: Path, name: str, title: str) -> list[Path]:
-    """Writes the figure and the table of kernels of a profile; returns their paths."""
+    """Writes the figure and the kernel table of a profile; returns their paths."""
     figure, kernels = folder / f"{name}.svg", folder / f"{name}.kernels.md"
     figure.write_text(draw(timeline, title), encoding="utf-8")
     kernels.write_text(kernel_table(timeline.kernels(), title), encoding="utf-8")
@@ -73,7 +73,7 @@ def keep(timeline: Timeline, folder: Path, name: str, title: str) -> list[Path]:
 
 
 def kernel_table(rows: Sequence[KernelRow], title: str) -> str:
-    """Markdown. µs: alone on the GPU, which adds up; then from start to end."""
+    """Markdown. µs: exclusive time, which adds up; then from start to end."""
     lines = [f"{title}; per step", "", "| kernel | launches | µs | start to end |"]
     lines.append("|---|---:|---:|---:|")
     lines += [
@@ -85,6 +85,6 @@ def kernel_table(rows: Sequence[KernelRow], title: str) -> str:
 
 
 def shorten(name: str, width: int = 90) -> str:
-    """A kernel's name without what breaks a table, cut at `width`."""
+    """A kernel's name without characters that break a table, cut at `width`."""
     clean = name.replace("|", "/").replace("void ", "").replace("(anonymous namespace)::", "")
     return clean if len(clean) <= width else clean[: width - 1] + "…"

@@ -1,8 +1,8 @@
-"""A profiler's trace cut into decode steps: what ran on the GPU, and the gaps between the steps.
+"""A profiler's trace split into decode steps: what ran on the GPU, and the gaps between steps.
 
-A step's work is what its graph holds; without graphs, all that was launched while the host was in
-the step. From its end to the start of the next step's work is the host's gap: copies of results
-and table updates that run there do not shorten it.
+A step is what its CUDA graph ran; without graphs, everything launched while the host was in the
+step. The host gap is the time from its end to the start of the next step. Copies of results and
+table updates that run in the gap do not shorten it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class KernelRow:
 
     name: str
     count: float
-    us: float  # its own: not shared with a kernel that started before it; adds up to the busy time
-    span_us: float  # from start to end; one that waits inside for its predecessor counts twice
+    us: float  # exclusive: without overlap with kernels that started earlier; adds up to busy time
+    span_us: float  # from start to end; with PDL that includes waiting for the previous kernel
 
 
-def own(spans: Iterable[Span]) -> list[Span]:
-    """By start, each without what lies under those before it; nothing left has duration 0."""
+def exclusive(spans: Iterable[Span]) -> list[Span]:
+    """Sorted by start, each without its overlap with earlier spans; its duration may become 0."""
     out, latest = [], float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         start = max(span.start, min(latest, span.end))
@@ -58,11 +58,11 @@ class Timeline:
     """Consecutive steps of one engine."""
 
     steps: tuple[tuple[Span, ...], ...]  # each by start, never empty
-    between: tuple[Span, ...] = ()  # copies and updates outside the graphs
+    between: tuple[Span, ...] = ()  # copies and table updates outside the graphs
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> Timeline:
-        """From a Chrome trace's events; steps without any work on the device are left out."""
+        """From the events of a Chrome trace; steps without device work are skipped."""
         complete = [event for event in events if event.get("ph") == "X"]
         marks = sorted(
             (e["ts"], e["ts"] + e["dur"])
@@ -103,15 +103,15 @@ class Timeline:
 
     @property
     def host_gap(self) -> float | None:
-        """Share of the time that is gap; None for fewer than two steps."""
+        """Fraction of the time in gaps; None for fewer than two steps."""
         return sum(self.gaps) / sum(self.periods) if self.periods else None
 
     def kernels(self) -> list[KernelRow]:
-        """Where the time goes, the largest first."""
+        """Time by kernel, the largest first."""
         spans = [*(span for step in self.steps for span in step), *self.between]
         count = max(1, len(self.steps))
         launches = Counter(span.name for span in spans)
-        whole, alone = _totals(spans), _totals(own(spans))
+        whole, alone = _totals(spans), _totals(exclusive(spans))
         rows = [
             KernelRow(name, launches[name] / count, alone[name] / count, whole[name] / count)
             for name in launches

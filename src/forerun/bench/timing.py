@@ -1,4 +1,4 @@
-"""Timing on machines that are noisy: warm up, take turns, report the median."""
+"""Timing on noisy machines: warm up, interleave, report the median."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[T]):
-    """What one run gave, and how long it took in seconds of wall clock."""
+    """The result of one run, and its wall-clock seconds."""
 
     seconds: float
     value: T
@@ -26,10 +26,10 @@ def interleaved(
     before: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[Timed[T]]]:
-    """Every run once, then every run again...: a slow spell of the machine hits all of them.
+    """Every run once, then every run again, ...: a slow phase of the machine affects all of them.
 
-    `before` runs ahead of each timed run, outside its time (caches are flushed there). Every
-    other round goes through the runs backwards, so that none always follows the same one.
+    `before` is called before each run and is not timed (it flushes caches). Every other round goes
+    through the runs backwards, so that none always follows the same one.
     """
     timed: dict[str, list[Timed[T]]] = {name: [] for name in runs}
     for repetition in range(repetitions):
@@ -43,7 +43,7 @@ def interleaved(
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Linear between the two nearest ranks, as numpy's default. `values` must not be empty."""
+    """Linear interpolation, as numpy's default. `values` must not be empty."""
     if not values:
         raise ValueError("quantile of no values")
     ranked = sorted(values)

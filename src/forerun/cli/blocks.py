@@ -1,4 +1,4 @@
-"""Text cut into verify steps, so that one sees what was drafted; and bars of shares."""
+"""Text split into verify steps, with drafts highlighted; and bar charts of fractions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAFT_STYLES = ("bold cyan", "bold green")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one step added: accepted drafts, then the token the target drew itself."""
+    """What one step added: the accepted drafts, then the bonus token sampled by the target."""
 
     drafts: str
     bonus: str
@@ -26,7 +26,7 @@ class Block:
 def cut(decode: Decode, ids: Sequence[int], at: Sequence[int]) -> list[str]:
     """The text of `ids` in pieces that end at the token counts `at` (ascending).
 
-    Only whole characters are given out: one whose bytes span a cut belongs to the later piece.
+    A character whose bytes span a cut belongs to the later piece.
     """
     pieces: list[str] = []
     shown = ""
@@ -42,17 +42,17 @@ def cut(decode: Decode, ids: Sequence[int], at: Sequence[int]) -> list[str]:
 
 
 def per_token(decode: Decode, ids: Sequence[int]) -> list[Block]:
-    """Plain decoding: every token is a block without drafts."""
+    """Plain decoding: each token is a block without drafts."""
     return [Block("", piece) for piece in cut(decode, ids, range(1, len(ids) + 1))]
 
 
 def per_step(
     decode: Decode, ids: Sequence[int], accept_lengths: Sequence[int], correct: int
 ) -> list[Block]:
-    """The token of the prefill, then one block a verify step of `accept_lengths[i]` tokens.
+    """The first token, from the prefill; then a block for each verify step.
 
-    `correct` counts the drafts among them: every step has a bonus, but for a last one that was
-    cut inside its accepted run.
+    `accept_lengths[i]` is what step i committed and `correct` the accepted drafts of all steps.
+    Every step ends in a bonus token, except a last one that was cut within its accepted drafts.
     """
     ends = [0, min(1, len(ids))]  # of the drafts and of the bonus, in turn
     for length in accept_lengths:
@@ -64,7 +64,7 @@ def per_step(
 
 
 def render(blocks: Sequence[Block], console: Console) -> Text:
-    """Accepted drafts in colour; in brackets where the console shows none."""
+    """Accepted drafts in colour, or in brackets where the console has no colour."""
     coloured = has_colour(console)
     before, after = ("", "") if coloured else brackets(console)
     text = Text()
@@ -85,7 +85,7 @@ def has_colour(console: Console) -> bool:
 
 
 def bars(console: Console, shares: Sequence[tuple[str, float]], width: int = 30) -> Table:
-    """A line for every (label, share in [0, 1]); a share above 0 shows at least one cell."""
+    """A bar for every (label, fraction in [0, 1]); a fraction above 0 has at least one cell."""
     cell = "█" if _unicode(console) else "#"
     grid = Table.grid(padding=(0, 1))
     grid.add_column(justify="right")

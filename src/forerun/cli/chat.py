@@ -32,7 +32,7 @@ def chat(
     params = SamplingParams.of({"max_new_tokens": 256, **sampling})
     if params.n > 1:
         raise RequestError("a chat has one answer; --n must be 1.")
-    from forerun.llm import LLM  # after the check above: it takes seconds
+    from forerun.llm import LLM  # slow import, after the check above
 
     with LLM(**engine) as llm:
         conversation = Conversation(llm, params, system)
@@ -44,7 +44,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far and the figures of the answers; `take` handles one line of input."""
+    """The messages so far and the outputs; `take` handles one line of input."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self.llm = llm
@@ -59,7 +59,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def take(self, line: str) -> bool:
-        """Answers a message or obeys a command; False: the conversation is over."""
+        """Answers a message or runs a command; False ends the conversation."""
         text = line.strip()
         if text == "/exit":
             return False
@@ -73,7 +73,7 @@ class Conversation:
         return True
 
     def answer(self, text: str) -> None:
-        """Streams an answer. A message that cannot be served is taken back; the chat goes on."""
+        """Streams an answer. A message that cannot be served is removed, and the chat goes on."""
         self.messages.append({"role": "user", "content": text})
         started = time.perf_counter()
         try:
@@ -82,7 +82,7 @@ class Conversation:
             )
         except RequestError as error:
             self.messages.pop()
-            dim(f"forerun: error: {error} /reset starts anew.")
+            dim(f"forerun: error: {error} /reset starts over.")
             return
         if output is None:  # stopped before the first token
             self.messages.pop()
@@ -96,7 +96,7 @@ class Conversation:
 
 
 def _stoppable(start: Callable[[], Any]) -> Iterator[RequestOutput]:
-    """The outputs of `start()`; Ctrl-C ends them between two, so that the engine stays whole."""
+    """The outputs of `start()`. Ctrl-C stops between two outputs, never inside an engine step."""
     stopped: list[bool] = []
     before = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
     try:
@@ -107,13 +107,13 @@ def _stoppable(start: Callable[[], Any]) -> Iterator[RequestOutput]:
                 if stopped:
                     break
         finally:
-            outputs.close()  # gives the request's slot and pages back
+            outputs.close()  # releases the request's slot and pages
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _lines() -> Iterator[str]:
-    """Lines of input until its end. At an empty prompt, Ctrl-C only starts a new line."""
+    """Lines of input. At the prompt, Ctrl-C only starts a new line."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -1,4 +1,4 @@
-"""`forerun demo`: the bundled pair, plain decoding and speculation on the same prompts."""
+"""`forerun demo`: the bundled pair, plain and speculative decoding of the same prompts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from forerun.evals.prompts import (
 from forerun.speculative.registry import get_algorithm
 
 WORD_PROMPTS, PYTHON_PROMPTS = 5, 3
-# Both engines live side by side and serve one request at a time.
+# Both engines are loaded at once and serve one request at a time.
 SMALL: dict[str, Any] = {"max_running_requests": 1, "max_total_tokens": 4096}
 
 
@@ -38,30 +38,31 @@ def demo(
         False
     ),
     svg: Annotated[
-        Path | None, typer.Option("--svg", help="Also save what is shown as a picture")
+        Path | None, typer.Option("--svg", help="Also save the output as an SVG image")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     algorithm: Annotated[
-        str | None, typer.Option(help="How to draft; none: the first with a bundled draft")
+        str | None,
+        typer.Option(help="Speculative algorithm; default: the first with a bundled draft"),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy; above, --seed applies")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Fixes the text where temperature is above 0")] = 0,
+    temperature: Annotated[float, typer.Option(help="0: greedy; above 0, --seed applies")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Sampling seed")] = 0,
     dtype: Annotated[
-        str, typer.Option(help="float32: equal texts do not hang on rounding (auto, bfloat16)")
+        str, typer.Option(help="float32 avoids differences by rounding; or auto, bfloat16")
     ] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, both ways")] = 3,
 ) -> None:
-    """Watch the bundled model write, plain and with its draft: the same text, only faster."""
+    """Watch the bundled model generate, plain and with its draft: the same text, only faster."""
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
     name = algorithm.upper() if algorithm else bundled_algorithm()
-    get_algorithm(name)  # an unknown name is refused before anything is loaded
+    get_algorithm(name)  # refuses an unknown name before anything is loaded
     params = SamplingParams(
         temperature=temperature, sampling_seed=seed, max_new_tokens=max_new_tokens
     )
     common = {**SMALL, "dtype": dtype, "device": device}
-    # With --json nothing is shown, but a picture may still be drawn.
+    # With --json nothing is shown, but an image may still be saved.
     console = Console(file=io.StringIO()) if as_json else Console()
     with ExitStack() as stack:
         with console.status("Loading the models"):
@@ -94,7 +95,7 @@ def demo_prompts(llm: LLM) -> list[Prompt]:
 
 
 def save_picture(result: Comparison, algorithm: str, decode: Decode, path: Path) -> None:
-    """The first prompt of each skill, the table and the lines below it, as SVG."""
+    """The first prompt of each skill, the table and the summary, as SVG."""
     console = Console(
         file=io.StringIO(), record=True, width=120, force_terminal=True, color_system="truecolor"
     )

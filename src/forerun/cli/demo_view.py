@@ -1,4 +1,4 @@
-"""How the demo looks: two columns that race, then a table, bars and three lines."""
+"""Rendering of the demo: two columns side by side, then a table, a histogram and a summary."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from forerun.cli.blocks import (
 )
 from forerun.evals.acceptance import Acceptance
 
-WIDE = 100  # columns from which the two texts stand side by side
+WIDE = 100  # console columns from which the two texts are side by side
 FRAME = 1 / 25  # seconds
-REPLAY = 2.0  # seconds that plain decoding takes on the screen, where it was quicker than that
+REPLAY = 2.0  # least seconds that the replay of plain decoding takes
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One of the two texts: `blocks` appear evenly over the `seconds` that were measured."""
+    """One of the two texts: `blocks` appear evenly over the measured `seconds`."""
 
     title: str
     blocks: list[Block]
@@ -40,7 +40,7 @@ class Lane:
     border: str
 
     def at(self, seconds: float, console: Console, height: int | None = None) -> Panel:
-        """As it stood that long after the request was sent."""
+        """As it was so many seconds after the request was submitted."""
         share = min(seconds / self.seconds, 1.0)
         shown = math.floor(share * len(self.blocks) + 1e-9)
         text = render(self.blocks[:shown], console)
@@ -80,7 +80,7 @@ def lanes(result: PromptResult, algorithm: str, decode: Decode) -> tuple[Lane, L
 
 
 class Show:
-    """Prints prompts as they are measured. On a terminal it replays them, slowed down alike."""
+    """Prints prompts as they are measured; on a terminal, replays both with the same slowdown."""
 
     def __init__(
         self, console: Console, algorithm: str, decode: Decode, *, live: bool = True
@@ -95,7 +95,7 @@ class Show:
         before, after = brackets(self.console)
         look = "coloured" if has_colour(self.console) else f"in {before}brackets{after}"
         self.console.print(
-            f"Drafted tokens that the target accepted are {look}; the others it drew itself.\n"
+            f"Accepted drafts are {look}; the other tokens were sampled by the target.\n"
         )
 
     def prompt(self, result: PromptResult) -> None:
@@ -137,18 +137,18 @@ class Show:
 
 
 def summary(comparison: Comparison, algorithm: str, console: Console) -> Group:
-    """The table, the histogram, and the lines that scripts and people look for last."""
+    """The table, the histogram and the summary lines."""
     whole = comparison.acceptance
     length = f"{whole.accept_length:.2f}" if whole.accept_length else "-"
     count = len(comparison.prompts)
     return Group(
         speed_table(comparison, algorithm),
         Text(),
-        Text("Accepted drafts a verify step", style="bold"),
+        Text("Accepted drafts per verify step", style="bold"),
         histogram(whole, console),
         Text(),
         Text(f"identical: {_yes(comparison.identical)}"),
-        Text(f"accept length: {length} tokens a verify step, the target's own one counted"),
+        Text(f"accept length: {length} tokens per verify step, including the bonus token"),
         Text(f"speed-up: {comparison.speedup:.2f} (median over {count} prompts)"),
     )
 
@@ -184,19 +184,19 @@ def speed_table(comparison: Comparison, algorithm: str) -> Table:
 
 
 def histogram(acceptance: Acceptance, console: Console) -> Table:
-    """A bar for every number of accepted drafts: the share of verify steps that had it."""
+    """For each number of accepted drafts: the fraction of verify steps with it."""
     steps = max(acceptance.verify_ct, 1)
     return bars(console, [(str(a), n / steps) for a, n in enumerate(acceptance.histogram)])
 
 
 def positions(acceptance: Acceptance, console: Console) -> Table:
-    """A bar for every draft position: the share of verify steps that accepted it."""
+    """For each draft position: the fraction of verify steps that accepted it."""
     shares = enumerate(acceptance.per_position, start=1)
     return bars(console, [(str(position), share) for position, share in shares])
 
 
 def _tail(text: str, lines: int = 8) -> str:
-    """The end of a prompt: what the model continues."""
+    """The last lines of a prompt."""
     rows = text.rstrip().splitlines()
     return "\n".join(rows if len(rows) <= lines else ["...", *rows[-lines:]])
 

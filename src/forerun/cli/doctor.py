@@ -1,4 +1,4 @@
-"""`forerun doctor`: what this machine can do, and for what it cannot, why."""
+"""`forerun doctor`: what this machine can run, and why it cannot run the rest."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def model_shapes(folder: Path) -> list[Shape]:
 
 
 def survey_machine(shapes: Iterable[Shape] = ()) -> dict[str, Any]:
-    """Everything that is shown, as JSON values; `shapes`: weight matrices to list."""
+    """The report, as JSON values; `shapes`: weight matrices to list."""
     shapes = list(shapes)
     devices = [_device(device) | {"gemms": _gemms(device, shapes)} for device in _devices()]
     return {
@@ -93,7 +93,7 @@ def survey_machine(shapes: Iterable[Shape] = ()) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ask:
-    """A use that backends are asked about."""
+    """A use of attention for which backends are checked."""
 
     name: str
     masks: frozenset[LayerMask]
@@ -131,7 +131,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
-    """A common shape (Qwen3-8B's; of MLA, DeepSeek-V3's): the answer is about the backend."""
+    """Qwen3-8B's shape (for MLA DeepSeek-V3's), so that only the backend and the machine matter."""
     return AttentionNeed(
         device=device.type,
         dtype=dtype,
@@ -173,7 +173,7 @@ def _choice(config: GemmConfig) -> dict[str, Any]:
 
 
 def _bundled() -> dict[str, Any]:
-    """Which bundled models this installation has."""
+    """The bundled models of this installation."""
     models = sorted(path.parent.name for path in PAIR.glob("*/config.json"))
     return {"present": "target" in models, "models": models, "folder": str(PAIR)}
 

@@ -1,4 +1,4 @@
-"""`forerun eval word-problems|python`: answers, accept length, acceptance at every position."""
+"""`forerun eval word-problems|python`: accuracy, accept length, acceptance by draft position."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from forerun.evals.word_problems import TEST_SEED
 
 app = typer.Typer(no_args_is_help=True)
 
-NumExamples = Annotated[int, typer.Option(help="How many to run")]
+NumExamples = Annotated[int, typer.Option(help="Number of prompts")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
 CheckIdentical = Annotated[
-    bool, typer.Option("--check-identical", help="Run them plainly too, and compare the tokens")
+    bool, typer.Option("--check-identical", help="Also decode plainly and compare the tokens")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
@@ -45,15 +45,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 def word_problems(
     num_examples: NumExamples = 200,
     max_new_tokens: MaxNewTokens = 256,
-    seed: Annotated[int, typer.Option(help="Of the problems; training used none of these")] = (
-        TEST_SEED
-    ),
+    seed: Annotated[
+        int, typer.Option(help="Seed of the problems; one that training did not use")
+    ] = (TEST_SEED),
     *,
     identical: CheckIdentical = False,
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Grade-school word problems: how many answers are right, and the accept length."""
+    """Accuracy and accept length on grade-school word problems."""
     check_seed(seed)
 
     def prompts(llm: LLM) -> list[Prompt]:
@@ -72,7 +72,7 @@ def python(
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Held-out Python code: the accept length of its completions."""
+    """Accept length on completions of held-out Python code."""
 
     def prompts(llm: LLM) -> list[Prompt]:
         return python_prompts(encoder(llm.tokenizer), num_examples)
@@ -90,7 +90,7 @@ def _run(
 ) -> None:
     if count < 1:
         raise ConfigError(f"--num-examples must be >= 1, got {count}.")
-    # Accept length is measured at one width: what an adaptive engine skips has none.
+    # Accept length is that of the full width in every step.
     settings = {**with_speculation(engine), "speculative_adaptive": False}
     params = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
     with LLM(**settings) as llm:
@@ -101,7 +101,7 @@ def _run(
         where, stats = environment(llm), llm.stats()
     if identical:
         with LLM(**without_speculation(settings)) as plain, progress_bar(as_json) as progress:
-            bar = progress.add_task("plain, to compare", total=count)
+            bar = progress.add_task("plain decoding", total=count)
             result = check_identical(
                 result, outputs, plain, prompts, params, lambda: progress.advance(bar)
             )
@@ -122,13 +122,13 @@ def show(result: EvalResult, where: dict[str, Any], console: Console) -> None:
         table.add_row(name, value)
     console.print(table)
     if result.acceptance.proposed:
-        console.print(Text("Verify steps that accepted draft k", style="bold"))
+        console.print(Text("Fraction of verify steps that accepted draft k", style="bold"))
         console.print(positions(result.acceptance, console))
     console.print(made_with(where), style="dim", soft_wrap=True)
 
 
 def rows(result: EvalResult) -> Sequence[tuple[str, str]]:
-    """What is known, as (name, figure)."""
+    """(name, figure), without what does not apply."""
     out = [("eval", result.name), ("examples", str(result.examples))]
     if result.accuracy is not None:
         out.append(("accuracy", f"{result.accuracy:.1%} ({result.correct} right)"))

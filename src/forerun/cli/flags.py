@@ -1,12 +1,12 @@
-"""Command-line flags made from what already declares them: settings, options, sampling parameters.
+"""Command-line flags generated from settings, algorithm options and sampling parameters.
 
-A command writes its own parameters by hand and marks where generated ones go:
+A command declares its own parameters and marks where generated ones go:
 
     @with_flags(engine=engine_flags, sampling=sampling_flags)
     def generate(prompts: ..., *, engine: Values, sampling: Values) -> None: ...
 
-Each named parameter disappears from the command's signature and its flags take its place; when
-the command runs, it receives a dict of the values that differ from the defaults.
+Each named parameter is replaced by its flags in the command's signature. When the command runs, it
+receives a dict of the values that differ from the defaults.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Flag:
-    """One generated flag; `type` is what its value is parsed to (bool, int, float, str, list)."""
+    """One generated flag; its value is parsed to `type` (bool, int, float, str, list)."""
 
-    name: str  # with underscores: the keyword
+    name: str  # the keyword, with underscores
     type: Any
     default: Any
     help: str
@@ -42,15 +42,15 @@ class Flag:
 
     @property
     def is_on(self) -> bool:
-        """A switch that is on by default: what changes anything is its `--no-` twin."""
+        """A switch that is on by default and is turned off by `--no-...`."""
         return self.type is bool and bool(self.default)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """As typer wants it. Of a switch that is on, help shows the twin alone: side by side they
-        would both be cut off on a terminal of 80 columns."""
+        """For typer. Of a switch that is on by default, help lists `--no-...` alone: both names
+        would not fit on a terminal of 80 columns."""
         option = typer.Option(
             f"--no-{self.spelling[2:]}" if self.is_on else self.spelling,
-            help=f"Off (it is on): {self.help}" if self.is_on else self.help,
+            help=f"Turn off (default: on): {self.help}" if self.is_on else self.help,
             rich_help_panel=self.panel,
             show_default=self.type is not bool,
         )
@@ -64,12 +64,12 @@ class Flag:
         return [_keyword(self.name, self.default, Annotated[kind, option])]
 
     def take(self, values: Values) -> Any:
-        """Its value out of what the command line gave."""
+        """Takes its value out of the parsed command line."""
         value = values.pop(self.name)
         return not values.pop(OFF + self.name) if self.is_on else value
 
 
-OFF = "no_"  # before the name of a switch that is on: given, it is off
+OFF = "no_"  # prefix of the parameter that turns a switch off
 
 
 def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
@@ -78,12 +78,12 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def engine_flags() -> list[Flag]:
-    """Every setting of the engine, and the options that registered algorithms declare."""
-    # Imports torch: only when flags are asked.
+    """Every engine setting, and the options of registered algorithms."""
+    # Imports torch, so only for commands with engine flags.
     from forerun.speculative.registry import algorithm_names, all_options
 
     hints = get_type_hints(EngineConfig)
-    options = all_options()  # first: packages that turn out to be broken are not named
+    options = all_options()  # first: it drops broken packages, whose names must not be listed
     flags = []
     for spec in EngineConfig.settings():
         choices = spec.metadata.get("choices")
@@ -106,24 +106,24 @@ def engine_flags() -> list[Flag]:
 
 SAMPLING_HELP = {
     "temperature": "0 is greedy",
-    "top_p": "Keep the likeliest tokens that hold this much probability",
-    "top_k": "Keep this many of the likeliest tokens; -1: all",
-    "min_p": "Keep tokens at least this likely, relative to the likeliest",
-    "max_new_tokens": "Tokens to generate at most",
-    "min_new_tokens": "No end before this many",
-    "stop": "End at this text; may be repeated",
-    "stop_token_ids": "End at this token id; may be repeated",
-    "ignore_eos": "Go on past the end-of-text token",
-    "n": "Texts for each prompt",
-    "sampling_seed": "Fixes the text, with any drafter or none",
-    "skip_special_tokens": "Leave special tokens out of the text",
-    "speculative": "Take drafts, if the engine makes any",
-    "max_draft_tokens": "Drafts verified a step at most; none: as many as the engine makes",
+    "top_p": "Sample from the most likely tokens with this total probability",
+    "top_k": "Sample from this many most likely tokens; -1: all",
+    "min_p": "Least probability, relative to the most likely token",
+    "max_new_tokens": "Maximum number of tokens to generate",
+    "min_new_tokens": "Minimum number of tokens to generate",
+    "stop": "Stop at this text; may be repeated",
+    "stop_token_ids": "Stop at this token id; may be repeated",
+    "ignore_eos": "Continue after the EOS token",
+    "n": "Completions per prompt",
+    "sampling_seed": "Seed; the text does not depend on the drafter",
+    "skip_special_tokens": "Omit special tokens from the text",
+    "speculative": "Use the engine's drafts for this request",
+    "max_draft_tokens": "Maximum drafts verified per step; default: no limit",
 }
 
 
 def sampling_flags(**defaults: Any) -> list[Flag]:
-    """Every field of `SamplingParams`; `defaults` differ from its own where a command wants it."""
+    """Every field of `SamplingParams`; `defaults` override its own."""
     hints = get_type_hints(SamplingParams)
     flags = []
     for spec in fields(SamplingParams):
@@ -139,7 +139,7 @@ def sampling_flags(**defaults: Any) -> list[Flag]:
 def with_flags(
     **groups: Callable[[], Iterable[Flag]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces the parameters named in `groups` by generated flags (see the module's text)."""
+    """Replaces the parameters named in `groups` by generated flags (see the module docstring)."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         generated = {group: {f.name: f for f in make()} for group, make in groups.items()}
@@ -173,7 +173,7 @@ def _changed(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> Values:
 
 
 def _value_type(hint: Any) -> Any:
-    """`int | None` → int; `tuple[str, ...]` → list[str]: how a value is written on a line."""
+    """The type on the command line: `int | None` → int, `tuple[str, ...]` → list[str]."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:

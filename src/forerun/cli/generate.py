@@ -1,4 +1,4 @@
-"""`forerun generate`: text for one prompt or many."""
+"""`forerun generate`: completes one prompt or many."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def generate(
         typer.Option("--input-ids", help="A prompt as token ids, '1,2,3'; may be repeated"),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a user's message, not raw text")
+        bool, typer.Option("--chat", help="Prompts are user messages, not raw text")
     ] = False,
     system: Annotated[
         str | None, typer.Option("--system", help="System message before it (with --chat)")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a text")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per completion")] = False,
     no_stream: Annotated[
-        bool, typer.Option("--no-stream", help="All prompts as one batch; print when done")
+        bool, typer.Option("--no-stream", help="Run all prompts as one batch and print at the end")
     ] = False,
     engine: Values,
     sampling: Values,
 ) -> None:
-    """Continues each prompt. Text goes to standard output, figures to standard error."""
+    """Completes each prompt. Text goes to standard output, statistics to standard error."""
     params = SamplingParams.of(sampling)
     requests = _requests(prompts or [], input_ids or [], chat, system)
-    from forerun.llm import LLM  # after the checks above: it takes seconds
+    from forerun.llm import LLM  # slow import, after the checks above
 
     with LLM(**engine) as llm:
         started = time.perf_counter()
@@ -106,7 +106,7 @@ def _is_messages(prompt: Prompt) -> bool:
 
 
 def _generate(llm: LLM, prompts: Any, params: SamplingParams, like: Prompt, stream: bool) -> Any:
-    """The call of `LLM` that takes prompts like `like`."""
+    """Calls the method of `LLM` for prompts of the type of `like`."""
     if isinstance(like, str):
         return llm.generate(prompts, params, stream=stream)
     if _is_messages(like):
@@ -129,7 +129,7 @@ def _batch(
 
 
 def _streamed(llm: LLM, prompt: Prompt, params: SamplingParams) -> list[RequestOutput]:
-    """One prompt; several texts (n > 1) cannot share a screen and come when they are done."""
+    """One prompt. Several completions (n > 1) are printed when they are done."""
     if params.n > 1:
         outputs = _generate(llm, prompt, params, prompt, stream=False)
         for output in outputs:

@@ -1,6 +1,6 @@
-"""The `forerun` command. Only the command that was asked for is imported.
+"""The `forerun` command. Only the subcommand in use is imported.
 
-Exit codes: 0 done, 1 the command itself says so, 2 bad input (one line on stderr), 130 Ctrl-C.
+Exit codes: 0 success, 1 a check failed, 2 bad input (one line on stderr), 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ COMMANDS = {
     "demo": Entry(
         "forerun.cli.demo:demo", "The bundled models, plain and speculative side by side."
     ),
-    "generate": Entry("forerun.cli.generate:generate", "Text for one prompt or many."),
+    "generate": Entry("forerun.cli.generate:generate", "Complete one prompt or many."),
     "chat": Entry("forerun.cli.chat:chat", "Talk with a model."),
-    "doctor": Entry("forerun.cli.doctor:doctor", "What this machine can do, and why not more."),
-    "bench": Entry("forerun.bench.cli.app:app", "Measure speed, plain beside speculative."),
+    "doctor": Entry(
+        "forerun.cli.doctor:doctor", "What this machine can run, and why not the rest."
+    ),
+    "bench": Entry("forerun.bench.cli.app:app", "Measure speed, plain and speculative."),
     "eval": Entry("forerun.cli.eval:app", "Measure quality and accept length."),
 }
 
 
 def build_app(chosen: str | None = None) -> typer.Typer:
-    """The app with the command `chosen` ready to run; the others are names and help lines."""
+    """The app with the command `chosen` imported; the others are names and help lines."""
     app = typer.Typer(
         name="forerun",
         help="Speculation-first LLM inference: same seed, same text, only faster.",
@@ -104,7 +106,7 @@ def _root(
 
 
 def _not_loaded() -> None:
-    raise AssertionError("a command that was not asked for")
+    raise AssertionError("a command that was not imported")
 
 
 def _refuse(message: str) -> int:
@@ -113,7 +115,7 @@ def _refuse(message: str) -> int:
 
 
 def _one_line(error: Any, command: str | None) -> str:
-    """What the parser found wrong, with the nearest known flag where it knows one."""
+    """The parser's error, with the nearest known flag if there is one."""
     details = vars(error)
     message = str(error.format_message()).partition(" (Possible options")[0].rstrip(".") + "."
     close = details.get("possibilities")

@@ -1,4 +1,4 @@
-"""What the commands print, and how."""
+"""Output of the commands: JSON, streams, summaries, progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_json(value: Any) -> None:
 
 
 def print_stream(outputs: Iterable[RequestOutput]) -> RequestOutput | None:
-    """Writes the text as it grows, then a line break. Returns the last output, if there was one."""
+    """Writes the text as it is generated, then a newline. Returns the last output, if any."""
     written, last = "", None
     for last in outputs:
         sys.stdout.write(last.text[len(written) :])
@@ -53,12 +53,12 @@ def summary(outputs: list[RequestOutput], seconds: float) -> str:
 
 
 def dim(line: str) -> None:
-    """A remark beside the text: on stderr, so that the text alone can be piped."""
+    """Prints a remark to stderr, so that stdout holds the text alone."""
     Console(stderr=True, highlight=False).print(line, style="dim", markup=False, soft_wrap=True)
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """On standard error, and only where somebody watches."""
+    """On standard error, only if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = quiet or not console.is_terminal

@@ -1,4 +1,4 @@
-"""Engine settings of commands that set plain decoding beside speculation."""
+"""Engine settings of commands that compare plain decoding with speculation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from forerun.speculative.registry import algorithm_names, all_options, get_algor
 
 
 def bundled_algorithm() -> str:
-    """The first algorithm for which a draft ships."""
+    """The first algorithm with a bundled draft."""
     return next(name for name in algorithm_names() if get_algorithm(name).bundled_draft)
 
 
 def with_speculation(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The bundled target gets its bundled draft, unless an algorithm is named; NONE is none."""
+    """The bundled target gets its bundled draft unless an algorithm is given; NONE removes it."""
     out = dict(settings)
     if "model_path" not in out:
         out.setdefault("speculative_algorithm", bundled_algorithm())

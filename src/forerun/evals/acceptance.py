@@ -1,6 +1,6 @@
-"""How many drafts the target accepted: one tally over any number of requests.
+"""Acceptance statistics over any number of requests.
 
-The figures follow SGLang's names and identities: with h[a] the steps that accepted a drafts,
+Names and identities are SGLang's: with h[a] the steps that accepted a drafts,
 sum(h) = verify steps, sum(a * h[a]) = correct drafts, and accept length = tokens / verify steps.
 """
 
@@ -34,7 +34,7 @@ class Acceptance:
 
     @classmethod
     def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
-        """The sum; every verify step weighs the same, whichever request it served."""
+        """The sum; every verify step has the same weight, whichever request it served."""
         whole = cls()
         for part in parts:
             pairs = zip_longest(whole.histogram, part.histogram, fillvalue=0)
@@ -52,17 +52,17 @@ class Acceptance:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens a verify step, the bonus counted; None before any step."""
+        """Tokens per verify step, bonus token included; None before any step."""
         return self.completion_tokens / self.verify_ct if self.verify_ct else None
 
     @property
     def accept_rate(self) -> float | None:
-        """Share of the proposed drafts that were accepted; None where nothing was proposed."""
+        """Fraction of the proposed drafts that were accepted; None without any."""
         return self.correct / self.proposed if self.proposed else None
 
     @property
     def per_position(self) -> list[float]:
-        """At k - 1: the share of verify steps that accepted draft k (so its predecessors too)."""
+        """At k - 1: the fraction of verify steps that accepted draft k (and so all before it)."""
         if not self.verify_ct:
             return []
         offered = math.ceil(self.proposed / self.verify_ct)  # the histogram ends at the deepest hit

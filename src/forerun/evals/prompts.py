@@ -1,4 +1,4 @@
-"""The prompts of evaluations and measurements: test problems and held-out Python, as token ids."""
+"""Prompts of evaluations and benchmarks: word problems and held-out Python, as token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Encode = Callable[[str], list[int]]  # text → token ids
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is what is shown; `ids` what the model gets (for a chat, the template around it)."""
+    """`text` is for display; `ids` are the model's input, with the chat template around a chat."""
 
     name: str
     skill: str
@@ -27,7 +27,7 @@ class Prompt:
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -44,18 +44,18 @@ class Tokenizer(Protocol):
 
 def need(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
-        raise ConfigError("this needs text; drop skip_tokenizer_init.")
+        raise ConfigError("This needs a tokenizer; drop skip_tokenizer_init.")
     return tokenizer
 
 
 def encoder(tokenizer: Tokenizer | None) -> Encode:
-    """For text that the model continues."""
+    """Encodes text that the model continues."""
     tokenizer = need(tokenizer)
     return lambda text: tokenizer.encode(text)
 
 
 def chat_encoder(tokenizer: Tokenizer | None) -> Encode:
-    """For what a user says: the conversation around it, up to where the model answers."""
+    """Encodes a user message as a conversation, up to the generation prompt."""
     tokenizer = need(tokenizer)
 
     def encode(text: str) -> list[int]:
@@ -73,7 +73,7 @@ def decoder(tokenizer: Tokenizer | None) -> Callable[[Sequence[int]], str]:
 
 
 def word_prompts(encode: Encode, count: int, seed: int = TEST_SEED) -> list[Prompt]:
-    """Word problems that training never saw, as one turn of a chat each."""
+    """Word problems that training never saw, as one-turn chats."""
     check_seed(seed)
     return [
         Prompt(f"word problem {i}", WORDS, p.question, tuple(encode(p.question)), p.answer)
@@ -91,7 +91,7 @@ def check_seed(seed: int) -> None:
 
 
 def python_prompts(encode: Encode, count: int | None = None) -> list[Prompt]:
-    """Beginnings of held-out Python: `count` spread evenly over the file, or all of them."""
+    """Held-out Python prompts: `count` of them spread evenly, or all."""
     rows = held_out()
     if count is None:
         count = len(rows)
@@ -105,7 +105,7 @@ def python_prompts(encode: Encode, count: int | None = None) -> list[Prompt]:
 
 
 def held_out() -> list[dict[str, str]]:
-    """Rows of the held-out Python file; "prompt" is the beginning of a piece of code."""
+    """Held-out Python: "prompt" is the beginning of a file, class or function."""
     text = (files("forerun.evals") / "data" / "python_heldout.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
@@ -116,7 +116,7 @@ def windows(ids: Sequence[int], count: int, length: int) -> list[list[int]]:
     The text is repeated where it is too short for the windows to differ by at least a token.
     """
     if not ids:
-        raise ConfigError("no text to cut prompts from.")
+        raise ConfigError("There is no text to cut prompts from.")
     long = list(ids)
     while len(long) < length + count:
         long += ids

@@ -1,6 +1,6 @@
-"""The evaluations behind `forerun eval`: what the model gets right, and how well it is drafted for.
+"""The evaluations of `forerun eval`: accuracy and acceptance.
 
-All prompts are queued at once; the engine batches as it likes.
+All prompts are submitted at once, and the engine batches them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Progress = Callable[[], None]  # called when a prompt is done
 
 @dataclass(frozen=True)
 class EvalResult:
-    """`correct` is None where there is nothing to check, `identical` where it was not checked."""
+    """`correct` is None without reference answers, `identical` where it was not checked."""
 
     name: str
     examples: int
@@ -55,7 +55,7 @@ class EvalResult:
 def run_all(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, done: Progress = lambda: None
 ) -> list[RequestOutput]:
-    """The outputs in the order of the prompts; all are queued before the first step."""
+    """The outputs in the order of the prompts; all are submitted before the first step."""
     finished: dict[int, RequestOutput] = {}
     for output in llm.generate(
         input_ids=[p.ids for p in prompts], sampling_params=params, stream=True
@@ -69,7 +69,7 @@ def run_all(
 def evaluate(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, done: Progress = lambda: None
 ) -> tuple[EvalResult, list[RequestOutput]]:
-    """Runs the prompts of one skill; word problems are checked for their answers."""
+    """Runs the prompts of one skill and checks the answers of word problems."""
     begin = time.perf_counter()
     outputs = run_all(llm, prompts, params, done)
     seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""`forerun bench adaptive`: steps as wide as pay, beside plain decoding and the full width."""
+"""`forerun bench adaptive`: adaptive width compared with plain decoding and the full width."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from forerun.core.errors import ConfigError
 def adaptive_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more")] = [1, 2, 4, 8, 16],  # noqa: B006
     accept_length: Annotated[
-        list[float], typer.Option(help="Forced, one or more; none: the text's own")
+        list[float], typer.Option(help="Simulated, one or more; none: that of the text")
     ] = [],  # noqa: B006
     input_len: Annotated[int, typer.Option(help="Prompt tokens")] = 128,
     output_len: Annotated[int, typer.Option(help="New tokens")] = 64,
@@ -45,7 +45,7 @@ def adaptive_command(
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Tokens/s of plain decoding, of the full width, and of the width that pays; must not lose."""
+    """Tokens/s of plain decoding, the full width, and adaptive width, which must not be slower."""
     if preset is not None:
         engine, random_input = with_preset(preset, engine), True
     shapes = [Shape(batch, input_len, output_len) for batch in batch_size]
@@ -77,17 +77,17 @@ def adaptive_command(
 def adaptive_settings(
     engine: Values, shapes: Sequence[Shape], lengths: Sequence[float], random_input: bool
 ) -> dict[str, Any]:
-    """Raises ConfigError where there is nothing to adapt."""
+    """Raises ConfigError where adaptive width does not apply."""
     settings = with_room(with_speculation(engine), shapes, random_input)
     if "speculative_algorithm" not in settings:
-        raise ConfigError("There is nothing to adapt without --speculative-algorithm.")
+        raise ConfigError("Adaptive width needs --speculative-algorithm.")
     if "speculative_simulate_accept_length" in settings:
-        raise ConfigError("Give forced lengths as --accept-length: one or more.")
+        raise ConfigError("Give simulated accept lengths as --accept-length, one or more.")
     if any(length < 1 for length in lengths):
         raise ConfigError(f"--accept-length must be at least 1, got {min(lengths)}.")
     if random_input and not lengths:
         raise ConfigError("Random text has no accept length; give --accept-length.")
-    if lengths:  # the largest is checked against the rows of a step
+    if lengths:  # the largest is checked against the verify width
         settings["speculative_simulate_accept_length"] = max(lengths)
     return settings | {"speculative_adaptive": True}
 

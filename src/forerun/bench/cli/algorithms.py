@@ -1,4 +1,4 @@
-"""`forerun bench algorithms`: every algorithm that runs on the bundled pair, in one table."""
+"""`forerun bench algorithms`: all algorithms that run on the bundled pair, in one table."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from forerun.evals.prompts import chat_encoder, encoder, python_prompts, word_pr
 from forerun.speculative.registry import algorithm_names, get_algorithm
 
 PLAIN = "NONE"
-# All engines live side by side and serve one request at a time.
+# All engines are loaded at once and serve one request at a time.
 SMALL: dict[str, Any] = {"max_running_requests": 1, "max_total_tokens": 4096}
 
 
 @with_flags(engine=engine_flags)
 def algorithms_command(
-    algorithms: Annotated[
-        list[str], typer.Option(help="One or more; none: all that are installed")
-    ] = [],  # noqa: B006
+    algorithms: Annotated[list[str], typer.Option(help="One or more; default: all installed")] = [],  # noqa: B006
     num_examples: Annotated[int, typer.Option(help="Prompts of each skill")] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     *,
@@ -47,7 +45,7 @@ def algorithms_command(
     if num_examples < 1:
         raise ConfigError(f"--num-examples must be >= 1, got {num_examples}.")
     if "speculative_algorithm" in engine:
-        raise ConfigError("Name what to compare with --algorithms, one or more.")
+        raise ConfigError("Name algorithms with --algorithms, one or more.")
     names = chosen(algorithms)
     settings = {**SMALL, "dtype": "float32", **engine}
     with ExitStack() as stack:
@@ -88,7 +86,11 @@ def algorithms_command(
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-    """Those asked for, or all; plain decoding is there anyhow. Unknown names are refused."""
+    """The given names, or all; without plain decoding, which always runs.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
     asked = [name.upper() for name in names] or algorithm_names()
     for name in names:
         get_algorithm(name)

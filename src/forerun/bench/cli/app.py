@@ -1,4 +1,4 @@
-"""`forerun bench`: the benchmarks, each in a file of its own."""
+"""`forerun bench`: one file per benchmark."""
 
 from __future__ import annotations
 

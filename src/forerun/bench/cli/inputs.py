@@ -1,4 +1,4 @@
-"""What the benchmarks of `forerun bench` share: shapes, prompts, lists on the command line."""
+"""Shared by the benchmarks of `forerun bench`: shapes, prompts, lists on the command line."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ RandomInput = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(help="A known model's shapes with random weights and input: qwen3-8b"),
+    typer.Option(help="Shapes of a known model, random weights and input: qwen3-8b"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
-COLUMNS = 100  # that a table needs
-SPARE = 256  # K/V rows a request may need beyond its text: drafts, steps in flight, a page
+COLUMNS = 100  # width of the tables
+SPARE = 256  # KV slots of a request beyond its tokens: drafts, steps in flight, a partial page
 
 
 class ListCommand(TyperCommand):
-    """Lets a list be written as in SGLang: `--batch-size 1 4 16`."""
+    """Accepts lists as SGLang does: `--batch-size 1 4 16`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, repeat_flag(args, LISTS))
@@ -44,7 +44,7 @@ LISTS = ("--batch-size", "--input-len", "--output-len", "--accept-length", "--al
 
 
 def repeat_flag(args: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`--flag 1 2` becomes `--flag 1 --flag 2`; whatever else is there stays as it is."""
+    """`--flag 1 2` becomes `--flag 1 --flag 2`; other arguments are unchanged."""
     out: list[str] = []
     current: str | None = None  # a list flag that has its first value already
     for arg in args:
@@ -66,7 +66,7 @@ class Shape:
 def check(
     shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigError for what cannot be measured, before anything is loaded."""
+    """Raises ConfigError, before anything is loaded, for what cannot be measured."""
     for shape in shapes:
         for name, value in vars(shape).items():
             if value < 1:
@@ -86,7 +86,7 @@ def check_repetitions(repetitions: int) -> None:
 
 
 def with_preset(name: str, engine: Values) -> dict[str, Any]:
-    """Random weights in the shapes of a known pair; what was given otherwise stays."""
+    """Settings for random weights in the shapes of a known pair; `engine` overrides them."""
     target, draft = bundled_preset(name)
     settings = {"model_path": str(target), "load_format": "dummy", **engine}
     settings.setdefault("speculative_algorithm", bundled_algorithm())
@@ -98,13 +98,13 @@ def with_preset(name: str, engine: Values) -> dict[str, Any]:
 def with_room(
     settings: Mapping[str, Any], shapes: Sequence[Shape], random_input: bool
 ) -> dict[str, Any]:
-    """Settings as given, and for those left open room for the largest batch and no more."""
+    """Sets limits that were not given to what the largest batch needs."""
     out = dict(settings)
     if random_input:
         out["skip_tokenizer_init"] = True
     out.setdefault("max_running_requests", max(s.batch_size for s in shapes))
-    rows = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
-    out.setdefault("max_total_tokens", rows + (out.get("page_size") or 0))
+    tokens = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
+    out.setdefault("max_total_tokens", tokens + (out.get("page_size") or 0))
     return out
 
 
@@ -118,5 +118,5 @@ def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
 
 
 def wide_console() -> Console:
-    """Wide enough for a table: a pipe would get 80 columns, and dots."""
+    """At least `COLUMNS` wide: a pipe would get 80 columns and truncated tables."""
     return Console(width=max(COLUMNS, Console().width))

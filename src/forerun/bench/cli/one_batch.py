@@ -1,4 +1,4 @@
-"""`forerun bench one-batch`: speed of one static batch, plain beside speculative."""
+"""`forerun bench one-batch`: speed of one static batch, plain and speculative."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def one_batch_command(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep traces, figures and kernel tables of some steady steps (GPU)",
+            help="Write traces, figures and kernel tables of some decode steps (GPU)",
         ),
     ] = None,
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Prefill time, step time and decoding speed of one static batch, beside what bounds them."""
+    """Prefill time, step time and decoding speed of one static batch, with lower bounds."""
     if preset is not None:
         engine, random_input = with_preset(preset, engine), True
     shapes = [Shape(b, i, o) for b in batch_size for i in input_len for o in output_len]
@@ -172,7 +172,7 @@ HEADS = (
 
 
 def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
-    """A line for plain decoding and one for speculation, for every shape, in 100 columns."""
+    """For every shape a line for plain decoding and one for speculation, in 100 columns."""
     out = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     out.add_column("batch x\nin + out", no_wrap=True)
     out.add_column("drafts\nby", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`forerun bench overlap`: what scheduling a step while the one before it runs is worth."""
+"""`forerun bench overlap`: overlap scheduling on and off."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ def overlap_command(
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Tokens/s with overlap scheduling over without it, and how long the GPU waits for the host."""
+    """Tokens/s with overlap scheduling on and off, and the gap between steps on the GPU."""
     if preset is not None:
         engine, random_input = with_preset(preset, engine), True
     shapes = [Shape(batch, input_len, output_len) for batch in batch_size]
     check(shapes, repetitions, random_input, engine)
     if engine.get("disable_overlap_schedule"):
-        raise ConfigError("Both ways are measured; drop --disable-overlap-schedule.")
+        raise ConfigError("Both are measured; drop --disable-overlap-schedule.")
     if resolve_device(str(engine.get("device", "auto"))).type != "cuda":
-        raise ConfigError("Steps overlap on a GPU only: a CPU computes them itself.")
+        raise ConfigError("Overlap scheduling needs a GPU.")
     settings = with_room(with_speculation(engine), shapes, random_input)
     settings["speculative_adaptive"] = False
-    forced = "speculative_simulate_accept_length" in settings
+    simulated = "speculative_simulate_accept_length" in settings
     with ExitStack() as stack:
         off = stack.enter_context(LLM(**settings, disable_overlap_schedule=True))
         on = stack.enter_context(LLM(**settings))
         batches = [make_prompts(on, shape, random_input) for shape in shapes]
-        results = [one_batch(off, on, ids, output_len, repetitions, forced) for ids in batches]
-        gaps = [  # after all timing: a profiler leaves launches slower
+        results = [one_batch(off, on, ids, output_len, repetitions, simulated) for ids in batches]
+        gaps = [  # after all timing: profiling slows later launches down
             tuple(profile_steps(llm.engine, ids, output_len).host_gap for llm in (off, on))
             for ids in batches
         ]
