@@ -10,6 +10,7 @@ import torch
 
 from forerun import LLM
 from forerun.core.request import Request
+from forerun.executor.device_executor import DeviceExecutor
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "zlab-llama-b10"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
@@ -28,10 +29,11 @@ def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
 
 
 def poison_on_release(llm: LLM) -> None:
-    """Slots and pages that are given back get values that padding_slot can mistake for data."""
-    scheduler, parts = llm.engine.scheduler, llm.engine.parts
-    step, tables = parts.runner.step, parts.runner.tables
-    release, free = scheduler._release, parts.allocator.free
+    """Slots and pages that are given back get values that nobody can mistake for data."""
+    scheduler, executor = llm.engine.scheduler, llm.engine.executor
+    assert isinstance(executor, DeviceExecutor)
+    step, tables = executor.step, executor.tables
+    release, free = scheduler._release, scheduler.allocator.free
     pools = [step.attention.pools]
     if step.draft_attention is not None:
         pools.append(step.draft_attention.pools)
@@ -45,8 +47,8 @@ def poison_on_release(llm: LLM) -> None:
         tables.page_table[slot] = 2**30
         for state in tables.states:
             state[slot] = 2**30
-        if step.late is not None:
-            for kept in (step.late._hidden, step.late._features):
+        if step.deferred is not None:
+            for kept in (step.deferred.hidden_states, step.deferred.aux_hidden_states):
                 if kept is not None:
                     kept[slot] = torch.nan
 
@@ -57,4 +59,4 @@ def poison_on_release(llm: LLM) -> None:
                 data[:, :, list(pages)] = min(POISON, torch.finfo(data.dtype).max)
 
     scheduler._release = poisoned_release  # type: ignore[method-assign]
-    parts.allocator.free = poisoned_free  # type: ignore[method-assign, assignment]
+    scheduler.allocator.free = poisoned_free  # type: ignore[method-assign, assignment]

@@ -11,14 +11,15 @@ from forerun.attention.base import Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.speculative.base import (
-    Commit,
     Draft,
     DraftContext,
+    ObserveInput,
+    Phase,
+    ProposeInput,
+    SlotContext,
     SlotState,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
-    TargetOutput,
 )
 
 DRAFTS = 5
@@ -35,19 +36,21 @@ class Toy(SpeculativeAlgorithm):
 
     parents: ClassVar[list[int]] = []
 
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
     def load(self, ctx: DraftContext) -> None:
         self.shape = torch.tensor([self.parents], device=ctx.device, dtype=torch.int64)
         self.device, self.vocab = ctx.device, ctx.target.config.vocab_size
 
-    def back(self, step: Step, distance: int, count: int) -> Tensor:
+    def back(self, step: ProposeInput, distance: int, count: int) -> Tensor:
         """[B, count] int64: the tokens that stand `distance` before the drafts."""
         at = step.start.unsqueeze(1) + 1 + torch.arange(count, device=self.device) - distance
         known = torch.minimum(at, step.start.unsqueeze(1)).clamp_min(0)
         return step.history[step.slots].gather(1, known.long()).long()
 
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None
-        return Draft(self.back(step, 3, step.width - 1))
+    def propose(self, step: ProposeInput) -> Draft:
+        return Draft(self.back(step, 3, step.num_verify_tokens - 1))
 
 
 class Trees(Toy):
@@ -56,7 +59,7 @@ class Trees(Toy):
     caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, verify_mask=Mask.CUSTOM)
     parents: ClassVar[list[int]] = [0, 1, 2, 0, 4]
 
-    def propose(self, step: Step) -> Draft:
+    def propose(self, step: ProposeInput) -> Draft:
         near, far = self.back(step, 1, 3), self.back(step, 3, 3)
         # rows 1, 2, 3 a chain; 4 beside 1; 5 below 4
         other = torch.where(far[:, :1] == near[:, :1], (near[:, :1] + 1) % self.vocab, far[:, :1])
@@ -70,19 +73,19 @@ class Oracle(Toy):
     caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, needs_host_tokens=True)
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # prompt -> output
 
-    def known(self, step: Step) -> list[list[int]]:
+    def known(self, step: ProposeInput) -> list[list[int]]:
         out = []
-        assert step.tokens is not None and step.width is not None
-        for tokens in step.tokens:
+        assert step.host is not None
+        for tokens in step.host.tokens:
             rest: list[int] = []
             for prompt, output in self.answers.items():
                 whole = [*prompt, *output]
                 if whole[: len(tokens)] == list(tokens):
                     rest = whole[len(tokens) :]
-            out.append((rest + [0] * DRAFTS)[: step.width - 1])
+            out.append((rest + [0] * DRAFTS)[: step.num_verify_tokens - 1])
         return out
 
-    def propose(self, step: Step) -> Draft:
+    def propose(self, step: ProposeInput) -> Draft:
         return Draft(torch.tensor(self.known(step), device=self.device))
 
 
@@ -97,7 +100,7 @@ class OracleTrees(Oracle):
     )
     parents: ClassVar[list[int]] = [0, 0, 2, 2, 4]
 
-    def propose(self, step: Step) -> Draft:
+    def propose(self, step: ProposeInput) -> Draft:
         right = torch.tensor(self.known(step), device=self.device)
         wrong = (right + 1) % self.vocab
         # rows 1, 3, 5 are the answer; 2 beside 1, 4 beside 3
@@ -110,35 +113,46 @@ class Learner(Toy):
 
     caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, prefix_lookahead=1)
 
-    def create_future_map(self, slots: int, device: torch.device) -> SlotState:
-        self.newest = torch.zeros(slots, dtype=torch.int64, device=device)
+    def create_future_map(self, ctx: SlotContext) -> SlotState:
+        self.newest = torch.zeros(ctx.slots, dtype=torch.int64, device=ctx.device)
         return SlotState({"newest": self.newest})
 
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None
+    def propose(self, step: ProposeInput) -> Draft:
         newest = self.newest[step.slots]
-        assert step.newest is not None
-        torch._assert_async((newest == step.newest).all())
-        return Draft(newest.unsqueeze(1).expand(-1, step.width - 1).contiguous())
+        torch._assert_async((newest == step.last_token).all())
+        return Draft(newest.unsqueeze(1).expand(-1, step.num_verify_tokens - 1).contiguous())
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        assert target.next_ids is not None and target.last_rows is not None
-        self.newest[step.slots] = target.next_ids[target.last_rows]
+    def observe(self, step: ObserveInput) -> None:
+        self.newest[step.slots] = step.next_ids[step.last_index]
 
 
 class Sampler(Toy):
     """Draws from made-up logits with the requests' own rules."""
 
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None and step.draw is not None
-        shape = (len(step.slots), step.width - 1)
+    def propose(self, step: ProposeInput) -> Draft:
+        shape = (len(step.slots), step.num_verify_tokens - 1)
         logits = torch.nn.functional.one_hot(self.back(step, 3, shape[1]), self.vocab).float() * 5
         positions = step.start.unsqueeze(1) + 1 + torch.arange(shape[1], device=self.device)
         columns = torch.arange(self.vocab - 1, -1, -1, device=self.device)
         if step.slots.shape[0] % 2:  # with the columns in another order
-            drawn = step.draw(logits.flip(-1), positions, columns)
+            drawn = step.sample(logits.flip(-1), positions, columns)
             return Draft(columns[drawn])
-        return Draft(step.draw(logits, positions))
+        return Draft(step.sample(logits, positions))
+
+
+class Eager(Learner):
+    """Reads the device on the host, so it runs between the captured parts of a step."""
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return False
+
+    def propose(self, step: ProposeInput) -> Draft:
+        assert self.newest[step.slots].tolist() == step.last_token.tolist()
+        return Draft(self.back(step, 3, step.num_verify_tokens - 1))
+
+    def observe(self, step: ObserveInput) -> None:
+        for slot, token in zip(step.slots, step.next_ids[step.last_index].tolist(), strict=True):
+            self.newest[slot] = token
 
 
 class Faulty(Toy):
@@ -151,7 +165,7 @@ class Faulty(Toy):
         super().load(ctx)
         self.count = 0
 
-    def propose(self, step: Step) -> Any:
+    def propose(self, step: ProposeInput) -> Any:
         draft = super().propose(step)
         self.count += 1
         if self.count <= self.after:
@@ -169,8 +183,8 @@ class Faulty(Toy):
 
 
 class FaultyObserver(Toy):
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        if commit is not None:
+    def observe(self, step: ObserveInput) -> None:
+        if step.phase is Phase.VERIFY:
             raise KeyError("lost")
 
 
@@ -180,6 +194,7 @@ TOYS = {
     "TOY-ORACLE-TREES": OracleTrees,
     "TOY-LEARNER": Learner,
     "TOY-SAMPLER": Sampler,
+    "TOY-EAGER": Eager,
     "TOY-FAULTY": Faulty,
     "TOY-FAULTY-OBSERVER": FaultyObserver,
 }

@@ -60,7 +60,7 @@ def test_sweep(forced: tuple[float, ...]) -> None:
     with golden_llm() as plain, golden_llm("DFLASH", **own) as spec:
         batches = [PROMPTS[:1], PROMPTS]
         cells = sweep(plain, spec, batches, 20, forced, repetitions=2, on_cell=seen.append)
-        width = spec.engine.limits.width
+        width = spec.engine.limits.max_verify_tokens
     assert cells == seen
     assert [c.batch_size for c in cells] == [n for n in (1, 3) for _ in forced or (1,)]
     for cell in cells:

@@ -39,7 +39,7 @@ def plain() -> Iterator[LLM]:
 
 def test_bytes_of_the_bundled_pair(plain: LLM, speculating: LLM) -> None:
     work, both = Work.of(plain.engine, 2, 100), Work.of(speculating.engine, 2, 100)
-    config = plain.engine.model_config
+    config = plain.engine.executor.step.model.config
     inner, hidden = config.intermediate_size, config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = hidden * (2 * q + 2 * kv + 3 * inner)

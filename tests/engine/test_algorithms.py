@@ -50,7 +50,7 @@ def test_text_is_that_of_plain_decoding(
     settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": 16}
     with golden_llm(name, overlap_depth=depth, max_running_requests=4, **settings) as llm:
         if "ORACLE" in name:
-            assert llm.engine.limits.depth == 0  # it reads tokens on the host
+            assert llm.engine.limits.overlap_depth == 0  # it reads tokens on the host
         for sampled in (False, True):
             for _ in ("cold", "warm"):
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
@@ -113,7 +113,7 @@ def test_requests_choose_how_many_drafts_they_take(
     limits = [None, 0, 1, 2, 100]
     kinds = [{**k, "max_draft_tokens": n} for k, n in zip(rules(False), limits, strict=True)]
     with golden_llm(algorithm) as llm:
-        drafts = llm.engine.limits.width - 1
+        drafts = llm.engine.limits.max_verify_tokens - 1
         outs = llm.generate(input_ids=PROMPTS, sampling_params=kinds)
         assert [o.output_ids for o in outs] == plain[0]
         for out, limit in zip(outs, limits, strict=True):

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from forerun import LLM
 from forerun.sampling.noise import gumbel_argmax, seed_key
-from forerun.speculative.base import Draft, Step
+from forerun.speculative.base import Draft, ProposeInput
 from tests import chain_models as models
 from tests.engine.test_algorithms import GREEDY, PROMPTS, rules
 from tests.engine.test_matrix import hold
@@ -94,10 +94,10 @@ def oracles(drafts: dict[str, Path]) -> Oracles:
 
 def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Of every step with one request: where its newest token stands, and what was proposed."""
-    algorithm, seen = llm.engine.parts.runner.step.algorithm, []
+    algorithm, seen = llm.engine.executor.step.algorithm.algorithm, []
     propose = algorithm.propose
 
-    def recording(step: Step) -> Draft:
+    def recording(step: ProposeInput) -> Draft:
         draft = propose(step)
         seen.append((int(step.start[0]), draft.tokens[0].tolist()))
         return draft
@@ -244,7 +244,7 @@ def test_a_checkpoint_drafts_for_itself(
             outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
             assert [o.output_ids for o in outs] == plain[0]
             lengths.append([o.meta_info["spec_accept_lengths"] for o in outs])
-            assert llm.explain()["rows_per_step"] == 4
+            assert llm.explain()["num_verify_tokens"] == 4
             llm.engine.check()
     assert lengths[0] == lengths[1] and max(map(max, lengths[0])) == 4
 
@@ -273,7 +273,7 @@ def test_a_head_of_the_whole_vocabulary(tmp_path: Path, plain: list[list[list[in
     """speculators' format, which also says how many drafts; head and embedding the target's."""
     folder = models.eagle3(tmp_path / "draft", whole=True)
     with golden_llm("EAGLE3", speculative_draft_model_path=str(folder)) as llm:
-        assert llm.engine.limits.width == 3
+        assert llm.engine.limits.max_verify_tokens == 3
         for sampled in (False, True):
             outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
             assert [o.output_ids for o in outs] == plain[sampled]
@@ -304,7 +304,7 @@ def test_a_step_never_waits_for_the_device(name: str, chain_llm: Callable[..., L
             name, device="cuda", max_running_requests=4, disable_cuda_graph=not graph
         ) as llm:
             llm.generate(input_ids=PROMPTS[:2], sampling_params=kinds[:2])  # kernels compiled
-            launch = llm.engine._runner.launch
+            launch = llm.engine.executor.launch
 
             def strict(plan: Any, launch: Callable[[Any], Any] = launch) -> Any:
                 torch.cuda.set_sync_debug_mode("error")
@@ -313,5 +313,5 @@ def test_a_step_never_waits_for_the_device(name: str, chain_llm: Callable[..., L
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
 
-            llm.engine._runner.launch = strict  # type: ignore[method-assign]
+            llm.engine.executor.launch = strict  # type: ignore[method-assign]
             llm.generate(input_ids=PROMPTS, sampling_params=kinds)

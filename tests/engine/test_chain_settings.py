@@ -39,7 +39,7 @@ def test_the_length_of_a_chain(
 ) -> None:
     defaults = {"EAGLE3": 5, "NEXTN": 3, "STANDALONE": 4}
     with chain_llm(name, **settings) as llm:
-        assert llm.engine.limits.width == (drafted or defaults[name]) + 1
+        assert llm.engine.limits.max_verify_tokens == (drafted or defaults[name]) + 1
         if drafted == 1:
             out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
             assert out.output_ids[: len(CASES[0]["output"])] == CASES[0]["output"][:24]

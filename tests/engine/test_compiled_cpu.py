@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
-from forerun.executor.compiled_cpu import CompiledSteps, check_usable
+from forerun.executor.compiled_cpu import CompiledCpuSteps, check_usable
 from tests.golden_engine import golden_llm
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
@@ -26,12 +26,12 @@ def test_text_of_the_bundled_pair_is_that_of_eager_steps(algorithm: str | None) 
     for compiled in (False, True):
         settings = {"dtype": "float32", "speculative_adaptive": False, "cpu_graph": compiled}
         with LLM(speculative_algorithm=algorithm, **settings) as llm:
-            steps = llm.engine.parts.runner.graphs
-            assert isinstance(steps, CompiledSteps) == compiled
+            steps = llm.engine.executor.steps
+            assert isinstance(steps, CompiledCpuSteps) == compiled
             outs = [llm.generate(prompts[0], GREEDY), *llm.generate(prompts, [SEEDED, GREEDY])]
             llm.engine.check()
-            if isinstance(steps, CompiledSteps):
-                assert {key[0] for key in steps._steps} == {1, 2}  # exact batch sizes
+            if isinstance(steps, CompiledCpuSteps):
+                assert {key.batch for key in steps._steps} == {1, 2}  # exact batch sizes
         got.append([out.output_ids for out in outs])
         lengths.append([out.meta_info["spec_accept_lengths"] for out in outs])
     assert got[0] == got[1]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.speculative.base import Draft, Step
+from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.steps import EagerSteps
+from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_algorithms import GREEDY, PROMPTS
 from tests.golden_engine import golden_llm
 
@@ -27,7 +29,7 @@ def follow(
     llm: LLM, prompts: list[list[int]], seed: int
 ) -> tuple[list[list[int]], list[list[int]], Proposals]:
     """Texts, accept lengths and drafts, with widths that depend on nothing but the step's rows."""
-    widths, step = llm.engine.scheduler.widths, llm.engine.parts.runner.step
+    widths, step = llm.engine.scheduler.widths, llm.engine.executor.step
     rng, proposals = random.Random(seed), {}
     turns: list[int] = []
 
@@ -37,9 +39,9 @@ def follow(
         return widths.widths[turns.pop(0)]
 
     widths._choose = choose  # type: ignore[method-assign, assignment]
-    propose = step.guard.propose
+    propose = step.algorithm.propose
 
-    def recorded(of: Step) -> Draft:
+    def recorded(of: ProposeInput) -> Draft:
         draft = propose(of)
         owner = {r.slot: r for r in llm.engine.scheduler.running}
         for slot, start, tokens in zip(
@@ -49,9 +51,9 @@ def follow(
                 proposals[prompts.index(list(owner[slot].prompt)), start] = tokens
         return draft
 
-    step.guard.propose = recorded  # type: ignore[method-assign]
+    step.algorithm.propose = recorded  # type: ignore[method-assign]
     outs = llm.generate(input_ids=prompts, sampling_params={**GREEDY, "max_new_tokens": 48})
-    step.guard.propose = propose  # type: ignore[method-assign]
+    step.algorithm.propose = propose  # type: ignore[method-assign]
     llm.engine.check()
     lengths = [o.meta_info["spec_accept_lengths"] for o in outs]
     return [o.output_ids for o in outs], lengths, proposals
@@ -88,7 +90,7 @@ def test_drafts_are_those_of_an_engine_that_tells_at_once(
 ) -> None:
     settings = {"overlap_depth": depth, "page_size": page_size, "disable_cuda_graph": True}
     with engine(name, chain_llm, **settings) as llm:
-        assert llm.engine.limits.max_pending_observe == min(16, llm.engine.limits.width)
+        assert llm.engine.limits.max_pending_observe == min(16, llm.engine.limits.max_verify_tokens)
         late = conversation(llm)
     monkeypatch.setattr("forerun.executor.resolve.MAX_PENDING_OBSERVE", 0)
     with engine(name, chain_llm, **settings) as llm:
@@ -98,29 +100,23 @@ def test_drafts_are_those_of_an_engine_that_tells_at_once(
         assert got[2] and got == want
 
 
-class TwoMore:
-    """Graphs that hold nothing: what runs beside them is padded by two rows all the same."""
+class PaddedSteps(EagerSteps):
+    """Deferred observes are padded by two slots, as in a batch bucket."""
 
-    bound = None
-
-    def __init__(self, padding_slot: int) -> None:
-        self._padding_slots = padding_slot
-
-    def holds(self, batch: int) -> bool:
-        return False
-
-    def padded(self, slots: Sequence[int]) -> list[int]:
-        return [*slots, self._padding_slots, self._padding_slots]
+    def observe_deferred(self, slots: Sequence[int], counts: Sequence[int], kv_len_ub: int) -> None:
+        padding = [self.step.tables.padding_slot] * 2
+        super().observe_deferred([*slots, *padding], [*counts, 0, 0], kv_len_ub)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_nobody_change_nothing(name: str, chain_llm: Callable[..., LLM]) -> None:
+def test_padding_slots_change_nothing(name: str, chain_llm: Callable[..., LLM]) -> None:
     found = []
     for padded in (False, True):
         with engine(name, chain_llm) as llm:
-            runner = llm.engine.parts.runner
+            executor = llm.engine.executor
+            assert isinstance(executor, DeviceExecutor)
             if padded:
-                runner.graphs = TwoMore(runner.tables.padding_slot)  # type: ignore[assignment]
+                executor.steps = PaddedSteps(executor.step)
             found.append(conversation(llm))
-            assert runner.tables.kv_len[runner.tables.padding_slot] == 0
+            assert executor.tables.kv_len[executor.tables.padding_slot] == 0
     assert found[0][0][2] and found[0] == found[1]

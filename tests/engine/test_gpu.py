@@ -60,7 +60,7 @@ def test_seeded_text_is_that_of_plain_decoding() -> None:
 def test_a_step_never_waits_for_the_device() -> None:
     with golden_llm("DFLASH", device="cuda", max_running_requests=4) as llm:
         engine = llm.engine
-        launch = engine._runner.launch
+        launch = engine.executor.launch
 
         def strict(plan: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
@@ -69,7 +69,7 @@ def test_a_step_never_waits_for_the_device() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        engine._runner.launch = strict  # type: ignore[method-assign]
+        engine.executor.launch = strict  # type: ignore[method-assign]
         out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=greedy(CASES[0]))
         assert out.output_ids == CASES[0]["output"]
 

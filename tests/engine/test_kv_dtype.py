@@ -58,7 +58,7 @@ def test_the_setting_reaches_both_pools_and_the_budget() -> None:
     cells = {}
     for kv in ("auto", "float32", "bfloat16", "fp8_e4m3"):
         with golden_llm("DFLASH", kv_cache_dtype=kv) as llm:
-            step = llm.engine.parts.runner.step
+            step = llm.engine.executor.step
             assert step.draft_attention is not None
             pools = step.attention.pools, step.draft_attention.pools
             assert len({pool.dense.dtype for pool in pools}) == 1

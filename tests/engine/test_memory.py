@@ -11,8 +11,8 @@ import torch
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor import attention_setup, build, memory
+from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.memory import SLACK, KVDemand, MemoryLog, ProfilingRun, kv_budget
-from forerun.executor.runner import Runner
 from forerun.kvcache.layouts import ModelLayout
 from tests.golden_engine import CASES, golden_llm
 
@@ -49,27 +49,28 @@ def test_steps_and_graphs_get_what_they_need(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody's page counts too."""
+    """The null page counts too."""
     monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
     config = EngineConfig(mem_fraction_static=0.5)
     budget = kv_budget(config, DEMAND, torch.device("cpu"), ProfilingRun())
     assert budget.num_pages == 100
 
 
-def test_the_rehearsed_steps_run_on_one_page() -> None:
+def test_the_profiling_run_needs_one_page() -> None:
     """Prompts longer than the context are spread; the padding slot is as before."""
     with golden_llm("DFLASH", context_length=64, chunked_prefill_size=200) as llm:
-        parts = llm.engine.parts
-        step, padding_slot = parts.runner.step, parts.runner.tables.padding_slot
-        plans = list(memory._steps(llm.engine.limits, (1, 4, 10), padding_slot))
-        prompts = [[len(c.tokens) for c in plan.prefill] for plan in plans if plan.prefill]
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        step, padding_slot = executor.step, executor.tables.padding_slot
+        plans = list(memory.profiling_plans(llm.engine.limits, (1, 4, 10), padding_slot))
+        prompts = [[c.num_tokens for c in plan.prefill] for plan in plans if plan.prefill]
         assert prompts == 2 * [[1], [32], [64], [64, 64], [64, 64, 64, 8]]
         assert max(len(plan.decode) for plan in plans) == llm.engine.limits.slots
         for plan in plans:
-            Runner(step).launch(plan).result()
+            executor.launch(plan).result()
         pages = step.attention.pools.dense.transpose(0, 2).flatten(1).any(1)
         assert pages.nonzero().tolist() == [[0]]
-        assert parts.runner.tables.kv_len[padding_slot] == 0
+        assert executor.tables.kv_len[padding_slot] == 0
         params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
         out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=params)
         assert out.output_ids == CASES[0]["output"][:5]

@@ -41,7 +41,7 @@ def test_they_add_up(algorithm: str | None, depth: int, adaptive: bool) -> None:
     per_position = stats["spec_decode_num_accepted_tokens_per_pos"]
     assert sum(per_position) == stats["spec_decode_num_accepted_tokens"]
     assert per_position == sorted(per_position, reverse=True)
-    assert len(per_position) == llm.engine.limits.width - 1
+    assert len(per_position) == llm.engine.limits.max_verify_tokens - 1
     assert stats["decode_tokens"] == steps + stats["spec_decode_num_accepted_tokens"]
     assert sum(stats["width"]["steps_by_width"].values()) >= stats["decode_steps"]
     assert stats["width"]["adaptive"] == (adaptive and algorithm is not None)

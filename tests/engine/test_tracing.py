@@ -15,7 +15,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.engine import tracing
 from forerun.executor import step_timing as phases
-from forerun.executor.step_timing import WINDOW, Offset, PhaseBoundary, StepTimer
+from forerun.executor.step_timing import WINDOW, ClockOffset, PhaseBoundary, StepTimer
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import register_toys
 
@@ -156,7 +156,7 @@ def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with golden_llm("DFLASH") as llm:
         llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
-        assert llm.engine.parts.runner.step.clock is None
+        assert llm.engine.executor.step.timer is None
     assert calls == []
     monkeypatch.setattr(tracing, "make_exporter", lambda endpoint: InMemorySpanExporter())
     with golden_llm("DFLASH", enable_trace=True) as llm:
@@ -199,13 +199,13 @@ def test_http_wants_a_whole_url(endpoint: str, url: str) -> None:
 
 
 def test_the_offset_is_the_least_of_two_windows() -> None:
-    offset = Offset()
-    assert offset.seen(0, WINDOW * 2) == 2 * WINDOW
-    assert offset.seen(100, WINDOW * 2 + 50) == 2 * WINDOW - 50  # it came sooner
-    assert offset.seen(200, WINDOW * 2 + 900) == 2 * WINDOW - 50
+    offset = ClockOffset()
+    assert offset.update(0, WINDOW * 2) == 2 * WINDOW
+    assert offset.update(100, WINDOW * 2 + 50) == 2 * WINDOW - 50  # it came sooner
+    assert offset.update(200, WINDOW * 2 + 900) == 2 * WINDOW - 50
     at = 4 * WINDOW  # the device's clock falls behind
-    assert offset.seen(at - 2 * WINDOW - 10, at) == 2 * WINDOW - 50
-    assert offset.seen(at - 2 * WINDOW + 2 * WINDOW, at + 2 * WINDOW + 70) == 2 * WINDOW + 10
+    assert offset.update(at - 2 * WINDOW - 10, at) == 2 * WINDOW - 50
+    assert offset.update(at - 2 * WINDOW + 2 * WINDOW, at + 2 * WINDOW + 70) == 2 * WINDOW + 10
 
 
 def test_the_clock_tells_unix_time() -> None:

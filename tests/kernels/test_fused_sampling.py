@@ -36,7 +36,7 @@ def rules(device: torch.device, params: list[SamplingParams] = PARAMS) -> Sampli
         for i, p in enumerate(params)
     ]
     table = SamplingTable(len(requests), device)
-    table.set(range(len(requests)), requests)
+    table.set(range(len(requests)), [r.sampling for r in requests])
     return table.gather(torch.arange(len(requests), device=device))
 
 

@@ -39,7 +39,7 @@ def rows_for(params: SamplingParams) -> SamplingRows:
     seeds = range(SEEDS[params])
     table = SamplingTable(len(seeds), torch.device("cpu"))
     batch = [Request("r", (0,) * PROMPT, params, seed, frozenset()) for seed in seeds]
-    table.set(seeds, batch)
+    table.set(seeds, [r.sampling for r in batch])
     return table.gather(torch.arange(len(seeds)))
 
 

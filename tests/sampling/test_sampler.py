@@ -10,10 +10,10 @@ from torch import Tensor
 
 from forerun.core.errors import RequestError
 from forerun.core.request import Request
-from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams, check_stop_ids
 from forerun.sampling.noise import gumbel_argmax
 from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample
-from forerun.sampling.table import SamplingTable, check_stop_ids
+from forerun.sampling.table import SamplingTable
 
 VOCABULARY, WIDTH = 97, 5
 EVERYTHING = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
@@ -48,7 +48,7 @@ def requests() -> list[Request]:
 
 def rows_of(batch: list[Request]) -> SamplingRows:
     table = SamplingTable(len(batch) + 2, torch.device("cpu"))
-    table.set(range(len(batch)), batch)
+    table.set(range(len(batch)), [r.sampling for r in batch])
     return table.gather(torch.arange(len(batch)))
 
 
@@ -177,7 +177,7 @@ def test_table_keeps_slots_apart() -> None:
     assert rows.top_p.tolist() == pytest.approx([1.0, 0.8, 0.0])
     assert rows.min_p.tolist() == pytest.approx([0.0, 0.02, 0.0])
     assert rows.min_position.tolist() == [0, 0, 0]
-    table.set([0], [batch[8]])
+    table.set([0], [batch[8].sampling])
     rows = table.gather(torch.tensor([0]))
     assert rows.min_position.tolist() == [11 + 9]
     assert set(rows.stop_ids[0].tolist()) == {5, 6, 48}
@@ -191,7 +191,7 @@ def test_too_many_stop_ids_are_refused_at_the_door() -> None:
     with pytest.raises(RequestError, match=r"at most 16 stop ids \(EOS included\), got 17; give"):
         check_stop_ids(SamplingParams(min_new_tokens=1), many)
     table = SamplingTable(1, torch.device("cpu"))
-    table.set([0], [Request("r", (1,), SamplingParams(), 0, many)])  # nothing to hold back
+    table.set([0], [Request("r", (1,), SamplingParams(), 0, many).sampling])  # nothing to hold back
     assert table.gather(torch.tensor([0])).min_position.tolist() == [0]
 
 
@@ -199,7 +199,7 @@ def test_too_many_stop_ids_are_refused_at_the_door() -> None:
 def test_cuda_graph_draws_what_the_cpu_draws() -> None:
     device = torch.device("cuda")
     table = SamplingTable(len(PARAMS), device)
-    table.set(range(len(PARAMS)), requests())
+    table.set(range(len(PARAMS)), [r.sampling for r in requests()])
     (logits, positions), slots = scene(), torch.arange(len(PARAMS), device=device)
     expected = sample(logits, positions, rows_of(requests()), EVERYTHING)
     logits, positions = logits.to(device), positions.to(device)

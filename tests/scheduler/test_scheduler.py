@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.core.errors import RequestError
-from forerun.core.plan import StepPlan, StepResult
+from forerun.core.plan import Limits, StepPlan, StepResult
 from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import NoPrefixCache, PrefixCache
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
-from forerun.scheduler.scheduler import Limits, Scheduler
+from forerun.scheduler.scheduler import Scheduler
 
 EOS = 6
 
@@ -60,6 +60,7 @@ class Device:
         self.kv: dict[tuple[int, int], int] = {}
         self.draft_kv: dict[tuple[int, int], int] = {}
         self.table: dict[int, dict[int, int]] = {}
+        self.known: dict[int, tuple[int, ...]] = {}  # tokens of each admission
         self.tokens: dict[int, tuple[int, ...]] = {}  # device truth: all known tokens of a slot
 
     def row(self, slot: int, position: int) -> tuple[int, int]:
@@ -87,18 +88,20 @@ class Device:
     def launch(self, plan: StepPlan) -> StepResult:
         for admission in plan.admitted:
             self.table[admission.slot] = {}
+            self.known[admission.slot] = admission.tokens
         written = set()
-        for slot, first, pages in plan.page_writes:
-            for i, page in enumerate(pages):
-                assert (slot, first + i) not in written, "two writes to one page-table entry"
-                written.add((slot, first + i))
+        for write in plan.page_writes:
+            for i, page in enumerate(write.pages, write.first):
+                assert (write.slot, i) not in written, "two writes to one page-table entry"
+                written.add((write.slot, i))
                 assert page != 0
-                self.table[slot][first + i] = page
-        for late, rows in plan.late:
-            self.observe_deferred(late.slot, rows)
+                self.table[write.slot][i] = page
+        for deferred in plan.deferred:
+            self.observe_deferred(deferred.slot, deferred.count)
+        width = plan.num_verify_tokens
         return StepResult(
-            [self._decode(r.slot, r.kv_len_ub, plan.width) for r in plan.decode],
-            [self._prefill(c.slot, c.start, c.tokens, c.request, c.last) for c in plan.prefill],
+            [self._decode(r.slot, r.kv_len_ub, width) for r in plan.decode],
+            [self._prefill(c.slot, c.start, c.end, c.last) for c in plan.prefill],
         )
 
     def _decode(self, slot: int, bound: int, width: int) -> list[int]:
@@ -117,13 +120,10 @@ class Device:
             self.write(slot, self.tokens[slot], position, observed)
         return list(drawn)
 
-    def _prefill(
-        self, slot: int, start: int, tokens: tuple[int, ...], request: Request, last: bool
-    ) -> int | None:
-        known = request.prefill_tokens
-        assert known[start : start + len(tokens)] == tokens
+    def _prefill(self, slot: int, start: int, end: int, last: bool) -> int | None:
+        known = self.known[slot]
         self.read(slot, known, start, drafts=True)
-        for position in range(start, start + len(tokens)):
+        for position in range(start, end):
             self.write(slot, known, position, observed=True)
         if not last:
             return None
@@ -177,8 +177,8 @@ def run(
         plan = scheduler.schedule()
         if plan is not None:
             flight.append((plan, device.launch(plan)))
-        if flight and (plan is None or len(flight) > scheduler.limits.depth):
-            scheduler.complete(*flight.popleft())
+        if flight and (plan is None or len(flight) > scheduler.limits.overlap_depth):
+            scheduler.complete(flight.popleft()[1])
         for launched, _ in flight:  # nothing a step in flight can write has been given back
             busy = {r.slot for r in launched.decode} | {c.slot for c in launched.prefill}
             assert busy.isdisjoint(scheduler._free_slots)

@@ -16,6 +16,7 @@ from forerun import LLM
 from forerun.bench.one_batch import Trace, trace
 from forerun.bench.timing import Timed, interleaved, median
 from forerun.engine.engine import Engine
+from forerun.executor.device_executor import device_step
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
@@ -104,7 +105,7 @@ def _runs(
 
 
 def _force(engine: Engine, length: float) -> None:
-    simulated = engine.parts.runner.step.simulate
+    simulated = device_step(engine.executor).simulate
     assert simulated is not None, "an engine made without simulated acceptance"
     simulated.set(length)
 

@@ -30,7 +30,7 @@ class Work:
     @classmethod
     def of(cls, engine: Engine, batch_size: int, context: int) -> Work:
         """Measured on an idle engine, for `context` tokens of K/V a request."""
-        step = engine.parts.runner.step
+        step = engine.executor.step
         size = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
         if step.draft_attention is not None:
             layout = step.draft_attention.pools.layout

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from forerun.core.plan import SlotSampling
 from forerun.core.sampling_params import SamplingParams
 
 
@@ -54,11 +55,9 @@ class Request:
     cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
     prefill_tokens: tuple[int, ...] = ()  # prompt, and after a preemption also the output
     prefill_done: int = 0  # tokens launched
-    kv_len: int = 0  # committed K/V rows, as of the last result
-    pending: list[int] = field(default_factory=list)  # rows of each step in flight
-    pending_observe: int = (
-        0  # newest rows of K/V that the target's pool has and the draft's has not
-    )
+    kv_len: int = 0  # committed KV slots, as of the last result
+    pending: list[int] = field(default_factory=list)  # tokens of each step in flight
+    pending_observe: int = 0  # newest tokens that the algorithm has not observed yet
 
     # Acceptance so far, from which the width of its steps is chosen; None: nothing seen yet.
     rates: Any = None  # of the width policy
@@ -91,6 +90,22 @@ class Request:
     @property
     def kv_len_ub(self) -> int:
         return self.kv_len + sum(self.pending)
+
+    @property
+    def sampling(self) -> SlotSampling:
+        """What the device tables hold of its sampling parameters."""
+        params = self.params
+        masks = params.min_new_tokens > 0 and bool(self.stop_ids)
+        return SlotSampling(
+            temperature=0.0 if params.greedy else float(params.temperature),
+            top_k=params.top_k,
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            seed=self.seed,
+            stop_ids=tuple(sorted(self.stop_ids)) if masks else (),
+            # The first new token stands at position len(prompt).
+            min_position=len(self.prompt) + params.min_new_tokens if masks else 0,
+        )
 
 
 def drop_last(lengths: Sequence[int], count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -160,3 +160,16 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKENS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids, got {len(ids)}.")
     return tuple(integer("stop_token_ids", token, RequestError) for token in ids)
+
+
+def check_stop_ids(params: SamplingParams, stop_ids: Collection[int]) -> None:
+    """A request's stop ids (EOS and its own) must fit into the device table if they are masked.
+
+    Raises:
+        RequestError: `min_new_tokens` together with more than MAX_STOP_IDS stop ids.
+    """
+    if params.min_new_tokens > 0 and len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(
+            f"min_new_tokens works with at most {MAX_STOP_IDS} stop ids (EOS included), got"
+            f" {len(stop_ids)}; give fewer stop_token_ids or set min_new_tokens=0."
+        )

@@ -1,4 +1,7 @@
-"""The engine: one loop over `schedule → launch → complete`, at overlap depth 0 or 1."""
+"""The engine: requests, and one loop over `schedule → launch → complete`. No device code.
+
+Steps run on an executor (`core/executor.py`), which may be in another process.
+"""
 
 from __future__ import annotations
 
@@ -7,52 +10,47 @@ import logging
 import random
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import AlgorithmError, RequestError
+from forerun.core.errors import RequestError
+from forerun.core.executor import Executor, ExecutorInfo, PendingStep
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
-from forerun.core.sampling_params import SamplingParams
+from forerun.core.sampling_params import SamplingParams, check_stop_ids
 from forerun.engine.stats import SpecStats
 from forerun.engine.tracing import Tracing, start_tracing
-from forerun.executor.build import Parts, build
-from forerun.executor.runner import StepFuture
-from forerun.sampling.table import check_stop_ids
-from forerun.scheduler.adaptive_width import FixedWidth
-from forerun.scheduler.scheduler import Scheduler
+from forerun.kvcache.pages import PageAllocator
+from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
+from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
+from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
 log = logging.getLogger("forerun")
 
 
 class Engine:
-    """Serves requests on one device, from token ids to token ids.
+    """Serves requests on one executor, from token ids to token ids.
 
-    Not thread-safe, but for `make_request`: one thread steps it.
+    Not thread-safe, except for `make_request`: one thread steps it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_path: Path,
-        *,
-        overlap_depth: int | None = None,
-    ) -> None:
-        """`overlap_depth` overrides what the device suggests (tests run depth 1 on a CPU)."""
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.config = config
-        spans = start_tracing(config)
-        parts: Parts = build(config, model_path, overlap_depth)
-        self.parts = parts
-        self.model_config = parts.runner.step.model.config
-        self.limits = parts.limits
-        self._runner = parts.runner
-        self._in_flight: deque[StepFuture] = deque()
-        self.scheduler = Scheduler(parts.limits, parts.allocator, parts.prefix, parts.widths)
+        self.executor = executor
+        self.info = info = executor.info
+        self.limits = info.limits
+        self._in_flight: deque[tuple[PendingStep, float]] = deque()  # and when it was launched
+        allocator = PageAllocator(info.num_pages)
+        self.scheduler = Scheduler(
+            info.limits,
+            allocator,
+            _prefix_store(config, info, allocator),
+            _width_policy(info),
+        )
         algorithm = config.speculative_algorithm or "NONE"
-        self._stats = SpecStats(algorithm.upper(), parts.limits.width - 1)
-        self._tracing = Tracing(spans, parts.runner.step.clock) if spans else None
-        self._last_result = 0.0  # time.monotonic() of the newest
+        self._stats = SpecStats(algorithm.upper(), info.limits.max_verify_tokens - 1)
+        spans = start_tracing(config)
+        self._tracing = Tracing(spans) if spans else None
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
         self._seeds = random.Random(config.random_seed)
@@ -73,7 +71,7 @@ class Engine:
         Raises:
             RequestError: it cannot be served.
         """
-        vocab = self.model_config.vocab_size
+        vocab = self.info.vocab_size
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token.")
         strange = [t for t in prompt if isinstance(t, bool) or not isinstance(t, int)]
@@ -84,7 +82,7 @@ class Engine:
             if outside:
                 raise RequestError(f"{what} id {outside[0]} is outside the vocabulary of {vocab}.")
         rid = rid if rid is not None else f"request-{next(self._ids)}"
-        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        eos = () if params.ignore_eos else self.info.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         check_stop_ids(params, stop_ids)
         seed = params.sampling_seed
@@ -135,67 +133,60 @@ class Engine:
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def bind_to_thread(self) -> None:
-        """For the thread that is going to step: CUDA's current device belongs to a thread."""
-        self._runner.bind_to_thread()
-
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def step(self) -> list[Request]:
-        """Launches the next step and books the one `depth` back.
+        """Launches the next step and books the one `overlap_depth` before it.
 
         Returns the requests that got tokens or ended.
         """
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._in_flight.append(self._launch(plan))
-        if not self._in_flight or (plan is not None and len(self._in_flight) <= self.limits.depth):
+            self._launch(plan)
+        waits = plan is not None and len(self._in_flight) <= self.limits.overlap_depth
+        if not self._in_flight or waits:
             return []
-        future = self._in_flight.popleft()
-        result, now = future.result(), time.monotonic()
-        self._stats.count(future.plan, result)
-        changed = self.scheduler.complete(future.plan, result)
-        self._book_time(future, now)
-        if self._tracing is not None:
-            self._tracing.book(future, now)
-        for request in changed:
+        pending, launched = self._in_flight.popleft()
+        result, now = pending.result(), time.monotonic()
+        done = self.scheduler.complete(result)
+        self._book(done, launched, now)
+        for request in done.changed:
             if request.first_token_at is None:
                 request.first_token_at = now
-        return changed
+        return done.changed
 
-    def _launch(self, plan: StepPlan) -> StepFuture:
-        """A step that raises ends its own requests and padding_slot else's."""
+    def _launch(self, plan: StepPlan) -> None:
+        """A step that raises ends its own requests and no others."""
+        launched = time.monotonic()
         try:
-            future = self._runner.launch(plan)
+            self._in_flight.append((self.executor.launch(plan), launched))
         except Exception as error:
-            self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+            self.scheduler.fail(f"{type(error).__name__}: {error}")
             raise
-        if future.error is not None:
-            self._drafts_failed(plan, future.error)
-        return future
 
-    def _drafts_failed(self, plan: StepPlan, error: AlgorithmError) -> None:
+    def _book(self, done: CompletedStep, launched: float, now: float) -> None:
+        plan, result = done.step.plan, done.result
+        self._stats.count(done)
+        if plan.decode and not plan.prefill:
+            self.scheduler.widths.timed(len(plan.decode), plan.num_verify_tokens, result.seconds)
+        if self._tracing is not None:
+            self._tracing.book(done, launched, now)
+        if result.error is not None:
+            self._drafts_failed(done.step, result.error)
+
+    def _drafts_failed(self, step: ScheduledStep, error: str) -> None:
         """The step itself is sound: drafts decide nothing but its speed."""
         self._stats.failures += 1
         if self.config.speculative_fallback:
             log.warning("Plain decoding from now on: %s", error)
-            self._runner.step.guard.retire()
+            self.executor.disable_drafts()
             self.scheduler.widths = FixedWidth((1,))
             return
-        requests = [row.request for row in plan.decode] + [c.request for c in plan.prefill]
-        for request in requests:
-            if request.params.draft_limit(self.limits.width) > 0:
-                self.scheduler.abort(request, str(error))
-
-    def _book_time(self, future: StepFuture, now: float) -> None:
-        """How long a decode step took: from its launch, or from the result before it."""
-        plan = future.plan
-        if plan.decode and not plan.prefill:
-            seconds = now - max(future.launched, self._last_result)
-            self.scheduler.widths.timed(len(plan.decode), plan.width, seconds)
-        self._last_result = now
+        for request in step.requests:
+            if request.params.draft_limit(self.limits.max_verify_tokens) > 0:
+                self.scheduler.abort(request, error)
 
     # --- care -----------------------------------------------------------------------------------
 
@@ -208,12 +199,13 @@ class Engine:
         self._drain()
         if self.has_work:
             raise RequestError("The cache cannot be flushed while requests run; try when idle.")
-        self.parts.prefix.clear()
+        self.scheduler.prefix.clear()
 
     def close(self) -> None:
-        """Sends the spans that wait. The engine can still be used."""
+        """Sends the spans that wait, and ends the executor."""
         if self._tracing is not None:
             self._tracing.flush()
+        self.executor.close()
 
     def check(self) -> None:
         """Invariants that hold when idle: every page is free or cached, every slot is free."""
@@ -227,8 +219,22 @@ class Engine:
 
     def explain(self) -> dict[str, Any]:
         """What was chosen at start, and why."""
-        return self.parts.explain
+        return self.info.explain
 
     def stats(self) -> dict[str, Any]:
         """Counters of speculation (see `SpecStats`), and what widths are chosen by."""
         return {**self._stats.as_dict(), "width": self.scheduler.widths.as_dict()}
+
+
+def _prefix_store(
+    config: EngineConfig, info: ExecutorInfo, allocator: PageAllocator
+) -> PrefixStore:
+    if config.disable_radix_cache:
+        return NoPrefixCache()
+    return PrefixCache(allocator, info.limits.page_size, info.prefix_lookahead)
+
+
+def _width_policy(info: ExecutorInfo) -> WidthPolicy:
+    if info.step_costs is None:
+        return FixedWidth(info.verify_widths)
+    return AdaptiveWidth(info.verify_widths, info.step_costs, info.tree_depth)

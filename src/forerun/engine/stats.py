@@ -9,8 +9,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from forerun.core.plan import StepPlan, StepResult
-from forerun.core.request import State
+from forerun.scheduler.scheduler import CompletedStep
 
 NAMES = {  # of `SpecStats.as_dict()` -> in vLLM's or SGLang's metrics
     "spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
@@ -40,20 +39,21 @@ class SpecStats:
         self.failures = 0  # steps in which the algorithm failed
         self._accepted = [0] * (drafts + 1)  # rows with drafts by how many of them were right
 
-    def count(self, plan: StepPlan, result: StepResult) -> None:
-        """Books a step before its requests are; those that ended meanwhile are left out."""
+    def count(self, done: CompletedStep) -> None:
+        """Books a step; requests that had ended before are left out."""
+        plan = done.step.plan
         self.steps += bool(plan.decode)
-        for row, new in zip(plan.decode, result.decode, strict=True):
-            request = row.request
-            if request.state is State.FINISHED:
+        rows = zip(done.step.decode, done.result.decode, done.live_decode, strict=True)
+        for request, tokens, live in rows:
+            if not live:
                 continue
             self.rows += 1
-            self.tokens += len(new)
-            drafts = request.params.draft_limit(plan.width - 1)
+            self.tokens += len(tokens)
+            drafts = request.params.draft_limit(plan.num_verify_tokens - 1)
             if drafts:
                 self.num_drafts += 1
                 self.num_draft_tokens += drafts
-                self._accepted[min(len(new) - 1, drafts)] += 1
+                self._accepted[max(min(len(tokens) - 1, drafts), 0)] += 1
 
     def as_dict(self) -> dict[str, Any]:
         # Draft k was accepted wherever k or more were.

@@ -5,8 +5,9 @@
     ├── spec_draft · spec_verify · spec_accept      the phases of each step that had drafts for it
     └── decode                      each step that had none
 
-All times are explicit, the phases' own from the device (`phases.py`), so that spans are right
-although the host is a step ahead. OpenTelemetry is imported here only, and only when asked for.
+All times are explicit, and those of the phases come from the device (`executor/step_timing.py`):
+spans are right although the host is a step ahead. OpenTelemetry is imported here only, and only
+when asked for.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import TYPE_CHECKING
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.request import Request
-from forerun.executor.runner import StepFuture
-from forerun.executor.step_timing import PhaseBoundary, StepTimer
+from forerun.scheduler.scheduler import CompletedStep
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -47,14 +47,12 @@ class _Open:
 class Tracing:
     """The spans of one engine's requests."""
 
-    def __init__(self, provider: TracerProvider, clock: StepTimer | None) -> None:
-        """`clock`: of the device's step; None: phases are not told apart."""
+    def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
 
         self._provider = provider
         self._tracer = provider.get_tracer("forerun")
         self._under = trace.set_span_in_context
-        self._clock = clock
         self._open: dict[str, _Open] = {}
         self._unix = time.time_ns() - time.monotonic_ns()
 
@@ -62,20 +60,26 @@ class Tracing:
         root = self._tracer.start_span("request", start_time=self._at(request.arrival))
         self._open[request.rid] = _Open(root)
 
-    def book(self, future: StepFuture, now: float) -> None:
-        """The spans of a step whose result the scheduler has booked."""
-        for chunk in future.plan.prefill:
-            known = self._open.get(chunk.request.rid)
+    def book(self, done: CompletedStep, launched: float, now: float) -> None:
+        """The spans of a step whose result the scheduler has booked.
+
+        Args:
+            launched: time.monotonic() before the step was launched.
+            now: time.monotonic() when its result arrived.
+        """
+        step = done.step
+        for chunk, request in zip(step.plan.prefill, step.prefill, strict=True):
+            known = self._open.get(request.rid)
             if known is None:
                 continue
             if known.prefill is None:
-                known.prefill = future.launched
+                known.prefill = launched
             if chunk.last:
-                told = {"tokens": chunk.start + len(chunk.tokens)}
-                self._span(known, "prefill", self._at(known.prefill), self._at(now), told)
+                attributes = {"tokens": chunk.end}
+                self._span(known, "prefill", self._at(known.prefill), self._at(now), attributes)
                 known.prefill = None
-        if future.plan.decode:
-            self._book_decode(future, now)
+        if step.decode:
+            self._book_decode(done, launched, now)
 
     def close(self, request: Request) -> None:
         """It has ended, and its figures are final."""
@@ -104,38 +108,33 @@ class Tracing:
         """Sends what is waiting."""
         self._provider.force_flush()
 
-    def _book_decode(self, future: StepFuture, now: float) -> None:
-        plan = future.plan
-        begin, proposed, verified, committed = self._boundaries(future, now)
-        common = {"width": plan.width, "batch_size": len(plan.decode)}
-        for row in plan.decode:
-            request, known = row.request, self._open.get(row.request.rid)
+    def _book_decode(self, done: CompletedStep, launched: float, now: float) -> None:
+        plan = done.step.plan
+        times = done.result.phase_times
+        if times is None:  # phases are not timed
+            times = (self._at(launched), self._at(launched), self._at(now), self._at(now))
+        begin, proposed, verified, committed = times
+        common = {"width": plan.num_verify_tokens, "batch_size": len(plan.decode)}
+        for request in done.step.decode:
+            known = self._open.get(request.rid)
             if known is None or request.verify_ct == known.steps:  # it had ended before
                 continue
             known.steps = request.verify_ct
-            drafted = request.params.draft_limit(plan.width - 1)
+            drafted = request.params.draft_limit(plan.num_verify_tokens - 1)
             counts = {"drafted_tokens": drafted, "accepted_tokens": request.correct_drafts[-1]}
-            told = {**common, **counts, "new_tokens": request.accept_lengths[-1]}
+            attributes = {**common, **counts, "new_tokens": request.accept_lengths[-1]}
             if drafted:
-                self._span(known, "spec_draft", begin, proposed, told)
-                self._span(known, "spec_verify", proposed, verified, told)
-                self._span(known, "spec_accept", verified, committed, told)
+                self._span(known, "spec_draft", begin, proposed, attributes)
+                self._span(known, "spec_verify", proposed, verified, attributes)
+                self._span(known, "spec_accept", verified, committed, attributes)
             else:
-                self._span(known, "decode", begin, committed, told)
+                self._span(known, "decode", begin, committed, attributes)
 
-    def _boundaries(self, future: StepFuture, now: float) -> list[int]:
-        if self._clock is not None and future.timestamps is not None:
-            return self._clock.unix(future.timestamps)
-        begin, end = self._at(future.launched), self._at(now)
-        boundaries = dict.fromkeys(PhaseBoundary, end) | {
-            PhaseBoundary.BEGIN: begin,
-            PhaseBoundary.PROPOSED: begin,
-        }
-        return [boundaries[border] for border in PhaseBoundary]
-
-    def _span(self, known: _Open, name: str, begin: int, end: int, told: dict[str, int]) -> None:
+    def _span(
+        self, known: _Open, name: str, begin: int, end: int, attributes: dict[str, int]
+    ) -> None:
         context = self._under(known.root)
-        self._tracer.start_span(name, context, attributes=told, start_time=begin).end(end)
+        self._tracer.start_span(name, context, attributes=attributes, start_time=begin).end(end)
 
     def _at(self, monotonic: float) -> int:
         return self._unix + int(monotonic * 1e9)

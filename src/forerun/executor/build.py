@@ -1,17 +1,21 @@
-"""Puts the engine's parts together, and the memory they may take."""
+"""Builds an executor: the model, the algorithm, their memory, and what runs their steps."""
 
 from __future__ import annotations
 
 import logging
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.executor.cuda_graphs import StepGraphs, capture_with_bar
+from forerun.core.executor import ExecutorInfo
+from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.deferred_observe import DeferredObserve
+from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.memory import (
     KVBudget,
     KVDemand,
@@ -21,19 +25,17 @@ from forerun.executor.memory import (
     profile_run,
 )
 from forerun.executor.resolve import Settings, resolve
-from forerun.executor.runner import Runner
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step import DeviceStep
+from forerun.executor.step_costs import measure_step_costs
 from forerun.executor.step_timing import StepTimer
-from forerun.kvcache.pages import PageAllocator
+from forerun.executor.steps import EagerSteps, StepExecutor
 from forerun.kvcache.pools import PoolShape
-from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from forerun.platform.device import dtype_name
-from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
-from forerun.scheduler.scheduler import Limits
-from forerun.speculative.base import DraftContext, TargetHandle
+from forerun.platform.progress import progress
+from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
 from forerun.speculative.check import slot_rows
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import SimulatedAcceptance
@@ -42,153 +44,216 @@ log = logging.getLogger("forerun")
 MAX_GRAPH_BATCH = 256
 
 
-@dataclass
-class Parts:
-    runner: Runner
-    limits: Limits
-    allocator: PageAllocator
-    prefix: PrefixStore
-    widths: WidthPolicy
-    explain: dict[str, Any]
-
-
-def build(config: EngineConfig, model_path: Path, overlap_depth: int | None) -> Parts:
+def build_executor(
+    config: EngineConfig, model_path: Path, overlap_depth: int | None = None
+) -> DeviceExecutor:
     """Cheap checks first: what cannot work fails before any weight is read.
+
+    Args:
+        model_path: folder of the target.
+        overlap_depth: 0 or 1, instead of what suits the device; for tests.
 
     Raises:
         ConfigError: settings that cannot work, a broken folder, too little memory.
     """
     algorithm = get_algorithm(config.speculative_algorithm)()
     settings = resolve(config, model_path, algorithm, overlap_depth)
-    device, caps, limits = settings.device, settings.caps, settings.limits
-    memory = MemoryLog(device)
-    with memory.stage("weights", "use a device with more, or stop what else uses it"):
-        model = load_target(
-            model_path, settings.dtype, device, config.load_format, settings.positions
-        )
-        algorithm.load(_draft_context(settings, model))
-    with memory.stage("slot tables", "lower max_running_requests or context_length"):
-        pages = limits.pages(settings.positions)
-        tables = SlotTables(limits.slots, settings.positions, pages, caps.num_drafts, device)
-        tables.states += slot_rows(algorithm, limits.slots + 1, device)
-        late = DeferredObserve.of(settings, device)
-        simulate = _simulated(settings)
+    on_device: AbstractContextManager[object] = nullcontext()
+    if settings.device.type == "cuda":  # Triton, events and captures use the current device
+        on_device = torch.cuda.device(settings.device)
+    with on_device:
+        return _Builder(settings, algorithm).build(model_path)
+
+
+class _Builder:
+    def __init__(self, settings: Settings, algorithm: SpeculativeAlgorithm) -> None:
+        self.settings = settings
+        self.algorithm = algorithm
+        self.memory = MemoryLog(settings.device)
+
+    def build(self, model_path: Path) -> DeviceExecutor:
+        settings, config = self.settings, self.settings.config
+        model = self._load(model_path)
+        fix = "lower max_running_requests or context_length"
+        with self.memory.stage("slot tables", fix):
+            tables = self._tables()
+            deferred = self._deferred()
+
+        def over(pages: int, snapshots: int = 0) -> DeviceStep:
+            step = self._step(model, tables, pages, snapshots)
+            step.deferred = deferred
+            return step
+
+        profiled = self._profile(over)
+        limits = settings.limits
+        budget = kv_budget(config, self._demand(), settings.device, profiled)
+        with self.memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
+            step = over(budget.num_pages, budget.num_snapshots)
+        step.simulate = self._simulated()
         # A compiled step would keep the time at which it was compiled.
-        clock = StepTimer(device) if config.enable_trace and not config.cpu_graph else None
+        if config.enable_trace and not config.cpu_graph:
+            step.timer = StepTimer(settings.device)
+        executor = DeviceExecutor(step, self._steps(step))
+        explain = _explain(settings, budget, self.memory, profiled)
+        log.info("engine: %s", explain)
+        executor.info = ExecutorInfo(
+            limits=limits,
+            num_pages=budget.num_pages,
+            num_snapshots=budget.num_snapshots,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=model.config.eos_token_ids,
+            prefix_lookahead=settings.caps.prefix_lookahead,
+            verify_widths=settings.widths,
+            step_costs=self._costs(executor),
+            tree_depth=settings.caps.tree_depth,
+            explain=explain,
+        )
+        return executor
 
-    def over(pages: int, snapshots: int = 0) -> DeviceStep:
-        shape = PoolShape(pages, limits.page_size, limits.slots + 1, limits.width, snapshots)
-        target, *draft = (each.build(shape, device) for each in settings.attention)
+    def _load(self, model_path: Path) -> CausalLM:
+        settings = self.settings
+        positions = settings.limits.max_positions
+        with self.memory.stage("weights", "use a device with more, or stop what else uses it"):
+            model = load_target(
+                model_path, settings.dtype, settings.device, settings.config.load_format, positions
+            )
+            self.algorithm.load(
+                DraftContext(
+                    config=settings.config,
+                    caps=settings.caps,
+                    target=TargetHandle(
+                        settings.target, model.embed, model.lm_head, model.lm_head_argmax
+                    ),
+                    device=settings.device,
+                    dtype=settings.dtype,
+                    max_positions=positions,
+                    slots=settings.limits.slots,
+                )
+            )
+        return model
+
+    def _tables(self) -> SlotTables:
+        limits, device = self.settings.limits, self.settings.device
+        tables = SlotTables(limits, device)
+        context = SlotContext(
+            limits.slots + 1, limits.chunked_prefill_size, limits.context_length, device
+        )
+        tables.states += slot_rows(self.algorithm, context)
+        return tables
+
+    def _deferred(self) -> DeferredObserve | None:
+        settings, capacity = self.settings, self.settings.limits.max_pending_observe
+        if not capacity:
+            return None
+        return DeferredObserve(
+            settings.limits.slots + 1,
+            capacity,
+            settings.target.hidden_size,
+            len(settings.caps.target_layers),
+            settings.dtype,
+            settings.device,
+        )
+
+    def _demand(self) -> KVDemand:
+        settings, config, limits = self.settings, self.settings.config, self.settings.limits
+        snapshots = config.max_state_snapshots
+        if config.disable_radix_cache:
+            snapshots = 0
+        return KVDemand(
+            layouts=[each.layout for each in settings.attention],
+            page_size=limits.page_size,
+            tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
+            tokens_least=1 + limits.overshoot,
+            num_slots=limits.slots + 1,
+            num_verify_tokens=limits.max_verify_tokens,
+            snapshots_wanted=2 * limits.slots if snapshots is None else snapshots,
+        )
+
+    def _step(self, model: CausalLM, tables: SlotTables, pages: int, snapshots: int) -> DeviceStep:
+        settings, limits = self.settings, self.settings.limits
+        shape = PoolShape(
+            pages, limits.page_size, limits.slots + 1, limits.max_verify_tokens, snapshots
+        )
+        target, *draft = (each.build(shape, settings.device) for each in settings.attention)
         own = draft[0] if draft else None
-        return DeviceStep(model, algorithm, caps, tables, target, own, simulate, clock, late)
+        return DeviceStep(model, self.algorithm, self.settings.caps, tables, target, own)
 
-    seen = ProfilingRun()
-    if device.type == "cuda":
+    def _profile(self, over: Callable[[int], DeviceStep]) -> ProfilingRun:
+        """On a GPU, with K/V of one page."""
+        settings = self.settings
+        if settings.device.type != "cuda":
+            return ProfilingRun()
         fix = "lower chunked_prefill_size, max_running_requests or cuda_graph_max_bs"
-        with memory.stage("largest steps", fix):
-            step = over(pages=1)
-            seen = profile_run(step, limits, settings.widths, _graphs(settings, step))
-            del step
-    budget = kv_budget(config, _demand(settings), device, seen)
-    with memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
-        step = over(budget.num_pages, budget.num_snapshots)
-    graphs = _graphs(settings, step)
-    if graphs is not None:
+        with self.memory.stage("profiling run", fix), progress("profiling run"):
+            step = over(1)
+            return profile_run(
+                DeviceExecutor(step), settings.limits, settings.widths, self._graphs(step)
+            )
+
+    def _graphs(self, step: DeviceStep) -> CudaGraphSteps | None:
+        """Of `step`, not captured yet."""
+        settings = self.settings
+        if not settings.graphs:
+            return None
+        largest = min(settings.limits.slots, settings.config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
+        return CudaGraphSteps(step, settings.limits.max_positions, largest, settings.widths)
+
+    def _steps(self, step: DeviceStep) -> StepExecutor:
+        settings = self.settings
+        if settings.config.cpu_graph:
+            from forerun.executor.compiled_cpu import CompiledCpuSteps
+
+            return CompiledCpuSteps(step, settings.limits.max_positions)
+        graphs = self._graphs(step)
+        if graphs is None:
+            return EagerSteps(step)
         fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
-        with memory.stage("graphs", fix):
-            capture_with_bar(graphs, quiet=not sys.stderr.isatty())
-    allocator = PageAllocator(budget.num_pages)
-    prefix: PrefixStore = (
-        NoPrefixCache()
-        if config.disable_radix_cache
-        else PrefixCache(allocator, limits.page_size, caps.prefix_lookahead)
-    )
-    explain = _explain(settings, budget, memory, seen)
-    log.info("engine: %s", explain)
-    runner = Runner(step, graphs)
-    policy = _policy(settings, runner)
-    if config.cpu_graph:  # compiled when first met: too slow to measure at start
-        from forerun.executor.compiled_cpu import CompiledSteps
+        with self.memory.stage("graphs", fix):
+            with progress("capturing graphs", graphs.count) as stage:
+                graphs.capture(lambda name: stage.advance(detail=name))
+        return graphs
 
-        runner = Runner(step, CompiledSteps(step, settings.positions))
-    return Parts(runner, limits, allocator, prefix, policy, explain)
+    def _costs(self, executor: DeviceExecutor) -> dict[int, list[float]] | None:
+        settings = self.settings
+        if not settings.config.speculative_adaptive or len(settings.widths) == 1:
+            return None
+        # Compiled steps are made when first needed, so eager ones stand in for them.
+        measured = DeviceExecutor(executor.step) if settings.config.cpu_graph else executor
+        return measure_step_costs(measured, settings.widths, settings.limits.slots)
 
-
-def _demand(settings: Settings) -> KVDemand:
-    config, limits = settings.config, settings.limits
-    snapshots = config.max_state_snapshots
-    if config.disable_radix_cache:
-        snapshots = 0
-    return KVDemand(
-        layouts=[each.layout for each in settings.attention],
-        page_size=limits.page_size,
-        tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
-        tokens_least=1 + limits.overshoot,
-        num_slots=limits.slots + 1,
-        num_verify_tokens=limits.width,
-        snapshots_wanted=2 * limits.slots if snapshots is None else snapshots,
-    )
-
-
-def _draft_context(settings: Settings, model: CausalLM) -> DraftContext:
-    return DraftContext(
-        config=settings.config,
-        caps=settings.caps,
-        target=TargetHandle(settings.target, model.embed, model.lm_head, model.lm_head_argmax),
-        device=settings.device,
-        dtype=settings.dtype,
-        max_positions=settings.positions,
-        slots=settings.limits.slots,
-    )
-
-
-def _simulated(settings: Settings) -> SimulatedAcceptance | None:
-    mean = settings.config.speculative_simulate_accept_length
-    if mean is None:
-        return None
-    if settings.caps.makes_trees:
-        raise ConfigError("speculative_simulate_accept_length works with chains, not trees.")
-    return SimulatedAcceptance.of(
-        mean, settings.caps.width, settings.limits.slots + 1, settings.device
-    )
-
-
-def _graphs(settings: Settings, step: DeviceStep) -> StepGraphs | None:
-    """Of `step`, not captured yet."""
-    if not settings.graphs:
-        return None
-    largest = min(settings.limits.slots, settings.config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
-    return StepGraphs(step, settings.positions, largest, settings.widths)
-
-
-def _policy(settings: Settings, runner: Runner) -> WidthPolicy:
-    if not settings.config.speculative_adaptive or len(settings.widths) == 1:
-        return FixedWidth(settings.widths)
-    costs = runner.measure(settings.widths, settings.limits.slots)
-    return AdaptiveWidth(settings.widths, costs, settings.caps.tree_depth)
+    def _simulated(self) -> SimulatedAcceptance | None:
+        settings = self.settings
+        mean = settings.config.speculative_simulate_accept_length
+        if mean is None:
+            return None
+        if settings.caps.makes_trees:
+            raise ConfigError("speculative_simulate_accept_length works with chains, not trees.")
+        return SimulatedAcceptance.of(
+            mean, settings.caps.num_verify_tokens, settings.limits.slots + 1, settings.device
+        )
 
 
 def _explain(
     settings: Settings, budget: KVBudget, memory: MemoryLog, seen: ProfilingRun
 ) -> dict[str, Any]:
     limits, (target, *draft) = settings.limits, settings.attention
-    rows = budget.num_pages * limits.page_size
-    kv = {"kv_target": target.layout.token_bytes * rows}
+    tokens = budget.num_pages * limits.page_size
+    kv = {"kv_target": target.layout.token_bytes * tokens}
     if draft:
-        kv["kv_draft"] = draft[0].layout.token_bytes * rows
+        kv["kv_draft"] = draft[0].layout.token_bytes * tokens
     return {
         "architecture": settings.target.architecture,
         "device": str(settings.device),
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",
-        "rows_per_step": limits.width,
+        "num_verify_tokens": limits.max_verify_tokens,
         "attention": target.explain(),
         "draft_attention": draft[0].explain() if draft else None,
         "slots": limits.slots,
         "page_size": limits.page_size,
         "context_length": limits.context_length,
-        "overlap_depth": limits.depth,
+        "overlap_depth": limits.overlap_depth,
         "kv_pages": budget.num_pages - 1,
         "kv": budget.describe(limits.page_size),
         "kv_bytes_per_token": budget.token_bytes,

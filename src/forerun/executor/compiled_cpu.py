@@ -1,15 +1,14 @@
-"""Compiled steps for a CPU, behind the seam of device graphs: `bound`, `holds`, `padded`, `run`.
+"""Decode steps compiled for a CPU by Inductor.
 
-As with a device graph a step is traced on the padding slot, whatever Python it went through, for
-one
-batch size, width and bound. What the trace shares with the outside is written in place, and oneDNN
-holds some weights in a form of its own: these operations stay as they are, and what lies between
-them is compiled by Inductor.
+As with a CUDA graph, a step is traced on the padding slot for one batch size, W and bucket of
+lengths. Writes to shared tensors happen in place, and oneDNN keeps some weights in a layout of its
+own: these operations stay as they are, and what lies between them is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +17,15 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.split_module import split_module
 
-from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import ConfigError
-from forerun.executor.step import DeviceStep
+from forerun.core.plan import PrefillChunk
+from forerun.executor.step import DecodeOutput, DeviceStep, StepShape
+from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
 OPAQUE = ("mkldnn",)  # namespaces of operations on tensors that only they can read
-_Key = tuple[int, int, int, SamplingFlags]  # batch size, width, bound, sampling
-
 SLOW = ("aten::cumsum",)  # what reads a scan is compiled to loops within loops: minutes a step
 WORTH = 2  # operations from which on a piece is compiled
 
@@ -53,70 +51,76 @@ def check_usable(device: torch.device) -> None:
         ) from None
 
 
-class CompiledSteps:
-    """The compiled decode steps of one engine, each made when it is first needed."""
+class CompiledCpuSteps:
+    """The compiled decode steps of one executor, each made when it is first needed."""
 
-    bound = None  # what runs beside them is not compiled
+    captured = False
 
-    def __init__(self, step: DeviceStep, positions: int) -> None:
-        """`positions`: the most rows any request can have."""
-        self._step = step
-        self._positions = positions
-        self._made: dict[str, Callable[..., Any]] = {}
+    def __init__(self, step: DeviceStep, kv_len_ub: int) -> None:
+        """`kv_len_ub`: KV slots that any request can have."""
+        self.step = step
+        self._kv_len_ub = kv_len_ub
+        self._eager = EagerSteps(step)
+        self._compiled_graphs: dict[str, Callable[..., Any]] = {}
         self._steps: dict[_Key, Callable[..., Any]] = {}
         self._buffers: dict[_Key, StepBuffers | None] = {}
 
-    @property
-    def sizes(self) -> list[int]:
-        """Batch sizes of which to measure the cost; all are held."""
-        return [1 << n for n in range((self._step.tables.padding_slot).bit_length())]
+    def measured_batches(self, largest: int) -> list[int]:
+        """None: steps are compiled when first needed, which is too slow to measure at start."""
+        return []
 
-    def holds(self, batch: int) -> bool:
-        return True
-
-    def padded(self, slots: Sequence[int]) -> Sequence[int]:
-        return slots
-
-    def run(
-        self,
-        slots: Sequence[int],
-        width: int,
-        flags: SamplingFlags,
-        draft: Draft | None = None,
-        host: HostBatch | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Drawn tokens [B, W] and how many are committed [B], as `DeviceStep.decode`."""
-        tables = self._step.tables
-        index = tables.upload(slots, torch.int64)
-        longest = int(tables.kv_len[index].max()) + self._step.caps.kv_reserve  # no wait: a CPU
-        key = (len(slots), width, self._bound(longest), flags.widened())
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        width = batch.num_verify_tokens
+        if width > 1 and not self.step.captures_drafts and self.step.algorithm.observes:
+            return self._eager.decode(batch)
+        draft = self._eager.propose(batch)
+        bound = self._bucket(batch.kv_len_ub)
+        key = _Key(len(batch.slots), StepShape(width, bound, batch.flags.widened()))
         if key not in self._steps:
-            padding_slot = torch.full_like(index, tables.padding_slot)
-            self._steps[key] = self._compile(padding_slot, key, draft)
+            self._steps[key] = self._compile(key, draft)
+        slots = self.step.tables.upload(batch.slots, torch.int64)
         buffers = self._buffers[key]
         if buffers is not None:
-            buffers.begin(host)
-        drawn, new = self._steps[key](index, *_tensors(draft))
-        return drawn, new
+            buffers.begin(batch.lengths)
+        sampled, num_committed = self._steps[key](slots, *_tensors(draft))
+        return DecodeOutput(sampled, num_committed)
 
-    def _bound(self, longest: int) -> int:
-        """Powers of two, so that few steps are compiled; attention reads as many rows."""
-        return min(max(64, 1 << (longest - 1).bit_length()), self._positions)
+    def observe_deferred(self, batch: DeferredBatch) -> None:
+        self._eager.observe_deferred(batch)
 
-    def _compile(self, slots: Tensor, key: _Key, draft: Draft | None) -> Callable[..., Any]:
-        _, width, bound, flags = key
-        buffers = self._buffers[key] = self._step.plan_buffers(len(slots))
+    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
+        return self._eager.prefill(chunks, flags)
+
+    def _bucket(self, kv_len_ub: int) -> int:
+        """Powers of two, so that few steps are compiled; attention reads as many KV slots."""
+        return min(max(64, 1 << (kv_len_ub - 1).bit_length()), self._kv_len_ub)
+
+    def _compile(self, key: _Key, draft: Draft | None) -> Callable[..., Any]:
+        buffers = self._buffers[key] = self.step.plan_buffers(key.batch)
 
         def decode(slots: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
             outside = Draft(*given) if given else None
-            return self._step.decode(slots, bound, width, flags, outside, buffers)
+            out = self.step.decode(slots, key.shape, outside, buffers)
+            return out.sampled, out.num_committed
 
+        tables = self.step.tables
+        slots = tables.upload([tables.padding_slot] * key.batch, torch.int64)
+        self.step.dummy = True
         if buffers is not None:  # allocates them: the trace shall only read them
             decode(slots, *_tensors(draft))
         traced = make_fx(decode)(slots, *_tensors(draft))
-        if error := self._step.guard.take_error():
+        self.step.dummy = False
+        if error := self.step.algorithm.take_error():
             raise error
-        return _pieces(traced, self._made)
+        return _pieces(traced, self._compiled_graphs)
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a compiled step is specialised to. Whether drafts are trees never changes."""
+
+    batch: int
+    shape: StepShape
 
 
 def _tensors(draft: Draft | None) -> list[Tensor]:

@@ -1,180 +1,259 @@
-"""Device graphs: a whole decode step, from the draft to the slot update, as one launch.
+"""CUDA graphs: a whole decode step, from the draft to the slot update, as one launch.
 
-A graph is captured per batch bucket and width, greedy and sampled apart. A batch takes the smallest
-bucket that holds it; the rest is filled with the padding slot.
+A graph is captured per batch bucket and W, greedy and sampled separately. A batch takes the
+smallest bucket that holds it; the rest is filled with the padding slot. An algorithm whose drafts
+have no fixed shape proposes and observes eagerly, before and after a captured verify pass.
+
+A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
+kernels one by one takes the host longer than the GPU needs to run them.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
-from forerun.executor.step import DeviceStep
+from forerun.core.plan import PrefillChunk
+from forerun.executor.step import DecodeOutput, DeviceStep, StepShape
+from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
 
+PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
+WARM_UPS = 2
 
-def buckets(largest: int) -> list[int]:
-    """Batch sizes to capture: dense where a row more costs most, then every 8, 16, 32."""
+
+def batch_buckets(largest: int) -> list[int]:
+    """Batch sizes to capture: dense where one request more costs most, then every 8, 16, 32."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32), largest}
     return sorted(size for size in sizes if size <= largest)
 
 
 @dataclass
-class _Captured:
+class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # [bucket] int64, static
     draft: Draft | None  # [bucket, W - 1], static, where it is made outside of the graph
-    drawn: Tensor  # [bucket, W], static
-    new: Tensor  # [bucket], static
+    output: DecodeOutput  # static; `observe` is set where that runs outside of the graph
     buffers: StepBuffers | None  # what attention plans on the host
     last: tuple[int, ...] | None = None  # what `slots` holds
 
 
-class StepGraphs:
-    """The captured decode steps of one engine."""
+@dataclass
+class _PrefillGraph:
+    graph: torch.cuda.CUDAGraph
+    slots: Tensor  # [1] int64, static
+    counts: Tensor  # [1] int32, static
+    sampled: Tensor  # [1] int64, static
+
+
+class CudaGraphSteps:
+    """The captured steps of one executor; what no graph holds is run eagerly."""
+
+    captured = True
 
     def __init__(
         self, step: DeviceStep, kv_len_ub: int, largest: int, widths: Sequence[int]
     ) -> None:
-        """`kv_len_ub`: the most rows any request can have; lengths are read on the device."""
-        self._step = step
-        self.bound = kv_len_ub
-        self.sizes = buckets(largest)
+        """`kv_len_ub`: KV slots that any request can have; lengths are read on the device."""
+        self.step = step
+        self.kv_len_ub = kv_len_ub
+        self.sizes = batch_buckets(largest)
         self.widths = tuple(widths)
-        self._graphs: dict[tuple[int, int, SamplingFlags], _Captured] = {}
+        self._eager = EagerSteps(step)
+        # A padded prompt runs as one long verify: a recurrent state would end past the prompt.
+        padded = not step.attention.plans_on_host and not step.keeps_recurrent_state
+        self._prefill_buckets = PREFILL_BUCKETS if padded else ()
+        self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
+        self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._pool: Any = None
+
+    # --- capture --------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        return 2 * len(self.sizes) * len(self.widths)
+        """Graphs that `capture` makes."""
+        return 2 * (len(self.sizes) * len(self.widths) + len(self._prefill_buckets))
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[str], Any] | None = None) -> None:
-        """Captures all, the largest first so that the others fit into its memory.
+    def capture(
+        self, progress: Callable[[str], Any] | None = None, sizes: Sequence[int] | None = None
+    ) -> None:
+        """Captures all graphs, the largest first so that the others fit into its memory.
+
+        Args:
+            progress: called with the name of each graph before it is captured.
+            sizes: only decode steps of these batch sizes, to measure what they take.
 
         Raises:
             ConfigError: the algorithm does what cannot be captured.
         """
         self._pool = torch.cuda.graph_pool_handle()
-        for size, width in product(reversed(self.sizes), reversed(self.widths)):
-            for flags in (GREEDY, SAMPLED):
-                if progress is not None:
-                    progress(f"{size} x {width} {'sampled' if flags.sampled else 'greedy'}")
-                self._graphs[size, width, flags] = self._guarded(size, width, flags)
-        if self._step.late is not None:
-            self._beside()
+        report = progress or (lambda name: None)
+        with self._dummy():
+            for size, width in product(reversed(sizes or self.sizes), reversed(self.widths)):
+                for flags in (GREEDY, SAMPLED):
+                    report(f"decode {size} x {width} {_sampling(flags)}")
+                    self._decode[size, width, flags] = self._capture_decode(size, width, flags)
+            if sizes is not None:
+                return
+            for count, flags in product(reversed(self._prefill_buckets), (GREEDY, SAMPLED)):
+                report(f"prefill {count} {_sampling(flags)}")
+                self._prefill[count, flags] = self._capture_prefill(count, flags)
+            if self.step.deferred is not None:
+                self._compile_deferred()
 
-    def _beside(self) -> None:
-        """Late observations, so that nothing of them is compiled when they are first needed."""
-        for size in self.sizes:
-            slots = self._padding_slots(size)
-            counts = slots.new_zeros(size, dtype=torch.int32)
-            buffers = self._step.plan_buffers(size)
-            self._step.observe_deferred(slots, counts, self.bound, buffers)
-        error = self._step.guard.take_error()
-        if error is not None:
-            raise error
+    def clear(self) -> None:
+        """Frees all graphs."""
+        self._decode.clear()
+        self._prefill.clear()
 
-    def _guarded(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
+    def _capture_decode(self, size: int, width: int, flags: SamplingFlags) -> _DecodeGraph:
+        step, slots = self.step, self._padding(size)
+        shape = StepShape(width, self.kv_len_ub, flags)
+        buffers = step.plan_buffers(size)
+        if step.captures_drafts or width == 1:
+            graph, output = self._captured(lambda: step.decode(slots, shape, None, buffers))
+            return _DecodeGraph(graph, slots, None, output, buffers)
+        draft = step.empty_draft(slots, width)
+        graph, output = self._captured(lambda: step.verify(slots, shape, draft, buffers))
+        return _DecodeGraph(graph, slots, draft, output, buffers)
+
+    def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
+        step, slots = self.step, self._padding(1)
+        counts = torch.ones(1, dtype=torch.int32, device=slots.device)
+        shape = StepShape(count, self.kv_len_ub, flags)
+        graph, sampled = self._captured(lambda: step.prefill_padded(slots, counts, shape))
+        return _PrefillGraph(graph, slots, counts, sampled)
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         failed: Exception | None = None
+        device = self.step.tables.device
+        graph, output = torch.cuda.CUDAGraph(), None
         try:
-            captured = self._capture(size, width, flags)
-        except RuntimeError as error:  # what broke the capture may have been kept by the guard
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = run()
+        except RuntimeError as error:  # what broke the capture may have been an algorithm's error
             failed = error
-        failed = self._step.guard.take_error() or failed
+        self._raise(self.step.algorithm.take_error() or failed)
+        return graph, output
+
+    def _compile_deferred(self) -> None:
+        """Runs deferred observes, so that nothing of them is compiled when first needed."""
+        for size in self.sizes:
+            slots = self._padding(size)
+            counts = slots.new_zeros(size, dtype=torch.int32)
+            buffers = self.step.plan_buffers(size)
+            self.step.observe_deferred(slots, counts, self.kv_len_ub, buffers)
+        self._raise(self.step.algorithm.take_error())
+
+    def _raise(self, failed: Exception | None) -> None:
         if isinstance(failed, AlgorithmError):
             raise ConfigError(
-                f"The algorithm cannot be captured: {failed} It must not read the device on the"
-                " host, nor make tensors from host values, in propose and observe;"
-                " disable_cuda_graph runs it uncaptured."
+                f"The algorithm cannot be captured: {failed} With"
+                " supports_target_verify_for_draft it must not read the device on the host, nor"
+                " make tensors from host values, in propose and observe; disable_cuda_graph runs"
+                " it uncaptured."
             ) from failed
         if failed is not None:
             raise failed
-        return captured
 
-    def _capture(self, size: int, width: int, flags: SamplingFlags) -> _Captured:
-        tables, slots = self._step.tables, self._padding_slots(size)
-        draft = self._outside(slots, width)
-        buffers = self._step.plan_buffers(size)
-        stream = torch.cuda.Stream(tables.device)
-        stream.wait_stream(torch.cuda.current_stream(tables.device))
-        with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
-            for _ in range(2):
-                self._step.decode(slots, self.bound, width, flags, draft, buffers)
-        torch.cuda.current_stream(tables.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            drawn, new = self._step.decode(slots, self.bound, width, flags, draft, buffers)
-        return _Captured(graph, slots, draft, drawn, new, buffers)
-
-    def _padding_slots(self, size: int) -> Tensor:
-        tables = self._step.tables
+    def _padding(self, size: int) -> Tensor:
+        tables = self.step.tables
         return torch.full((size,), tables.padding_slot, dtype=torch.int64, device=tables.device)
 
-    def _outside(self, slots: Tensor, width: int) -> Draft | None:
-        """Room for drafts that are made before the graph runs."""
-        if not self._step.caps.needs_host_tokens or width == 1:
+    @contextmanager
+    def _dummy(self) -> Iterator[None]:
+        self.step.dummy = True
+        try:
+            yield
+        finally:
+            self.step.dummy = False
+
+    # --- replay ---------------------------------------------------------------------------------
+
+    def measured_batches(self, largest: int) -> list[int]:
+        return [size for size in self.sizes if size <= largest]
+
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        """Replays the step; the tensors returned are overwritten by the next replay."""
+        batch = replace(batch, kv_len_ub=self.kv_len_ub)
+        if len(batch.slots) > self.sizes[-1]:
+            return self._eager.decode(batch)
+        slots, count = self._padded(batch.slots), len(batch.slots)
+        captured = self._decode[len(slots), batch.num_verify_tokens, batch.flags.widened()]
+        if slots != captured.last:
+            tables = self.step.tables
+            captured.slots.copy_(tables.upload(slots, torch.int64), non_blocking=True)
+            captured.last = slots
+        if captured.draft is not None:
+            self._fill_draft(captured.draft, self._eager.propose(batch), count)
+        if captured.buffers is not None:
+            captured.buffers.begin(batch.lengths)
+        captured.graph.replay()
+        self.step.observe(captured.output)
+        output = captured.output
+        return DecodeOutput(output.sampled[:count], output.num_committed[:count])
+
+    def observe_deferred(self, batch: DeferredBatch) -> None:
+        slots = self._padded(batch.slots)
+        counts = [*batch.counts, *[0] * (len(slots) - len(batch.slots))]
+        lengths = batch.lengths.padded(len(slots))
+        self._eager.observe_deferred(DeferredBatch(slots, counts, self.kv_len_ub, lengths))
+
+    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
+        captured = self._prefill_graph(chunks, flags)
+        if captured is None:
+            return self._eager.prefill(chunks, flags)
+        (chunk,) = chunks
+        tables = self.step.tables
+        captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
+        captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)
+        captured.graph.replay()
+        return captured.sampled
+
+    def _prefill_graph(
+        self, chunks: Sequence[PrefillChunk], flags: SamplingFlags
+    ) -> _PrefillGraph | None:
+        chunk = chunks[0]
+        at = bisect.bisect_left(PREFILL_BUCKETS, chunk.num_tokens)
+        if len(chunks) > 1 or not chunk.last or at == len(PREFILL_BUCKETS):
             return None
-        return self._step.filler(slots, width)
+        count = PREFILL_BUCKETS[at]
+        if chunk.start + count >= self.kv_len_ub:  # padding would lie past the tables
+            return None
+        return self._prefill.get((count, flags.widened()))
 
-    def holds(self, batch: int) -> bool:
-        return batch <= self.sizes[-1]
-
-    def padded(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The slots of a bucket, if one holds the batch: the padding slot at the end."""
-        if not self.holds(len(slots)):
+        if len(slots) > self.sizes[-1]:
             return tuple(slots)
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
-        return (*slots, *[self._step.tables.padding_slot] * (size - len(slots)))
+        return (*slots, *[self.step.tables.padding_slot] * (size - len(slots)))
 
-    def run(
-        self,
-        slots: Sequence[int],
-        width: int,
-        flags: SamplingFlags,
-        draft: Draft | None = None,
-        host: HostBatch | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Replays the step; the tensors returned are overwritten by the next replay.
-
-        `host`: what is known of the requests, for attention that plans on it; None: padding slots.
-        """
-        tables, batch, rows = self._step.tables, len(slots), self.padded(slots)
-        captured = self._graphs[len(rows), width, flags.widened()]
-        if rows != captured.last:
-            captured.slots.copy_(tables.upload(rows, torch.int64), non_blocking=True)
-            captured.last = rows
-        if captured.draft is not None and draft is not None:
-            captured.draft.tokens[:batch] = draft.tokens
-            if captured.draft.parents is not None and draft.parents is not None:
-                captured.draft.parents[:batch] = draft.parents
-        if captured.buffers is not None:
-            captured.buffers.begin(host)
-        captured.graph.replay()
-        return captured.drawn[:batch], captured.new[:batch]
-
-
-def capture_with_bar(graphs: StepGraphs, quiet: bool) -> None:
-    """Captures all graphs under a progress bar."""
-    from rich.progress import Progress
-
-    bar = nullcontext() if quiet else Progress(transient=True)
-    with bar as progress:
-        if progress is None:
-            graphs.capture()
+    @staticmethod
+    def _fill_draft(static: Draft, draft: Draft | None, count: int) -> None:
+        if draft is None:
             return
-        task = progress.add_task("Capturing graphs", total=graphs.count)
-        graphs.capture(
-            lambda name: progress.update(task, advance=1, description=f"Capturing graphs: {name}")
-        )
+        static.tokens[:count] = draft.tokens
+        if static.parents is not None and draft.parents is not None:
+            static.parents[:count] = draft.parents
+
+
+def _sampling(flags: SamplingFlags) -> str:
+    return "sampled" if flags.sampled else "greedy"

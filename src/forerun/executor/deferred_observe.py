@@ -1,9 +1,8 @@
-"""What plain steps put out, kept until the algorithm hears of it.
+"""Deferred observe: the target's hidden states of plain steps, kept until the algorithm drafts.
 
-A draft that reads the target's hidden states has to be told of every row, and telling it of one
-costs as much as of many: its weights are read once. While nothing is proposed the draft is not
-read,
-so the rows wait here, a few for every slot, and are observed together.
+A draft model that reads the target's hidden states has to observe every committed token, and one
+call costs about as much for one token as for sixteen: it reads the same weights. While nothing is
+proposed, these states are kept in a ring buffer per slot and observed together later.
 """
 
 from __future__ import annotations
@@ -11,44 +10,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.executor.resolve import Settings
 from forerun.kernels.speculation.ring_buffer import ring_buffer_write
-from forerun.speculative.base import TargetOutput
 
 
 class DeferredObserve:
-    """For every slot the newest `rows` outputs; that at position p lies in row p mod `rows`."""
+    """Per slot the newest `capacity` states; that of position p lies at index p mod `capacity`."""
 
-    def __init__(self, rows: int, hidden: Tensor, features: Tensor | None) -> None:
-        """hidden [S, rows, H], features [S, rows, n * H]."""
-        self.rows = rows
-        self._hidden, self._features = hidden, features
+    def __init__(
+        self,
+        slots: int,
+        capacity: int,
+        hidden_size: int,
+        num_aux_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`slots`: the padding slot included; `num_aux_layers`: layers whose output is captured."""
+        self.capacity = capacity
 
-    @classmethod
-    def of(cls, settings: Settings, device: torch.device) -> DeferredObserve | None:
-        """None where the algorithm hears of every step at once."""
-        rows, slots = settings.limits.max_pending_observe, settings.limits.slots + 1
-        if not rows:
-            return None
-        size, layers = settings.target.hidden_size, len(settings.caps.target_layers)
+        def buffer(size: int) -> Tensor:
+            return torch.zeros(slots, capacity, size, dtype=dtype, device=device)
 
-        def room(width: int) -> Tensor:
-            return torch.zeros(slots, rows, width, dtype=settings.dtype, device=device)
+        self.hidden_states = buffer(hidden_size)
+        self.aux_hidden_states = buffer(hidden_size * num_aux_layers) if num_aux_layers else None
 
-        return cls(rows, room(size), room(size * layers) if layers else None)
+    def keep(
+        self, slots: Tensor, positions: Tensor, hidden_states: Tensor, aux: Tensor | None
+    ) -> None:
+        """Stores the states [B, ·] of the tokens of slots [B] at positions [B]."""
+        ring_buffer_write(self.hidden_states, slots, positions, hidden_states)
+        if self.aux_hidden_states is not None and aux is not None:
+            ring_buffer_write(self.aux_hidden_states, slots, positions, aux)
 
-    def keep(self, slots: Tensor, positions: Tensor, output: TargetOutput) -> None:
-        """A row of each of `slots` [B], at `positions` [B]."""
-        ring_buffer_write(self._hidden, slots, positions, output.hidden)
-        if self._features is not None and output.features is not None:
-            ring_buffer_write(self._features, slots, positions, output.features)
+    def take(self, slots: Tensor, positions: Tensor, empty: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(hidden, aux hidden states) [B * capacity, ·] at `positions` [B, capacity] int64.
 
-    def take(self, slots: Tensor, positions: Tensor, empty: Tensor) -> TargetOutput:
-        """The rows at `positions` [B, rows] int64, zeros where they are `empty` [B, rows]."""
+        Zeros where `empty` [B, capacity].
+        """
 
-        def of(kept: Tensor) -> Tensor:
-            rows = kept[slots.unsqueeze(1), positions % self.rows]
+        def read(kept: Tensor) -> Tensor:
+            rows = kept[slots.unsqueeze(1), positions % self.capacity]
             return rows.masked_fill(empty.unsqueeze(2), 0).flatten(0, 1)
 
-        features = None if self._features is None else of(self._features)
-        return TargetOutput(of(self._hidden), features)
+        aux = None if self.aux_hidden_states is None else read(self.aux_hidden_states)
+        return read(self.hidden_states), aux

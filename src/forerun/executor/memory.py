@@ -1,4 +1,4 @@
-"""Where the memory goes: a rehearsal of the largest steps, room for graphs, and K/V in the rest."""
+"""Memory budget: a profiling run of the largest steps, memory for graphs, and K/V in the rest."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.core.plan import DecodeRow, PrefillChunk, StepPlan
-from forerun.core.request import Request
-from forerun.core.sampling_params import SamplingParams
-from forerun.executor.cuda_graphs import StepGraphs
-from forerun.executor.runner import Runner
-from forerun.executor.step import DeviceStep
+from forerun.core.plan import (
+    Admission,
+    DecodeRequest,
+    DeferredCount,
+    Limits,
+    PrefillChunk,
+    SlotSampling,
+    StepPlan,
+)
+from forerun.executor.cuda_graphs import CudaGraphSteps
+from forerun.executor.device_executor import DeviceExecutor
 from forerun.kernels.gemm.dispatch import LARGE_M
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import pages_for
 from forerun.platform.device import memory
-from forerun.scheduler.scheduler import Limits
 
 CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
 SNAPSHOT_SHARE = 0.1  # of K/V memory, for snapshots of recurrent states
 SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
 GIB = 2**30
-# Prompt tokens for which there are other kernels than for many, or which take more room.
-FEW = (1, 32, 64, 128, LARGE_M - 1)
+# Prompt tokens for which there are other kernels than for many, or which take more memory.
+FEW_TOKENS = (1, 32, 64, 128, LARGE_M - 1)
 
 
 @dataclass(frozen=True)
@@ -127,73 +131,75 @@ def kv_budget(
 
 
 def profile_run(
-    step: DeviceStep, limits: Limits, widths: Sequence[int], graphs: StepGraphs | None
+    executor: DeviceExecutor, limits: Limits, widths: Sequence[int], graphs: CudaGraphSteps | None
 ) -> ProfilingRun:
     """Runs the largest prefill and steps of many shapes, and captures a few of the graphs.
 
-    All rows are the padding slot's, so one page of K/V is enough. Kernels are loaded and the
-    libraries'
-    workspaces are there afterwards; what else was taken is given back.
+    All of it runs on the padding slot, so one page of K/V is enough. Kernels are loaded and the
+    libraries' workspaces allocated afterwards; everything else is given back.
     """
-    device = step.tables.device
-    runner = Runner(step)
+    device, step = executor.tables.device, executor.step
     before = _reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for plan in _steps(limits, widths, step.tables.padding_slot):
-        runner.launch(plan).result()
+    step.dummy = True
+    for plan in profiling_plans(limits, widths, executor.tables.padding_slot):
+        executor.launch(plan).result()
+    step.dummy = False
     peak = torch.cuda.max_memory_reserved(device)
     kept = _reserved(device) - before
     activations = max(0, peak - before - kept)
     return ProfilingRun(activations, 0 if graphs is None else _graph_bytes(graphs, device))
 
 
-def _steps(limits: Limits, widths: Sequence[int], padding_slot: int) -> Iterator[StepPlan]:
+def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) -> Iterator[StepPlan]:
     """Prefills of as many tokens as a step takes and of few; decode steps of all slots and of one.
 
-    Decoding comes last: it leaves the padding slot's length at 0.
+    Decode steps come last: they leave the padding slot's length at 0.
     """
-    sampled = SamplingParams(temperature=1.0, top_k=9, top_p=0.9, min_p=0.1, min_new_tokens=1)
-    requests = [
-        Request("rehearsal", (0,), params, 0, frozenset(), slot=padding_slot)
-        for params in (SamplingParams(temperature=0.0), sampled)
-    ]
-    counts = [*(few for few in FEW if few < limits.prefill_tokens), limits.prefill_tokens]
-    for request, tokens in product(requests, counts):
-        yield StepPlan(prefill=_prompts(limits, request, tokens))
-    for request, width, batch in product(requests, widths, (1, limits.slots)):
-        row = DecodeRow(request, padding_slot, kv_len_ub=limits.context_length)
-        late = [(request, 0)] * batch if limits.max_pending_observe and width > 1 else []
-        yield StepPlan(decode=[row] * batch, late=late, width=width)
+    greedy = SlotSampling(0.0, -1, 1.0, 0.0, 0)
+    sampled = SlotSampling(1.0, 9, 0.9, 0.1, 0, stop_ids=(0,), min_position=1)
+    most = limits.chunked_prefill_size
+    counts = [*(few for few in FEW_TOKENS if few < most), most]
+    for sampling in (sampled, greedy):  # the padding slot is greedy afterwards
+        admission = Admission(padding_slot, "profiling run", (0,), 0, 0, sampling)
+        for i, tokens in enumerate(counts):
+            admitted = [] if i else [admission]
+            yield StepPlan(admitted=admitted, prefill=_chunks(limits, padding_slot, tokens))
+        for width, batch in product(widths, (1, limits.slots)):
+            request = DecodeRequest(padding_slot, kv_len_ub=limits.context_length)
+            defers = limits.max_pending_observe and width > 1
+            yield StepPlan(
+                deferred=[DeferredCount(padding_slot, 0)] * batch if defers else [],
+                decode=[request] * batch,
+                num_verify_tokens=width,
+            )
 
 
-def _prompts(limits: Limits, request: Request, tokens: int) -> list[PrefillChunk]:
+def _chunks(limits: Limits, slot: int, tokens: int) -> list[PrefillChunk]:
     """So many tokens in prompts as long as can be, as far as there are slots."""
     lengths = [limits.context_length] * (tokens // limits.context_length)
     if tokens % limits.context_length:
         lengths.append(tokens % limits.context_length)
-    return [
-        PrefillChunk(request, request.slot, 0, (0,) * length, last=True)
-        for length in lengths[: limits.slots]
-    ]
+    return [PrefillChunk(slot, 0, length, last=True) for length in lengths[: limits.slots]]
 
 
-def _graph_bytes(graphs: StepGraphs, device: torch.device) -> int:
+def _graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
     """What all graphs will take, from those of the largest and those of the smallest batch.
 
     The largest come first and bring the shared pool; every other adds about what the smallest do.
     """
-    sizes = len(graphs.sizes)
-    graphs.sizes = sorted({graphs.sizes[0], graphs.sizes[-1]})
+    sizes = sorted({graphs.sizes[0], graphs.sizes[-1]})
     free: list[int] = []
-    graphs.capture(lambda _: free.append(_free(device)))
+    graphs.capture(lambda _: free.append(_free(device)), sizes)
     free.append(_free(device))
-    each = (len(free) - 1) // len(graphs.sizes)
-    more = max(0, free[each] - free[-1]) * (sizes - 1)
+    graphs.clear()
+    each = (len(free) - 1) // len(sizes)
+    more = max(0, free[each] - free[-1]) * (len(graphs.sizes) - 1)
     return max(0, free[0] - free[each]) + more
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes of a GPU that PyTorch holds, once it has given back what padding_slot uses."""
+    """Bytes of a GPU that PyTorch holds, once it has given back what is not in use."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
@@ -243,7 +249,7 @@ class MemoryLog:
         return {
             "weights": self.taken["weights"],
             "slots": self.taken["slot tables"],
-            "workspaces": self.taken["largest steps"],  # what they leave behind
+            "workspaces": self.taken["profiling run"],  # what it leaves allocated
             "graphs": self.taken.get("graphs", 0),
             "activations": seen.activations,
             "free": _free(self.device),

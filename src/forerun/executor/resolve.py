@@ -11,15 +11,15 @@ from forerun.attention.select import choose_page_size
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.models.registry import model_class
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
-from forerun.scheduler.scheduler import Limits
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
 
-MAX_PENDING_OBSERVE = 16  # most outputs of plain steps that are kept back for a draft, each request
+MAX_PENDING_OBSERVE = 16  # plain steps of a request whose observe may be deferred
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,15 @@ class Settings:
     attention: list[AttentionSetup]  # of the target; of the draft, where it has K/V
 
     @property
-    def positions(self) -> int:
-        """Rows a request can touch, and one."""
-        return self.limits.context_length + self.limits.overshoot + 1
-
-    @property
     def graphs(self) -> bool:
         """Whether steps are captured."""
         return captures_graphs(self.config, self.device)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The widths that steps may have."""
+        """Values of W that steps may have."""
         return verify_widths(
-            self.caps.width, self.caps.flexible and self.config.speculative_adaptive
+            self.caps.num_verify_tokens, self.caps.flexible and self.config.speculative_adaptive
         )
 
 
@@ -121,10 +116,12 @@ def _limits(
     return Limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),
         page_size=choose_page_size(choices, config.page_size),
-        width=caps.width,
+        max_verify_tokens=caps.num_verify_tokens,
         kv_reserve=caps.kv_reserve,
-        prefill_tokens=config.chunked_prefill_size,
+        chunked_prefill_size=config.chunked_prefill_size,
         context_length=context,
-        depth=depth if waits or overlap_depth is None else overlap_depth,
-        max_pending_observe=min(caps.width, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0,
+        overlap_depth=depth if waits or overlap_depth is None else overlap_depth,
+        max_pending_observe=(
+            min(caps.num_verify_tokens, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0
+        ),
     )

@@ -1,74 +1,100 @@
-"""Between the engine and an algorithm, which may be somebody else's: what it does wrong is kept
-and reported, and the step goes on. It can: whatever is proposed, the text is the target's own."""
+"""Calls an algorithm, which may be a plugin: its errors are reported and the step goes on.
+
+It can: whatever is proposed, the text is the target's own.
+"""
 
 from __future__ import annotations
 
 import logging
 
 import torch
+from torch import Tensor
 
 from forerun.core.errors import AlgorithmError
-from forerun.speculative.base import Commit, Draft, SpeculativeAlgorithm, Step, TargetOutput
+from forerun.speculative.base import Draft, ObserveInput, ProposeInput, SpeculativeAlgorithm
 
 log = logging.getLogger("forerun")
 
 
 class SafeAlgorithm:
-    """Calls the algorithm, and remembers the first thing that went wrong since it was asked."""
+    """An algorithm whose exceptions do not leave `propose` and `observe`."""
 
     def __init__(self, algorithm: SpeculativeAlgorithm, trees: bool) -> None:
+        """`trees`: drafts may have parents."""
         self.algorithm = algorithm
-        self._trees = trees  # it may give parents
-        self._error: AlgorithmError | None = None
-        self._retired = False
+        self.observes = type(algorithm).observe is not SpeculativeAlgorithm.observe
+        self.fixed_shape = algorithm.supports_target_verify_for_draft()
+        self._trees = trees
+        self._error: AlgorithmError | None = None  # the first since `take_error`
+        self._logged: set[tuple[str, str]] = set()  # (method, error) whose traceback was logged
+        self._disabled = False
 
     def take_error(self) -> AlgorithmError | None:
+        """The first error since the last call, if there was one."""
         error, self._error = self._error, None
         return error
 
-    def retire(self) -> None:
-        """It is not called again: every step is plain from now on."""
-        self._retired = True
+    def disable(self) -> None:
+        """The algorithm is not called again: every step is plain from now on."""
+        self._disabled = True
 
-    def propose(self, step: Step) -> Draft:
-        """Its proposal, or where it fails the newest token repeated."""
-        assert step.width is not None and step.newest is not None
-        shape = (step.slots.shape[0], step.width - 1)
-        if not self._retired:
+    def propose(self, step: ProposeInput) -> Draft:
+        """Its draft; `last_token` repeated where it fails."""
+        shape = (step.slots.shape[0], step.num_verify_tokens - 1)
+        if not self._disabled:
             try:
-                return _checked(self.algorithm.propose(step), shape, self._trees)
-            except Exception as error:  # noqa: BLE001  anybody's code, and nothing is lost
-                self._keep("propose", error)
-        return Draft(step.newest.unsqueeze(1).expand(shape))
+                return self._checked(self.algorithm.propose(step), shape, step.slots.device)
+            except Exception as error:  # noqa: BLE001  anybody's code, and the text is not at risk
+                self._report("propose", error)
+        tokens = step.last_token.unsqueeze(1).expand(shape)
+        # The same kind of draft as always: a compiled or captured step is specialised to it.
+        return Draft(tokens, torch.zeros_like(tokens) if self._trees else None)
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        if not self._retired:
+    def observe(self, step: ObserveInput) -> None:
+        if not self._disabled:
             try:
-                self.algorithm.observe(step, target, commit)
-            except Exception as error:  # noqa: BLE001  anybody's code, and nothing is lost
-                self._keep("observe", error)
+                self.algorithm.observe(step)
+            except Exception as error:  # noqa: BLE001  anybody's code, and the text is not at risk
+                self._report("observe", error)
 
-    def _keep(self, where: str, error: Exception) -> None:
+    def _report(self, method: str, error: Exception) -> None:
         name = type(self.algorithm).__name__
-        log.error("%s.%s failed", name, where, exc_info=error)
+        message = f"{name}.{method}: {type(error).__name__}: {error}"
+        seen = (method, type(error).__name__)
+        if seen not in self._logged:  # once is enough: it may fail in every step
+            self._logged.add(seen)
+            log.error("%s.%s failed", name, method, exc_info=error)
         if self._error is None:
-            self._error = AlgorithmError(f"{name}.{where}: {type(error).__name__}: {error}")
+            self._error = AlgorithmError(message)
             self._error.__cause__ = error
 
+    def _checked(self, draft: object, shape: tuple[int, int], device: torch.device) -> Draft:
+        if not isinstance(draft, Draft):
+            raise TypeError(f"propose must return a Draft, got {type(draft).__name__}")
+        if draft.parents is not None and not self._trees:
+            raise TypeError("Draft.parents is a tree; declare verify_mask=Mask.CUSTOM in SpecCaps")
+        if draft.parents is None and self._trees:
+            # A chain is a tree without branches: every step of the algorithm has the same inputs.
+            chain = torch.arange(shape[1], device=device).expand(shape)
+            draft = Draft(draft.tokens, chain)
+        for name, ids in (("tokens", draft.tokens), ("parents", draft.parents)):
+            if ids is not None or name == "tokens":
+                _check_ids(name, ids, shape, device)
+        return draft
 
-def _checked(draft: object, shape: tuple[int, int], trees: bool) -> Draft:
-    if not isinstance(draft, Draft):
-        raise TypeError(f"propose must return a Draft, got {type(draft).__name__}")
-    if draft.parents is not None and not trees:
-        raise TypeError("Draft.parents is a tree; declare verify_mask=Mask.CUSTOM in SpecCaps")
-    for name, ids in (("tokens", draft.tokens), ("parents", draft.parents)):
-        if ids is None and name == "parents":
-            continue
-        if not isinstance(ids, torch.Tensor) or ids.shape != shape or ids.dtype != torch.int64:
-            got = (
-                f"{tuple(ids.shape)} {ids.dtype}"
-                if isinstance(ids, torch.Tensor)
-                else type(ids).__name__
-            )
-            raise TypeError(f"Draft.{name} must be {shape} torch.int64, got {got}")
-    return draft
+
+def _check_ids(name: str, ids: object, shape: tuple[int, int], device: torch.device) -> None:
+    """
+    Raises:
+        TypeError: not a dense int64 tensor of that shape on that device.
+    """
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"Draft.{name} must be a tensor, got {type(ids).__name__}")
+    if ids.shape != shape or ids.dtype != torch.int64:
+        raise TypeError(
+            f"Draft.{name} must be {shape} torch.int64, got {tuple(ids.shape)} {ids.dtype}"
+        )
+    if ids.layout != torch.strided:
+        raise TypeError(f"Draft.{name} must be a dense tensor, got {ids.layout}")
+    if ids.device != device:
+        raise TypeError(f"Draft.{name} must be on {device}, got {ids.device}")

@@ -16,6 +16,7 @@ from forerun.core.errors import ConfigError, RequestError, nearest, shown
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.unsupported import refusal
 from forerun.engine.engine import Engine
+from forerun.executor.build import build_executor
 from forerun.llm.bundled import bundled
 from forerun.llm.hub import with_local_paths
 from forerun.llm.loop import Call, EngineLoop, Job
@@ -60,7 +61,8 @@ class LLM:
         self.config, target = _with_bundled(with_local_paths(config))
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
         # While no call runs it may be stepped by hand.
-        self.engine = Engine(self.config, target, overlap_depth=overlap_depth)
+        executor = build_executor(self.config, target, overlap_depth)
+        self.engine = Engine(self.config, executor)
         self._loop = EngineLoop(self.engine)
         # Also where it is forgotten, or Python ends.
         self._finalizer = weakref.finalize(self, self._loop.close)

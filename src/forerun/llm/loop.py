@@ -124,7 +124,6 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._engine.bind_to_thread()
             while not self._stopping:
                 while not (self._stopping or (self._running and self._commands.empty())):
                     self._commands.get()()  # sleeps while there is nothing to do

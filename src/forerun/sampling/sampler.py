@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.core.sampling_params import SamplingParams
+from forerun.core.plan import SlotSampling
 from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.argmax import argmax
 from forerun.kernels.sampling.sampling import (
@@ -41,7 +41,7 @@ class SamplingFlags:
     min_tokens: bool = False
 
     @classmethod
-    def of(cls, params: Iterable[SamplingParams]) -> SamplingFlags:
+    def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
         """The flags that a batch of requests needs."""
         batch = list(params)
         drawn = [p for p in batch if not p.greedy]
@@ -50,7 +50,7 @@ class SamplingFlags:
             top_k=any(p.top_k > 0 for p in drawn),
             top_p=any(p.top_p < 1 for p in drawn),
             min_p=any(p.min_p > 0 for p in drawn),
-            min_tokens=any(p.min_new_tokens > 0 for p in batch),
+            min_tokens=any(bool(p.stop_ids) for p in batch),
         )
 
     def widened(self) -> SamplingFlags:

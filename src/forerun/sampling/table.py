@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from forerun.core.errors import RequestError
-from forerun.core.request import Request
-from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from forerun.core.plan import SlotSampling
+from forerun.core.sampling_params import MAX_STOP_IDS
 from forerun.kernels.sampling.sampling import FLOATS, STOP_IDS
 from forerun.platform.device import upload
 from forerun.sampling.noise import seed_key
 from forerun.sampling.sampler import SamplingRows
-
-
-def check_stop_ids(params: SamplingParams, stop_ids: Collection[int]) -> None:
-    """A request's stop ids (EOS and its own) must fit into the table if they are ever masked.
-
-    Raises:
-        RequestError: `min_new_tokens` together with more than MAX_STOP_IDS stop ids.
-    """
-    if params.min_new_tokens > 0 and len(stop_ids) > MAX_STOP_IDS:
-        raise RequestError(
-            f"min_new_tokens works with at most {MAX_STOP_IDS} stop ids (EOS included), got"
-            f" {len(stop_ids)}; give fewer stop_token_ids or set min_new_tokens=0."
-        )
 
 
 class SamplingTable:
@@ -37,15 +23,15 @@ class SamplingTable:
         self._floats = torch.zeros(slots, FLOATS, dtype=torch.float32, device=device)
         self._ints = torch.zeros(slots, STOP_IDS + MAX_STOP_IDS, dtype=torch.int64, device=device)
 
-    def set(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Write the rules of `requests` to their slots; each slot at most once a call.
+    def set(self, slots: Sequence[int], params: Sequence[SlotSampling]) -> None:
+        """Writes sampling parameters to their slots; each slot at most once a call.
 
         Two copies to the device, which do not wait for it. Outside of captured graphs.
         """
-        if not requests:
+        if not params:
             return
-        floats = [_float_row(r) for r in requests]
-        ints = [[slot, *_int_row(r)] for slot, r in zip(slots, requests, strict=True)]
+        floats = [_float_row(p) for p in params]
+        ints = [[slot, *_int_row(p)] for slot, p in zip(slots, params, strict=True)]
         packed = upload(torch.tensor(ints, dtype=torch.int64), self.device)
         index = packed[:, 0]
         self._ints.index_copy_(0, index, packed[:, 1:])
@@ -57,19 +43,13 @@ class SamplingTable:
         return SamplingRows(self._floats, self._ints, slots)
 
 
-def _float_row(request: Request) -> list[float]:
-    """In the order of the columns in kernels/sampling.py, like `_int_row`."""
-    params = request.params
-    return [0.0 if params.greedy else params.temperature, params.top_p, params.min_p]
+def _float_row(params: SlotSampling) -> list[float]:
+    """In the order of the columns in kernels/sampling, like `_int_row`."""
+    return [params.temperature, params.top_p, params.min_p]
 
 
-def _int_row(request: Request) -> list[int]:
-    params, stops = request.params, sorted(request.stop_ids)
-    early = params.min_new_tokens > 0 and bool(stops)
-    if early:
-        check_stop_ids(params, stops)
-    # Where nothing is masked, the ids are read but never used: any valid id does.
-    padded = [*stops, *[stops[0]] * (MAX_STOP_IDS - len(stops))] if early else [0] * MAX_STOP_IDS
-    # The first new token stands at position len(prompt).
-    min_position = len(request.prompt) + params.min_new_tokens if early else 0
-    return [seed_key(request.seed), params.top_k, min_position, *padded]
+def _int_row(params: SlotSampling) -> list[int]:
+    # Padding repeats an id; where nothing is masked, the ids are read but never used.
+    filler = params.stop_ids[0] if params.stop_ids else 0
+    stops = [*params.stop_ids, *[filler] * (MAX_STOP_IDS - len(params.stop_ids))]
+    return [seed_key(params.seed), params.top_k, params.min_position, *stops]

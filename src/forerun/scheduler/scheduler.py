@@ -17,10 +17,20 @@ Who owns a page:
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from forerun.core.errors import InternalError, RequestError
-from forerun.core.plan import Admission, DecodeRow, PrefillChunk, StepPlan, StepResult
+from forerun.core.plan import (
+    Admission,
+    DecodeRequest,
+    DeferredCount,
+    Limits,
+    PageWrite,
+    PrefillChunk,
+    StepPlan,
+    StepResult,
+)
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix import PrefixStore
@@ -28,26 +38,38 @@ from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
 from forerun.scheduler.stop_checker import append_tokens
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The numbers the scheduler works with."""
+@dataclass(frozen=True, slots=True)
+class PageTableUpdate:
+    """Entries of a request's page-table row that changed after they were written."""
 
-    slots: int
-    page_size: int
-    width: int  # most rows a decode step verifies for a request
-    kv_reserve: int  # rows past the committed length a step may write
-    prefill_tokens: int  # prompt tokens a step, over all requests
-    context_length: int
-    depth: int  # steps that may be in flight when the next is scheduled
-    max_pending_observe: int = 0  # plain steps that drafts may hear of later; 0: at once
+    request: Request
+    first: int
+    pages: tuple[int, ...]
 
-    def pages(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A plan and the requests behind its entries, kept until the result arrives."""
+
+    plan: StepPlan
+    decode: list[Request] = field(default_factory=list)  # of `plan.decode`
+    prefill: list[Request] = field(default_factory=list)  # of `plan.prefill`
+    deferred: list[tuple[Request, int]] = field(default_factory=list)  # of `plan.deferred`
+    updates: list[PageTableUpdate] = field(default_factory=list)  # among `plan.page_writes`
 
     @property
-    def overshoot(self) -> int:
-        """Rows past its last token that a request can touch before the host hears of its end."""
-        return self.kv_reserve + self.depth * self.width
+    def requests(self) -> list[Request]:
+        return self.decode + self.prefill
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedStep:
+    """A step whose result was booked."""
+
+    step: ScheduledStep
+    result: StepResult
+    live_decode: tuple[bool, ...]  # of each decode request: it had not ended before
+    changed: list[Request]  # got tokens, or ended
 
 
 class Scheduler:
@@ -68,7 +90,8 @@ class Scheduler:
         self.running: list[Request] = []  # oldest first; the last is preempted first
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
-        self._rewrites: list[tuple[Request, int, list[int]]] = []  # page-table rows to renew
+        self._updates: list[PageTableUpdate] = []  # not in a plan yet
+        self._scheduled: deque[ScheduledStep] = deque()  # oldest first; results come in this order
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -124,93 +147,115 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing that can run now."""
-        plan = StepPlan()
-        self._plan_decode(plan)
-        self._choose_width(plan)
-        self._plan_prefill(plan)
-        if not (plan.decode or plan.prefill):
+        step = ScheduledStep(StepPlan())
+        self._plan_decode(step)
+        self._choose_width(step)
+        self._plan_prefill(step)
+        if not step.requests:
             return None
-        plan.page_writes[:0] = [(r.slot, first, pages) for r, first, pages in self._rewrites]
-        self._rewrites.clear()
-        return plan
+        step.updates, self._updates = self._updates, []
+        step.plan.page_writes[:0] = [
+            PageWrite(update.request.slot, update.first, update.pages) for update in step.updates
+        ]
+        self._scheduled.append(step)
+        return step.plan
 
-    def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Books the result of a step; returns the requests that got tokens or ended."""
+    def complete(self, result: StepResult) -> CompletedStep:
+        """Books the result of the oldest step in flight."""
+        step = self._scheduled.popleft()
+        live = tuple(request.state is not State.FINISHED for request in step.decode)
+        failed = dict(result.failed)
+        changed = self._book_decode(step, result, failed) + self._book_prefill(step, result, failed)
+        return CompletedStep(step, result, live, changed)
+
+    def fail(self, message: str) -> None:
+        """The step scheduled last could not be launched: its requests end, with what they have."""
+        step = self._scheduled.pop()
+        for request, count in step.deferred:
+            request.pending_observe += count
+        for request in step.requests:
+            request.pending.pop()
+            if request.state is not State.FINISHED:
+                self.abort(request, message)
+            self._settle(request)
+        # Requests that go on still need the updates that this step was to write.
+        kept = [update for update in step.updates if update.request.slot >= 0]
+        self._updates = kept + self._updates
+
+    def _book_decode(
+        self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
+    ) -> list[Request]:
         changed, outcomes = [], []
-        for row, tokens in zip(plan.decode, result.decode, strict=True):
-            request = row.request
+        for request, tokens in zip(step.decode, result.decode, strict=True):
             request.pending.pop(0)
             if request.state is not State.FINISHED:
                 request.kv_len += len(tokens)
                 request.verify_ct += 1
-                drafts = request.params.draft_limit(plan.width - 1)
+                drafts = request.params.draft_limit(step.plan.num_verify_tokens - 1)
                 request.proposed += drafts
-                outcomes.append(VerifyOutcome(request, drafts, len(tokens) - 1))
-                changed.append(self._append(request, tokens, verified=True))
+                outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0)))
+                changed.append(self._append(request, tokens, failed, verified=True))
             self._settle(request)
         if outcomes:
             self.widths.learn(outcomes)
-        for chunk, token in zip(plan.prefill, result.prefill, strict=True):
-            request = chunk.request
+        return changed
+
+    def _book_prefill(
+        self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
+    ) -> list[Request]:
+        changed = []
+        chunks = zip(step.plan.prefill, step.prefill, result.prefill, strict=True)
+        for chunk, request, token in chunks:
             request.pending.pop(0)
             if request.state is not State.FINISHED:
-                request.kv_len += len(chunk.tokens)
-                if token is not None:
+                request.kv_len += chunk.num_tokens
+                if request.slot in failed:
+                    changed.append(self._append(request, [], failed, verified=False))
+                elif token is not None:
                     self._share_prompt(request)
-                    changed.append(self._append(request, [token], verified=False))
+                    changed.append(self._append(request, [token], failed, verified=False))
             self._settle(request)
         return changed
 
-    def fail(self, plan: StepPlan, message: str) -> None:
-        """A step that could not be launched: its requests end, with what they have."""
-        for request, rows in plan.late:
-            request.pending_observe += rows
-        for request in [r.request for r in plan.decode] + [c.request for c in plan.prefill]:
-            request.pending.pop()
-            if request.state is not State.FINISHED:
-                request.finish = FinishReason("abort", message=message)
-                self._end(request)
-            self._settle(request)
-
     # --- decode ---------------------------------------------------------------------------------
 
-    def _plan_decode(self, plan: StepPlan) -> None:
+    def _plan_decode(self, step: ScheduledStep) -> None:
         for request in list(self.running):
             # A later, younger request may have been preempted for an earlier one.
             if request.state is not State.DECODE or self._surely_done(request):
                 continue
             bound = request.kv_len_ub
-            if self._grow(request, bound + self.limits.kv_reserve, plan):
-                plan.decode.append(DecodeRow(request, request.slot, bound))
+            if self._grow(request, bound + self.limits.kv_reserve, step.plan):
+                step.plan.decode.append(DecodeRequest(request.slot, bound))
+                step.decode.append(request)
 
-    def _choose_width(self, plan: StepPlan) -> None:
-        requests = [row.request for row in plan.decode]
-        if requests:
-            plan.width = self.widths.choose(requests)
-        for request in requests:
-            request.pending.append(plan.width)
+    def _choose_width(self, step: ScheduledStep) -> None:
+        if step.decode:
+            step.plan.num_verify_tokens = self.widths.choose(step.decode)
+        for request in step.decode:
+            request.pending.append(step.plan.num_verify_tokens)
         if self.limits.max_pending_observe:
-            self._plan_late(plan, requests)
+            self._plan_deferred(step)
 
-    def _plan_late(self, plan: StepPlan, requests: list[Request]) -> None:
-        """Drafts hear of plain steps when they are wanted again, or when no more can be kept."""
-        if plan.width > 1 or any(
-            r.pending_observe == self.limits.max_pending_observe for r in requests
-        ):
-            plan.late = [(r, r.pending_observe) for r in requests if r.pending_observe]
-            for request, _ in plan.late:
+    def _plan_deferred(self, step: ScheduledStep) -> None:
+        """The algorithm observes plain steps once it drafts again, or when no more can be kept."""
+        plain, most = step.plan.num_verify_tokens == 1, self.limits.max_pending_observe
+        if not plain or any(r.pending_observe == most for r in step.decode):
+            step.deferred = [(r, r.pending_observe) for r in step.decode if r.pending_observe]
+            step.plan.deferred = [DeferredCount(r.slot, count) for r, count in step.deferred]
+            for request, _ in step.deferred:
                 request.pending_observe = 0
-        if plan.width == 1:
-            for request in requests:
+        if plain:
+            for request in step.decode:
                 request.pending_observe += 1
 
     def _surely_done(self, request: Request) -> bool:
         """Steps in flight yield a token each at least: no use launching past the end."""
         return len(request.output) + len(request.pending) >= request.params.max_new_tokens
 
-    def _grow(self, request: Request, rows: int, plan: StepPlan) -> bool:
-        """Pages for `rows` rows; preempts the youngest while there are none."""
-        want = self.limits.pages(rows) - len(request.pages)
+    def _grow(self, request: Request, tokens: int, plan: StepPlan) -> bool:
+        """Pages for `tokens` KV slots; preempts the youngest request while there are none."""
+        want = self.limits.pages(tokens) - len(request.pages)
         if want <= 0:
             return True
         while (pages := self._allocate(want)) is None:
@@ -221,7 +266,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request or victim in self._leaving:
                 return False
-        plan.page_writes.append((request.slot, len(request.pages), pages))
+        plan.page_writes.append(PageWrite(request.slot, len(request.pages), tuple(pages)))
         request.pages += pages
         return True
 
@@ -243,26 +288,27 @@ class Scheduler:
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def _plan_prefill(self, plan: StepPlan) -> None:
-        budget = self.limits.prefill_tokens
+    def _plan_prefill(self, step: ScheduledStep) -> None:
+        budget = self.limits.chunked_prefill_size
         for request in self.running:
             if request.state is State.PREFILL and budget:
-                budget -= self._plan_chunk(plan, request, budget)
-        while budget and self.waiting and self._admit(plan, self.waiting[0]):
+                budget -= self._plan_chunk(step, request, budget)
+        while budget and self.waiting and self._admit(step.plan, self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
-            budget -= self._plan_chunk(plan, request, budget)
+            budget -= self._plan_chunk(step, request, budget)
 
-    def _plan_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
-        start = request.prefill_done
-        tokens = request.prefill_tokens[start : start + budget]
-        last = start + len(tokens) == len(request.prefill_tokens)
-        plan.prefill.append(PrefillChunk(request, request.slot, start, tokens, last))
-        request.prefill_done += len(tokens)
-        request.pending.append(len(tokens))
+    def _plan_chunk(self, step: ScheduledStep, request: Request, budget: int) -> int:
+        start, total = request.prefill_done, len(request.prefill_tokens)
+        count = min(budget, total - start)
+        last = start + count == total
+        step.plan.prefill.append(PrefillChunk(request.slot, start, count, last))
+        step.prefill.append(request)
+        request.prefill_done += count
+        request.pending.append(count)
         if last:
             request.state = State.DECODE
-        return len(tokens)
+        return count
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Gives a request a slot and pages for its tokens and a step, if they are there."""
@@ -290,17 +336,31 @@ class Scheduler:
         request.pending_observe = 0
         if not request.preemptions:
             request.cached_tokens = match.length
-        plan.admitted.append(Admission(request, request.slot))
-        plan.page_writes.append((request.slot, 0, request.pages[:]))
+        plan.admitted.append(self._admission(request))
+        plan.page_writes.append(PageWrite(request.slot, 0, tuple(request.pages)))
         return True
+
+    def _admission(self, request: Request) -> Admission:
+        return Admission(
+            slot=request.slot,
+            rid=request.rid,
+            tokens=request.prefill_tokens,
+            cached_len=request.cached_len,
+            max_drafts=request.params.draft_limit(self.limits.max_verify_tokens - 1),
+            sampling=request.sampling,
+        )
 
     # --- results and release --------------------------------------------------------------------
 
-    def _append(self, request: Request, tokens: list[int], verified: bool) -> Request:
-        kept = append_tokens(request, tokens)
-        if verified:  # a stop inside the run cuts it: drafts past the stop do not count
+    def _append(
+        self, request: Request, tokens: Sequence[int], failed: dict[int, str], verified: bool
+    ) -> Request:
+        kept = append_tokens(request, list(tokens))
+        if verified:  # a stop within the accepted tokens cuts them: later drafts do not count
             request.accept_lengths.append(kept)
-            request.correct_drafts.append(min(kept, len(tokens) - 1))
+            request.correct_drafts.append(min(kept, max(len(tokens) - 1, 0)))
+        if request.finish is None and request.slot in failed:
+            request.finish = FinishReason("abort", message=failed[request.slot])
         if request.finish is not None:
             self._end(request)
         return request
@@ -331,7 +391,8 @@ class Scheduler:
         if inserted.shared:  # somebody was quicker with the same tokens: use theirs, drop ours
             end = inserted.start + len(inserted.shared)
             request.pages[inserted.start : end] = inserted.shared
-            self._rewrites.append((request, inserted.start, inserted.shared))
+            pages = tuple(inserted.shared)
+            self._updates.append(PageTableUpdate(request, inserted.start, pages))
             # Whole pages below kv_len: steps in flight may read, never write them, and what
             # writes them next is launched later.
             self.allocator.free(inserted.duplicates)
@@ -348,7 +409,7 @@ class Scheduler:
         inserted = self.prefix.insert(tokens, request.pages, request.node, kv_len)
         self.allocator.free(inserted.owned)
         self.prefix.unlock(request.node)
-        self._rewrites = [r for r in self._rewrites if r[0] is not request]
+        self._updates = [update for update in self._updates if update.request is not request]
         self._free_slots.append(request.slot)
         request.slot, request.pages, request.node = -1, [], None
 

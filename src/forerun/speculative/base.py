@@ -12,6 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,6 +23,7 @@ from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.kvcache.layouts import ModelLayout
+from forerun.platform.device import upload
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,23 @@ class Option:
 class SpecCaps:
     """What an algorithm needs; the engine branches on these values, never on a name."""
 
-    num_drafts: int = 0  # K; a step verifies K + 1 rows a request, at most
-    flexible: bool = False  # `propose` takes any `step.width` from 2 up; else K + 1 alone
-    kv_reserve: int = 1  # rows past the committed length a step may write
-    target_layers: tuple[int, ...] = ()  # outputs of these decoder layers are captured
+    num_drafts: int = 0  # K: draft tokens a step, at most
+    flexible: bool = False  # `propose` takes any W from 2 up; otherwise K + 1 only
+    kv_reserve: int = 1  # KV slots past the committed length that a step may write
+    target_layers: tuple[int, ...] = ()  # decoder layers whose output is captured (aux states)
     draft_kv: ModelLayout | None = None
     draft_heads: int = 0  # query heads of the draft's attention, where it has any
     draft_attention: tuple[LayerMask, ...] = ()  # one a draft layer
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` gives trees
-    tree_depth: int | None = None  # drafts on their longest path, if that is known
-    prefix_lookahead: int = 0  # 1 where draft K/V at i depends on token i + 1
-    needs_host_tokens: bool = False  # `propose` reads `step.tokens`: no overlap, not captured
-    # `observe` may hear of plain steps later: several rows of a request at once (`Step.late`)
+    tree_depth: int | None = None  # drafts on the longest path of a tree, if that is known
+    prefix_lookahead: int = 0  # 1 where draft K/V at position i depends on token i + 1
+    needs_host_tokens: bool = False  # `propose` reads `host_tokens`: no overlap, not captured
+    # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
     deferred_observe: bool = False
 
     @property
-    def width(self) -> int:
-        """W: rows verified a request and step, at most."""
+    def num_verify_tokens(self) -> int:
+        """W = K + 1: tokens verified for a request in a step, at most."""
         return self.num_drafts + 1
 
     @property
@@ -68,7 +71,7 @@ class TargetHandle:
     config: ModelConfig
     embed: Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
     lm_head: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
-    lm_head_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the likeliest ids
+    lm_head_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely ids
 
 
 @dataclass(frozen=True)
@@ -84,22 +87,32 @@ class DraftContext:
     slots: int
 
 
-class DraftRows(Protocol):
-    """Attention over the draft's pool for rows of a step."""
+@dataclass(frozen=True)
+class SlotContext:
+    """What `create_future_map` gets."""
 
-    def __call__(self, width: int | None, offset: int = 0) -> AttentionContext:
-        """Rows [offset, offset + width) of every request; `None`: the ragged rows of a prefill."""
+    slots: int  # rows to allocate: one a slot, and one for the padding slot, which is the last
+    chunked_prefill_size: int  # prompt tokens that one `observe` may hold
+    context_length: int  # tokens of prompt and output
+    device: torch.device
 
 
-class Draw(Protocol):
-    """Draws tokens by the requests' own rules, with the very noise that the target draws with."""
+class DraftAttention(Protocol):
+    """Attention over the draft's pool in a decode step."""
+
+    def __call__(self, q_len: int, offset: int = 0) -> AttentionContext:
+        """For tokens [offset, offset + q_len) of every request, counted from its `start`."""
+
+
+class Sample(Protocol):
+    """Samples tokens with the requests' own parameters and the noise the target samples with."""
 
     def __call__(self, logits: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """A draft that draws so agrees with the target as often as its distribution allows.
+        """A draft sampled like this agrees with the target as often as its distribution allows.
 
         Args:
             logits: [B, n, V].
-            positions: [B, n] integers: where the drawn tokens will stand.
+            positions: [B, n] integers: positions of the tokens to sample.
             tokens: [V] int64, ids of the columns where these are not 0 … V - 1.
 
         Returns:
@@ -108,66 +121,98 @@ class Draw(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
-    """The rows of one forward, as an algorithm sees them. All tensors on the device.
+class ProposeInput:
+    """The decode step that drafts are proposed for. Tensors are on the device.
 
-    In a decode step there are W rows for each of B requests, T = B * W; in a prefill step the
-    rows are ragged (`width` is None). W may differ from step to step (`SpecCaps.flexible`).
+    Requests that fill up a batch bucket hold the padding slot, the last row of every slot table.
     """
 
     slots: Tensor  # [B] int64
-    start: Tensor  # [B] int32: position of the first row; in a decode step the committed length
-    positions: Tensor  # [T] int32
-    width: int | None
-    newest: Tensor | None  # [B] int64: in a decode step the newest token, which stands at `start`
-    input_ids: Tensor | None  # [T] int64: in `observe`, what the target ran on
-    history: Tensor  # [slots, positions] int32: the token table; row s, known up to start[s]
-    attention: DraftRows | None  # where the algorithm has a pool
-    # In `observe`, with `deferred_observe`: rows of plain steps from `start` on, over which
-    # nothing was
-    # proposed; `commit.new` of them are there, and what stands behind these means nothing.
-    late: bool = False
-    draw: Draw | None = None  # in `propose`
-    # Host, where `needs_host_tokens`: all tokens of each request, and its name while it runs.
-    tokens: Sequence[Sequence[int]] | None = None
-    request_ids: Sequence[str] | None = None
+    start: Tensor  # [B] int32: committed length, the position of `last_token`
+    positions: Tensor  # [B * W] int32: start … start + W - 1 of each request
+    num_verify_tokens: int  # W >= 2; may differ from step to step (`SpecCaps.flexible`)
+    last_token: Tensor  # [B] int64: the newest sampled token; its K/V is not written yet
+    history: Tensor  # [slots, positions] int32: tokens by position; row s is known up to start[s]
+    sample: Sample
+    attention: DraftAttention | None  # where the algorithm has a pool
+    host: HostTokens | None  # where it declares `needs_host_tokens`
+    dummy: bool = False  # a profiling run, a capture or a measurement: no request behind it
+
+
+@dataclass(frozen=True)
+class HostTokens:
+    """What the host knows of each request of a step."""
+
+    tokens: Sequence[Sequence[int]]  # prompt and output, `last_token` included
+    request_ids: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Draft:
     """What may come next.
 
-    `tokens` [B, W - 1] int64: in a chain, token i stands i + 1 behind the newest. In a tree
-    (`verify_mask` CUSTOM) row i + 1 of the step holds token i, row 0 the newest, and `parents`
-    [B, W - 1] int64 names the row of each token's parent, which comes before its own.
+    `tokens` [B, W - 1] int64: in a chain, token i stands i + 1 after `last_token`. In a tree
+    (`verify_mask` CUSTOM) node 0 is `last_token`, node i + 1 is token i, and `parents` [B, W - 1]
+    int64 holds the node of each token's parent, which comes before its own.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class TargetOutput:
-    """What the target computed for the rows of a step."""
+class Phase(Enum):
+    """Which forward of the target is observed."""
 
-    hidden: Tensor  # [T, H], after the final norm
-    features: Tensor | None  # [T, n * H]: outputs of `target_layers`, concatenated
-    # [B] int64: the last row of each request that is committed. In a decode step only where
-    # `prefix_lookahead` is 1; it is row `new` - 1 of the request's own W (the first if `new` is 0).
-    last_rows: Tensor | None = None
-    # [T] int64, where `prefix_lookahead` is 1: the token behind each row that is committed
-    next_ids: Tensor | None = None
+    PREFILL = "prefill"  # prompt chunks: requests have different numbers of tokens
+    VERIFY = "verify"  # a decode step of W tokens for each request
+    DEFERRED = "deferred"  # several plain steps of each request, observed together
 
 
 @dataclass(frozen=True)
-class Commit:
-    """What the verify pass decided. In a prefill step there is no decision: `None` is passed.
+class ObserveInput:
+    """T tokens of B requests that the target has run on, one request after the other.
 
-    Rows are in order of position, those of a tree's accepted path first.
+    All per-token tensors are in order of position; those of a tree's accepted path come first.
+    The first `num_committed` tokens of a request are committed. What follows them is rejected: it
+    may be written to the draft's pool, since the next step overwrites it, but means nothing.
     """
 
-    tokens: Tensor  # [B, W] int64: drawn at every row; the first `new` are committed
-    new: Tensor  # [B] int32: accepted drafts + 1; of rows heard of late, also 0: padding
+    phase: Phase
+    slots: Tensor  # [B] int64
+    start: Tensor  # [B] int32: position of the request's first token
+    positions: Tensor  # [T] int32
+    q_lens: tuple[int, ...]  # tokens of each request; all W in VERIFY and DEFERRED
+    input_ids: Tensor  # [T] int64
+    hidden_states: Tensor  # [T, H], after the final norm
+    aux_hidden_states: Tensor | None  # [T, n * H]: outputs of `target_layers`, where there are any
+    next_ids: Tensor  # [T] int64: the token after each; sampled in VERIFY
+    num_committed: Tensor  # [B] int32: 0 for padding in DEFERRED, all tokens in PREFILL
+    history: Tensor  # [slots, positions] int32
+    make_attention: Callable[[int | None], AttentionContext] | None  # where there is a draft pool
+    dummy: bool = False  # a profiling run, a capture or a measurement: no request behind it
+
+    @property
+    def last_index(self) -> Tensor:
+        """[B] int64: index into T of each request's last committed token (its first, if none)."""
+        count, width = len(self.q_lens), self.q_lens[0]
+        device = self.slots.device
+        if all(q_len == width for q_len in self.q_lens):
+            first = torch.arange(0, count * width, width, device=device)
+        else:
+            starts = [0, *accumulate(self.q_lens[:-1])]
+            first = upload(torch.tensor(starts, dtype=torch.int64), device)
+        return first + (self.num_committed - 1).clamp_min(0)
+
+    @property
+    def attention(self) -> AttentionContext:
+        """Attention of these tokens over the draft's pool, planned once a step."""
+        assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
+        return self.make_attention(None)
+
+    def token_attention(self, i: int) -> AttentionContext:
+        """Attention of token i of every request alone; in VERIFY, where all have W tokens."""
+        assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
+        return self.make_attention(i)
 
 
 @dataclass(frozen=True)
@@ -192,23 +237,22 @@ class SpeculativeAlgorithm(ABC):
     def load(self, ctx: DraftContext) -> None:
         """Weights and buffers, once."""
 
-    def create_future_map(self, slots: int, device: torch.device) -> SlotState:
-        """The rows kept per request."""
+    def create_future_map(self, ctx: SlotContext) -> SlotState:
+        """The rows kept per request, `ctx.slots` of each."""
         return SlotState()
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether the draft's forward has the verify pass's shape: the same W rows a request.
+        """Whether drafts have fixed shapes, like the verify pass, and never read the device.
 
-        Rows that were prepared for the verify pass serve every forward that asks for the same shape
-        through `step.attention(width, offset)`; others are captured with rows of their own. So this
-        changes nothing here: it is for those who must know beforehand.
+        True: `propose` and `observe` are captured with the step into one graph. False: they run
+        eagerly between the captured parts, with whatever shapes they like; this is slower.
         """
         return False
 
     @abstractmethod
-    def propose(self, step: Step) -> Draft:
-        """W - 1 tokens for every request; no host reads. Not called for W = 1."""
+    def propose(self, step: ProposeInput) -> Draft:
+        """W - 1 tokens for every request. Not called for W = 1."""
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        """Learn from the target's pass over the rows of `step`; `None`: these were prompt rows."""
+    def observe(self, step: ObserveInput) -> None:
+        """Learns from a forward of the target."""
         return None

@@ -26,13 +26,13 @@ from forerun.attention.base import AttentionContext
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.speculative.base import (
-    Commit,
     Draft,
+    ObserveInput,
     Option,
+    ProposeInput,
+    SlotContext,
     SlotState,
     SpeculativeAlgorithm,
-    Step,
-    TargetOutput,
 )
 
 NUM_STEPS = Option(
@@ -84,7 +84,7 @@ def refuse_misfit(folder: Path, what: str, of_draft: object, of_target: object) 
 
 
 def draw_chain(
-    step: Step,
+    step: ProposeInput,
     logits: Tensor,
     run: Callable[[int, Tensor], Tensor],
     columns: Tensor | None = None,
@@ -96,13 +96,12 @@ def draw_chain(
         run: (i, token i - 1 [B]) -> logits [B, V] for token i.
         columns: [V] int64, the target's ids of the logits' columns where these are not 0 … V - 1.
     """
-    assert step.width is not None and step.draw is not None
     tokens: list[Tensor] = []
-    for i in range(step.width - 1):
+    for i in range(step.num_verify_tokens - 1):
         if i:
             logits = run(i, tokens[-1])
         at = (step.start + (i + 1)).unsqueeze(1)
-        drawn = step.draw(logits.unsqueeze(1), at, columns).squeeze(1)
+        drawn = step.sample(logits.unsqueeze(1), at, columns).squeeze(1)
         tokens.append(drawn if columns is None else columns[drawn])
     return Draft(torch.stack(tokens, 1))
 
@@ -130,20 +129,20 @@ class HiddenChain(SpeculativeAlgorithm):
         self._model, self._size, self._dtype, self._columns = draft, hidden, dtype, columns
 
     @abstractmethod
-    def hidden(self, target: TargetOutput) -> Tensor:
+    def hidden(self, step: ObserveInput) -> Tensor:
         """[T, H], what the draft's rows read where the target has run."""
 
-    def create_future_map(self, slots: int, device: torch.device) -> SlotState:
+    def create_future_map(self, ctx: SlotContext) -> SlotState:
         """Both results of `forward` at the last committed row."""
-        shape = (slots, self._size)
+        shape, device = (ctx.slots, self._size), ctx.device
         self._normed = torch.zeros(shape, dtype=self._dtype, device=device)
         self._further = torch.zeros(shape, dtype=self._dtype, device=device)
         return SlotState({"normed": self._normed, "further": self._further})
 
     def supports_target_verify_for_draft(self) -> bool:
-        return True  # `observe` does
+        return True
 
-    def propose(self, step: Step) -> Draft:
+    def propose(self, step: ProposeInput) -> Draft:
         h = self._further[step.slots]
 
         def run(i: int, token: Tensor) -> Tensor:
@@ -157,12 +156,10 @@ class HiddenChain(SpeculativeAlgorithm):
         first = self._model.logits(self._normed[step.slots])
         return draw_chain(step, first, run, self._columns)
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        assert step.attention is not None
-        assert target.next_ids is not None and target.last_rows is not None
-        context = step.attention(step.width)
+    def observe(self, step: ObserveInput) -> None:
         normed, further = self._model.forward(
-            target.next_ids, self.hidden(target), step.positions, context
+            step.next_ids, self.hidden(step), step.positions, step.attention
         )
-        self._normed[step.slots] = normed[target.last_rows]
-        self._further[step.slots] = further[target.last_rows]
+        last = step.last_index
+        self._normed[step.slots] = normed[last]
+        self._further[step.slots] = further[last]

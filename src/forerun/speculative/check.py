@@ -20,7 +20,13 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.tree import MAX_NODES
 from forerun.kvcache.layouts import DenseKV, ModelLayout
-from forerun.speculative.base import Option, SlotState, SpecCaps, SpeculativeAlgorithm
+from forerun.speculative.base import (
+    Option,
+    SlotContext,
+    SlotState,
+    SpecCaps,
+    SpeculativeAlgorithm,
+)
 
 log = logging.getLogger("forerun")
 
@@ -32,10 +38,10 @@ _OPTION_TYPES = (int, float, str, bool)
 _CALLS = {
     "resolve": ("config", "target", "dtype"),
     "load": ("ctx",),
-    "create_future_map": ("slots", "device"),
+    "create_future_map": ("ctx",),
     "supports_target_verify_for_draft": (),
     "propose": ("step",),
-    "observe": ("step", "target", "commit"),
+    "observe": ("step",),
 }
 
 
@@ -268,13 +274,14 @@ def _why_not_draft(caps: SpecCaps) -> str | None:
     return None
 
 
-def slot_rows(algorithm: SpeculativeAlgorithm, slots: int, device: torch.device) -> list[Tensor]:
-    """The rows that the algorithm keeps, one for each of `slots`.
+def slot_rows(algorithm: SpeculativeAlgorithm, ctx: SlotContext) -> list[Tensor]:
+    """The rows that the algorithm keeps, `ctx.slots` of each.
 
     Raises:
         ConfigError: they are not that.
     """
-    state = algorithm.create_future_map(slots, device)
+    slots, device = ctx.slots, ctx.device
+    state = algorithm.create_future_map(ctx)
     where = f"{type(algorithm).__name__}.create_future_map"
     if not isinstance(state, SlotState):
         raise ConfigError(f"{where} must return a SlotState, got {state!r}.")

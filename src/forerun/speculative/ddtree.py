@@ -19,7 +19,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.best_first import best_first, top_log_probs
 from forerun.kernels.speculation.tree import MAX_NODES
-from forerun.speculative.base import Draft, Option, SpecCaps, Step
+from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
 from forerun.speculative.dflash import DFlash
 
 
@@ -43,12 +43,8 @@ class DDTree(DFlash):
             verify_mask=Mask.CUSTOM,
         )
 
-    def supports_target_verify_for_draft(self) -> bool:
-        return False  # a tree has more rows than its block
-
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None
-        rows, nodes = self._predicting(step), step.width - 1
+    def propose(self, step: ProposeInput) -> Draft:
+        rows, nodes = self._predicting(step), step.num_verify_tokens - 1
         head = self._target.lm_head if self._head is None else self._head
         logits = head(rows).unflatten(0, (step.slots.shape[0], -1))  # [B, depth, V]
         scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))

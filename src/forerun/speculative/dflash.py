@@ -20,14 +20,14 @@ from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
 from forerun.speculative.base import (
-    Commit,
     Draft,
     DraftContext,
+    ObserveInput,
     Option,
+    Phase,
+    ProposeInput,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
-    TargetOutput,
 )
 
 
@@ -84,9 +84,9 @@ class DFlash(SpeculativeAlgorithm):
         self._embedding, self._head, self._target = embedding, head, ctx.target
 
     def supports_target_verify_for_draft(self) -> bool:
-        return self._first == 1
+        return True
 
-    def propose(self, step: Step) -> Draft:
+    def propose(self, step: ProposeInput) -> Draft:
         rows = self._predicting(step)
         best = self._target.lm_head_argmax if self._head is None else self._head.argmax
         return Draft(self._draft.target_ids(best(rows)).view(step.slots.shape[0], -1))
@@ -95,28 +95,28 @@ class DFlash(SpeculativeAlgorithm):
         """Tokens of the block that a step verifies."""
         return min(width - 1, len(self._places) - self._first)
 
-    def _predicting(self, step: Step) -> Tensor:
+    def _predicting(self, step: ProposeInput) -> Tensor:
         """One pass over the block: hidden [B * depth, H] of the rows that predict.
 
         The block is whole however few rows the target verifies: with fewer masks behind them, all
         rows predict worse than they were trained to.
         """
-        assert step.width is not None and step.newest is not None and step.attention is not None
+        assert step.attention is not None
         batch, block = step.slots.shape[0], len(self._places)
         masks = self._masks.expand(batch, -1)
-        ids = torch.cat([step.newest.unsqueeze(1), masks], dim=1).flatten()
+        ids = torch.cat([step.last_token.unsqueeze(1), masks], dim=1).flatten()
         positions = step.positions
-        if step.width != block:
+        if step.num_verify_tokens != block:
             positions = (step.start.unsqueeze(1) + self._places).flatten()
         hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
-        end = self._first + self._depth(step.width)
+        end = self._first + self._depth(step.num_verify_tokens)
         return hidden.view(batch, block, -1)[:, self._first : end].flatten(0, 1)
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        assert target.features is not None and step.attention is not None
-        new = None if commit is None else commit.new
-        context = step.attention(step.width)
-        self._draft.write_context(target.features, step.positions, context, new)
+    def observe(self, step: ObserveInput) -> None:
+        assert step.aux_hidden_states is not None
+        # Prompt chunks are ragged and committed whole.
+        count = None if step.phase is Phase.PREFILL else step.num_committed
+        self._draft.write_context(step.aux_hidden_states, step.positions, step.attention, count)
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._embedding is None:

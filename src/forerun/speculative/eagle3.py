@@ -15,7 +15,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, read_json
 from forerun.core.errors import ConfigError
 from forerun.models.eagle3 import Eagle3Config, load_eagle3, load_eagle3_config
-from forerun.speculative.base import DraftContext, Option, SpecCaps, TargetOutput
+from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCaps
 from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
 
 DEFAULT_STEPS = 5
@@ -63,9 +63,9 @@ class Eagle3(HiddenChain):
         columns = self._draft.draft_tokens_of_columns if moved else None
         self.use(self._draft, config.hidden_size, ctx.dtype, columns)
 
-    def hidden(self, target: TargetOutput) -> Tensor:
-        assert target.features is not None
-        return self._draft.fuse(target.features)
+    def hidden(self, step: ObserveInput) -> Tensor:
+        assert step.aux_hidden_states is not None
+        return self._draft.fuse(step.aux_hidden_states)
 
 
 def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:

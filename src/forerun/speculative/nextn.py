@@ -17,7 +17,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
-from forerun.speculative.base import DraftContext, SpecCaps, TargetHandle, TargetOutput
+from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
 from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
 
 DEFAULT_STEPS = 3  # the layer was trained for one, and is run again over its own output
@@ -50,8 +50,8 @@ class NextN(HiddenChain):
         )
         self.use(_Shared(self._layer, ctx.target), config.model.hidden_size, ctx.dtype, None)
 
-    def hidden(self, target: TargetOutput) -> Tensor:
-        return target.hidden
+    def hidden(self, step: ObserveInput) -> Tensor:
+        return step.hidden_states
 
 
 class _Shared:

@@ -18,9 +18,9 @@ from forerun.speculative.base import (
     Draft,
     DraftContext,
     Option,
+    ProposeInput,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
 )
 
 DEFAULT_WIDTH = 8
@@ -56,8 +56,10 @@ class Ngram(SpeculativeAlgorithm):
         self._min, self._max = _matches(ctx.config)
         self._places = torch.arange(ctx.max_positions, device=ctx.device, dtype=torch.int32)
 
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def propose(self, step: ProposeInput) -> Draft:
         history = step.history.index_select(0, step.slots)  # [B, C] int32, known up to `start`
         last = step.start.unsqueeze(1)  # [B, 1]: place of the newest token
         places = self._places[: history.shape[1]].unsqueeze(0)  # [1, C]
@@ -65,7 +67,7 @@ class Ngram(SpeculativeAlgorithm):
         # Longest match first, then the latest place.
         score = torch.where(length >= self._min, length * history.shape[1] + places, -1)
         best, place = score.max(dim=1, keepdim=True)  # [B, 1]
-        ahead = place + 1 + torch.arange(step.width - 1, device=place.device)  # [B, K]
+        ahead = place + 1 + torch.arange(step.num_verify_tokens - 1, device=place.device)  # [B, K]
         # Past the newest token the match continues into the draft itself: wrap by its period.
         period = (last - place).clamp_min(1)
         ahead = torch.where(ahead > last, place + 1 + (ahead - place - 1) % period, ahead)

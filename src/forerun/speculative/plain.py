@@ -6,7 +6,13 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
-from forerun.speculative.base import Draft, DraftContext, SpecCaps, SpeculativeAlgorithm, Step
+from forerun.speculative.base import (
+    Draft,
+    DraftContext,
+    ProposeInput,
+    SpecCaps,
+    SpeculativeAlgorithm,
+)
 
 
 class Plain(SpeculativeAlgorithm):
@@ -17,5 +23,8 @@ class Plain(SpeculativeAlgorithm):
     def load(self, ctx: DraftContext) -> None:
         return None
 
-    def propose(self, step: Step) -> Draft:
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def propose(self, step: ProposeInput) -> Draft:
         raise AssertionError("a step of width 1 proposes nothing")

@@ -24,13 +24,13 @@ from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
 from forerun.speculative.base import (
-    Commit,
     Draft,
     DraftContext,
+    ObserveInput,
+    Phase,
+    ProposeInput,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
-    TargetOutput,
 )
 from forerun.speculative.chain import NUM_STEPS, chain_length, draw_chain
 
@@ -68,28 +68,29 @@ class Standalone(SpeculativeAlgorithm):
         )
         self._smaller = config.vocab_size < ctx.target.config.vocab_size
 
-    def propose(self, step: Step) -> Draft:
-        assert step.newest is not None
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def propose(self, step: ProposeInput) -> Draft:
+        attention = step.attention
+        assert attention is not None
 
         def run(i: int, token: Tensor) -> Tensor:
-            return self._draft.lm_head(self._run(step, i, token))
+            """[B] int64, at `start` + i -> logits [B, V]."""
+            ids, context = self._known(token), attention(1, i)
+            return self._draft.lm_head(self._draft.forward(ids, step.start + i, context)[0])
 
-        return draw_chain(step, run(0, step.newest), run)
+        return draw_chain(step, run(0, step.last_token), run)
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        assert step.input_ids is not None and step.attention is not None
-        if step.width is None or step.late:
-            ids = self._known(step.input_ids)
-            self._draft.forward(ids, step.positions, step.attention(step.width))
-        else:  # `propose` ran the rows before
-            last = step.width - 1
-            self._run(step, last, step.input_ids.view(-1, step.width)[:, last].contiguous())
-
-    def _run(self, step: Step, i: int, token: Tensor) -> Tensor:
-        """The rows at `start` + i, one a request: [B] int64 -> hidden [B, H]."""
-        assert step.attention is not None
-        ids = self._known(token)
-        return self._draft.forward(ids, step.start + i, step.attention(1, i))[0]
+    def observe(self, step: ObserveInput) -> None:
+        ids = self._known(step.input_ids)
+        if step.phase is not Phase.VERIFY:
+            self._draft.forward(ids, step.positions, step.attention)
+            return
+        # `propose` ran all tokens but the last.
+        width = step.q_lens[0]
+        last = ids.view(-1, width)[:, -1].contiguous()
+        self._draft.forward(last, step.start + (width - 1), step.token_attention(width - 1))
 
     def _known(self, ids: Tensor) -> Tensor:
         """Ids past the draft's vocabulary are padding that no tokenizer writes; any will do."""

@@ -13,9 +13,9 @@ from forerun.speculative.base import (
     Draft,
     DraftContext,
     Option,
+    ProposeInput,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
 )
 from forerun_suffix.automaton import SuffixAutomaton
 
@@ -52,14 +52,14 @@ class Suffix(SpeculativeAlgorithm):
         self._min_match = ctx.config.algorithm_options["speculative_suffix_min_match"]
         self._automata: dict[str, SuffixAutomaton] = {}
 
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None and step.tokens is not None and step.request_ids is not None
+    def propose(self, step: ProposeInput) -> Draft:
+        assert step.host is not None
         # Only those of this step are kept: what is missing later is made again from the tokens.
         self._automata = {
             name: self._current(name, tokens)
-            for name, tokens in zip(step.request_ids, step.tokens, strict=True)
+            for name, tokens in zip(step.host.request_ids, step.host.tokens, strict=True)
         }
-        count = step.width - 1
+        count = step.num_verify_tokens - 1
         drafts = [self._draft(automaton, count) for automaton in self._automata.values()]
         return Draft(torch.tensor(drafts, device=self._device))
 

@@ -12,20 +12,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.speculative.base import (
-    Commit,
     Draft,
     DraftContext,
+    ObserveInput,
+    ProposeInput,
+    SlotContext,
     SlotState,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
-    TargetOutput,
 )
 from forerun_twohead.heads import SHIPPED, Heads, Shape, read_shape
 
@@ -53,30 +52,23 @@ class TwoHead(SpeculativeAlgorithm):
         self._target, self._dtype = ctx.target, ctx.dtype
         self._ahead = 1 + torch.arange(ctx.caps.num_drafts, device=ctx.device)
 
-    def create_future_map(self, slots: int, device: torch.device) -> SlotState:
+    def supports_target_verify_for_draft(self) -> bool:
+        return True
+
+    def create_future_map(self, ctx: SlotContext) -> SlotState:
         size = self._shape.hidden_size
-        self._hidden = torch.zeros(slots, size, dtype=self._dtype, device=device)
+        self._hidden = torch.zeros(ctx.slots, size, dtype=self._dtype, device=ctx.device)
         return SlotState({"hidden": self._hidden})
 
-    def propose(self, step: Step) -> Draft:
-        assert step.width is not None and step.draw is not None
-        drafts = step.width - 1
+    def propose(self, step: ProposeInput) -> Draft:
+        drafts = step.num_verify_tokens - 1
         hidden = self._heads(self._hidden[step.slots], drafts)  # [B, n, H]
         logits = self._target.lm_head(hidden.flatten(0, 1)).unflatten(0, (-1, drafts))
         # The newest token stands at `start`, and these behind it.
-        return Draft(step.draw(logits, step.start.unsqueeze(1) + self._ahead[:drafts]))
+        return Draft(step.sample(logits, step.start.unsqueeze(1) + self._ahead[:drafts]))
 
-    def observe(self, step: Step, target: TargetOutput, commit: Commit | None) -> None:
-        self._hidden[step.slots] = target.hidden[_last_rows(step, target, commit)]
-
-
-def _last_rows(step: Step, target: TargetOutput, commit: Commit | None) -> Tensor:
-    """[B]: the row of each request's last committed token."""
-    if commit is None:  # a prompt: its rows are all committed
-        assert target.last_rows is not None
-        return target.last_rows
-    begin = torch.arange(0, commit.tokens.numel(), commit.tokens.shape[1], device=step.slots.device)
-    return begin + commit.new - 1
+    def observe(self, step: ObserveInput) -> None:
+        self._hidden[step.slots] = step.hidden_states[step.last_index]
 
 
 def _weights(config: EngineConfig) -> tuple[Path, Shape]:

@@ -110,7 +110,7 @@ def with_room(
 
 def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
     if random_input:
-        vocab = llm.engine.model_config.vocab_size
+        vocab = llm.engine.info.vocab_size
         return random_prompts(vocab, shape.batch_size, shape.input_len)
     encode = encoder(llm.tokenizer)
     text = [token for row in held_out() for token in encode(row["prompt"])]

@@ -1,0 +1,240 @@
+"""The executor of this process: `launch(plan)` queues a step on the device and never waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import HostBatch
+from forerun.core.executor import ExecutorInfo
+from forerun.core.limits import INVALID_TOKEN
+from forerun.core.plan import DecodeRequest, SlotSampling, StepPlan, StepResult
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_timing import StepTimer
+from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
+from forerun.sampling.sampler import SamplingFlags
+from forerun.speculative.base import HostTokens
+
+NOT_FINITE = "The target produced NaN or infinite logits; check its weights and the dtype."
+
+
+@dataclass
+class _Slot:
+    """What the host knows of the request in a slot."""
+
+    rid: str
+    sampling: SlotSampling
+    tokens: list[int] | None  # where the algorithm reads tokens on the host
+
+
+class DeviceExecutor:
+    """Slot tables, model, algorithm and step executor of one device."""
+
+    def __init__(self, step: DeviceStep, steps: StepExecutor | None = None) -> None:
+        self.step = step
+        self.tables = step.tables
+        self.steps = EagerSteps(step) if steps is None else steps
+        self._slots: dict[int, _Slot] = {}
+        self._keeps_tokens = step.caps.needs_host_tokens
+        self._info: ExecutorInfo | None = None
+
+    @property
+    def info(self) -> ExecutorInfo:
+        assert self._info is not None, "the executor is not built yet"
+        return self._info
+
+    @info.setter
+    def info(self, info: ExecutorInfo) -> None:
+        self._info = info
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingDeviceStep:
+        """Queues the whole step on the device and returns at once (on a CPU: computes it)."""
+        with self._current_device():
+            clock = StepClock.start(self.tables.device)
+            self._admit(plan)
+            if plan.deferred:
+                self.steps.observe_deferred(self._deferred(plan))
+            sampled = num_committed = None
+            if plan.decode:
+                out = self.steps.decode(self._batch(plan))
+                # A graph's outputs live until its next replay; these copies are queued before it.
+                sampled, num_committed = (
+                    self._to_host(out.sampled),
+                    self._to_host(out.num_committed),
+                )
+            timer = self.step.timer
+            timestamps = timer.take() if timer is not None and plan.decode else None
+            first = None
+            if plan.prefill:
+                flags = self.flags([c.slot for c in plan.prefill if c.last])
+                first = self._to_host(self.steps.prefill(plan.prefill, flags))
+            clock.stop()
+            error = self.step.algorithm.take_error()
+        return PendingDeviceStep(
+            self,
+            plan,
+            sampled,
+            num_committed,
+            first,
+            clock,
+            None if error is None else str(error),
+            None if timer is None or timestamps is None else (timer, timestamps),
+        )
+
+    def disable_drafts(self) -> None:
+        self.step.algorithm.disable()
+
+    def close(self) -> None:
+        """Pools and weights are freed with the last reference to this object."""
+
+    def flags(self, slots: Sequence[int]) -> SamplingFlags:
+        """What sampling has to do for these slots."""
+        flags = SamplingFlags.of(self._slots[slot].sampling for slot in slots)
+        # On a GPU only two kinds of sampling are compiled at start.
+        return flags.widened() if self.tables.device.type == "cuda" else flags
+
+    def keep_tokens(self, plan: StepPlan, result: StepResult) -> None:
+        """What an algorithm that reads tokens on the host will see in the next step."""
+        if not self._keeps_tokens:
+            return
+        for request, tokens in zip(plan.decode, result.decode, strict=True):
+            self._tokens(request.slot).extend(tokens)
+        for chunk, token in zip(plan.prefill, result.prefill, strict=True):
+            if token is not None:
+                self._tokens(chunk.slot).append(token)
+
+    def _tokens(self, slot: int) -> list[int]:
+        tokens = self._slots[slot].tokens
+        assert tokens is not None
+        return tokens
+
+    def _admit(self, plan: StepPlan) -> None:
+        for a in plan.admitted:
+            self._slots[a.slot] = _Slot(
+                a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None
+            )
+        if plan.admitted:
+            self.tables.admit(plan.admitted)
+        if plan.page_writes:
+            self.tables.write_pages(plan.page_writes)
+
+    def _batch(self, plan: StepPlan) -> DecodeBatch:
+        slots = [request.slot for request in plan.decode]
+        host = None
+        if self._keeps_tokens and plan.num_verify_tokens > 1:
+            host = HostTokens(
+                [tuple(self._tokens(slot)) for slot in slots],
+                [self._slots[slot].rid for slot in slots],
+            )
+        return DecodeBatch(
+            slots=slots,
+            num_verify_tokens=plan.num_verify_tokens,
+            kv_len_ub=self._kv_len_ub(plan.decode),
+            flags=self.flags(slots),
+            lengths=HostBatch(
+                [request.kv_len_ub for request in plan.decode], self.tables.host_pages_of(slots)
+            ),
+            host=host,
+        )
+
+    def _deferred(self, plan: StepPlan) -> DeferredBatch:
+        slots = [deferred.slot for deferred in plan.deferred]
+        known = {request.slot: request.kv_len_ub for request in plan.decode}
+        before = [known.get(d.slot, d.count) - d.count for d in plan.deferred]
+        return DeferredBatch(
+            slots=slots,
+            counts=[deferred.count for deferred in plan.deferred],
+            kv_len_ub=self._kv_len_ub(plan.decode),
+            lengths=HostBatch(before, self.tables.host_pages_of(slots)),
+        )
+
+    def _kv_len_ub(self, requests: Sequence[DecodeRequest]) -> int:
+        return max(request.kv_len_ub for request in requests) + self.step.caps.kv_reserve
+
+    def _to_host(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.device.type != "cuda":
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _current_device(self) -> AbstractContextManager[object]:
+        """Triton launches, events and captures use the current device of the calling thread."""
+        device = self.tables.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class StepClock:
+    """How long a device is busy with a step, whenever the host asks for the result."""
+
+    def __init__(self, begin: float, events: tuple[torch.cuda.Event, torch.cuda.Event] | None):
+        self._begin, self._events = begin, events
+        self._seconds = 0.0
+
+    @classmethod
+    def start(cls, device: torch.device) -> StepClock:
+        """On the current device."""
+        events = None
+        if device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+        return cls(time.monotonic(), events)
+
+    def stop(self) -> None:
+        """All of the step was launched."""
+        if self._events is not None:
+            self._events[1].record()
+        self._seconds = time.monotonic() - self._begin
+
+    def wait(self) -> float:
+        """Seconds, once the step is done."""
+        if self._events is None:
+            return self._seconds
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+@dataclass
+class PendingDeviceStep:
+    """The tokens of a launched step, on their way to the host."""
+
+    executor: DeviceExecutor
+    plan: StepPlan
+    sampled: Tensor | None  # [B, W] int64
+    num_committed: Tensor | None  # [B] int32
+    first: Tensor | None  # [last prefill chunks] int64
+    clock: StepClock
+    error: str | None  # the algorithm failed in this step
+    timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, where steps are traced
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        seconds = self.clock.wait()
+        decode: list[list[int]] = []
+        if self.sampled is not None and self.num_committed is not None:
+            pairs = zip(self.sampled.tolist(), self.num_committed.tolist(), strict=True)
+            decode = [tokens[:count] for tokens, count in pairs]
+        first = iter(self.first.tolist() if self.first is not None else [])
+        prefill = [next(first) if chunk.last else None for chunk in self.plan.prefill]
+        failed = []
+        for request, tokens in zip(self.plan.decode, decode, strict=True):
+            if INVALID_TOKEN in tokens:
+                del tokens[tokens.index(INVALID_TOKEN) :]
+                failed.append((request.slot, NOT_FINITE))
+        for i, (chunk, token) in enumerate(zip(self.plan.prefill, prefill, strict=True)):
+            if token == INVALID_TOKEN:
+                prefill[i] = None
+                failed.append((chunk.slot, NOT_FINITE))
+        phase_times = None
+        if self.timestamps is not None:
+            timer, timestamps = self.timestamps
+            phase_times = timer.unix(timestamps)
+        result = StepResult(decode, prefill, seconds, self.error, tuple(failed), phase_times)
+        self.executor.keep_tokens(self.plan, result)
+        return result
