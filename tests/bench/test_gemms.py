@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from forerun import LLM
 from forerun.bench.bounds import Work
 from forerun.bench.gemms import Gemm, recording, step_gemms
+from forerun.executor.device_executor import device_step
 from forerun.kernels.gemm import gemm as own
 from forerun.llm.bundled import PAIR
 from tests.golden_engine import golden_llm
@@ -63,7 +64,7 @@ bundled = pytest.mark.skipif(
 def test_the_bundled_target(algorithm: str | None, dtype: str) -> None:
     settings = {"speculative_algorithm": algorithm, "speculative_adaptive": False}
     with LLM(device="cpu", dtype=dtype, max_running_requests=2, **settings) as llm:
-        width = llm.engine.parts.runner.step.caps.width
+        width = device_step(llm.engine.executor).caps.num_verify_tokens
         tokens = 2 * width
         c = llm.engine.model_config
         target = [

@@ -17,6 +17,7 @@ from forerun.attention.base import LayerMask
 from forerun.bench.ceilings import Ceilings, gemm_seconds
 from forerun.bench.gemms import Gemm, step_gemms
 from forerun.engine.engine import Engine
+from forerun.executor.device_executor import device_step
 from forerun.kvcache.layouts import ModelLayout, RecurrentState
 
 
@@ -30,7 +31,7 @@ class Work:
     @classmethod
     def of(cls, engine: Engine, batch_size: int, context: int) -> Work:
         """Measured on an idle engine, for `context` tokens of K/V a request."""
-        step = engine.executor.step
+        step = device_step(engine.executor)
         size = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
         if step.draft_attention is not None:
             layout = step.draft_attention.pools.layout

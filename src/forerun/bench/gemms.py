@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from forerun.engine.engine import Engine
+from forerun.executor.device_executor import device_step
+from forerun.executor.step import StepShape
 from forerun.kernels.gemm import gemm as own_kernels
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig
@@ -150,14 +152,15 @@ def step_gemms(engine: Engine, batch_size: int) -> tuple[Gemm, ...]:
     Raises:
         AlgorithmError: the algorithm failed in it.
     """
-    step = engine.parts.runner.step
-    tables, width = step.tables, step.caps.width
+    step = device_step(engine.executor)
+    tables, width = step.tables, step.caps.num_verify_tokens
     slots = tables.upload([tables.padding_slot] * batch_size, torch.int64)
-    draft = step.filler(slots, width) if step.caps.needs_host_tokens and width > 1 else None
+    draft = step.empty_draft(slots, width) if step.caps.needs_host_tokens and width > 1 else None
+    step.dummy = True
     with recording() as gemms:
-        buffers = step.plan_buffers(batch_size)
-        step.decode(slots, 1 + step.caps.kv_reserve, width, SamplingFlags(), draft, buffers)
-    error = step.guard.take_error()
+        step.decode(slots, StepShape(width, 1 + step.caps.kv_reserve, SamplingFlags()), draft)
+    step.dummy = False
+    error = step.algorithm.take_error()
     if error is not None:
         raise error
     return tuple(gemms)

@@ -208,9 +208,9 @@ class _Builder:
         if graphs is None:
             return EagerSteps(step)
         fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
-        with self.memory.stage("graphs", fix):
-            with progress("capturing graphs", graphs.count) as stage:
-                graphs.capture(lambda name: stage.advance(detail=name))
+        capturing = progress("capturing graphs", graphs.count)
+        with self.memory.stage("graphs", fix), capturing as stage:
+            graphs.capture(lambda name: stage.advance(detail=name))
         return graphs
 
     def _costs(self, executor: DeviceExecutor) -> dict[int, list[float]] | None:

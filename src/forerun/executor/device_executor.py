@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import HostBatch
-from forerun.core.executor import ExecutorInfo
+from forerun.core.executor import Executor, ExecutorInfo
 from forerun.core.limits import INVALID_TOKEN
 from forerun.core.plan import DecodeRequest, SlotSampling, StepPlan, StepResult
 from forerun.executor.step import DeviceStep
@@ -238,3 +238,14 @@ class PendingDeviceStep:
         result = StepResult(decode, prefill, seconds, self.error, tuple(failed), phase_times)
         self.executor.keep_tokens(self.plan, result)
         return result
+
+
+def device_step(executor: Executor) -> DeviceStep:
+    """The step of an executor of this process, for benchmarks and tests.
+
+    Raises:
+        TypeError: the executor is in another process.
+    """
+    if not isinstance(executor, DeviceExecutor):
+        raise TypeError(f"{type(executor).__name__} has no step in this process.")
+    return executor.step
