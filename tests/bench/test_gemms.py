@@ -66,7 +66,7 @@ def test_the_bundled_target(algorithm: str | None, dtype: str) -> None:
     with LLM(device="cpu", dtype=dtype, max_running_requests=2, **settings) as llm:
         width = device_step(llm.engine.executor).caps.num_verify_tokens
         tokens = 2 * width
-        c = llm.engine.model_config
+        c = device_step(llm.engine.executor).model.config
         target = [
             *decoder(
                 *(c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim),
