@@ -65,7 +65,11 @@ def shifted(draft: Tensor, drawn: Tensor, logits: Tensor) -> Tensor:
 
 def run(params: SamplingParams, width: int, rule: Rule, frozen_noise: bool = False) -> Tensor:
     """Texts [seeds, LENGTH]. `frozen_noise` keys all rows of a step by the first position."""
-    table, rows, flags = target_logits(), rows_for(params), SamplingFlags.of([params])
+    table, rows, flags = (
+        target_logits(),
+        rows_for(params),
+        SamplingFlags.of([Request("r", (0,), params, 0, frozenset()).sampling]),
+    )
     seeds = SEEDS[params]
     tokens = torch.zeros(seeds, PROMPT + LENGTH + width, dtype=torch.int64)
     length = torch.full((seeds, 1), PROMPT)

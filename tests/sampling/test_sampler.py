@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,6 +48,10 @@ def requests() -> list[Request]:
     ]
 
 
+def flags_of(params: Sequence[SamplingParams]) -> SamplingFlags:
+    return SamplingFlags.of(request(p, 0, stops=(5,)).sampling for p in params)
+
+
 def rows_of(batch: list[Request]) -> SamplingRows:
     table = SamplingTable(len(batch) + 2, torch.device("cpu"))
     table.set(range(len(batch)), [r.sampling for r in batch])
@@ -75,7 +81,7 @@ def test_a_draw_does_not_depend_on_its_neighbours(
 ) -> None:
     rows, (logits, positions) = rows_of(requests()), scene(seed)
     whole = sample(logits, positions, rows, EVERYTHING)
-    flags = SamplingFlags.of(PARAMS[i] for i in index) if exact_flags else EVERYTHING
+    flags = flags_of([PARAMS[i] for i in index]) if exact_flags else EVERYTHING
     part = sample(logits[index], positions[index], pick(rows, index), flags)
     assert torch.equal(part, whole[index])
 
@@ -137,7 +143,7 @@ def test_stop_ids_wait_for_min_new_tokens() -> None:
     logits[:, :, list(stops)] = 9.0
     logits[:, :, 0] = 5.0
     positions = torch.arange(9, 15).expand(4, 6)  # the first new token stands at 10
-    drawn = sample(logits, positions, rows_of(batch), SamplingFlags.of(params))
+    drawn = sample(logits, positions, rows_of(batch), flags_of(params))
     assert drawn[0].tolist() == [0, 0, 0, 0, 2, 2]
     held = [int(t) in stops for t in drawn[1]]
     assert held == [False] * 4 + [True] * 2
@@ -158,11 +164,11 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
 def test_flags_state_what_a_batch_needs() -> None:
     none = SamplingFlags()
     assert SamplingFlags.of([]) == none
-    assert SamplingFlags.of([SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)]) == none
-    assert SamplingFlags.of([SamplingParams(top_k=1, top_p=0.5)]) == none
-    assert SamplingFlags.of(PARAMS) == EVERYTHING
-    assert SamplingFlags.of([SamplingParams()]) == SamplingFlags(sampled=True)
-    assert SamplingFlags.of([SamplingParams(top_p=0.9)]) == SamplingFlags(sampled=True, top_p=True)
+    assert flags_of([SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.1)]) == none
+    assert flags_of([SamplingParams(top_k=1, top_p=0.5)]) == none
+    assert flags_of(PARAMS) == EVERYTHING
+    assert flags_of([SamplingParams()]) == SamplingFlags(sampled=True)
+    assert flags_of([SamplingParams(top_p=0.9)]) == SamplingFlags(sampled=True, top_p=True)
 
 
 def test_table_keeps_slots_apart() -> None:

@@ -183,9 +183,10 @@ def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
     for name, params in SAMPLING.items():
         table = SamplingTable(batch, DEVICE)
         requests = [Request("r", (1, 2), params, i, frozenset((3,))) for i in range(batch)]
-        table.set(range(batch), requests)
+        sampling = [request.sampling for request in requests]
+        table.set(range(batch), sampling)
         rules = table.gather(torch.arange(batch, device=DEVICE))
-        flags = SamplingFlags.of([params])
+        flags = SamplingFlags.of(sampling)
         found[f"sample: {name}"] = (
             partial(sample, logits, positions, rules, flags),
             partial(sample_ref, logits, positions, rules, flags),
