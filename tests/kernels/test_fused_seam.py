@@ -21,7 +21,7 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.layers.attention import HeadNormRope
 from forerun.layers.rope import Rope
-from forerun.models.dflash import ContextPrologue
+from forerun.models.dflash import ContextKVNormRope
 
 HEADS, KV_HEADS, DIM, LAYERS, PAGE, WIDTH = 4, 2, 32, 3, 4, 4
 NEW = (2, 4)  # rows committed of each request
@@ -55,7 +55,7 @@ def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Ten
     norms = HeadNorms(normal(DIM), normal(LAYERS, DIM), 1e-6)
     kv = normal(tokens, 2 * LAYERS * KV_HEADS * DIM)
     new = torch.tensor(NEW, dtype=torch.int32, device=device)
-    context.write_layers(kv, ContextPrologue(KV_HEADS, norms), rows, new)
+    context.write_layers(kv, ContextKVNormRope(KV_HEADS, norms), rows, new)
     return gathered, backend.pools.dense
 
 

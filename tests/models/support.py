@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNe
 from forerun.attention.torch_native import TorchNative
 from forerun.kvcache.layouts import DenseKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
+from forerun.layers.communication import WeightPlacement
 
 CPU = torch.device("cpu")
+CPU_F32 = WeightPlacement(torch.float32, CPU)
 PAGE = 4
 PAGES_EACH = 32  # of a request: 128 positions
 
@@ -120,7 +123,7 @@ class Loop:
 
     @classmethod
     def of_model(cls, model: Any, requests: int = 1) -> Loop:
-        layout = model.kv_layout(model.embedding.dtype)
+        layout = model.kv_layout(model.embed(torch.tensor([0])).dtype)
         return cls.over(model.forward, layout, model.layer_masks, model.config.num_heads, requests)
 
     def ragged(self, parts: list[tuple[int, Tensor]], *args: Any) -> Any:
@@ -159,3 +162,19 @@ class Loop:
 def save(model: Any, folder: Path, **kwargs: Any) -> Path:
     model.save_pretrained(folder, **kwargs)
     return folder
+
+
+def absent(_: Tensor) -> Tensor:
+    raise AssertionError("the draft has its own")
+
+
+ABSENT = SimpleNamespace(embed=absent, compute_logits=absent, compute_argmax=absent)
+
+
+def vocab_of(table: Tensor) -> Any:
+    """A target's embedding and head, both `table` [V, H]."""
+    return SimpleNamespace(
+        embed=lambda ids: table[ids],
+        compute_logits=lambda x: x @ table.T,
+        compute_argmax=lambda x: (x @ table.T).argmax(-1),
+    )

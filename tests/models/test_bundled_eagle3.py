@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.loader import load_target
-from tests.models.support import CPU, PAGE, PAGES_EACH, Loop
+from tests.models.support import CPU, CPU_F32, PAGE, PAGES_EACH, Loop
 
 PAIR = Path(str(files("forerun"))) / "assets" / "pair"
 DRAFTS, NEW = 7, 48
@@ -30,9 +30,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.target = load_target(PAIR / "target", torch.float32, CPU)
-        self.draft = load_eagle3(
-            PAIR / "eagle3", torch.float32, CPU, 256, self.target.embed, self.target.lm_head
-        )
+        self.draft = load_eagle3(PAIR / "eagle3", CPU_F32, 256, self.target)
         self.layers = self.draft.config.target_layers(self.target.config.num_layers)
         self.rows = Loop.of_model(self.target)
         layout, heads = self.draft.config.kv_layout(torch.float32), self.draft.config.num_heads
@@ -45,19 +43,19 @@ class Pair:
     def verify(self, start: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(greedy tokens after every row, the rows' features)."""
         hidden, features = self.rows.ragged([(start, ids)], self.layers)
-        return self.target.lm_head(hidden).argmax(-1), features
+        return self.target.compute_logits(hidden).argmax(-1), features
 
     def extend(self, start: int, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Rows from `start` on: the target's features there, the token after each. The last row."""
-        normed, h = self.chain.ragged([(start, ids)], self.draft.fuse(features))
+        normed, h = self.chain.ragged([(start, ids)], self.draft.combine_hidden_states(features))
         return normed[-1:], h[-1:]
 
     def propose(self, at: int, normed: Tensor, h: Tensor) -> Tensor:
         """Chain from the row at `at` - 1."""
         drafts = []
         for step in range(DRAFTS):
-            column = self.draft.logits(normed).argmax(-1)
-            drafts.append(self.draft.draft_tokens_of_columns[column])
+            column = self.draft.compute_logits(normed).argmax(-1)
+            drafts.append(self.draft.target_token_ids[column])
             if step + 1 < DRAFTS:
                 normed, h = self.chain.fixed([at + step], drafts[-1], h)
         return torch.cat(drafts)

@@ -16,15 +16,14 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.models.dflash import (
-    DFlashDraft,
+from forerun.models.dflash import DFlashDraft, load_dflash
+from forerun.models.dflash_config import (
     default_target_layers,
     load_dflash_config,
-    load_draft,
     parse_dflash_config,
 )
 from tests.models.dflash_oracle import Oracle
-from tests.models.support import CPU, Loop
+from tests.models.support import ABSENT, CPU_F32, Loop, vocab_of
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 3, 32, 4, 2, 16, 48, 96, 5
 TARGET_LAYERS = (1, 4)
@@ -107,7 +106,7 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path, oracle: Oracle, requests: int = 1, window: int | None = None) -> Case:
-        draft = load_draft(folder, torch.float32, CPU, 128, window)
+        draft = load_dflash(folder, CPU_F32, 128, ABSENT, window)
         layout = ModelLayout.dense(LAYERS, KV_HEADS, DIM, torch.float32)
         loop = Loop.over(draft.forward, layout, draft.layer_masks, HEADS, requests)
         return cls(draft, oracle, loop)
@@ -125,7 +124,7 @@ class Case:
         positions = torch.cat([torch.arange(s, s + n) for s, n in spans])
         with torch.inference_mode():
             context = AttentionContext(self.loop.backend, plan, batch)
-            self.draft.write_context(torch.cat(features), positions, context, None)
+            self.draft.write_context_kv(torch.cat(features), positions, context, None)
 
 
 def oracle(weights: dict[str, Tensor], **changes: Any) -> Oracle:
@@ -181,7 +180,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
 
 def test_context_kv(case: Case) -> None:
     f = features(9)
-    close(case.draft.context(f), case.oracle.context(f))
+    close(case.draft.combine_hidden_states(f), case.oracle.context(f))
     case.observe([f])
     pool, at = case.loop.backend.pools, torch.arange(9)
     rows = case.loop.table[0, at // pool.page_size].long() * pool.page_size + at % pool.page_size
@@ -240,7 +239,7 @@ def test_both_formats_say_the_same() -> None:
         assert config.target_layer_ids == TARGET_LAYERS
         assert (config.block_size, config.num_drafts) == (BLOCK, BLOCK - 1)
         assert (config.mask_token_id, config.mask_token) == (95, None)
-        assert config.feature_size == len(TARGET_LAYERS) * HIDDEN
+        assert config.aux_hidden_size == len(TARGET_LAYERS) * HIDDEN
         assert (config.draft_vocab_size, config.vocab_size) == (VOCAB, VOCAB)
         assert not config.sample_from_anchor
     assert (one.num_target_layers, two.num_target_layers) == (8, None)
@@ -272,21 +271,27 @@ def pruned(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 def test_pruned_vocabulary(tmp_path: Path) -> None:
     folder, weights = pruned(tmp_path)
-    draft = load_draft(folder, torch.float32, CPU, 64)
-    assert draft.embedding is not None and draft.head is not None
-    assert torch.equal(draft.embedding, weights["embed_tokens.weight"])
+    draft = load_dflash(folder, CPU_F32, 64, ABSENT)
+    ids = torch.tensor([3, 95])
+    assert torch.equal(draft.embed(ids), weights["embed_tokens.weight"][ids])
     hidden = torch.randn(4, HIDDEN)
     logits = hidden @ weights["lm_head.weight"].T
-    close(draft.head(hidden), logits)
+    close(draft.compute_logits(hidden), logits)
     best = logits.argmax(-1)
-    assert torch.equal(draft.target_ids(best), best * 3)
+    assert torch.equal(draft.compute_argmax(hidden), best)
+    assert torch.equal(draft.to_target_ids(best), best * 3)
 
 
 def test_without_its_own_vocabulary(tmp_path: Path) -> None:
-    draft = load_draft(write(tmp_path, ZLAB, random_weights()), torch.float32, CPU, 64)
-    assert draft.embedding is None and draft.head is None
-    ids = torch.tensor([[3, 5]])
-    assert torch.equal(draft.target_ids(ids), ids)
+    table = torch.randn(VOCAB, HIDDEN)
+    folder = write(tmp_path, ZLAB, random_weights())
+    draft = load_dflash(folder, CPU_F32, 64, vocab_of(table))
+    ids = torch.tensor([3, 5])
+    assert torch.equal(draft.embed(ids), table[ids])
+    logits = table[ids] @ table.T
+    assert torch.equal(draft.compute_logits(table[ids]), logits)
+    assert torch.equal(draft.compute_argmax(table[ids]), logits.argmax(-1))
+    assert torch.equal(draft.to_target_ids(ids), ids)
 
 
 def without(*keys: str, **changes: Any) -> dict[str, Any]:
@@ -352,4 +357,4 @@ def test_bad_weights(
     change(weights)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
-        load_draft(folder, torch.float32, CPU, 64)
+        load_dflash(folder, CPU_F32, 64, ABSENT)

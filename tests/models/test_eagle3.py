@@ -17,15 +17,14 @@ from transformers import LlamaConfig
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.models.eagle3 import (
-    Eagle3Draft,
+from forerun.models.eagle3 import Eagle3Draft, load_eagle3
+from forerun.models.eagle3_config import (
     default_target_layers,
-    load_eagle3,
     load_eagle3_config,
     parse_eagle3_config,
 )
 from tests.models.eagle3_oracle import Oracle
-from tests.models.support import CPU, Loop
+from tests.models.support import ABSENT, CPU_F32, Loop, vocab_of
 
 HIDDEN, TARGET_HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, PRUNED = 32, 24, 4, 2, 16, 48, 96, 31
 STEPS, AUX = 5, 3
@@ -121,12 +120,8 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> P
     return folder
 
 
-def absent(_: Tensor) -> Tensor:
-    raise AssertionError("the draft has its own")
-
-
 def load(folder: Path, **kwargs: Any) -> Eagle3Draft:
-    return load_eagle3(folder, torch.float32, CPU, 128, absent, absent, **kwargs)
+    return load_eagle3(folder, CPU_F32, 128, ABSENT, **kwargs)
 
 
 def expected(config: dict[str, Any], prefix: str, weights: dict[str, Tensor]) -> Oracle:
@@ -163,7 +158,7 @@ class Case:
 
     def extend(self, starts: list[int], ids: list[Tensor], features: list[Tensor]) -> list[Any]:
         """Rows that the target has run, from positions `starts` on, ragged; results by request."""
-        h = self.draft.fuse(torch.cat(features))
+        h = self.draft.combine_hidden_states(torch.cat(features))
         results = self.loop.ragged(list(zip(starts, ids, strict=True)), h)
         sizes = [len(x) for x in ids]
         return list(zip(*(r.split(sizes) for r in results), strict=True))
@@ -176,8 +171,8 @@ class Case:
         """
         drafts, logits = [], []
         for step in range(STEPS):
-            logits.append(self.draft.logits(normed))
-            drafts.append(self.draft.draft_tokens_of_columns[logits[-1].argmax(-1)])
+            logits.append(self.draft.compute_logits(normed))
+            drafts.append(self.draft.target_token_ids[logits[-1].argmax(-1)])
             normed, h = self.loop.fixed([s + step for s in starts], drafts[-1], h)
         return torch.stack(drafts), torch.stack(logits)
 
@@ -223,18 +218,18 @@ def test_fixed_rows_equal_ragged_rows(tmp_path: Path) -> None:
     want, _ = case.oracle.rows(ids[1:], case.oracle.fuse(features))
     case.extend([0], [ids[1:13]], [features[:12]])
     junk = torch.randn(4, AUX * TARGET_HIDDEN)
-    h = case.draft.fuse(torch.cat((features[12:15], junk)))
+    h = case.draft.combine_hidden_states(torch.cat((features[12:15], junk)))
     got, _ = case.loop.fixed([12], torch.cat((ids[13:16], ids[:4])), h)
     close(got[:3], want[12:15])
-    got, _ = case.loop.fixed([15], ids[16:20], case.draft.fuse(features[15:19]))
+    got, _ = case.loop.fixed([15], ids[16:20], case.draft.combine_hidden_states(features[15:19]))
     close(got, want[15:19])
 
 
-def test_fuse(tmp_path: Path) -> None:
+def test_combine_hidden_states(tmp_path: Path) -> None:
     for name in FORMS:
         case = Case.of(tmp_path / name, name)
         features = torch.randn(6, AUX * TARGET_HIDDEN)
-        close(case.draft.fuse(features), case.oracle.fuse(features))
+        close(case.draft.combine_hidden_states(features), case.oracle.fuse(features))
 
 
 def test_both_formats_say_the_same() -> None:
@@ -243,7 +238,7 @@ def test_both_formats_say_the_same() -> None:
     two = parse_eagle3_config(SPECULATORS)
     for config in (one, two):
         assert config.target_layers(12) == (1, 5, 8)
-        assert config.feature_size == AUX * TARGET_HIDDEN
+        assert config.aux_hidden_size == AUX * TARGET_HIDDEN
         assert (config.draft_vocab_size, config.vocab_size) == (PRUNED, VOCAB)
         assert config.kv_layout(torch.bfloat16) == ModelLayout.dense(
             1, KV_HEADS, DIM, torch.bfloat16
@@ -272,7 +267,7 @@ def test_variants_of_the_config() -> None:
 def test_pruned_vocabulary(tmp_path: Path) -> None:
     config, prefix = FORMS["specforge"]
     draft = load(write(tmp_path, config, random_weights(config, prefix)))
-    assert torch.equal(draft.draft_tokens_of_columns, torch.arange(PRUNED) * 3)
+    assert torch.equal(draft.target_token_ids, torch.arange(PRUNED) * 3)
 
 
 def test_the_targets_embedding_and_head_serve(tmp_path: Path) -> None:
@@ -282,25 +277,18 @@ def test_the_targets_embedding_and_head_serve(tmp_path: Path) -> None:
         del weights[name]
     weights["fc.weight"] = torch.zeros(HIDDEN, AUX * HIDDEN)
     table = torch.randn(VOCAB, HIDDEN)
-    draft = load_eagle3(
-        write(tmp_path, config, weights),
-        torch.float32,
-        CPU,
-        64,
-        embed=lambda ids: table[ids],
-        lm_head=lambda x: x @ table.T,
-    )
+    draft = load_eagle3(write(tmp_path, config, weights), CPU_F32, 64, vocab_of(table))
     ids = torch.tensor([3, 5])
     assert torch.equal(draft.embed(ids), table[ids])
-    assert torch.equal(draft.logits(table[ids]), table[ids] @ table.T)
-    assert torch.equal(draft.draft_tokens_of_columns, torch.arange(VOCAB))
+    assert torch.equal(draft.compute_logits(table[ids]), table[ids] @ table.T)
+    assert torch.equal(draft.target_token_ids, torch.arange(VOCAB))
 
 
 def test_dummy_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SPECFORGE))
     draft = load(tmp_path, load_format="dummy")
-    assert draft.logits(torch.randn(2, HIDDEN)).shape == (2, PRUNED)
-    assert torch.equal(draft.draft_tokens_of_columns, torch.arange(PRUNED))
+    assert draft.compute_logits(torch.randn(2, HIDDEN)).shape == (2, PRUNED)
+    assert torch.equal(draft.target_token_ids, torch.arange(PRUNED))
 
 
 def bad(base: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 def test_prefill(pair: Pair) -> None:
     hidden, features = Loop.of_model(pair.model).ragged([(0, pair.ids)])
-    close(pair.model.lm_head(hidden), pair.logits)
+    close(pair.model.compute_logits(hidden), pair.logits)
     close(hidden, pair.hidden[-1])
     assert features is None
 
@@ -56,7 +56,7 @@ def test_chunked_prefill(pair: Pair, chunks: tuple[int, ...]) -> None:
     loop, start = Loop.of_model(pair.model), 0
     for size in chunks:
         hidden, _ = loop.ragged([(start, pair.ids[start : start + size])])
-        close(pair.model.lm_head(hidden), pair.logits[start : start + size])
+        close(pair.model.compute_logits(hidden), pair.logits[start : start + size])
         start += size
     assert start == LENGTH
 
@@ -69,7 +69,7 @@ def test_decode_in_a_batch(pair: Pair, width: int) -> None:
     loop.ragged([(0, pair.ids[:s]) for s in starts])
     for _ in range(3):
         rows = torch.cat([pair.ids[s : s + width] for s in starts])
-        logits = pair.model.lm_head(loop.fixed(starts, rows)[0])
+        logits = pair.model.compute_logits(loop.fixed(starts, rows)[0])
         close(logits, torch.cat([pair.logits[s : s + width] for s in starts]))
         starts = [s + width for s in starts]
 
@@ -80,7 +80,7 @@ def test_rows_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
     loop.ragged([(0, pair.ids[:8])])
     loop.fixed([8], (pair.ids[8:12] + 1) % 96)
     hidden, _ = loop.fixed([8], pair.ids[8:12])
-    close(pair.model.lm_head(hidden), pair.logits[8:12])
+    close(pair.model.compute_logits(hidden), pair.logits[8:12])
 
 
 def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
@@ -91,7 +91,7 @@ def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
 
 def test_the_last_layer_is_captured_before_the_final_norm(pair: Pair) -> None:
     hidden, features = Loop.of_model(pair.model).ragged([(0, pair.ids)], (2,))
-    close(pair.model.decoder.norm(features), hidden)  # type: ignore[attr-defined]
+    close(pair.model.model.norm.norm(features), hidden)  # type: ignore[attr-defined]
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     with torch.no_grad():
         want = hf.to(torch.bfloat16)(ids[None]).logits[0].float()
         exact = hf.float()(ids[None]).logits[0]
-    got = model.lm_head(Loop.of_model(model).ragged([(0, ids)])[0])
+    got = model.compute_logits(Loop.of_model(model).ragged([(0, ids)])[0])
     assert got.dtype == torch.bfloat16
     # As near to the same weights in float32 as transformers' own bfloat16 is, give or take.
     assert (got.float() - exact).abs().mean() < 1.5 * (want - exact).abs().mean()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionBatch, AttentionContext
 from forerun.kvcache.layouts import ModelLayout
-from forerun.models.dflash import load_draft
+from forerun.models.dflash import load_dflash
 from forerun.models.loader import load_target
-from tests.models.support import CPU, PAGE, PAGES_EACH, Loop
+from tests.models.support import CPU, CPU_F32, PAGE, PAGES_EACH, Loop
 
 FOLDER = Path(__file__).parents[1] / "golden" / "zlab-llama-b10"
 CASES = json.loads((FOLDER / "cases.json").read_text())
@@ -30,7 +30,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.target = load_target(FOLDER / "target", torch.float32, CPU)
-        self.draft = load_draft(FOLDER / "draft", torch.float32, CPU, 256)
+        self.draft = load_dflash(FOLDER / "draft", CPU_F32, 256, self.target)
         config = self.draft.config
         layout = ModelLayout.dense(
             config.num_layers, config.num_kv_heads, config.head_dim, torch.float32
@@ -53,8 +53,8 @@ class Pair:
         plan = self.blocks.backend.plan(span)
         positions = torch.arange(start, start + len(ids))
         context = AttentionContext(self.blocks.backend, plan, span)
-        self.draft.write_context(features, positions, context, None)
-        return self.target.lm_head(hidden).argmax(-1)
+        self.draft.write_context_kv(features, positions, context, None)
+        return self.target.compute_logits(hidden).argmax(-1)
 
     def propose(self, start: int, newest: Tensor) -> Tensor:
         config = self.draft.config
@@ -62,7 +62,7 @@ class Pair:
         block = torch.full((config.block_size,), config.mask_token_id)
         block[0] = newest
         hidden = self.blocks.fixed([start], self.target.embed(block))
-        return self.target.lm_head(hidden[1:]).argmax(-1)
+        return self.target.compute_logits(hidden[1:]).argmax(-1)
 
     @torch.inference_mode()
     def generate(self, case: dict[str, Any]) -> tuple[list[int], list[int]]:

@@ -16,61 +16,66 @@ from transformers.models.llama.modeling_llama import (
 
 from forerun.config.model_config import RopeConfig
 from forerun.kernels.elementwise.qk_norm_rope import rotate
-from forerun.layers import linear
-from forerun.layers.linear import Linear, can_pack
+from forerun.layers import gemm
+from forerun.layers.embedding import LMHead, VocabEmbedding
+from forerun.layers.gemm import LibraryGemm, OneDnnGemm, onednn_serves
+from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.rope import Rope, frequencies
-from tests.models.support import CPU
+from tests.models.support import CPU, CPU_F32
 
-packable = pytest.mark.skipif(not can_pack(torch.empty(1)), reason="torch without oneDNN")
+packable = pytest.mark.skipif(not onednn_serves(torch.empty(1)), reason="torch without oneDNN")
 
 
 @packable
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=st.integers(1, 90),
+    tokens=st.integers(1, 90),
     size_in=st.integers(1, 130),
     size_out=st.integers(1, 130),
     bias=st.booleans(),
 )
-def test_packed_product_equals_f_linear(rows: int, size_in: int, size_out: int, bias: bool) -> None:
-    torch.manual_seed(rows * size_in + size_out)
-    weight, x = torch.randn(size_out, size_in), torch.randn(rows, size_in)
+def test_onednn_gemm_equals_f_linear(tokens: int, size_in: int, size_out: int, bias: bool) -> None:
+    torch.manual_seed(tokens * size_in + size_out)
+    weight, x = torch.randn(size_out, size_in), torch.randn(tokens, size_in)
     b = torch.randn(size_out) if bias else None
-    residual = torch.randn(rows, size_out)
+    residual = torch.randn(tokens, size_out)
     layer = Linear.of(weight.clone(), b)
-    layer.pack()
-    assert layer.fuses_add and layer.weight.numel() == 0  # the plain matrix is gone
+    layer.prepare()
+    packed = layer.gemm
+    assert isinstance(packed, OneDnnGemm) and layer.weight.numel() == 0  # the plain matrix is gone
     want = F.linear(x, weight, b)
     kept = residual.clone()
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(layer.add(x, residual), want + residual, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed.add(x, residual), want + residual, rtol=1e-5, atol=1e-5)
     assert torch.equal(residual, kept)
 
 
 @packable
-def test_packed_product_takes_strided_rows() -> None:
+def test_onednn_gemm_takes_strided_rows() -> None:
     layer = Linear.of(torch.randn(5, 8))
     x, weight = torch.randn(6, 16)[:, 4:12], layer.weight
-    layer.pack()
+    layer.prepare()
     torch.testing.assert_close(layer(x), F.linear(x, weight))
 
 
-def test_bfloat16_is_not_packed() -> None:
+def test_bfloat16_stays_plain_on_a_cpu() -> None:
     layer = Linear.of(torch.randn(5, 8, dtype=torch.bfloat16))
-    layer.pack()
-    assert not layer.fuses_add and layer.weight.shape == (5, 8)
-    x, r = torch.randn(3, 8).bfloat16(), torch.randn(3, 5).bfloat16()
-    assert torch.equal(layer.add(x, r), r + F.linear(x, layer.weight))
+    layer.prepare()
+    assert isinstance(layer.gemm, LibraryGemm) and layer.weight.shape == (5, 8)
+    x = torch.randn(3, 8).bfloat16()
+    assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
 @packable
 def test_a_large_shared_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MAX_PACKED_COPY", 8 * 16 * 4 - 1)
-    shared, own = Linear.of(torch.randn(8, 16)), Linear.of(torch.randn(8, 16))
-    shared.pack(shared=True)
-    own.pack()
-    assert not shared.fuses_add and own.fuses_add
+    monkeypatch.setattr(gemm, "MAX_SHARED_COPY", 8 * 16 * 4 - 1)
+    embedding = VocabEmbedding(8, 16, CPU_F32)
+    tied, own = LMHead(8, 16, CPU_F32, embedding), LMHead(8, 16, CPU_F32, None)
+    tied.prepare()
+    own.prepare()
+    assert isinstance(tied.gemm, LibraryGemm) and isinstance(own.gemm, OneDnnGemm)
+    assert tied.weights() == {} and tied.weight is embedding.weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,7 +29,7 @@ IDS = torch.arange(12)
 
 def logits(folder: Path, load_format: str = "auto", dtype: torch.dtype = torch.float32) -> Tensor:
     model = load_target(folder, dtype, CPU, load_format)
-    return model.lm_head(Loop.of_model(model).ragged([(0, IDS)])[0])
+    return model.compute_logits(Loop.of_model(model).ragged([(0, IDS)])[0])
 
 
 @pytest.fixture(scope="module")

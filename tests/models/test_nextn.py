@@ -17,7 +17,7 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.models.loader import load_target
 from forerun.models.nextn import COUNT, NextNDraft, load_nextn, load_nextn_config
 from tests.models.nextn_oracle import Oracle
-from tests.models.support import CPU, Loop, family, save
+from tests.models.support import CPU, CPU_F32, Loop, family, save
 
 NAMES = ["llama", "llama-3.1", "llama-biases", "qwen3", "qwen3-bias-sliding"]
 LENGTH = 23
@@ -52,7 +52,7 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def load(folder: Path) -> NextNDraft:
-    return load_nextn(folder, load_nextn_config(folder), torch.float32, CPU, 128)
+    return load_nextn(folder, load_nextn_config(folder), CPU_F32, 128)
 
 
 def loop(draft: NextNDraft, table: Tensor) -> Loop:
@@ -129,7 +129,7 @@ def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
     folder, _, _ = checkpoint(tmp_path / "m", "qwen3")
     (folder / "model.safetensors").unlink()
     config = load_nextn_config(folder)
-    drafts = [load_nextn(folder, config, torch.float32, CPU, 128, "dummy") for _ in range(2)]
+    drafts = [load_nextn(folder, config, CPU_F32, 128, "dummy") for _ in range(2)]
     table = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(8)
     outs = [loop(draft, table).ragged([(0, ids)], table[ids]) for draft in drafts]

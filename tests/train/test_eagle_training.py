@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forerun.attention.base import AttentionContext  # noqa: E402
-from forerun.models.eagle3 import load_eagle3, load_eagle3_config  # noqa: E402
+from forerun.models.eagle3 import load_eagle3  # noqa: E402
+from forerun.models.eagle3_config import load_eagle3_config  # noqa: E402
 from forerun_train.accept import matches, walk  # noqa: E402
 from forerun_train.anchors import target_features  # noqa: E402
 from forerun_train.eagle import (  # noqa: E402
@@ -27,7 +29,7 @@ from forerun_train.eagle_model import Eagle, EagleShape, load_eagle, save_eagle 
 from forerun_train.generate import causal_layers, greedy, head  # noqa: E402
 from forerun_train.regen import Samples  # noqa: E402
 from forerun_train.target import TargetShape, build_target  # noqa: E402
-from tests.models.support import CPU, Loop  # noqa: E402
+from tests.models.support import CPU_F32, Loop  # noqa: E402
 
 SHAPE = TargetShape(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
@@ -66,7 +68,9 @@ def test_chains_are_those_of_the_served_model(target, draft, tmp_path: Path) -> 
     save_eagle(draft, tmp_path, steps=5)
     draft = load_eagle(tmp_path).eval()  # the weights as rounded on disk
     embed, steps = target.model.embed_tokens, 4
-    served = load_eagle3(tmp_path, torch.float32, CPU, 64, embed, target.lm_head)
+    served = load_eagle3(
+        tmp_path, CPU_F32, 64, SimpleNamespace(embed=embed, compute_logits=target.lm_head)
+    )
     assert served.config.target_layers(3) == EAGLE.target_layer_ids
     ids = torch.randint(4, 64, (1, 15))
     features = target_features(target, ids, EAGLE.target_layer_ids)
@@ -79,11 +83,11 @@ def test_chains_are_those_of_the_served_model(target, draft, tmp_path: Path) -> 
             return served.forward(ids, h, positions, ctx)
 
         loop = Loop.over(forward, layout, served.layer_masks, EAGLE.num_attention_heads, 1)
-        h = served.fuse(features[0, :anchor])
+        h = served.combine_hidden_states(features[0, :anchor])
         normed, h = loop.ragged([(0, ids[0, 1 : anchor + 1])], h)
         for j in range(steps):
             torch.testing.assert_close(normed[-1], chain[j][0, i], rtol=1e-4, atol=1e-4)
-            logits = served.logits(normed[-1:])
+            logits = served.compute_logits(normed[-1:])
             torch.testing.assert_close(logits, draft.lm_head(chain[j][0, i])[None])
             row = ids[0, anchor + 1 + j : anchor + 2 + j]
             normed, h = loop.ragged([(anchor + j, row)], h[-1:])

@@ -24,7 +24,9 @@ from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
 from forerun.kernels.runtime.pdl import pdl_options
-from forerun.layers.linear import can_pack, can_stream
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import onednn_serves, skinny_serves
+from forerun.layers.linear import LinearBase
 from forerun.llm.bundled import PAIR, preset
 from forerun.llm.hub import config_folder
 from forerun.models.registry import model_class
@@ -67,13 +69,10 @@ def doctor(
 def model_shapes(folder: Path) -> list[Shape]:
     """The weight matrices [N, K] of a target as they are stored (fused), from its config alone."""
     config = load_model_config(folder)
-    model = model_class(config)(config, torch.bfloat16, torch.device("meta"), 1)
-    shapes: dict[Shape, None] = {}
-    for view in model.weights().values():
-        if view.dim() == 2:  # of a fused matrix: views of its parts share its storage
-            k = view.shape[1]
-            shapes[view.untyped_storage().nbytes() // (k * view.itemsize), k] = None
-    return list(shapes)
+    place = WeightPlacement(torch.bfloat16, torch.device("meta"))
+    model = model_class(config)(config, place, max_positions=1)
+    shapes = (linear.weight.shape for linear in model.modules(LinearBase))
+    return list(dict.fromkeys((n, k) for n, k in shapes))
 
 
 def survey_machine(shapes: Iterable[Shape] = ()) -> dict[str, Any]:
@@ -148,10 +147,12 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
 def _gemms(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
     """GEMM dispatch: the library or our kernels, by matrix and token count."""
     if device.type != "cuda":
-        return {"library": "oneDNN, weights packed" if can_pack(torch.empty(1, 8)) else "plain"}
+        return {
+            "library": "oneDNN, weights packed" if onednn_serves(torch.empty(1, 8)) else "plain"
+        }
     library = {"library": "hipBLAS" if machine.is_rocm() else "cuBLAS"}
     probe = torch.empty(1, 8, dtype=torch.bfloat16, device=device)
-    if not have_triton("cuda") or not can_stream(probe):
+    if not have_triton("cuda") or not skinny_serves(probe):
         return library
     launch = bool(pdl_options(probe)["PDL"])
     return library | {"programmatic_launch": launch} | gemm_choices(gpu_of(device), shapes)

@@ -122,7 +122,7 @@ class _Builder:
                     config=settings.config,
                     caps=settings.caps,
                     target=TargetHandle(
-                        settings.target, model.embed, model.lm_head, model.lm_head_argmax
+                        settings.target, model.embed, model.compute_logits, model.compute_argmax
                     ),
                     device=settings.device,
                     dtype=settings.dtype,

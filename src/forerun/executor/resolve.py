@@ -13,6 +13,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
+from forerun.layers.communication import WeightPlacement
 from forerun.models.registry import model_class
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
@@ -71,7 +72,8 @@ def resolve(
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
     _check_draft_settings(config, caps)
     # A model without memory behind it: what it keeps and how it attends is known from its config.
-    model = model_class(target)(target, dtype, torch.device("meta"), 1)
+    meta = WeightPlacement(dtype, torch.device("meta"))
+    model = model_class(target)(target, meta, max_positions=1)
     where = Placement(device, dtype, kv_dtype, captures_graphs(config, device))
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)

@@ -407,8 +407,8 @@ class DeviceStep:
     ) -> Tensor:
         """hidden_states [B * W, H] -> tokens sampled for positions [B, W]."""
         if not (flags.sampled or flags.min_tokens):
-            return self.model.lm_head_argmax(hidden_states).view(positions.shape)
-        logits = self.model.lm_head(hidden_states).view(*positions.shape, -1)
+            return self.model.compute_argmax(hidden_states).view(positions.shape)
+        logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
         return sample(logits, positions, self.tables.sampling.gather(slots), flags)
 
     def _compact_tree(self, path: Tensor, tokens: _DecodeTokens) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attention layer: one product for q, k and v, norms and rope on q and k together."""
+"""Attention between a layer's QKV projection and its output projection."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from forerun.attention.base import (
     QKNormRope,
     RopeInput,
 )
-from forerun.config.model_config import ModelConfig
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
-from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.linear import Linear
+from forerun.kvcache.layouts import DenseKV
+from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
-from forerun.layers.rope import RopeRows
 
 
 class HeadNormRope(QKNormRope):
@@ -34,60 +32,43 @@ class HeadNormRope(QKNormRope):
             stacked = torch.cat((norms.q.expand(heads, -1), norms.k.expand(kv_heads, -1)))
             self.norm = RMSNorm.of(stacked, norms.eps)
 
-    def split(self, product: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = product.view(product.shape[0], -1, self.dim)
-        qk, v = qkv.split_with_sizes(self.parts, 1)
+    def split(self, qkv: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv.view(qkv.shape[0], -1, self.dim)
+        qk, v = heads.split_with_sizes(self.parts, 1)
         if self.norm is not None:
             qk = self.norm(qk)
         q, k = rotate(qk, rope.cos_sin).split_with_sizes(self.halves, 1)
         return q, k, v
 
 
-class Attention:
-    """Layer `layer` of a model: [q heads | k heads | v heads] come out of one matrix.
-
-    `qk_norm`: RMSNorm over every q and k head before the rope (Qwen3). `inputs`: columns of
-    the rows it reads, where that is not the hidden size. `o` is left to the caller, who fuses the
-    residual.
-    """
+class Attention(Module):
+    """QK-norm, RoPE, K/V write and attention of layer `layer_id` over paged K/V."""
 
     def __init__(
         self,
-        config: ModelConfig,
-        layer: int,
+        layer_id: int,
         mask: LayerMask,
-        qk_norm: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        inputs: int | None = None,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
-        self.layer, self.hidden = layer, config.hidden_size
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.sizes = [heads * self.dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.spec = AttentionSpec(mask, scale=1 / math.sqrt(self.dim))
-        columns = inputs or config.hidden_size
-        self.qkv = Linear(columns, sum(self.sizes), dtype, device, config.qkv_bias)
-        self.o = Linear(self.sizes[0], config.hidden_size, dtype, device, config.o_bias)
+        """`qk_norm`: over every q head and every k head before RoPE (Qwen3)."""
+        self.layer_id, self.spec = layer_id, AttentionSpec(mask, scale=1 / math.sqrt(head_dim))
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.norms: HeadNorms | None = None
-        if qk_norm:
-            q, k = torch.empty(2, self.dim, dtype=dtype, device=device)
-            self.norms = HeadNorms(q, k, config.rms_norm_eps)
+        if qk_norm is not None:
+            q_norm, k_norm = qk_norm
+            self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
-    def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> the view it is copied into."""
-        qkv = {f"{prefix}{n}_proj": size for n, size in zip("qkv", self.sizes, strict=True)}
-        out = self.qkv.slots(qkv) | self.o.slots({f"{prefix}o_proj": self.hidden})
-        if self.norms is not None:
-            out[f"{prefix}q_norm.weight"] = self.norms.q
-            out[f"{prefix}k_norm.weight"] = self.norms.k
-        return out
+    def kv_layout(self, kv_dtype: torch.dtype) -> DenseKV:
+        """What this layer keeps."""
+        return DenseKV(self.num_kv_heads, self.head_dim, kv_dtype)
 
     def prepare(self) -> None:
-        self.qkv.pack()
-        self.o.pack()
-        self.norm_rope = HeadNormRope(self.heads, self.kv_heads, self.dim, self.norms)
+        sizes = self.num_heads, self.num_kv_heads, self.head_dim
+        self._norm_rope = HeadNormRope(*sizes, self.norms)
 
-    def __call__(self, x: Tensor | DeferredNorm, rows: RopeRows, ctx: AttentionContext) -> Tensor:
-        """x [T, inputs] -> what the heads gathered [T, Hq · D], before `o`."""
-        qkv = self.qkv(x)
-        return ctx.run(self.layer, self.spec, qkv, self.norm_rope, rows).flatten(1)
+    def __call__(self, qkv: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) · D] -> [T, Hq · D]."""
+        return ctx.run(self.layer_id, self.spec, qkv, self._norm_rope, rope).flatten(1)

@@ -1,34 +1,23 @@
-"""The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
+"""The gated MLP of Llama-shaped models: down(silu(gate(x)) · up(x))."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.linear import Linear
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.linear import MergedLinear, PendingGemm, RowLinear, silu_and_mul
+from forerun.layers.module import Module
 
 
-class MLP:
-    """Gate and up in one matrix [2I, H]; `down` is left to the caller, who fuses the residual."""
+class GatedMLP(Module):
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool, place: WeightPlacement
+    ) -> None:
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias, place)
+        self.down_proj = RowLinear(intermediate_size, hidden_size, bias, place)
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.hidden, self.inner = hidden, inner
-        self.gate_up = Linear(hidden, 2 * inner, dtype, device, bias)
-        self.down = Linear(inner, hidden, dtype, device, bias)
-
-    def weights(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint name -> the view it is copied into."""
-        gate_up = {f"{prefix}gate_proj": self.inner, f"{prefix}up_proj": self.inner}
-        down = {f"{prefix}down_proj": self.hidden}
-        return self.gate_up.slots(gate_up) | self.down.slots(down)
-
-    def prepare(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
-
-    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        """x [T, H] -> the activation [T, I], before `down`."""
-        return self.gate_up.silu_mul(x)
+    def __call__(self, x: Tensor | DeferredNorm) -> PendingGemm:
+        """x [T, H] -> [T, H]."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))

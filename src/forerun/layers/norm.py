@@ -1,4 +1,4 @@
-"""RMSNorm: x / sqrt(mean(x²) + eps) · w, the statistics in float32."""
+"""RMSNorm: x / sqrt(mean(x²) + eps) · w, with statistics in float32 (arXiv 1910.07467)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm, sum_split_k_ref
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.module import Module
 
 
-class RMSNorm:
-    """Normalises the last dimension, of size `size`.
+class RMSNorm(Module):
+    """Over the last dimension, of size `size`. `weight` [size] is uninitialised until loaded."""
 
-    `weight` [size] is uninitialised until a loader fills it; `prepare` follows the loading.
-    """
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(size, dtype=dtype, device=device)
+    def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
+        self.weight = place.empty(size)
         self.eps = eps
         self._scaled: Tensor | None = None
         self._floor = torch.empty(0)
@@ -26,16 +25,19 @@ class RMSNorm:
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> RMSNorm:
         """Over an existing weight [..., size], prepared; leading dimensions broadcast (heads)."""
-        norm = cls(0, eps, weight.dtype, weight.device)
+        norm = cls(0, eps, WeightPlacement(weight.dtype, weight.device))
         norm.weight = weight
         norm.prepare()
         return norm
 
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return {f"{prefix}weight": self.weight}
+
     def prepare(self) -> None:
-        """On a CPU in float32, derives what the form of fewest operations needs.
+        """On a CPU in float32, derives the form with the fewest operations.
 
         With n = |x|: x / sqrt(n²/D + eps) = sqrt(D) · x / hypot(n, sqrt(D · eps)), and sqrt(D)
-        goes into the weight. Four operations instead of seven; on one row half the time.
+        goes into the weight. Four operations instead of seven; half the time for one token.
         """
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             size = self.weight.shape[-1]
@@ -54,7 +56,12 @@ class RMSNorm:
         return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, size] or its partial sums [S, T, size], residual [T, size] -> (normed sum, sum)."""
+        """(norm(x + residual), x + residual).
+
+        Args:
+            x: [T, size], or split-K partials of it, float32 [S, T, size].
+            residual: [T, size]; left as it is.
+        """
         if self._scaled is None:
             return add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + sum_split_k_ref(x, residual.dtype)

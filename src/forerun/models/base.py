@@ -1,4 +1,4 @@
-"""What the engine asks of a target model."""
+"""What the engine asks of a target model, and drafts of its layers."""
 
 from __future__ import annotations
 
@@ -8,64 +8,98 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask
+from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.sampling.argmax import argmax
 from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.attention import Attention
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.embedding import LMHead
+from forerun.layers.linear import Hidden
+from forerun.layers.module import Module
+from forerun.layers.residual import AuxHiddenStates
 
 
-class CausalLM(ABC):
-    """A decoder over paged K/V. T rows of any requests, in any mix; the context knows whose."""
+class DecoderLayer(Module, ABC):
+    """One layer of a family; drafts build theirs of the same class."""
 
+    @abstractmethod
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        """`layer_id`: in the K/V pools."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        """(x, residual) whose sum is the layer's output.
+
+        Args:
+            x: [T, H], what the layer before adds to the residual; the embedding for the first.
+            residual: [T, H]; None for the first layer.
+            rope: positions and tables.
+            ctx: attention over these tokens' K/V.
+            aux: captures the layer's input.
+        """
+
+
+class CausalLM(Module, ABC):
+    """A decoder over paged K/V. T tokens of any requests, in any mix; `ctx` knows whose."""
+
+    decoder_layer: ClassVar[type[DecoderLayer]]
     config: ModelConfig
     layer_masks: tuple[LayerMask, ...]  # one per layer; not looked at for recurrent layers
     has_attention_sinks: ClassVar[bool] = False
     has_logit_softcap: ClassVar[bool] = False  # on attention scores
+    lm_head: LMHead
 
     @abstractmethod
-    def embed(self, ids: Tensor) -> Tensor:
-        """ids [T] int -> [T, H]."""
+    def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
+        """Weights are uninitialised until a loader fills `weights()`; then `prepare`.
+
+        `max_positions`: length of the rotary tables.
+        """
+
+    @abstractmethod
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] int -> [T, H]."""
 
     @abstractmethod
     def forward(
         self,
-        ids: Tensor,
+        input_ids: Tensor,
         positions: Tensor,
         ctx: AttentionContext,
-        capture: tuple[int, ...] = (),
+        capture_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layers and writes their K/V.
 
         Args:
-            ids: [T] int64.
-            positions: [T] int32 or int64, absolute, below the loader's `max_positions`.
-            ctx: the attention backend with its plan for these rows.
-            capture: decoder layers whose output is wanted.
+            input_ids: [T] int64.
+            positions: [T] int32 or int64, absolute, below `max_positions`.
+            ctx: the attention backend with its plan for these tokens.
+            capture_layers: decoder layers whose outputs are wanted.
 
         Returns:
-            Hidden [T, H] after the final norm; and for n captured layers their outputs (the
-            residual stream, Hugging Face's `hidden_states[l + 1]`) concatenated in the order
-            asked, [T, n * H], or None for none. For the last layer this is the raw residual,
-            where Hugging Face has the normed one.
+            hidden_states [T, H] after the final norm; and aux_hidden_states [T, n · H], the outputs
+            of the n captured layers (the residual stream, Hugging Face's `hidden_states[l + 1]`)
+            concatenated in the order asked, or None for none. For the last layer this is the
+            residual before the final norm, where Hugging Face has the normed one.
         """
 
-    @abstractmethod
-    def lm_head(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[T, H] after the final norm -> logits [T, V], in the model's dtype."""
+        return self.lm_head(hidden_states)
 
-    def lm_head_argmax(self, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; logits not kept."""
-        return argmax(self.lm_head(hidden))
+    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits."""
+        return self.lm_head.argmax(hidden_states)
 
-    @abstractmethod
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name -> the view it is copied into; fused matrices have one view a part."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Once, after the weights are in: packs them and derives what the layers need."""
-
-    def kv_layout(self, dtype: torch.dtype) -> ModelLayout:
-        """What the layers keep; K/V is stored as `dtype`."""
-        config = self.config
-        return ModelLayout.dense(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    def kv_layout(self, kv_dtype: torch.dtype) -> ModelLayout:
+        """What the layers keep, in order; K/V is stored as `kv_dtype`."""
+        return ModelLayout(tuple(attn.kv_layout(kv_dtype) for attn in self.modules(Attention)))

@@ -8,6 +8,7 @@ import torch
 
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.layers.communication import WeightPlacement
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.registry import model_class
@@ -39,7 +40,7 @@ def load_target(
     config = load_model_config(folder)
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder)
-    model = build(config, dtype, device, max_positions or config.max_position)
+    model = build(config, WeightPlacement(dtype, device), max_positions or config.max_position)
     slots = model.weights()
     if checkpoint is None:
         fill_dummy(slots, load_format)

@@ -1,22 +1,22 @@
-"""The families Forerun runs, by the architecture name in `config.json`."""
+"""The model families, by the architecture name in `config.json`."""
 
 from __future__ import annotations
 
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError, nearest
-from forerun.models.decoder import DecoderLM
+from forerun.models.base import CausalLM
 from forerun.models.llama import LlamaForCausalLM
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 
-ARCHITECTURES: dict[str, type[DecoderLM]] = {
+ARCHITECTURES: dict[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
 
 
-def model_class(config: ModelConfig) -> type[DecoderLM]:
+def model_class(config: ModelConfig) -> type[CausalLM]:
     """The class of a target.
 
     Raises:

@@ -70,8 +70,8 @@ class TargetHandle:
 
     config: ModelConfig
     embed: Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
-    lm_head: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
-    lm_head_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely ids
+    compute_logits: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
+    compute_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely ids
 
 
 @dataclass(frozen=True)

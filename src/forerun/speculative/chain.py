@@ -110,12 +110,19 @@ class HiddenDraft(Protocol):
     """A draft model that reads a hidden state and a token a row."""
 
     def forward(
-        self, ids: Tensor, h: Tensor, positions: Tensor, ctx: AttentionContext
+        self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """ids [T], the tokens at `positions` + 1; h [T, H] -> ([T, H] for `logits`, [T, H] for the
-        rows one position further)."""
+        """Writes K/V of T tokens.
 
-    def logits(self, normed: Tensor) -> Tensor:
+        Args:
+            input_ids: [T], the tokens at `positions` + 1.
+            hidden_states: [T, H], at `positions`.
+
+        Returns:
+            [T, H] for `compute_logits`, and [T, H], the hidden states for one position further.
+        """
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[T, H] -> [T, V]."""
 
 
@@ -151,9 +158,9 @@ class HiddenChain(SpeculativeAlgorithm):
             assert step.attention is not None
             context = step.attention(1, i - 1)
             normed, h = self._model.forward(token, h, step.start + (i - 1), context)
-            return self._model.logits(normed)
+            return self._model.compute_logits(normed)
 
-        first = self._model.logits(self._normed[step.slots])
+        first = self._model.compute_logits(self._normed[step.slots])
         return draw_chain(step, first, run, self._columns)
 
     def observe(self, step: ObserveInput) -> None:

@@ -45,10 +45,11 @@ class DDTree(DFlash):
 
     def propose(self, step: ProposeInput) -> Draft:
         rows, nodes = self._predicting(step), step.num_verify_tokens - 1
-        head = self._target.lm_head if self._head is None else self._head
-        logits = head(rows).unflatten(0, (step.slots.shape[0], -1))  # [B, depth, V]
+        logits = self._draft.compute_logits(rows).unflatten(
+            0, (step.slots.shape[0], -1)
+        )  # [B, depth, V]
         scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))
-        return Draft(*best_first(scores, self._draft.target_ids(ids), nodes))
+        return Draft(*best_first(scores, self._draft.to_target_ids(ids), nodes))
 
 
 def _budget(config: EngineConfig) -> int:

@@ -18,7 +18,9 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.models.dflash import DFlashConfig, load_dflash_config, load_draft
+from forerun.layers.communication import WeightPlacement
+from forerun.models.dflash import load_dflash
+from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.speculative.base import (
     Draft,
     DraftContext,
@@ -67,11 +69,11 @@ class DFlash(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        self._draft = load_draft(
+        self._draft = load_dflash(
             folder,
-            ctx.dtype,
-            ctx.device,
+            WeightPlacement(ctx.dtype, ctx.device),
             ctx.max_positions,
+            ctx.target,
             ctx.config.speculative_draft_window_size,
             ctx.config.load_format,
         )
@@ -80,16 +82,14 @@ class DFlash(SpeculativeAlgorithm):
         mask = _mask_token(ctx.config, config, ctx.target.config)
         self._masks = torch.full((1, block - 1), mask, dtype=torch.int64, device=ctx.device)
         self._places = torch.arange(block, dtype=torch.int32, device=ctx.device)
-        embedding, head = self._draft.embedding, self._draft.head
-        self._embedding, self._head, self._target = embedding, head, ctx.target
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
         rows = self._predicting(step)
-        best = self._target.lm_head_argmax if self._head is None else self._head.argmax
-        return Draft(self._draft.target_ids(best(rows)).view(step.slots.shape[0], -1))
+        best = self._draft.compute_argmax(rows)
+        return Draft(self._draft.to_target_ids(best).view(step.slots.shape[0], -1))
 
     def _depth(self, width: int) -> int:
         """Tokens of the block that a step verifies."""
@@ -108,7 +108,7 @@ class DFlash(SpeculativeAlgorithm):
         positions = step.positions
         if step.num_verify_tokens != block:
             positions = (step.start.unsqueeze(1) + self._places).flatten()
-        hidden = self._draft.forward(self._embed(ids), positions, step.attention(block))
+        hidden = self._draft.forward(self._draft.embed(ids), positions, step.attention(block))
         end = self._first + self._depth(step.num_verify_tokens)
         return hidden.view(batch, block, -1)[:, self._first : end].flatten(0, 1)
 
@@ -116,12 +116,7 @@ class DFlash(SpeculativeAlgorithm):
         assert step.aux_hidden_states is not None
         # Prompt chunks are ragged and committed whole.
         count = None if step.phase is Phase.PREFILL else step.num_committed
-        self._draft.write_context(step.aux_hidden_states, step.positions, step.attention, count)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        if self._embedding is None:
-            return self._target.embed(ids)
-        return torch.nn.functional.embedding(ids, self._embedding)
+        self._draft.write_context_kv(step.aux_hidden_states, step.positions, step.attention, count)
 
 
 # --- start-up checks ------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, read_json
 from forerun.core.errors import ConfigError
-from forerun.models.eagle3 import Eagle3Config, load_eagle3, load_eagle3_config
+from forerun.layers.communication import WeightPlacement
+from forerun.models.eagle3 import load_eagle3
+from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
 from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCaps
 from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
 
@@ -48,24 +50,18 @@ class Eagle3(HiddenChain):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        target = ctx.target
+        place = WeightPlacement(ctx.dtype, ctx.device)
         self._draft = load_eagle3(
-            folder,
-            ctx.dtype,
-            ctx.device,
-            ctx.max_positions,
-            target.embed,
-            target.lm_head,
-            ctx.config.load_format,
+            folder, place, ctx.max_positions, ctx.target, ctx.config.load_format
         )
         offsets = self._draft.d2t
         moved = offsets is not None and bool(offsets.any())
-        columns = self._draft.draft_tokens_of_columns if moved else None
+        columns = self._draft.target_token_ids if moved else None
         self.use(self._draft, config.hidden_size, ctx.dtype, columns)
 
     def hidden(self, step: ObserveInput) -> Tensor:
         assert step.aux_hidden_states is not None
-        return self._draft.fuse(step.aux_hidden_states)
+        return self._draft.combine_hidden_states(step.aux_hidden_states)
 
 
 def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:

@@ -16,6 +16,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import WeightPlacement
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
 from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
@@ -46,7 +47,11 @@ class NextN(HiddenChain):
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
         self._layer = load_nextn(
-            folder, config, ctx.dtype, ctx.device, ctx.max_positions, ctx.config.load_format
+            folder,
+            config,
+            WeightPlacement(ctx.dtype, ctx.device),
+            ctx.max_positions,
+            ctx.config.load_format,
         )
         self.use(_Shared(self._layer, ctx.target), config.model.hidden_size, ctx.dtype, None)
 
@@ -58,12 +63,13 @@ class _Shared:
     """The layer between the target's embedding and the target's head."""
 
     def __init__(self, layer: NextNDraft, target: TargetHandle) -> None:
-        self._layer, self._embed, self.logits = layer, target.embed, target.lm_head
+        self._layer, self._embed = layer, target.embed
+        self.compute_logits = target.compute_logits
 
     def forward(
-        self, ids: Tensor, h: Tensor, positions: Tensor, ctx: AttentionContext
+        self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        out = self._layer.forward(self._embed(ids), h, positions, ctx)
+        out = self._layer.forward(self._embed(input_ids), hidden_states, positions, ctx)
         return out, out
 
 

@@ -78,7 +78,7 @@ class Standalone(SpeculativeAlgorithm):
         def run(i: int, token: Tensor) -> Tensor:
             """[B] int64, at `start` + i -> logits [B, V]."""
             ids, context = self._known(token), attention(1, i)
-            return self._draft.lm_head(self._draft.forward(ids, step.start + i, context)[0])
+            return self._draft.compute_logits(self._draft.forward(ids, step.start + i, context)[0])
 
         return draw_chain(step, run(0, step.last_token), run)
 
@@ -108,7 +108,8 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     model = load_model_config(folder)
-    return folder, model_class(model).adapt(model)
+    model_class(model)  # refuses what Forerun lacks
+    return folder, model
 
 
 def _check_vocabulary(

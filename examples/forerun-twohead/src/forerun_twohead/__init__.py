@@ -63,7 +63,7 @@ class TwoHead(SpeculativeAlgorithm):
     def propose(self, step: ProposeInput) -> Draft:
         drafts = step.num_verify_tokens - 1
         hidden = self._heads(self._hidden[step.slots], drafts)  # [B, n, H]
-        logits = self._target.lm_head(hidden.flatten(0, 1)).unflatten(0, (-1, drafts))
+        logits = self._target.compute_logits(hidden.flatten(0, 1)).unflatten(0, (-1, drafts))
         # The newest token stands at `start`, and these behind it.
         return Draft(step.sample(logits, step.start.unsqueeze(1) + self._ahead[:drafts]))
 

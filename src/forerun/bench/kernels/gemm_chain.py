@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +35,20 @@ from forerun.bench.kernels.gemm_work import (
 )
 from forerun.kernels.gemm.config import TritonGemmConfig, m_bucket
 from forerun.kernels.gemm.dispatch import TUNED, GemmChoice, choose_gemm
-from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl
 from forerun.kernels.runtime.pdl import pdl_options
-from forerun.layers.linear import Linear
-from forerun.layers.norm import RMSNorm
-from forerun.models.decoder import join
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.embedding import LMHead
+from forerun.layers.linear import (
+    Hidden,
+    Linear,
+    LinearBase,
+    MergedLinear,
+    RowLinear,
+    silu_and_mul,
+)
+from forerun.layers.residual import AddRMSNorm, FinalRMSNorm
 
 LAYERS = 36
 LAYER = ("gate_up", "down", "qkv", "o")  # in the order in which their choices are optimized
@@ -69,29 +77,54 @@ def between(x: Tensor, n: int) -> Tensor:
 Choices = dict[str, GemmChoice]
 
 
-class Chain:
-    """The GEMMs of a step, fused as in the decoder, with weights per layer; x is [M, H]."""
+PLACE = WeightPlacement(torch.bfloat16, DEVICE)
+L = TypeVar("L", bound=LinearBase)
+
+
+def ready(linear: L) -> L:
+    """With random weights, prepared."""
+    linear.weight.normal_().mul_(linear.weight.shape[1] ** -0.5)
+    linear.prepare()
+    return linear
+
+
+class ChainLayer:
+    """The GEMMs and norms of one layer, linked as a model links them."""
 
     def __init__(self) -> None:
-        def linear(name: str) -> Linear:
-            n, k, _ = SHAPES[name]
-            made = Linear.of(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16).mul_(k**-0.5))
-            made.pack()
-            return made
+        self.qkv = ready(Linear(H, QKV, bias=False, place=PLACE))
+        self.o = ready(RowLinear(H, H, bias=False, place=PLACE))
+        parts = {"gate": INNER, "up": INNER}
+        self.gate_up = ready(MergedLinear(H, parts, bias=False, place=PLACE))
+        self.down = ready(RowLinear(INNER, H, bias=False, place=PLACE))
+        self.input_norm, self.post_norm = AddRMSNorm(H, EPS, PLACE), AddRMSNorm(H, EPS, PLACE)
+        self.input_norm.link(self.qkv)
+        self.post_norm.link(self.gate_up)
 
-        self.layers = [{name: linear(name) for name in LAYER} for _ in range(LAYERS)]
-        self.head = linear("head")
-        self.norm = RMSNorm.of(torch.ones(H, device=DEVICE, dtype=torch.bfloat16), EPS)
-        self.bytes = 2 * (self.head.weight.numel() + LAYERS * sum(
-            m.weight.numel() for m in self.layers[0].values()
-        ))  # fmt: skip
+    @property
+    def linears(self) -> tuple[LinearBase, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+class Chain:
+    """The GEMMs of a step, fused as in a model, with weights per layer; x is [M, H]."""
+
+    def __init__(self) -> None:
+        self.layers = [ChainLayer() for _ in range(LAYERS)]
+        self.norm = FinalRMSNorm(H, EPS, PLACE)
+        self.head = ready(LMHead(SHAPES["head"][0], H, PLACE, tied=None))
+        norms = [norm for layer in self.layers for norm in (layer.input_norm, layer.post_norm)]
+        for norm in (*norms, self.norm):
+            norm.norm.weight.fill_(1)
+        weights = [linear.weight for layer in self.layers for linear in layer.linears]
+        self.bytes = 2 * sum(weight.numel() for weight in (*weights, self.head.weight))
 
     def library_gemms(self, x: Tensor) -> Tensor:
         """The library's GEMMs alone, without norms, activations and residuals."""
         for layer in self.layers:
-            x = F.linear(F.linear(x, layer["qkv"].weight)[:, :H], layer["o"].weight)
-            x = F.linear(x, layer["gate_up"].weight)[:, :INNER]
-            x = F.linear(x, layer["down"].weight)
+            x = F.linear(F.linear(x, layer.qkv.weight)[:, :H], layer.o.weight)
+            x = F.linear(x, layer.gate_up.weight)[:, :INNER]
+            x = F.linear(x, layer.down.weight)
         return F.linear(x, self.head.weight)
 
     def step(self, x: Tensor, choices: Choices) -> Tensor:
@@ -100,18 +133,14 @@ class Chain:
         entry = TUNED.setdefault(gpu_of(x.device).capability, {})
         for name, choice in choices.items():
             entry.setdefault(SHAPES[name][:2], {})[bucket] = choice
-        residual, last = x, x
-        normed: Tensor | DeferredNorm = self.norm(x)
-        for i, layer in enumerate(self.layers):
-            y = between(between(layer["qkv"](normed), QKV), H)
-            normed, residual = join(layer["o"], self.norm, layer["gate_up"], y, residual)
-            y = layer["gate_up"].silu_mul(normed)
-            if i + 1 < LAYERS:
-                reader = self.layers[i + 1]["qkv"]
-                normed, residual = join(layer["down"], self.norm, reader, y, residual)
-            else:
-                last, residual = self.norm.add(layer["down"](y), residual)
-        return self.head.argmax(last)
+        hidden: Hidden = x
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer.input_norm(hidden, residual)
+            y = between(between(layer.qkv(hidden), QKV), H)
+            hidden, residual = layer.post_norm(layer.o(y), residual)
+            hidden = layer.down(silu_and_mul(layer.gate_up(hidden)))
+        return self.head.argmax(self.norm(hidden, residual)[0])
 
 
 def candidates(report: Report, name: str, bucket: int) -> list[GemmChoice]:

@@ -1,0 +1,57 @@
+"""Where weights live: dtype, device, and the tensor-parallel ranks that share a model.
+
+Reductions across ranks happen in two layers only, both through a `Communicator`: the output of a
+row-parallel linear (`layers/linear.py`) and of the vocabulary embedding (`layers/embedding.py`).
+The LM head gathers its logits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Communicator(ABC):
+    """Collectives among the tensor-parallel ranks of one model."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's x."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x [..., n], concatenated in the last dimension by rank."""
+
+
+class SingleRank(Communicator):
+    """No parallelism: both collectives are the identity."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+
+SINGLE_RANK = SingleRank()
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """What every layer with weights is built with."""
+
+    dtype: torch.dtype
+    device: torch.device
+    comm: Communicator = SINGLE_RANK
+
+    def empty(self, *shape: int) -> Tensor:
+        """Uninitialised, until a loader fills it."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -1,0 +1,51 @@
+"""The vocabulary at both ends of a model, each split by token ids across tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import LibraryGemm
+from forerun.layers.linear import LinearBase
+from forerun.layers.module import Module
+
+
+class VocabEmbedding(Module):
+    """`weight` [V, H] (vLLM, SGLang: VocabParallelEmbedding)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, place: WeightPlacement) -> None:
+        self.weight = place.empty(vocab_size, hidden_size)
+        self._comm = place.comm
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return {f"{prefix}weight": self.weight}
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] int -> [T, H]."""
+        return self._comm.all_reduce(F.embedding(input_ids, self.weight))
+
+
+class LMHead(LinearBase):
+    """`weight` [V, H], its own or tied to the embedding (vLLM, SGLang: ParallelLMHead)."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, place: WeightPlacement, tied: VocabEmbedding | None
+    ) -> None:
+        super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, place)
+        self._comm = place.comm
+        if tied is not None:
+            self.weight, self.shared = tied.weight, True
+            self.gemm = LibraryGemm(self.weight, None)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """A tied head is loaded as the embedding."""
+        return {} if self.shared else super().weights(prefix)
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states [T, H] -> logits [T, V], in the weights' dtype."""
+        return self._comm.all_gather(self.gemm(hidden_states))
+
+    def argmax(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits."""
+        return self.gemm.argmax(hidden_states)

@@ -1,0 +1,73 @@
+"""The residual stream: what is added to it, normed for the next layer, and captured from it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.linear import Hidden, LinearBase, PendingGemm
+from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
+
+
+class AddRMSNorm(Module):
+    """Adds a layer's output to the residual stream and norms the sum: `x, residual = norm(...)`.
+
+    Where the output is a GEMM that has not run, addition and norm are fused with it (see
+    `Gemm.add_rms_norm`). If one linear alone reads the norm, `link` it: then that linear's GEMM may
+    do the norm's last step.
+    """
+
+    def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
+        self.norm = RMSNorm(size, eps, place)
+        self._reader: LinearBase | None = None
+
+    def link(self, reader: LinearBase) -> None:
+        """For `prepare` of a layer."""
+        self._reader = reader
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return self.norm.weights(prefix)
+
+    def __call__(self, x: Hidden, residual: Tensor | None) -> tuple[Tensor | DeferredNorm, Tensor]:
+        """(norm(residual + x), residual + x), [T, size] each; the residual begins as None."""
+        if isinstance(x, PendingGemm):
+            assert residual is not None
+            reader = None if self._reader is None else self._reader.gemm
+            return x.add_rms_norm(residual, self.norm, reader)
+        assert isinstance(x, Tensor)
+        return (self.norm(x), x) if residual is None else self.norm.add(x, residual)
+
+
+class FinalRMSNorm(AddRMSNorm):
+    """After the last layer: no linear is linked, so the norm is whole."""
+
+    def __call__(self, x: Hidden, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        normed, residual = super().__call__(x, residual)
+        assert isinstance(normed, Tensor)
+        return normed, residual
+
+
+class AuxHiddenStates:
+    """Hidden states that a draft model reads, captured during one forward."""
+
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        """`layers`: decoder layers whose outputs are wanted, in this order."""
+        self._layers = layers
+        self._captured: dict[int, Tensor] = {}
+
+    def capture(self, index: int, residual: Tensor) -> None:
+        """`index` as in Hugging Face's `hidden_states`: the input of that layer, [T, H]."""
+        if index - 1 in self._layers:
+            self._captured[index - 1] = residual
+
+    def concatenated(self) -> Tensor | None:
+        """[T, n · H], or None where nothing is wanted."""
+        if not self._layers:
+            return None
+        return torch.cat([self._captured[layer] for layer in self._layers], 1)
+
+
+NO_CAPTURE = AuxHiddenStates(())

@@ -1,0 +1,118 @@
+"""What draft models share: vocabulary parts of their own or the target's, and a pruned vocabulary.
+
+A draft may bring its own embedding and LM head; else the target's serve. With a pruned vocabulary
+the head has one row per draft id, and `d2t` holds offsets: target id = draft id + d2t[draft id].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.embedding import LMHead, VocabEmbedding
+from forerun.layers.module import Module
+from forerun.models.checkpoint import Checkpoint
+
+OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+
+# Stored by speculators and not needed: the target's own parts, and the inverse of d2t.
+UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
+
+
+class TargetVocab(Protocol):
+    """The target's embedding and LM head, as in `CausalLM`."""
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor]: ...
+
+    @property
+    def compute_logits(self) -> Callable[[Tensor], Tensor]: ...
+
+    @property
+    def compute_argmax(self) -> Callable[[Tensor], Tensor]: ...
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Sizes, and which parts the checkpoint brings (names as in `own_parts`)."""
+
+    vocab_size: int  # the target's
+    draft_vocab_size: int
+    hidden_size: int
+    own: frozenset[str] = frozenset()
+
+
+class DraftModel(Module):
+    """`embed_tokens`, `lm_head` and `d2t` [V_d] int64 are None where the target's serve."""
+
+    def __init__(self, vocab: DraftVocab, target: TargetVocab, place: WeightPlacement) -> None:
+        size, hidden_size, own = vocab.draft_vocab_size, vocab.hidden_size, vocab.own
+        self.embed_tokens: VocabEmbedding | None = None
+        self.lm_head: LMHead | None = None
+        self.d2t: Tensor | None = None
+        if OWN_EMBEDDING in own:
+            self.embed_tokens = VocabEmbedding(vocab.vocab_size, hidden_size, place)
+        if OWN_HEAD in own:
+            self.lm_head = LMHead(size, hidden_size, place, tied=None)
+        if OFFSETS in own:
+            self.d2t = torch.empty(size, dtype=torch.int64, device=place.device)
+        self._target = target
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        out = super().weights(prefix)
+        return out if self.d2t is None else out | {f"{prefix}{OFFSETS}": self.d2t}
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids [T] -> [T, H]."""
+        own = self.embed_tokens
+        return self._target.embed(input_ids) if own is None else own(input_ids)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] after the final norm -> [T, V_d]."""
+        own = self.lm_head
+        return self._target.compute_logits(hidden_states) if own is None else own(hidden_states)
+
+    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [T] int64, ids of the draft's vocabulary."""
+        own = self.lm_head
+        if own is None:
+            return self._target.compute_argmax(hidden_states)
+        return own.argmax(hidden_states)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """int64, any shape."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset[str]:
+    """Which of embedding, LM head and offsets the checkpoint brings.
+
+    Raises:
+        ConfigError: a pruned vocabulary without head or offsets.
+    """
+    own = frozenset(n for n in (OWN_EMBEDDING, OWN_HEAD, OFFSETS) if n in checkpoint)
+    if draft_vocab < vocab and not {OWN_HEAD, OFFSETS} <= own:
+        raise ConfigError(
+            f"{checkpoint.folder}: a draft vocabulary of {draft_vocab} out of {vocab}"
+            " needs lm_head.weight and d2t; the checkpoint is incomplete."
+        )
+    return own
+
+
+def check_offsets(folder: Path, d2t: Tensor | None, vocab: int) -> None:
+    """Raises ConfigError where `d2t` [V_d] leads outside the target's vocabulary."""
+    if d2t is None:
+        return
+    ids = torch.arange(d2t.shape[0], device=d2t.device) + d2t
+    if ids.min() < 0 or ids.max() >= vocab:
+        raise ConfigError(
+            f"{folder}: d2t leads outside the vocabulary of {vocab}; it must hold"
+            " offsets (target id = draft id + offset)."
+        )

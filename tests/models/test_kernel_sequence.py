@@ -1,0 +1,155 @@
+"""Which GEMMs and norms a forward runs, in order: what is fused where, by device and tokens.
+
+A Qwen3-8B of meta tensors stands for one on an H200: dispatch is the GPU's own, the kernels'
+reference implementations give shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.config.model_config import parse_model_config
+from forerun.kernels.gemm import dispatch
+from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.layers import gemm, norm
+from forerun.layers.communication import SingleRank, WeightPlacement
+from forerun.layers.linear import RowLinear
+from forerun.models.registry import model_class
+from tests.models.support import CPU_F32
+
+META = torch.device("meta")
+H200 = GpuInfo(num_sms=132, amd=False, capability=90)
+LAYERS = 2
+FAMILIES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_hidden_layers": LAYERS,
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "head_dim": 4}
+
+
+class Recorder:
+    """Notes calls by name. Stands for the attention context too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        fused = ("gemm_add_deferred_norm", "gemm_partials", "gemm_silu_mul", "gemm_argmax")
+        for owner, names in (
+            (gemm, ("gemm", *fused, "silu_mul", "argmax")),
+            (norm, ("rms_norm", "add_rms_norm")),
+        ):
+            for name in names:
+                monkeypatch.setattr(owner, name, self.noted(name, vars(owner)[name]))
+        for kind, method, label in (
+            (gemm.LibraryGemm, "__call__", "library"),
+            (gemm.OneDnnGemm, "__call__", "onednn"),
+            (gemm.OneDnnGemm, "add", "onednn_add"),
+        ):
+            monkeypatch.setattr(kind, method, self.noted(label, vars(kind)[method]))
+
+    def noted(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            self.calls.append(label)
+            return function(*args)
+
+        return noting
+
+    def run(self, layer: int, spec: object, qkv: Tensor, *_: object) -> Tensor:
+        """The queries, as what attention gives."""
+        self.calls.append("attention")
+        return qkv[:, : self.width].unsqueeze(1)
+
+    def sequence(self, raw: dict[str, Any], place: WeightPlacement, tokens: int) -> list[str]:
+        """Of a forward that captures a layer, and the greedy head."""
+        config = parse_model_config(raw)
+        self.width = config.num_heads * config.head_dim
+        model = model_class(config)(config, place, max_positions=8)
+        model.prepare()
+        self.calls.clear()
+        ids = torch.zeros(tokens, dtype=torch.int64, device=place.device)
+        hidden_states, _ = model.forward(ids, ids, self, (0,))  # type: ignore[arg-type]
+        model.compute_argmax(hidden_states)
+        return self.calls
+
+
+EPILOGUE = ["gemm_add_deferred_norm"]
+PARTIALS = ["gemm_partials", "add_rms_norm"]
+LIBRARY = ["library", "add_rms_norm"]
+# tokens -> qkv_proj, o_proj + norm, gate_up_proj + SwiGLU, down_proj + norm, head
+ON_H200: dict[int, tuple[list[str], ...]] = {
+    1: (["gemm"], EPILOGUE, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
+    32: (["gemm"], PARTIALS, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
+    64: (["gemm"], EPILOGUE, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
+    200: (["library"], LIBRARY, ["library", "silu_mul"], LIBRARY, ["library", "argmax"]),
+    4096: (["library"], LIBRARY, ["gemm_silu_mul"], LIBRARY, ["library", "argmax"]),
+}
+ON_H200 |= {16: ON_H200[1], 128: ON_H200[32]}
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(gemm, "skinny_serves", lambda weight: True)
+    monkeypatch.setattr(gemm, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(dispatch.nvrtc, "available", lambda: True)
+    return Recorder(monkeypatch)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("tokens", ON_H200)
+def test_on_an_h200(h200: Recorder, architecture: str, tokens: int) -> None:
+    qkv, o_proj, gate_up, down_proj, head = ON_H200[tokens]
+    layer = [*qkv, "attention", *o_proj, *gate_up, *down_proj]
+    raw = QWEN3_8B | {"architectures": [architecture]}
+    got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), tokens)
+    assert got == ["rms_norm", *layer * LAYERS, *head]
+
+
+def test_across_ranks_the_sum_comes_before_residual_and_norm(h200: Recorder) -> None:
+    class TwoRanks(SingleRank):
+        size = 2
+
+        def all_reduce(self, x: Tensor) -> Tensor:
+            h200.calls.append("all_reduce")
+            return x
+
+    layer = ["gemm", "attention", "gemm", "all_reduce", "add_rms_norm"]
+    layer += ["gemm_silu_mul", "gemm", "all_reduce", "add_rms_norm"]
+    got = h200.sequence(QWEN3_8B, WeightPlacement(torch.bfloat16, META, TwoRanks()), 16)
+    assert got == ["all_reduce", "rms_norm", *layer * LAYERS, "gemm_argmax"]
+
+
+@pytest.mark.skipif(not gemm.onednn_serves(torch.empty(1)), reason="torch without oneDNN")
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_on_a_cpu_in_float32(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, tokens: int
+) -> None:
+    recorder = Recorder(monkeypatch)
+    plain_norm = recorder.noted("norm", norm.RMSNorm.__call__)
+    monkeypatch.setattr(norm.RMSNorm, "__call__", plain_norm)
+    attention = ["onednn", "attention", "onednn_add", "norm"]
+    mlp = ["onednn", "silu_mul", "onednn_add", "norm"]
+    raw = QWEN3_8B | SMALL | {"architectures": [architecture]}
+    got = recorder.sequence(raw, CPU_F32, tokens)
+    assert got == ["norm", *(attention + mlp) * LAYERS, "onednn", "argmax"]
+
+
+def test_a_pending_gemm_is_read_once() -> None:
+    linear = RowLinear(8, 4, False, CPU_F32)
+    linear.weight.normal_()
+    x = torch.randn(3, 8)
+    pending = linear(x)
+    torch.testing.assert_close(pending.result(), x @ linear.weight.T)
+    with pytest.raises(AssertionError, match="read once"):
+        pending.result()
