@@ -175,8 +175,8 @@ def test_table_keeps_slots_apart() -> None:
     table = SamplingTable(6, torch.device("cpu"))
     table.set([], [])
     batch = requests()
-    table.set([4, 1], [batch[5], batch[7]])
-    table.set([1], [batch[0]])  # the slot changes hands
+    table.set([4, 1], [batch[5].sampling, batch[7].sampling])
+    table.set([1], [batch[0].sampling])  # the slot changes hands
     rows = table.gather(torch.tensor([1, 4, 0]))
     assert rows.temperature.tolist() == pytest.approx([0.0, 0.9, 0.0])
     assert rows.top_k.tolist() == [-1, 20, 0]
