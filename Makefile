@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine:
 #   make demo   a trained pair of models, plain and speculative side by side
-#   make test   the test suite
+#   make test   the test suite, without the exhaustive part (make test-all: everything)
 # TORCH=cpu installs the CPU build of torch (on Linux the default build brings CUDA, several GB).
 # `.ci/run` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
 
@@ -13,7 +13,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TESTFLAGS ?= -n 2 --dist worksteal
 DEMOFLAGS ?=
 
-.PHONY: demo test check format gpu-test clean
+.PHONY: demo test test-all check format gpu-test clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -51,13 +51,16 @@ demo: $(VENV)/.forerun
 	@$(BIN)/forerun demo $(DEMOFLAGS)
 
 test: $(VENV)/.forerun-dev
+	@$(BIN)/python -m pytest -m "not exhaustive" $(TESTFLAGS)
+
+test-all: $(VENV)/.forerun-dev
 	@$(BIN)/python -m pytest $(TESTFLAGS)
 
 check: $(VENV)/.forerun-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(TESTFLAGS)
+	$(MAKE) test-all
 
 format: $(VENV)/.forerun-dev
 	$(BIN)/ruff check --fix .

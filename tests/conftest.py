@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 
 # Two workers on two cores: one thread each, before torch reads it.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -14,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 
 import pytest
 import torch
+
+from tests.covering import covering
 
 
 def _gpu() -> bool:
@@ -30,8 +35,35 @@ if not _gpu():
     del os.environ["TRITON_INTERPRET"]
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_engines() -> Iterator[None]:
+    """Engines whose methods a test has replaced are in reference cycles and keep their K/V."""
+    yield
+    gc.collect()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
+    """Of a matrix marked `covering` all cells but a covering set become `exhaustive`.
+
+    Tests marked `gpu` are skipped where there is none.
+    """
+    matrices = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("covering")
+        if mark is not None and isinstance(item, pytest.Function):
+            matrices[item.parent, item.originalname, *mark.args].append(item)
+    for (_, _, strength), cells in matrices.items():
+        named = [{k: repr(v) for k, v in cell.callspec.params.items()} for cell in cells]
+        kept = covering(named, strength)
+        for i in set(range(len(cells))) - kept:
+            cells[i].add_marker(pytest.mark.exhaustive)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpu():
         for item in marked:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
 import torch
 
@@ -29,11 +31,15 @@ def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
 
 
 def poison_on_release(llm: LLM) -> None:
-    """Slots and pages that are given back get values that nobody can mistake for data."""
+    """Slots and pages that are given back get values that cannot be mistaken for data.
+
+    What replaces a method does not hold its object: in a cycle, K/V would stay until a collection.
+    """
     scheduler, executor = llm.engine.scheduler, llm.engine.executor
     assert isinstance(executor, DeviceExecutor)
     step, tables = executor.step, executor.tables
-    release, free = scheduler._release, scheduler.allocator.free
+    release = partial(type(scheduler)._release, proxy(scheduler))
+    free = partial(type(scheduler.allocator).free, proxy(scheduler.allocator))
     pools = [step.attention.pools]
     if step.draft_attention is not None:
         pools.append(step.draft_attention.pools)

@@ -11,13 +11,28 @@ from torch._inductor import config as inductor
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.executor.compiled_cpu import CompiledCpuSteps, check_usable
-from tests.golden_engine import golden_llm
+from tests.golden_engine import CASES, golden_llm
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(900)  # a compiler, on a machine that may be busy
+def test_text_of_the_golden_pair() -> None:
+    """Compiles one step: a batch of one, sampled greedily."""
+    case = CASES[1]
+    params = {**GREEDY, "max_new_tokens": case["max_new_tokens"]}
+    with golden_llm("DFLASH", cpu_graph=True) as llm:
+        out = llm.generate(input_ids=case["prompt"], sampling_params=params)
+        llm.engine.check()
+        steps = llm.engine.executor.steps
+        assert isinstance(steps, CompiledCpuSteps) and len(steps._steps) == 1
+    assert out.output_ids == case["output"]
+    lengths = out.meta_info["spec_accept_lengths"]
+    assert len(lengths) > 1 and lengths[:-1] == case["accept"][: len(lengths) - 1]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
 def test_text_of_the_bundled_pair_is_that_of_eager_steps(algorithm: str | None) -> None:

@@ -38,6 +38,7 @@ def total(outs: list[Any]) -> Acceptance:
     return Acceptance.total(Acceptance.of(out.meta_info) for out in outs)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 4)])

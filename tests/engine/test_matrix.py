@@ -49,6 +49,7 @@ def tight(request: pytest.FixtureRequest) -> Iterator[bool]:
     yield request.param
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("page_size", [1, 16, 256])

@@ -163,14 +163,18 @@ def test_mixed_batch_is_each_request_alone(llm: LLM) -> None:
             assert alone.finish_reason == out.finish_reason
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
-def test_two_thousand_random_requests_with_aborts_lose_no_page(
-    algorithm: str | None, depth: int
+@pytest.mark.parametrize(
+    ("algorithm", "depth", "count"),
+    [
+        *((algorithm, depth, 200) for algorithm in (None, "DFLASH", "NGRAM") for depth in (0, 1)),
+        pytest.param("DFLASH", 1, 2000, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_random_requests_with_aborts_lose_no_page(
+    algorithm: str | None, depth: int, count: int
 ) -> None:
     """The real engine under a random workload: free + cached = all at the end."""
     rng = random.Random(11)
-    count = 2000 if algorithm == "DFLASH" and depth == 1 else 200
     with golden_llm(
         algorithm,
         overlap_depth=depth,

@@ -15,7 +15,7 @@ def test_there_are_examples() -> None:
     assert PACKAGES == ["forerun-suffix", "forerun-twohead"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package(package: str, tmp_path: Path) -> None:
     environment = Environment(tmp_path)

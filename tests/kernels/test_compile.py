@@ -10,9 +10,12 @@ import os
 import re
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.compiled import TARGETS
 
 pytest.importorskip("triton")
 
@@ -33,11 +36,22 @@ def test_every_launched_kernel_has_a_case() -> None:
     assert [name for name in sorted(launched) if not re.search(rf"\b{name}\b", cases)] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiles_for_every_target(family: str) -> None:
+    check(family)
+
+
+@pytest.mark.parametrize(("family", "target"), list(zip(FAMILIES, cycle(TARGETS), strict=False)))
+def test_compiles_for_one_target(family: str, target: str) -> None:
+    """A part of it that takes seconds."""
+    check(family, target)
+
+
+def check(family: str, target: str = "") -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compiled", family],
+        [sys.executable, "-m", "tests.kernels.compiled", family, target],
         cwd=HERE.parent.parent,
         env=environment,
         capture_output=True,

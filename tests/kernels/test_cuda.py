@@ -41,6 +41,7 @@ CONFIGS = sorted(TUNED_CONFIGS | {LARGE_M_SILU_MUL}, key=str)
 pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sm90_gemm_compiles(config: Sm90GemmConfig, variant: Sm90Variant) -> None:

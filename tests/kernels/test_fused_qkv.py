@@ -61,6 +61,7 @@ def double(norms: HeadNorms | None) -> HeadNorms | None:
     return norms and HeadNorms(norms.q.double(), norms.k.double(), norms.eps)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pool_dtype", [None, FP8, torch.float16])
 @pytest.mark.parametrize(

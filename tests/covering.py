@@ -1,0 +1,24 @@
+"""A small part of a matrix in which every value, or every pair of values, occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+
+def covering(cells: Sequence[Mapping[str, str]], strength: int) -> set[int]:
+    """Indices of cells that together have what all cells have.
+
+    `cells`: parameter -> value, the same parameters in every cell. `strength`: 1
+    covers every value of a parameter, 2 every pair of values, and so on. Greedy, hence not the
+    smallest set; of equally good cells the first, hence the same set in every process.
+    """
+    missing = [set(combinations(sorted(cell.items()), strength)) for cell in cells]
+    chosen: set[int] = set()
+    while any(missing):
+        best = max(range(len(cells)), key=lambda i: len(missing[i]))
+        chosen.add(best)
+        found = set(missing[best])
+        for combos in missing:
+            combos -= found
+    return chosen

@@ -1,0 +1,32 @@
+"""The part of a matrix that `make test` runs."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.covering import covering
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strength", "most"),
+    [((3, 3, 2, 2, 2), 1, 3), ((3, 3, 2, 2, 2), 2, 12), ((5, 9), 1, 9), ((5, 9), 2, 45)],
+)
+def test_every_combination_occurs_in_a_small_part(
+    sizes: tuple[int, ...], strength: int, most: int
+) -> None:
+    values = product(*(map(str, range(size)) for size in sizes))
+    cells = [dict(zip("abcde", cell, strict=False)) for cell in values]
+    chosen = covering(cells, strength)
+    assert len(chosen) <= most
+    for names in combinations("abcde"[: len(sizes)], strength):
+        wanted = {tuple(cell[name] for name in names) for cell in cells}
+        assert {tuple(cells[i][name] for name in names) for i in chosen} == wanted
+
+
+def test_parameters_that_go_together_are_no_product() -> None:
+    """`parametrize(("a", "b"), [...])`: only pairs that occur in some cell are asked for."""
+    cells = [{"a": i, "b": i, "c": j} for i in "0123" for j in "01"]
+    assert len(covering(cells, 2)) == 8
+    assert len(covering(cells, 1)) == 4
