@@ -8,7 +8,7 @@ from typing import Any
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
-from forerun.kernels.sampling import argmax, nucleus, sampling
+from forerun.kernels.sampling import argmax, candidates, sample, thresholds
 from forerun.kernels.speculation import accept, decode_inputs
 from tests.kernels.compiled import TARGETS, Case
 
@@ -86,33 +86,45 @@ DECODE_INPUTS = {
     "page_table_out": I32,
 }  # fmt: skip
 
-RULES = {"slots": I64, "floats": F32, "ints": I64}
-RULE_ROWS = "vocab* row_stride* floats_row ints_row groups width"
-NUCLEUS = {"sums": I64, "state": I64, "masses": I64, "counts": I32}
-CHOOSE = {"tops": F32, "largest": F32, "held": I32, "edge_ptr": I32, "out": I64, **RULES}
-RACE = {"tops": F32, "edge_ptr": I32, "out": I64, "best_ptr": F32, "id_ptr": I32, **RULES}
-ROWS = {"logits": B16, "positions": I32}
-EDGES = {
-    "logits": B16, "slots": I64, "floats": F32, "largest": F32, "edge_ptr": I32, "state": I64,
+PARAMS = {"slots": I64, "floats": F32, "ints": I64}
+PARAM_STRIDES = "vocab* row_stride* floats_stride ints_stride num_groups rows_per_request"
+TOP_P = {"part_weights": I64, "state": I64, "histograms": I64, "counts": I32}
+LOGITS = {"logits": B16, "positions": I32}
+CANDIDATES = LOGITS | PARAMS | {
+    "group_max": F32, "max_logit_ptr": F32, "scratch": I32, "threshold": I32, "out": I64,
 }  # fmt: skip
-EDGE_ROWS = "vocab* row_stride* floats_row width span*"
+PARTS = LOGITS | PARAMS | {
+    "group_max": F32, "threshold": I32, "out": I64, "score_ptr": F32, "id_ptr": I32,
+}  # fmt: skip
+THRESHOLD = {
+    "logits": B16, "slots": I64, "floats": F32, "max_logit_ptr": F32, "threshold": I32,
+    "state": I64,
+}  # fmt: skip
+THRESHOLD_STRIDES = "vocab* row_stride* floats_stride rows_per_request part_size*"
+TOKENS = {"INVALID": -1, "PENDING": -2}
 
 
-def choose(name: str, **constants: Any) -> Case:
+def sample_candidates(name: str, **constants: Any) -> Case:
     all_ = {
-        "GROUP": 128, "GROUPS": 2048, "BLOCK": 2048, "KEEP": 512, "FEW": 256, "FEW_MASS": 128,
-        "NUCLEUS": True, "PARTS": 64, "BINS": 4096, "STATE": 6, "LAST": 16, **constants,
+        **TOKENS, "GROUP_SIZE": 128, "GROUPS_BLOCK": 2048, "BLOCK": 2048, "MAX_CANDIDATES": 512,
+        "MAX_TOP_K_GROUPS": 256, "TOP_P_GROUPS": 128, "TOP_P": True, "MAX_PARTS": 64,
+        "NUM_BINS": 4096, "STATE_SIZE": 6, "LAST_BINS": 16, **constants,
     }  # fmt: skip
-    pointers = ROWS | CHOOSE | NUCLEUS
-    if not all_["NUCLEUS"]:
-        pointers = ROWS | CHOOSE
-        all_ |= dict.fromkeys(NUCLEUS)
-    return case(name, sampling._choose, pointers, f"{RULE_ROWS} parts", all_, 8)
+    pointers = CANDIDATES | TOP_P
+    if not all_["TOP_P"]:
+        pointers = CANDIDATES
+        all_ |= dict.fromkeys(TOP_P)
+    kernel = candidates.sample_candidates
+    return case(name, kernel, pointers, f"{PARAM_STRIDES} num_parts", all_, 8)
 
 
-def digit(level: int) -> Case:
-    constants = {"LEVEL": level, "BINS": 4096, "LINE": 64, "STATE": 6, "BLOCK": 2048}
-    return case(f"digit {level}", nucleus._digit, EDGES | {"masses": I64}, EDGE_ROWS, constants, 8)
+def radix_digit(level: int) -> Case:
+    constants = {
+        "LEVEL": level, "NUM_BINS": 4096, "BINS_PER_LINE": 64, "STATE_SIZE": 6, "BLOCK": 2048,
+    }  # fmt: skip
+    pointers = THRESHOLD | {"histograms": I64}
+    kernel = thresholds._radix_digit
+    return case(f"radix digit {level}", kernel, pointers, THRESHOLD_STRIDES, constants, 8)
 
 
 _CASES = [
@@ -128,10 +140,10 @@ _CASES = [
     heads("heads of 256 without norm", q_norm=None, k_norm=None, DIM=256, HALF=128, GROUP=4),
     heads("keys of 5 layers", LAYERS=5),
     heads("heads of many tokens", TOKENS=4),
-    case("argmax", argmax._best_of_part, {"logits": B16, "keys": I64},
-         "vocab* row_stride* parts", {"BLOCK": 8192}, 4),
-    case("argmax, second", argmax._best_part, {"keys": I64, "out": I64},
-         "parts", {"BLOCK": 128}, 1, wide=False),
+    case("argmax of parts", argmax._argmax_part, {"logits": B16, "keys": I64},
+         "vocab* row_stride* num_parts", {"BLOCK": 8192}, 4),
+    case("argmax over parts", argmax._argmax_reduce, {"keys": I64, "out": I64},
+         "num_parts", {"INVALID": -1, "BLOCK": 128}, 1, wide=False),
     case("decode inputs", decode_inputs._build_decode_inputs, DECODE_INPUTS,
          "page_table_stride* pages*",
          {"NUM_TOKENS": 16, "PAGE_SIZE": 16, "TOKENS_BLOCK": 16, "BLOCK": 1024}, 4),
@@ -139,24 +151,25 @@ _CASES = [
          {"num_committed": None, "NUM_TOKENS": 16, "BLOCK": 16}, 1, wide=False),
     case("commit a given count", accept._accept_commit, COMMIT | {"num_committed": I32},
          COMMIT_STRIDES, {"NUM_TOKENS": 16, "BLOCK": 16}, 1, wide=False),
-    case("hold stops", sampling._mask_stop_tokens, ROWS | {"slots": I64, "ints": I64},
-         "row_stride* ints_row width count", {"BLOCK": 16}, 1, wide=False),
-    case("scan", sampling._scan, {"logits": B16, "tops": F32}, "vocab* row_stride* groups span*",
-         {"GROUP": 128, "BLOCK": 2048}, 8),
-    case("sum of a part", nucleus.sum_of_part, {"logits": B16, "tops": F32, **RULES, "sums": I64},
-         f"{RULE_ROWS} span*", {"GROUPS": 2048, "BLOCK": 2048}, 8),
-    choose("choose"),
-    choose("choose without top-p", NUCLEUS=False),
-    digit(0),
-    digit(1),
-    case("edge", nucleus._edge, EDGES | {"counts": I32}, EDGE_ROWS,
-         {"PARTS": 64, "LAST": 16, "STATE": 6, "BLOCK": 2048}, 8),
-    case("race", sampling._race, ROWS | RACE, f"{RULE_ROWS} span*",
-         {"FILTERED": True, "GROUPS": 2048, "BLOCK": 2048}, 8),
-    case("race of all", sampling._race, ROWS | RACE, f"{RULE_ROWS} span*",
-         {"FILTERED": False, "GROUPS": 2048, "BLOCK": 2048}, 8),
-    case("finish", sampling._finish, {"best_ptr": F32, "id_ptr": I32, "out": I64}, "parts vocab",
-         {"FILTERED": True, "BLOCK": 128}, 1, wide=False),
+    case("mask stop tokens", sample._mask_stop_tokens, LOGITS | {"slots": I64, "ints": I64},
+         "row_stride* ints_stride rows_per_request count", {"BLOCK": 16}, 1, wide=False),
+    case("group max", sample._group_max, {"logits": B16, "group_max": F32},
+         "vocab* row_stride* num_groups part_size*", {"GROUP_SIZE": 128, "BLOCK": 2048}, 8),
+    case("sum of part weights", thresholds.sum_part_weights,
+         {"logits": B16, "group_max": F32, **PARAMS, "part_weights": I64},
+         f"{PARAM_STRIDES} part_size*", {"GROUPS_BLOCK": 2048, "BLOCK": 2048}, 8),
+    sample_candidates("sample candidates"),
+    sample_candidates("sample candidates without top-p", TOP_P=False),
+    radix_digit(0),
+    radix_digit(1),
+    case("last digit", thresholds._last_digit, THRESHOLD | {"counts": I32}, THRESHOLD_STRIDES,
+         {"MAX_PARTS": 64, "LAST_BINS": 16, "STATE_SIZE": 6, "BLOCK": 2048}, 8),
+    case("sample parts, filtered", sample._sample_parts, PARTS, f"{PARAM_STRIDES} part_size*",
+         {**TOKENS, "FILTERED": True, "GROUPS_BLOCK": 2048, "BLOCK": 2048}, 8),
+    case("sample parts", sample._sample_parts, PARTS, f"{PARAM_STRIDES} part_size*",
+         {**TOKENS, "FILTERED": False, "GROUPS_BLOCK": 2048, "BLOCK": 2048}, 8),
+    case("reduce parts", sample._reduce_parts, {"score_ptr": F32, "id_ptr": I32, "out": I64},
+         "num_parts vocab", {"PENDING": -2, "FILTERED": True, "BLOCK": 128}, 1, wide=False),
 ]  # fmt: skip
 RDNA = ("gfx1100",)  # waves of 32, as CUDA's
 CASES = [replace(c, targets=tuple(t for t in TARGETS if t not in RDNA)) for c in _CASES]

@@ -66,7 +66,7 @@ CASES = [
         "reduce argmax of tiles",
         gemm_triton.reduce_argmax_kernel,
         {"tile_max": "*fp32", "tile_argmax": "*i32", "out": "*i64", "tiles": "i32"},
-        {"BLOCK": 1024, "PDL": False},
+        {"INVALID": -1, "BLOCK": 1024, "PDL": False},
         wide=False,  # rows of any length
     ),
     Case(

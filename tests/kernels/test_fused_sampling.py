@@ -1,4 +1,4 @@
-"""The sampling kernels draw what the plain PyTorch sampler draws."""
+"""The sampling kernels against the reference sampler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from torch import Tensor
 
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.kernels.sampling import sampling as kernels
+from forerun.kernels.sampling import candidates
+from forerun.kernels.sampling.params import SamplingBatch
+from forerun.kernels.sampling.sample import mask_stop_tokens, sample_tokens
 from forerun.sampling.noise import log1m_uniform, noise_bits
-from forerun.sampling.sampler import SamplingFlags, SamplingRows, sample, sample_ref
+from forerun.sampling.sampler import SamplingFlags, sample, sample_ref
 from forerun.sampling.table import SamplingTable
 
 ALL = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
@@ -30,7 +32,7 @@ PARAMS = [
 ]
 
 
-def rules(device: torch.device, params: list[SamplingParams] = PARAMS) -> SamplingRows:
+def make_batch(device: torch.device, params: list[SamplingParams] = PARAMS) -> SamplingBatch:
     requests = [
         Request("r", tuple(range(3)), p, 17 * i - 3, frozenset((5, 6, 40 + i)))
         for i, p in enumerate(params)
@@ -41,27 +43,27 @@ def rules(device: torch.device, params: list[SamplingParams] = PARAMS) -> Sampli
 
 
 def check(logits: Tensor, slack: float = 0.0) -> None:
-    """logits [B, W, V]. `slack`: the share of rows that may differ: a rounding decided a race."""
-    batch, width, _ = logits.shape
+    """logits [B, W, V]. `slack`: the share of rows that may differ because of a rounding."""
+    size, num_tokens, _ = logits.shape
     device = logits.device
-    rows = rules(device)
-    positions = torch.arange(batch * width, device=device).view(batch, width) % 23
-    want = sample_ref(logits.clone(), positions, rows, ALL)
+    batch = make_batch(device)
+    positions = torch.arange(size * num_tokens, device=device).view(size, num_tokens) % 23
+    want = sample_ref(logits.clone(), positions, batch, ALL)
     flat, at = logits.flatten(0, 1), positions.flatten()
-    kernels.mask_stop_tokens(flat, at, rows.slots, rows.ints)
-    got = kernels.sample_rows(flat, at, rows.slots, rows.floats, rows.ints)
-    wrong = (got.view(batch, width) != want).nonzero().tolist()
-    assert len(wrong) <= slack * batch * width, wrong
+    mask_stop_tokens(flat, at, batch)
+    got = sample_tokens(flat, at, batch)
+    wrong = (got.view(size, num_tokens) != want).nonzero().tolist()
+    assert len(wrong) <= slack * size * num_tokens, wrong
 
 
-# 2200 columns are more than FEW groups hold, so that candidates are picked out of blocks.
+# 2200 logits have more than 10 groups, so that candidates are gathered from some of them.
 @pytest.mark.parametrize("vocab", [97, 2200])
 @pytest.mark.parametrize("scene", ["normal", "peaked", "tied", "flat", "near"])
 def test_tokens(
     vocab: int, scene: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "FEW", 10)
-    monkeypatch.setattr(kernels, "FEW_MASS", 10)
+    monkeypatch.setattr(candidates, "MAX_TOP_K_GROUPS", 10)
+    monkeypatch.setattr(candidates, "TOP_P_GROUPS", 10)
     check(_scene(scene, 1, vocab, torch.float32, device))
 
 
@@ -81,23 +83,24 @@ def _scene(name: str, width: int, vocab: int, dtype: torch.dtype, device: torch.
 
 @pytest.mark.parametrize("vocab", [97, 2200])
 def test_without_top_k_and_top_p(vocab: int, device: torch.device) -> None:
-    """The host says that padding_slot filters: no row is looked at on its own."""
+    """The host knows that no request filters: `sample_candidates` is not launched."""
     params = [p for p in PARAMS if p.top_k <= 0 and p.top_p >= 1]
-    rows, flags = rules(device, params), SamplingFlags.of(params)
+    batch, flags = make_batch(device, params), SamplingFlags.of(params)
     assert flags.sampled and not flags.top_k and not flags.top_p
     logits = _scene("tied", 2, vocab, torch.float32, device)[: len(params)]
     positions = torch.arange(2 * len(params), device=device).view(-1, 2)
-    want = sample_ref(logits.clone(), positions, rows, flags)
-    assert torch.equal(sample(logits, positions, rows, flags), want)
+    want = sample_ref(logits.clone(), positions, batch, flags)
+    assert torch.equal(sample(logits, positions, batch, flags), want)
 
 
-def test_greedy_rows_cost_no_rules(device: torch.device) -> None:
-    """Nothing but the argmax: the tables are not even there."""
+def test_greedy_batches_read_no_tables(device: torch.device) -> None:
+    """Nothing but the argmax runs."""
     logits = _scene("tied", 2, 97, torch.float32, device)
     positions = torch.zeros(logits.shape[:2], dtype=torch.int32, device=device)
     nothing = torch.empty(0, device=device)
-    drawn = sample(logits, positions, SamplingRows(nothing, nothing, nothing), SamplingFlags())
-    assert torch.equal(drawn, logits.argmax(-1))
+    batch = SamplingBatch(nothing, nothing, nothing)
+    tokens = sample(logits, positions, batch, SamplingFlags())
+    assert torch.equal(tokens, logits.argmax(-1))
 
 
 @pytest.mark.gpu
@@ -109,7 +112,7 @@ def test_tokens_real(scene: str, dtype: torch.dtype, device: torch.device) -> No
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_noise(filtered: bool, device: torch.device) -> None:
-    """A race between equals shows the noise itself: the winner is the largest noise."""
+    """Equal logits show the noise itself: the token of the largest noise is sampled."""
     vocab, rows = 3000, 6
     key = torch.tensor([3, -(2**40) - 7, 2**62 + 5], device=device)
     positions = torch.arange(rows, device=device) * 7
@@ -117,8 +120,34 @@ def test_noise(filtered: bool, device: torch.device) -> None:
     floats = torch.tensor([1.0, 1.0, 0.0], device=device).repeat(3, 1)
     ints = torch.stack((key, torch.full_like(key, -1), 0 * key), 1)
     logits = torch.zeros(rows, vocab, device=device)
-    got = kernels.sample_rows(logits, positions, slots, floats, ints, filtered, filtered)
+    batch = SamplingBatch(floats, ints, slots)
+    got = sample_tokens(logits, positions, batch, filtered, filtered)
     tokens = torch.arange(vocab, device=device)
     bits = noise_bits(key.repeat_interleave(2), positions, tokens)
     want = log1m_uniform(bits).argmax(-1)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("vocab", [97, 2200])
+def test_invalid_logits(vocab: int, bad: float, device: torch.device) -> None:
+    """A NaN or +inf anywhere, or a row of -inf, gives -1 for that row, whatever its parameters."""
+    logits = _scene("normal", 3, vocab, torch.float32, device)
+    positions = torch.arange(logits[..., 0].numel(), device=device).view(logits.shape[:2])
+    batch = make_batch(device)
+    plain = [p for p in PARAMS if p.top_k <= 0 and p.top_p >= 1]
+    for flags, size in ((ALL, len(PARAMS)), (SamplingFlags.of(plain), len(plain))):
+        used = batch if size == len(PARAMS) else make_batch(device, plain)
+        want = sample_ref(logits[:size].clone(), positions[:size], used, flags)
+        assert bool((want >= 0).all())
+        broken = logits[:size].clone()
+        if bad < 0:
+            broken[:, 1] = bad
+        else:
+            for i in range(size):
+                broken[i, 1, i * vocab // size] = bad
+        want[:, 1] = -1
+        assert torch.equal(sample_ref(broken.clone(), positions[:size], used, flags), want)
+        assert torch.equal(sample(broken.clone(), positions[:size], used, flags), want)
+        draft = sample(broken.clone(), positions[:size], used, flags, invalid=0)
+        assert torch.equal(draft, want.clamp_min(0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kernels.sampling.argmax import argmax
+from forerun.kernels.sampling.argmax import argmax, argmax_ref
 from forerun.kernels.speculation.accept import SlotState, accept_commit, accept_commit_ref
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs, build_decode_inputs_ref
 from forerun.speculative.simulate import SimulatedAcceptance
@@ -34,11 +34,22 @@ def check_argmax(rows: int, vocab: int, dtype: torch.dtype, device: torch.device
     tied = logits.clamp(max=1.0)
     first = (tied == tied.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(argmax(tied), first)
-    assert torch.equal(argmax(torch.full_like(logits, -torch.inf)), torch.zeros_like(first))
     signs = logits * 0  # 0 and -0 are equal
     assert torch.equal(argmax(signs), torch.zeros_like(first))
-    holes = torch.where(logits > 1, torch.nan, logits)
-    assert torch.equal(argmax(holes), holes.nan_to_num(-torch.inf).argmax(-1))
+    masked = torch.where(logits > 1, -torch.inf, logits)
+    assert torch.equal(argmax(masked), masked.argmax(-1))
+    # Invalid rows: one NaN or +inf anywhere, or nothing but -inf.
+    for i, place in enumerate((0, vocab // 2, vocab - 1)):
+        for bad in (torch.nan, torch.inf, -torch.nan):
+            broken = logits.clone()
+            broken[i % rows, place] = bad
+            want = argmax(logits)
+            want[i % rows] = -1
+            assert torch.equal(argmax(broken), want)
+            assert torch.equal(argmax_ref(broken), want)
+            assert torch.equal(argmax(broken, invalid=0), want.clamp_min(0))
+    empty = torch.full_like(logits, -torch.inf)
+    assert argmax(empty).tolist() == argmax_ref(empty).tolist() == [-1] * rows
 
 
 def slot_state(slots: int, positions: int) -> SlotState:

@@ -126,6 +126,22 @@ def test_argmax_ties_take_the_lowest_id() -> None:
     assert ids.tolist() == [21, 21]
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("row", [0, 21, 79])
+def test_argmax_flags_invalid_logits(row: int, bad: float) -> None:
+    """One invalid logit is enough, whichever tile it is in, and only in its own row."""
+    weight = torch.arange(80.0).unsqueeze(1).expand(80, 32).contiguous()
+    weight[row, 3] = bad
+    x = torch.ones(3, 32)
+    x[1] = 0.0
+    x[1, :3] = 1.0
+    want = [-1, -1 if bad != bad else 79, -1]
+    if bad == float("inf"):  # inf * 0 is NaN
+        want[1] = -1
+    ids = g.gemm_argmax(x, GemmWeight.from_tensor(weight), TritonGemmConfig(16, 32))
+    assert ids.tolist() == want
+
+
 @pytest.mark.parametrize("m", [1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512])
 def test_buckets(m: int) -> None:
     bucket = m_bucket(m)

@@ -1,4 +1,4 @@
-"""Filters against transformers' num_sms, against a plain sort, and their exactness."""
+"""Filters against transformers' logits warpers, against a plain sort, and their exactness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forerun.sampling.filters import filtered_weights, gaps
 def weights_of(
     logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """The same rules for every row of [R, V]."""
+    """The same parameters for every row of [R, V]."""
     rows = logits.shape[0]
     return filtered_weights(
         gaps(logits),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from forerun.sampling.noise import gumbel_argmax, log1m_uniform, noise_bits, race, seed_key
+from forerun.sampling.noise import gumbel_argmax, gumbel_scores, log1m_uniform, noise_bits, seed_key
 
 MASK = 0xFFFFFFFF
 SEEDS = [*range(40), -1, -2, 42, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2**63), -(2**63) + 1]
@@ -171,10 +171,10 @@ def test_a_weight_of_zero_never_wins_and_a_pruned_vocabulary_keeps_its_noise() -
     weights = torch.rand(500, 64, generator=torch.Generator().manual_seed(1))
     weights[:, ::3] = 0.0
     weights[:, 1] = 1.0
-    scores = race(weights, key, positions)
+    scores = gumbel_scores(weights, key, positions)
     assert (weights.gather(1, scores.argmin(-1, keepdim=True)) > 0).all()
     kept = torch.tensor([1, 5, 40, 63])
-    pruned = race(weights[:, kept].contiguous(), key, positions, kept)
+    pruned = gumbel_scores(weights[:, kept].contiguous(), key, positions, kept)
     assert torch.equal(pruned, scores[:, kept])
 
 

@@ -10,7 +10,7 @@ from forerun.core.checks import boolean, integer, number
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.unsupported import refusal
 
-MAX_STOP_IDS = 16  # width of the device table that `min_new_tokens` reads
+MAX_STOP_IDS = 16  # columns of the device table that `min_new_tokens` reads
 MAX_STOP_TOKENS = 1024
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1024  # stop strings are looked for at every token
 MAX_SAMPLES = 1024  # of one prompt

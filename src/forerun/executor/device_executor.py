@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forerun.attention.base import HostBatch
 from forerun.core.executor import Executor, ExecutorInfo
-from forerun.core.limits import INVALID_TOKEN
 from forerun.core.plan import DecodeRequest, SlotSampling, StepPlan, StepResult
+from forerun.core.tokens import INVALID_TOKEN
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor

@@ -322,7 +322,7 @@ class DeviceStep:
     ) -> Tensor:
         params = self.tables.sampling.gather(slots)
         if tokens is None or not flags.sampled:
-            return sample(logits, positions, params, replace(flags, min_tokens=False))
+            return sample(logits, positions, params, replace(flags, min_tokens=False), invalid=0)
         # Filters would keep other tokens of a pruned vocabulary: temperature only.
         warm = params.temperature.clamp_min(1e-6)[:, None, None]
         sampled = gumbel_argmax(logits.float() / warm, params.key[:, None], positions, tokens)

@@ -1,23 +1,24 @@
-"""Noise keyed by (seed, position, token): the same with any batch, row, step, drafter or device.
+"""Noise keyed by (seed, position, token): the same with any batch, step, drafter or device.
 
-A token is drawn by an exponential race: argmax over tokens of w / E, with E ~ Exp(1) and w the
-unnormalised probabilities. (It is the Gumbel-max trick, argmax of log w - log E.) Because E depends
-on nothing but (seed, absolute position, token id), a text does not depend on how it was computed:
-"drafter-invariant speculative decoding", Daliri, Musco and Suresh 2024.
+A token is sampled by the Gumbel-max trick, argmax over tokens of log w + G with w the unnormalised
+probabilities. We compute it in its exponential form: the lowest -w / E with E ~ Exp(1), where
+G = -log E. It needs no logarithm of w. Because E depends on nothing but (seed, absolute position,
+token id), a text does not depend on how it was computed: "drafter-invariant speculative decoding",
+Daliri, Musco and Suresh 2024.
 
 **The hash** is 32-bit arithmetic, wrapping, so that a kernel in true uint32 gives the same bits.
 Here the words live in int32: shifts are masked to be logical, products wrap. A request's seed is
 spread over 64 bits once, on the host (`seed_key`: neighbouring seeds, unrelated keys). Then, with
 mix = a xorshift-multiply permutation (16, 21f0aaad, 15, 735a2d97, 15: Wellons' hash-prospector):
 
-    row_j = mix(key_j ^ position)                      the low and high words of the key, j = 0, 1
-    x     = mix(mix(token) ^ row_0), with row_1 xored in after the first product of the outer mix
+    word_j = mix(key_j ^ position)                     the low and high words of the key, j = 0, 1
+    x      = mix(mix(token) ^ word_0), with word_1 xored in after the first product of the outer mix
 
-**Resolution.** u = (x + 0.5) / 2^32 in float32, at most 1 - 2^-24, and E = -log1p(-u). The race is
-won near E = 0: a token of probability p wins with E about p. There the grid is 2^-32 wide, float32
-holds it without loss, and log1p keeps it. So a draw's probability is off by at most 2^-32 for every
-rival; tokens rarer than that are in effect never drawn. The coarse end, near u = 1, belongs to
-losers. (A uniform rounded to float32 first and put into -log(u) would stop at 2^-24.)
+**Resolution.** u = (x + 0.5) / 2^32 in float32, at most 1 - 2^-24, and E = -log1p(-u). A token wins
+with a small E: one of probability p with E about p. There the grid is 2^-32 wide, float32 holds it
+without loss, and log1p keeps it. So a token's probability is off by at most 2^-32 for every rival;
+tokens rarer than that are in effect never sampled. The coarse end, near u = 1, belongs to tokens
+that lose. (A uniform rounded to float32 first and put into -log(u) would stop at 2^-24.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _fold_(x: Tensor, shift: int, scratch: Tensor) -> None:
 
 
 def _mix_(x: Tensor, key: Tensor | None = None) -> Tensor:
-    """A permutation of the 32-bit words of x (int32), in place; `key` enters half-way."""
+    """A permutation of the 32-bit words of x (int32), in place; `key` is mixed in half-way."""
     scratch = torch.empty_like(x)
     _fold_(x, 16, scratch)
     x.mul_(_MUL_1)
@@ -59,17 +60,17 @@ def seed_key(seed: int) -> int:
     return z - (1 << 64) if z >> 63 else z
 
 
-def row_keys(key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def position_keys(key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Two int32 words for every row: `key` int64 and `positions` (integers) are broadcast."""
     at = positions.to(torch.int32)
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)  # to int32: the low 32 bits
-    rows = _mix_(torch.stack((low ^ at, high ^ at)))
-    return rows[0], rows[1]
+    words = _mix_(torch.stack((low ^ at, high ^ at)))
+    return words[0], words[1]
 
 
 def noise_bits(key: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The hash itself: [*rows, V] int32 holding uint32 bits. Arguments as in `race`."""
-    first, second = row_keys(key, positions)
+    """The hash itself: [*rows, V] int32 holding uint32 bits. Arguments as in `gumbel_scores`."""
+    first, second = position_keys(key, positions)
     words = _mix_(tokens.to(torch.int32, copy=True))
     return _mix_(words ^ first[..., None], second[..., None])
 
@@ -80,15 +81,17 @@ def log1m_uniform(bits: Tensor) -> Tensor:
     return u.clamp_min_(-_BELOW_ONE).log1p_()
 
 
-def race(weights: Tensor, key: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
-    """The score of every token: the lowest one is drawn.
+def gumbel_scores(
+    weights: Tensor, key: Tensor, positions: Tensor, tokens: Tensor | None = None
+) -> Tensor:
+    """The score of every token: the lowest one is sampled (Gumbel-max in exponential form).
 
     Args:
-        weights: [*rows, V] float32, unnormalised probabilities, the largest of a row about 1.
-            A weight of 0 scores 0 and never wins, since any other scores below.
-        key: int64, of `seed_key`, broadcastable to rows.
-        positions: integers, broadcastable to rows; absolute positions of the tokens to be drawn.
-        tokens: [V] token ids of the columns where these are not 0 … V-1 (a pruned vocabulary).
+        weights: [*rows, V] float32, unnormalised probabilities, the largest of a row about 1. A
+            weight of 0 scores 0 and is never sampled, since any other scores below.
+        key: int64, of `seed_key`, broadcastable to the rows.
+        positions: integers, broadcastable to the rows; absolute positions of the sampled tokens.
+        tokens: [V] token ids of the columns where these are not 0 ... V-1 (a pruned vocabulary).
 
     Returns:
         [*rows, V] float32: -w / E.
@@ -102,11 +105,11 @@ def race(weights: Tensor, key: Tensor, positions: Tensor, tokens: Tensor | None 
 def gumbel_argmax(
     logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor | None = None
 ) -> Tensor:
-    """One draw a row from softmax(logits) [*rows, V]; arguments and noise as in `race`.
+    """Samples one column per row from softmax(logits) [*rows, V]; else as `gumbel_scores`.
 
-    A draft that samples draws its tokens with this from its own logits: with the same key it agrees
-    with the target as often as its distribution allows. Returns columns, [*rows] int64.
+    A draft that samples uses this on its own logits: with the same key it agrees with the target as
+    often as its distribution allows. Returns columns, [*rows] int64.
     """
     logits = logits.float()
     weights = (logits - logits.amax(-1, keepdim=True)).exp_()
-    return race(weights, key, positions, tokens).argmin(-1)
+    return gumbel_scores(weights, key, positions, tokens).argmin(-1)

@@ -1,4 +1,4 @@
-"""From logits to tokens: the verify pass draws one at every row, by the request's own rules."""
+"""From logits to tokens: the verify pass samples one at every position, by the request's params."""
 
 from __future__ import annotations
 
@@ -9,29 +9,21 @@ import torch
 from torch import Tensor
 
 from forerun.core.plan import SlotSampling
+from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.argmax import argmax
-from forerun.kernels.sampling.sampling import (
-    KEY,
-    MIN_P,
-    MIN_POSITION,
-    STOP_IDS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    mask_stop_tokens,
-    sample_rows,
-)
+from forerun.kernels.sampling.params import SamplingBatch
+from forerun.kernels.sampling.sample import mask_stop_tokens, sample_tokens
 from forerun.sampling.filters import filtered_weights, gaps
-from forerun.sampling.noise import race
+from forerun.sampling.noise import gumbel_scores
 
 
 @dataclass(frozen=True)
 class SamplingFlags:
     """What the host knows about a batch: which operations run, never what comes out.
 
-    A flag may be True though no row needs it (a captured graph serves many batches); it must not
-    be False where one does.
+    A flag may be True though no request needs it (a captured graph serves many batches); it must
+    not be False where one does.
     """
 
     sampled: bool = False
@@ -44,17 +36,17 @@ class SamplingFlags:
     def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
         """The flags that a batch of requests needs."""
         batch = list(params)
-        drawn = [p for p in batch if not p.greedy]
+        sampled = [p for p in batch if not p.greedy]
         return cls(
-            sampled=bool(drawn),
-            top_k=any(p.top_k > 0 for p in drawn),
-            top_p=any(p.top_p < 1 for p in drawn),
-            min_p=any(p.min_p > 0 for p in drawn),
+            sampled=bool(sampled),
+            top_k=any(p.top_k > 0 for p in sampled),
+            top_p=any(p.top_p < 1 for p in sampled),
+            min_p=any(p.min_p > 0 for p in sampled),
             min_tokens=any(bool(p.stop_ids) for p in batch),
         )
 
     def widened(self) -> SamplingFlags:
-        """`GREEDY` or `SAMPLED`: kernels are compiled for these two at start."""
+        """`GREEDY` or `SAMPLED`: steps are captured for these two at start."""
         return SAMPLED if self.sampled or self.min_tokens else GREEDY
 
 
@@ -62,104 +54,74 @@ GREEDY = SamplingFlags()
 SAMPLED = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
 
 
-@dataclass(frozen=True)
-class SamplingRows:
-    """The rules of B requests: rows of the slots' tables, gathered when they are asked for."""
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    batch: SamplingBatch,
+    flags: SamplingFlags,
+    invalid: int = INVALID_TOKEN,
+) -> Tensor:
+    """Samples a token at every position.
 
-    floats: Tensor  # [S, 3] float32, columns as in kernels/sampling.py
-    ints: Tensor  # [S, 3 + MAX_STOP_IDS] int64
-    slots: Tensor  # [B] int64
-
-    @property
-    def temperature(self) -> Tensor:
-        """[B] float32; 0: greedy."""
-        return self.floats[self.slots, TEMPERATURE]
-
-    @property
-    def top_k(self) -> Tensor:
-        """[B] int64; -1: off."""
-        return self.ints[self.slots, TOP_K]
-
-    @property
-    def top_p(self) -> Tensor:
-        """[B] float32; 1: off."""
-        return self.floats[self.slots, TOP_P]
-
-    @property
-    def min_p(self) -> Tensor:
-        """[B] float32; 0: off."""
-        return self.floats[self.slots, MIN_P]
-
-    @property
-    def key(self) -> Tensor:
-        """[B] int64: `seed_key` of the request's seed."""
-        return self.ints[self.slots, KEY]
-
-    @property
-    def stop_ids(self) -> Tensor:
-        """[B, MAX_STOP_IDS] int64, padded with a repeated (or any valid) id."""
-        return self.ints[self.slots, STOP_IDS:]
-
-    @property
-    def min_position(self) -> Tensor:
-        """[B] int64; positions below may not draw a stop id; 0: off."""
-        return self.ints[self.slots, MIN_POSITION]
-
-
-def sample(logits: Tensor, positions: Tensor, rows: SamplingRows, flags: SamplingFlags) -> Tensor:
-    """Draws a token at every row.
-
-    A greedy request takes the largest logit, the lowest id among equals. Others draw from the
+    A greedy request takes the largest logit, the lowest id among equals. Others sample from the
     filtered distribution with noise keyed by (seed, position).
 
     Args:
         logits: [B, W, V], any float dtype. On a GPU stop ids may be masked in place.
-        positions: [B, W] integers: the absolute position of the token to be drawn.
-        rows: the rules of the B requests.
+        positions: [B, W] integers: the absolute positions of the tokens to be sampled.
+        batch: the sampling parameters of the B requests.
         flags: which of them are in use.
+        invalid: the result where a row of logits has a NaN or +inf, or is all -inf. A draft gives
+            an id that it can embed.
 
     Returns:
         [B, W] int64.
     """
     if not use_triton(logits):
-        return sample_ref(logits, positions, rows, flags)
+        return sample_ref(logits, positions, batch, flags, invalid)
     flat, at = logits.flatten(0, 1), positions.flatten()
     if flags.min_tokens:
-        mask_stop_tokens(flat, at, rows.slots, rows.ints)
+        mask_stop_tokens(flat, at, batch)
     if not flags.sampled:
-        return argmax(flat).view(positions.shape)
-    drawn = sample_rows(flat, at, rows.slots, rows.floats, rows.ints, flags.top_k, flags.top_p)
-    return drawn.view(positions.shape)
+        return argmax(flat, invalid).view(positions.shape)
+    tokens = sample_tokens(flat, at, batch, flags.top_k, flags.top_p, invalid)
+    return tokens.view(positions.shape)
 
 
 def sample_ref(
-    logits: Tensor, positions: Tensor, rows: SamplingRows, flags: SamplingFlags
+    logits: Tensor,
+    positions: Tensor,
+    batch: SamplingBatch,
+    flags: SamplingFlags,
+    invalid: int = INVALID_TOKEN,
 ) -> Tensor:
-    """`sample` in plain PyTorch, and what the kernels are held to."""
+    """Reference implementation of `sample`."""
     if flags.min_tokens:
-        logits = _without_stops(logits, positions, rows)
+        logits = _without_stop_tokens(logits, positions, batch)
     if not flags.sampled:
-        return argmax(logits.flatten(0, 1)).view(logits.shape[:2])
+        return argmax(logits.flatten(0, 1), invalid).view(logits.shape[:2])
 
     gap = gaps(logits.float())
-    temperature = rows.temperature[:, None]
+    temperature = batch.temperature[:, None]
     greedy = temperature <= 0
     weights = filtered_weights(
         gap,
         torch.where(greedy, 1.0, temperature),
-        rows.top_k[:, None] if flags.top_k else None,
-        rows.top_p[:, None] if flags.top_p else None,
-        rows.min_p[:, None] if flags.min_p else None,
+        batch.top_k[:, None] if flags.top_k else None,
+        batch.top_p[:, None] if flags.top_p else None,
+        batch.min_p[:, None] if flags.min_p else None,
     )
-    scores = race(weights, rows.key[:, None], positions)
+    scores = gumbel_scores(weights, batch.key[:, None], positions)
     # Greedy rows: the gap is 0 at the largest logit and nowhere else, so one argmin serves all.
-    return torch.where(greedy[..., None], gap, scores).argmin(-1)
+    tokens = torch.where(greedy[..., None], gap, scores).argmin(-1)
+    # The largest logit has gap 0, but for invalid rows.
+    return torch.where(gap.amin(-1) == 0, tokens, invalid)
 
 
-def _without_stops(logits: Tensor, positions: Tensor, rows: SamplingRows) -> Tensor:
-    """Logits [B, W, V] with the requests' stop ids at -inf where they may not be drawn yet."""
-    index = rows.stop_ids[:, None, :].expand(-1, positions.shape[1], -1)
-    early = (positions < rows.min_position[:, None])[..., None]
+def _without_stop_tokens(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
+    """Logits [B, W, V] with the requests' stop ids at -inf where they may not be sampled yet."""
+    index = batch.stop_ids[:, None, :].expand(-1, positions.shape[1], -1)
+    early = (positions < batch.min_position[:, None])[..., None]
     # Repeated ids write the same value, so their order does not matter.
     values = logits.gather(-1, index).masked_fill_(early, -torch.inf)
     return logits.scatter(-1, index, values)

@@ -30,6 +30,7 @@ from forerun.kernels.gemm import gemm_sm90, gemm_triton
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig, num_tiles
 from forerun.kernels.runtime.jit import use_triton
+from forerun.kernels.sampling.argmax import argmax_ref
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,12 @@ def gemm_silu_mul(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -
 
 
 def gemm_argmax(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -> Tensor:
-    """argmax over N of `gemm` (rounded to bfloat16 as there), [M] int64; ties: the lowest index."""
+    """argmax over N of `gemm` (rounded to bfloat16 as there), [M] int64; ties: the lowest index.
+
+    INVALID_TOKEN for rows with a NaN or +inf, or of -inf alone.
+    """
     if not use_triton(w.weight):
-        return gemm(x, w, config).argmax(-1)
+        return argmax_ref(gemm(x, w, config))
     m, tiles = _input(x).shape[0], -(-w.weight.shape[0] // config.block_n)
     tile_max = torch.empty(m, tiles, dtype=torch.float32, device=w.weight.device)
     tile_argmax = torch.empty(m, tiles, dtype=torch.int32, device=w.weight.device)

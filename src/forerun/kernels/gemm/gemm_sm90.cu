@@ -283,6 +283,9 @@ __device__ ColumnPair output_pair(const float (&acc)[BLOCK_N / 2], int j, int ha
   return {silu(gate.a) * up.a, silu(gate.b) * up.b};
 }
 
+// NaN is as invalid as +inf: as +inf it wins the argmax, and the reduction flags the row.
+__device__ float nan_to_inf(float x) { return x == x ? x : __int_as_float(0x7f800000); }
+
 // Each row's maximum after rounding to bfloat16, and its index; ties: the lowest index.
 __device__ void argmax_epilogue(const float (&acc)[BLOCK_N / 2], const EpilogueArguments& args,
                                 int m, int tile_n, const float* inv_rms) {
@@ -297,8 +300,9 @@ __device__ void argmax_epilogue(const float (&acc)[BLOCK_N / 2], const EpilogueA
     for (int j = 0; j < BLOCK_N / 8; j++, column += 8) {
       ColumnPair pair = output_pair(acc, j, half, scale, args, column);
       u32 rounded = pack_bf16x2(pair.a, pair.b);
-      if (column < args.N && low(rounded) > best) { best = low(rounded); index = column; }
-      if (column < args.N && high(rounded) > best) { best = high(rounded); index = column + 1; }
+      float a = nan_to_inf(low(rounded)), b = nan_to_inf(high(rounded));
+      if (column < args.N && a > best) { best = a; index = column; }
+      if (column < args.N && b > best) { best = b; index = column + 1; }
     }
     for (int by = 1; by < 4; by *= 2) {
       float other = __shfl_xor_sync(~0u, best, by);

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import TritonGemmConfig, m_bucket, num_tiles
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
@@ -71,11 +72,16 @@ def max_splits(num_ctas: int, tiles: int, iters_per_tile: int) -> int:
 
 
 def reduce_argmax(tile_max: Tensor, tile_argmax: Tensor) -> Tensor:
-    """[M, N tiles] maxima and their indices -> the index of each token's largest, [M] int64."""
+    """[M, N tiles] maxima and their indices -> the index of each token's largest, [M] int64.
+
+    INVALID_TOKEN where the maximum is +inf (which stands for NaN too) or -inf.
+    """
     m, tiles = tile_max.shape
     out = torch.empty(m, dtype=torch.int64, device=tile_max.device)
     options = pdl_options(out)
-    reduce_argmax_kernel[(m,)](tile_max, tile_argmax, out, tiles, BLOCK=1024, **options)
+    reduce_argmax_kernel[(m,)](
+        tile_max, tile_argmax, out, tiles, INVALID=INVALID_TOKEN, BLOCK=1024, **options
+    )
     return out
 
 
@@ -267,6 +273,7 @@ def _epilogue(
     offset = m[:, None] * N + n[None, :]
     if tile_max is not None:
         logits = acc.to(w_type).to(tl.float32)
+        logits = tl.where(logits == logits, logits, float("inf"))  # NaN is as invalid as +inf
         logits = tl.where(n_mask[None, :], logits, float("-inf"))
         value, index = tl.max(logits, 1, return_indices=True)
         slot = m * tl.cdiv(N, BLOCK_N) + tile
@@ -307,7 +314,10 @@ def _prefetch_weight(
 
 
 @jit
-def reduce_argmax_kernel(tile_max, tile_argmax, out, tiles, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def reduce_argmax_kernel(
+    tile_max, tile_argmax, out, tiles,
+    INVALID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """out[m] = the index of the largest of m's `tiles` maxima; ties: the lowest index."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -323,4 +333,6 @@ def reduce_argmax_kernel(tile_max, tile_argmax, out, tiles, BLOCK: tl.constexpr,
         value = tl.where(better, v, value)
         index = tl.where(better, i, index)
     top = tl.max(value, 0)
-    tl.store(out + m, tl.min(tl.where(value == top, index, 2**31 - 1), 0).to(tl.int64))
+    id = tl.min(tl.where(value == top, index, 2**31 - 1), 0)
+    finite = (top > float("-inf")) & (top < float("inf"))
+    tl.store(out + m, tl.where(finite, id, INVALID).to(tl.int64))

@@ -1,74 +1,96 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Argmax over a vocabulary: of parts of every row, then of the parts. The lowest id of equals."""
+"""Argmax over a vocabulary, in two kernels: of each part of a row, then over the parts.
+
+Ties go to the lowest id. A row with a NaN or +inf, or of -inf alone, yields INVALID_TOKEN: the
+host sees it with the step's result and ends the request, at no cost to the step.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.elementwise.rms_norm import vector_warps
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-SHORT, LONG = 1024, 8192  # columns a program of argmax reads: few rows, and many
+MIN_BLOCK, MAX_BLOCK = 1024, 8192  # logits that a CTA reads: with few rows, and with many
 
 
-def argmax_ref(logits: Tensor) -> Tensor:
-    """The twin of `argmax`: PyTorch's gives the lowest id as well."""
-    return logits.argmax(-1)
+def argmax_ref(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
+    """Reference implementation of `argmax`. torch.argmax finds a NaN first, and the lowest id."""
+    ids = logits.argmax(-1)
+    largest = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return torch.where(largest.isfinite(), ids, invalid)
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """[R, V], any float dtype and row stride -> [R] int64. NaN never wins."""
+def argmax(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
+    """The id of the largest logit in each row.
+
+    Args:
+        logits: [R, V], any float dtype and row stride.
+        invalid: the result for rows that have a NaN or +inf, or are all -inf.
+
+    Returns:
+        [R] int64.
+    """
     if not use_triton(logits):
-        return argmax_ref(logits)
+        return argmax_ref(logits, invalid)
     rows, vocab = logits.shape
-    # Two programs a processor at least; beyond that, longer ones have more loads in flight.
+    # At least two CTAs per SM; beyond that, larger blocks have more loads in flight.
     block = triton.next_power_of_2(rows * vocab // (2 * gpu_of(logits.device).num_sms) + 1)
-    block = min(max(block // 2, SHORT), LONG)
-    parts = triton.cdiv(vocab, block)
-    keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
+    block = min(max(block // 2, MIN_BLOCK), MAX_BLOCK)
+    num_parts = triton.cdiv(vocab, block)
+    keys = torch.empty(rows, num_parts, dtype=torch.int64, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     options = pdl_options(logits)
-    _best_of_part[(parts, rows)](
-        logits, keys, vocab, logits.stride(0), parts,
+    _argmax_part[(num_parts, rows)](
+        logits, keys, vocab, logits.stride(0), num_parts,
         BLOCK=block, num_warps=max(1, vector_warps(block, logits) // 4), **options,
     )  # fmt: skip
-    padded = triton.next_power_of_2(parts)
-    _best_part[(rows,)](
-        keys, out, parts, BLOCK=padded, num_warps=1 if padded <= 128 else 4, **options
-    )
+    padded = triton.next_power_of_2(num_parts)
+    _argmax_reduce[(rows,)](
+        keys, out, num_parts,
+        INVALID=invalid, BLOCK=padded, num_warps=1 if padded <= 128 else 4, **options,
+    )  # fmt: skip
     return out
 
 
 @jit
-def _best_of_part(logits, keys, vocab, row_stride, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """A program: BLOCK columns of a row, into one key."""
+def _argmax_part(
+    logits, keys, vocab, row_stride, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """One CTA per BLOCK logits of a row, reduced to one sortable key (value, -id)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + at, mask=at < vocab, other=float("-inf"))
-    top = tl.max(x.to(tl.float32), 0)
-    # Where all are NaN none is equal: then any id of this part.
-    place = tl.min(tl.where(x.to(tl.float32) == top, at, part * BLOCK + BLOCK), 0)
-    place = tl.minimum(place, vocab - 1)
-    top = tl.where(top == top, top, float("-inf"))
-    bits = tl.where(top == 0, 0.0, top).to(tl.int32, bitcast=True)  # -0 equals 0
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats order like these integers
-    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
-    tl.store(keys + row * parts + part, key)
+    id = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + id, mask=id < vocab, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # NaN is as invalid as +inf
+    largest = tl.max(x, 0)
+    first = tl.min(tl.where(x == largest, id, part * BLOCK + BLOCK), 0)
+    bits = tl.where(largest == 0, 0.0, largest).to(tl.int32, bitcast=True)  # -0 equals 0
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # these integers sort as the floats do
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
+    tl.store(keys + row * num_parts + part, key)
 
 
 @jit
-def _best_part(keys, out, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The largest key: of equal logits the lowest id."""
+def _argmax_reduce(
+    keys, out, num_parts, INVALID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """One CTA per row: the largest key, so that of equal logits the lowest id wins."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    key = tl.load(keys + row * parts + i, mask=i < parts, other=-0x7FFFFFFFFFFFFFFF)
-    tl.store(out + row, 0x7FFFFFFF - (tl.max(key, 0) & 0x7FFFFFFF))
+    key = tl.load(keys + row * num_parts + i, mask=i < num_parts, other=-0x7FFFFFFFFFFFFFFF)
+    key = tl.max(key, 0)
+    order = key >> 32
+    finite = (order > -0x7F800001) & (order < 0x7F800000)  # between the keys of -inf and +inf
+    tl.store(out + row, tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), INVALID))

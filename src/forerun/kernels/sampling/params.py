@@ -1,0 +1,55 @@
+"""The sampling parameters of a batch, as entries of the slots' tables on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# Columns of the tables, float32 and int64. `load_params` in sample.py has them as numbers.
+TEMPERATURE, TOP_P, MIN_P, NUM_FLOATS = 0, 1, 2, 3
+KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """B requests and the tables of S slots; nothing is gathered before it is asked for."""
+
+    floats: Tensor  # [S, NUM_FLOATS] float32: temperature (0: greedy), top_p (1: off), min_p
+    ints: Tensor  # [S, STOP_IDS + MAX_STOP_IDS] int64: key, top_k (< 1: off), min_position, stops
+    slots: Tensor  # [B] int64
+
+    @property
+    def temperature(self) -> Tensor:
+        """[B] float32; 0: greedy."""
+        return self.floats[self.slots, TEMPERATURE]
+
+    @property
+    def top_k(self) -> Tensor:
+        """[B] int64; below 1: off."""
+        return self.ints[self.slots, TOP_K]
+
+    @property
+    def top_p(self) -> Tensor:
+        """[B] float32; 1: off."""
+        return self.floats[self.slots, TOP_P]
+
+    @property
+    def min_p(self) -> Tensor:
+        """[B] float32; 0: off."""
+        return self.floats[self.slots, MIN_P]
+
+    @property
+    def key(self) -> Tensor:
+        """[B] int64: `seed_key` of the request's seed."""
+        return self.ints[self.slots, KEY]
+
+    @property
+    def stop_ids(self) -> Tensor:
+        """[B, MAX_STOP_IDS] int64, padded with a repeated (or any valid) id."""
+        return self.ints[self.slots, STOP_IDS:]
+
+    @property
+    def min_position(self) -> Tensor:
+        """[B] int64: the first position at which a stop id may be sampled; 0: no limit."""
+        return self.ints[self.slots, MIN_POSITION]

@@ -1,0 +1,255 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Samples a token from every row of logits: temperature, top-k, top-p, min-p and Gumbel-max.
+
+The rules are those of `forerun.sampling` (filters.py, noise.py), number for number: gaps to the
+largest logit, order by (gap bits, id), fixed-point weights, the same hash. A token is drawn by the
+Gumbel-max trick in its exponential form: the lowest -weight / Exp(1). The launches:
+
+    _group_max                 reads all logits once; the largest of every 128.
+    sum_part_weights           with top-p: the weight of each part of a row.
+    sample_candidates          with top-k or top-p: greedy rows, and rows whose token can be found
+                               among a few candidates (candidates.py).
+    find_top_p_thresholds      with top-p: the threshold of the other rows (thresholds.py).
+    _sample_parts              draws from each part of the rows that are not done.
+    _reduce_parts              the best of a row's parts.
+
+A row with a NaN or +inf, or of -inf alone, yields the `invalid` token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.core.tokens import INVALID_TOKEN
+from forerun.kernels.elementwise.rms_norm import vector_warps
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton
+from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.sampling import candidates
+from forerun.kernels.sampling.candidates import (
+    GROUP_SIZE,
+    MAX_CANDIDATES,
+    PENDING,
+    is_valid,
+    load_params,
+    sample_candidates,
+)
+from forerun.kernels.sampling.noise import keyed_noise
+from forerun.kernels.sampling.params import STOP_IDS, SamplingBatch
+from forerun.kernels.sampling.thresholds import (
+    BLOCK,
+    LAST_BINS,
+    NUM_BINS,
+    STATE_SIZE,
+    RowParts,
+    TopPScratch,
+    find_top_p_thresholds,
+    sum_part_weights,
+    token_weight,
+)
+
+
+def mask_stop_tokens(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> None:
+    """In place: -inf at the requests' stop ids, in rows below their `min_position`.
+
+    Arguments as in `sample_tokens`. Triton only.
+    """
+    count = batch.ints.shape[1] - STOP_IDS
+    _mask_stop_tokens[(len(logits),)](
+        logits, positions, batch.slots, batch.ints, logits.stride(0), batch.ints.stride(0),
+        len(logits) // len(batch.slots), count,
+        BLOCK=triton.next_power_of_2(count), num_warps=1, **pdl_options(logits),
+    )  # fmt: skip
+
+
+def sample_tokens(
+    logits: Tensor,
+    positions: Tensor,
+    batch: SamplingBatch,
+    top_k: bool = True,
+    top_p: bool = True,
+    invalid: int = INVALID_TOKEN,
+) -> Tensor:
+    """Samples a token from every row. Triton only; the reference is `sampler.sample_ref`.
+
+    Args:
+        logits: [R, V], any float dtype and row stride.
+        positions: [R] integers, of the tokens to be sampled.
+        batch: the B requests; R / B consecutive rows each.
+        top_k, top_p: whether any request may use these.
+        invalid: the result for rows that have a NaN or +inf, or are all -inf.
+
+    Returns:
+        [R] int64.
+    """
+    rows, vocab = logits.shape
+    num_groups, filtered = triton.cdiv(vocab, GROUP_SIZE), top_k or top_p
+    groups_block, rows_per_request = triton.next_power_of_2(num_groups), rows // len(batch.slots)
+    parts, options = RowParts.of(logits), pdl_options(logits)
+    warps, grid = vector_warps(BLOCK, logits), (rows, parts.num_parts)
+    params = (batch.slots, batch.floats, batch.ints)
+    strides = (logits.stride(0), batch.floats.stride(0), batch.ints.stride(0))
+
+    def scratch(columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=logits.device)
+
+    group_max = scratch(num_groups, torch.float32)
+    _group_max[grid](
+        logits, group_max, vocab, logits.stride(0), num_groups, parts.part_size,
+        GROUP_SIZE=GROUP_SIZE, BLOCK=BLOCK, num_warps=warps, **options,
+    )  # fmt: skip
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    max_logit, threshold = scratch(1, torch.float32), scratch(2, torch.int32)
+    nucleus = TopPScratch.of(logits, parts.num_parts) if top_p else None
+    if nucleus is not None:
+        sum_part_weights[grid](
+            logits, group_max, *params, nucleus.part_weights,
+            vocab, *strides, num_groups, rows_per_request, parts.part_size,
+            GROUPS_BLOCK=groups_block, BLOCK=BLOCK, num_warps=warps, **options,
+        )  # fmt: skip
+    if filtered:
+        sample_candidates[(rows,)](
+            logits, group_max, max_logit, scratch(groups_block + 2 * MAX_CANDIDATES, torch.int32),
+            threshold, out, positions, *params,
+            *((None,) * 4 if nucleus is None
+              else (nucleus.part_weights, nucleus.state, nucleus.histograms, nucleus.counts)),
+            vocab, *strides, num_groups, rows_per_request, parts.num_parts,
+            INVALID=invalid, PENDING=PENDING,
+            GROUP_SIZE=GROUP_SIZE, GROUPS_BLOCK=groups_block, BLOCK=BLOCK,
+            MAX_CANDIDATES=MAX_CANDIDATES, MAX_TOP_K_GROUPS=candidates.MAX_TOP_K_GROUPS,
+            TOP_P_GROUPS=candidates.TOP_P_GROUPS, TOP_P=top_p, MAX_PARTS=parts.max_parts,
+            NUM_BINS=NUM_BINS, STATE_SIZE=STATE_SIZE, LAST_BINS=LAST_BINS,
+            num_warps=warps, **options,
+        )  # fmt: skip
+    if nucleus is not None:
+        find_top_p_thresholds(logits, batch, max_logit, threshold, nucleus, parts)
+    scores = scratch(parts.num_parts, torch.float32)
+    ids = scratch(parts.num_parts, torch.int32)
+    _sample_parts[grid](
+        logits, group_max, threshold, out, positions, *params, scores, ids,
+        vocab, *strides, num_groups, rows_per_request, parts.part_size,
+        INVALID=invalid, PENDING=PENDING, FILTERED=filtered, GROUPS_BLOCK=groups_block,
+        BLOCK=BLOCK, num_warps=warps, **options,
+    )  # fmt: skip
+    _reduce_parts[(rows,)](
+        scores, ids, out, parts.num_parts, vocab,
+        PENDING=PENDING, FILTERED=filtered, BLOCK=parts.max_parts, num_warps=1, **options,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _mask_stop_tokens(
+    logits, positions, slots, ints, row_stride, ints_stride, rows_per_request, count,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    ints += tl.load(slots + row // rows_per_request) * ints_stride
+    i = tl.arange(0, BLOCK)
+    masked = (i < count) & (tl.load(positions + row) < tl.load(ints + 2))
+    ids = tl.load(ints + 3 + i, mask=masked, other=0)
+    tl.store(logits + row * row_stride + ids, float("-inf"), mask=masked)
+
+
+@jit
+def _group_max(
+    logits, group_max, vocab, row_stride, num_groups, part_size,
+    GROUP_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per part of a row: the largest logit of each group, +inf where one is NaN."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * part_size
+    logits += row * row_stride
+    group = tl.arange(0, BLOCK // GROUP_SIZE)
+    offset = group[:, None] * GROUP_SIZE + tl.arange(0, GROUP_SIZE)[None, :]
+    for first in tl.range(0, part_size, BLOCK, num_stages=4):
+        id = begin + first + offset
+        x = tl.load(logits + id, mask=id < vocab, other=float("-inf")).to(tl.float32)
+        x = tl.where(x == x, x, float("inf"))
+        index = (begin + first) // GROUP_SIZE + group
+        tl.store(group_max + row * num_groups + index, tl.max(x, 1), mask=index < num_groups)
+
+
+@jit
+def _sample_parts(
+    logits, group_max, threshold, out, positions, slots, floats, ints, score_ptr, id_ptr,
+    vocab, row_stride, floats_stride, ints_stride, num_groups, rows_per_request, part_size,
+    INVALID: tl.constexpr, PENDING: tl.constexpr, FILTERED: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per part of a row: its best token. FILTERED: `sample_candidates` ran before."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    todo = True
+    if FILTERED:
+        todo = tl.load(out + row) == PENDING
+    if todo:
+        logits += row * row_stride
+        temperature, _, min_p, key, _ = load_params(
+            slots, floats, ints, row, rows_per_request, floats_stride, ints_stride
+        )
+        position = tl.load(positions + row)
+        group = tl.arange(0, GROUPS_BLOCK)
+        maxima = tl.load(
+            group_max + row * num_groups + group, mask=group < num_groups, other=float("-inf")
+        )
+        max_logit = tl.max(maxima, 0)
+        best = tl.full((BLOCK,), float("inf"), tl.float32)
+        ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+        for first in tl.range(part * part_size, part * part_size + part_size, BLOCK, num_stages=3):
+            id = first + tl.arange(0, BLOCK)
+            x = tl.load(logits + id, mask=id < vocab, other=float("-inf")).to(tl.float32)
+            gap = tl.abs(max_logit - x)
+            bits, kept = gap.to(tl.int32, bitcast=True), id < vocab
+            if FILTERED:
+                last_bits, last_id = tl.load(threshold + 2 * row), tl.load(threshold + 2 * row + 1)
+                kept &= (bits < last_bits) | ((bits == last_bits) & (id <= last_id))
+            weight = token_weight(bits, temperature)
+            score = weight / keyed_noise(key, position, id)
+            if FILTERED:
+                kept &= weight >= min_p
+            else:  # greedy rows: the gap itself is the score
+                kept &= weight >= tl.where(temperature > 0, min_p, -1.0)
+                score = tl.where(temperature > 0, score, gap)
+            score = tl.where(kept, score, float("inf"))
+            ids = tl.where(score < best, id, ids)
+            best = tl.minimum(score, best)
+        score = tl.min(best, 0)
+        token = tl.min(tl.where(best == score, ids, 0x7FFFFFFF), 0)
+        if not FILTERED:  # else `sample_candidates` marked the row
+            valid = is_valid(max_logit)
+            score = tl.where(valid, score, float("-inf"))
+            token = tl.where(valid, token, INVALID)
+        index = row * tl.num_programs(1) + part
+        tl.store(score_ptr + index, score)
+        tl.store(id_ptr + index, token)
+
+
+@jit_no_specialize("num_parts")
+def _reduce_parts(
+    score_ptr, id_ptr, out, num_parts, vocab,
+    PENDING: tl.constexpr, FILTERED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per row: the lowest score, the lowest id of equals."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    todo = True
+    if FILTERED:
+        todo = tl.load(out + row) == PENDING
+    if todo:
+        i = tl.arange(0, BLOCK)
+        inside = i < num_parts
+        score = tl.load(score_ptr + row * num_parts + i, mask=inside, other=float("inf"))
+        ids = tl.load(id_ptr + row * num_parts + i, mask=inside, other=0x7FFFFFFF)
+        token = tl.min(tl.where(score == tl.min(score, 0), ids, 0x7FFFFFFF), 0)
+        tl.store(out + row, tl.minimum(token, vocab - 1).to(tl.int64))
