@@ -1,8 +1,8 @@
 """Accept length without a serving loop.
 
-Greedy verification accepts a draft token exactly when the target's own greedy text has it. So one
-pass gives the drafts at every position of that text, and the steps a server would take are a walk
-along it.
+Greedy verification accepts a draft exactly if it equals the target's greedy token. So one pass over
+the target's greedy text gives the drafts at every position, and the verify steps of a server follow
+from the number of matches at each position.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class AcceptScore:
 
     @property
     def accept_length(self) -> float:
-        """Generated tokens per verify step, the bonus counted."""
+        """Tokens per verify step, bonus token included."""
         return self.tokens / self.steps
 
     @property
     def per_position(self) -> list[float]:
-        """Share of steps that accepted draft token j (1-based) and, as served, all before it."""
+        """Fraction of verify steps that accepted draft j (1-based), and so all before it."""
         return [a / max(o, 1) for a, o in zip(self.accepted, self.offered, strict=True)]
 
 
@@ -52,10 +52,10 @@ def matches(guess: Guess, ids: Tensor, prompt: int, end: int, chunk: int = 256) 
 
 
 def walk(found: list[int], drafts: int) -> tuple[int, list[int]]:
-    """Steps a server takes over a response, and how often each of the ``drafts`` held.
+    """Verify steps over a response, and how often each of the ``drafts`` was accepted.
 
-    ``found`` has the matches at each of the response's tokens. The first token comes out of
-    prefill; every step then starts at the newest token and adds its matches and a bonus.
+    ``found`` has the matches at each of the response's tokens. The first token comes
+    from the prefill; every step then starts at the last token and adds its matches and a bonus.
     """
     at, steps, held = 0, 0, [0] * drafts
     while at < len(found) - 1:
@@ -67,9 +67,9 @@ def walk(found: list[int], drafts: int) -> tuple[int, list[int]]:
 
 
 def accept_score(guess: Guess, drafts: int, samples: Samples, device: torch.device) -> AcceptScore:
-    """Accept length over all samples, at so many drafts a step.
+    """Accept length over all samples with ``drafts`` drafts a step.
 
-    The token that prefill yields is not counted.
+    The token from the prefill is not counted.
     """
     tokens, steps, held = 0, 0, [0] * drafts
     for ids, prompt, end in zip(

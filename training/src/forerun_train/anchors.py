@@ -1,4 +1,4 @@
-"""What drafts are trained on: places in responses, the target's features, what follows."""
+"""Training data of drafts: anchors in responses, aux hidden states of the target, labels."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ def target_features(target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int,
 def sample_anchors(
     prompt: Tensor, end: Tensor, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """``[b, count]`` positions spread over each response, which has the token after each too."""
+    """Stratified random positions in each response, ``[b, count]``; each has a next token."""
     jitter = torch.rand((len(end), count), generator=generator, device=end.device)
     share = (torch.arange(count, device=end.device) + jitter) / count
     return prompt[:, None] + (share * (end - 1 - prompt)[:, None]).long()
 
 
 def block_labels(ids: Tensor, anchors: Tensor, end: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The ``block - 1`` tokens behind every anchor, ``[b, n, block - 1]``.
+    """The ``block - 1`` tokens after every anchor, and whether each is inside the response.
 
-    And which of them lie inside the response."""
+    Both are ``[b, n, block - 1]``.
+    """
     place = anchors[:, :, None] + torch.arange(1, block, device=ids.device)
     inside = place < end[:, None, None]
     flat = place.clamp(max=ids.shape[1] - 1).flatten(1)
@@ -42,7 +43,7 @@ def block_labels(ids: Tensor, anchors: Tensor, end: Tensor, block: int) -> tuple
 
 
 class Pool:
-    """Samples on the device, padded to one length, handed out shuffled, again and again."""
+    """Samples on the device, padded to one length and shuffled every epoch."""
 
     def __init__(
         self, samples: Samples, batch: int, length: int, generator: torch.Generator
@@ -69,7 +70,7 @@ class Pool:
 
 
 class Mixture:
-    """Batches of all pools together: ids [b, s], anchors [b, n], end [b]."""
+    """Batches drawn from all pools: ids [b, s], anchors [b, n], end [b]."""
 
     def __init__(
         self, samples: Sequence[Samples], batch: Sequence[int], anchors: int, seed: int, device: str
@@ -89,6 +90,6 @@ class Mixture:
 
 
 def accept_means(right: Tensor, batch: Sequence[int]) -> Tensor:
-    """Mean accept length over each pool's anchors, the bonus counted; ``right`` [b, n, k]."""
+    """Mean accept length of each pool, bonus token included; ``right`` [b, n, k]."""
     accept = 1 + right.long().cumprod(-1).sum(-1).float().mean(-1)
     return torch.stack([rows.mean() for rows in accept.split(list(batch))])

@@ -1,4 +1,4 @@
-"""The Python text the target learns from: the standard library and permissively licensed packages.
+"""The Python training corpus: the standard library and permissively licensed packages.
 
 One story: wheels and the running interpreter in, two compressed document files out (training, held
 out), with a table of sources and licences. Documents are whole source files, joined by NUL.
@@ -78,7 +78,7 @@ PACKAGES: dict[str, str] = {
     "werkzeug": "BSD-3-Clause",
     "xarray": "Apache-2.0",
 }
-"""Wheel name to licence. Nothing outside this table is read."""
+"""Wheel name to licence. Only these packages are read."""
 
 HELD_OUT_PACKAGES = ("click", "marshmallow", "traitlets")
 HELD_OUT_MODULES = [
@@ -99,7 +99,7 @@ HELD_OUT_MODULES = [
     "wave",
     "zipapp",
 ]
-"""Never seen in training: the test set of the completion skill."""
+"""Held out: the test set of Python completion."""
 
 _SKIP_PARTS = {
     "test",
@@ -218,7 +218,7 @@ def _wanted(path: str) -> bool:
 
 
 def _clean(text: str) -> bool:
-    """Real code: not empty, not a data table, no odd bytes."""
+    """Whether a file is code: not empty, not a data table, no invalid bytes."""
     if not 200 <= len(text) <= 400_000 or "\0" in text or "\ufffd" in text:
         return False
     lines = text.splitlines()
@@ -231,7 +231,7 @@ def _clean(text: str) -> bool:
 
 
 def _without_copies(train: list[Document], held: list[Document]) -> list[Document]:
-    """Training files that share no real text with the held-out ones, each once."""
+    """Deduplicated training files with (almost) no line in common with the held-out ones."""
     marks = {hash(line) for d in held for line in d.text.splitlines() if len(line.strip()) >= 40}
     seen: set[int] = set()
     kept = []

@@ -21,15 +21,15 @@ from forerun_train.regen import Samples
 @dataclass(frozen=True, kw_only=True)
 class DraftRun(Run):
     batch: tuple[int, ...] = (40, 152)
-    """Rows of each pool in a step: worked sums, Python."""
+    """Sequences of each pool in a batch: word problems, Python."""
     anchors: int = 16
     gamma: float = 7.0
     dpace: float = 0.0
-    """Above 0: weigh positions by how likely a step gets there (D-PACE's alpha), not by gamma."""
+    """Above 0: D-PACE's alpha; weights positions by the probability of reaching them."""
 
 
 def block_inputs(ids: Tensor, anchors: Tensor, block: int, mask_token: int) -> Tensor:
-    """``[b, n·block]`` token ids: the anchor's own token, then masks."""
+    """``[b, n·block]`` token ids: the anchor's token, then mask tokens."""
     b, n = anchors.shape
     blocks = ids.new_full((b, n, block), mask_token)
     blocks[:, :, 0] = ids.gather(1, anchors)
@@ -50,7 +50,7 @@ def draft_logits(
 def position_weights(losses: Tensor, inside: Tensor, run: DraftRun) -> Tensor:
     """Weights ``[b, n, block - 1]``, detached.
 
-    Early draft tokens count more, since all later ones hang on them.
+    Early drafts weigh more, since later ones count only if these are accepted.
     """
     if run.dpace > 0:
         likely = torch.exp(-losses.detach()) * (1 - run.dpace) + run.dpace
@@ -61,7 +61,7 @@ def position_weights(losses: Tensor, inside: Tensor, run: DraftRun) -> Tensor:
 
 
 def block_guesses(draft: Draft, target: Qwen3ForCausalLM) -> Guess:
-    """What the draft's blocks at some anchors of a text say."""
+    """The draft's tokens at anchors of a text."""
 
     def guess(ids: Tensor, anchors: Tensor) -> Tensor:
         features = target_features(target, ids, draft.shape.target_layer_ids)

@@ -1,7 +1,7 @@
-"""The DFlash draft as it is trained: Qwen3 layers over blocks of masks.
+"""The DFlash draft in training: Qwen3 layers over blocks of mask tokens.
 
-They are fed with the target's hidden states: a block row attends to the projected target features
-of every position before its anchor, and to its whole block.
+Every token of a block attends to the projected aux hidden states of the target at all positions
+before the block's anchor, and to the whole block.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class DraftShape:
 
 
 def block_mask(anchors: Tensor, length: int, block: int) -> Tensor:
-    """Who sees whom: bool ``[b, 1, n·block, length + n·block]`` for ``anchors`` [b, n].
+    """Attention mask, bool ``[b, 1, n·block, length + n·block]``, for ``anchors`` [b, n].
 
-    Rows of anchor a see context positions strictly before a, and all rows of their own block.
+    Tokens of anchor a see context positions strictly before a, and all tokens of their block.
     """
     b, n = anchors.shape
     place = torch.arange(length, device=anchors.device)
@@ -122,7 +122,7 @@ class Draft(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, blocks: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """Hidden rows ``[b, n·B, H]`` for embedded ``blocks`` [b, n·B, H].
+        """Hidden states ``[b, n·B, H]`` of embedded ``blocks`` [b, n·B, H].
 
         Target ``features`` [b, c, K·H], ``anchors`` [b, n].
         """

@@ -23,16 +23,16 @@ from forerun_train.regen import Samples
 @dataclass(frozen=True, kw_only=True)
 class EagleRun(Run):
     steps: int = 7
-    """Rows of a chain, the first from the target's features, the others from the draft's own."""
+    """Length of a chain: the first step reads aux hidden states of the target, others the draft's."""
     decay: float = 0.9
-    """Loss weight of a step over that of the step before it."""
+    """Loss weight of a step relative to the previous one."""
     batch: tuple[int, ...] = (40, 120)
-    """Rows of each pool in a step: worked sums, Python."""
+    """Sequences of each pool in a batch: word problems, Python."""
     anchors: int = 32
 
 
 def frequent_tokens(samples: Sequence[Samples], vocab: int, count: int) -> Tensor:
-    """The ``count`` tokens most frequent in responses, every pool weighing the same: ids, rising.
+    """Ascending ids of the ``count`` tokens most frequent in responses; pools weigh the same.
 
     Ties go to the lower id.
     """
@@ -47,17 +47,17 @@ def frequent_tokens(samples: Sequence[Samples], vocab: int, count: int) -> Tenso
 
 
 def start_from_target(draft: Eagle, target: Qwen3ForCausalLM) -> None:
-    """The head that the target has, for the tokens that the draft knows, and its norm."""
+    """Initialises the LM head (of the draft vocabulary) and the final norm from the target."""
     with torch.no_grad():
         draft.lm_head.weight.copy_(target.lm_head.weight[draft.ids])
         draft.norm.weight.copy_(target.model.norm.weight)
 
 
 def chain_guesses(draft: Eagle, target: Qwen3ForCausalLM, steps: int) -> Guess:
-    """Chains behind some anchors of a text, ``steps`` long.
+    """Chains of ``steps`` drafts after anchors of a text.
 
-    Every row reads the text's token and not the draft's own: up to the first mismatch, where the
-    count ends, they are the same.
+    Every step reads the text's token instead of the draft's: up to the first mismatch, where
+    counting ends, they are the same.
     """
 
     def guess(ids: Tensor, anchors: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def chain_guesses(draft: Eagle, target: Qwen3ForCausalLM, steps: int) -> Guess:
 
 
 def known_run(labels: Tensor, inside: Tensor, known: Tensor) -> Tensor:
-    """The steps of each chain that can be right: up to a label outside the draft's vocabulary."""
+    """Mask of each chain's steps before the first label outside the draft vocabulary."""
     return (inside & known[labels]).long().cumprod(-1).bool()
 
 
@@ -82,7 +82,7 @@ def train_eagle(
     log: Path,
     save: Callable[[], None],
 ) -> dict[str, float]:
-    """Train in place. Every step is to give the target's distribution over the draft's tokens.
+    """Trains in place: cross-entropy with the target's distribution over the draft vocabulary.
 
     The target is frozen.
     """

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft as it is trained: one decoder layer, run again over its own hidden states.
+"""The EAGLE-3 draft in training: one decoder layer, applied again to its own hidden states.
 
 Every anchor starts a chain. Its first row reads the target's features at the position before the
 anchor, its later rows what the row before them gave: the training-time test of arXiv 2503.01840.
@@ -35,7 +35,7 @@ class EagleShape:
 
 
 class Attention(nn.Module):
-    """The projections; what attends to what is the chain's matter."""
+    """Projections of the layer; attention is computed by `attend_chain`."""
 
     def __init__(self, s: EagleShape) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Layer(nn.Module):
         return rotate(q, *rope).to(v.dtype), rotate(k, *rope).to(v.dtype), v
 
     def finish(self, h: Tensor, attended: Tensor) -> Tensor:
-        """From what the heads gathered, [b, heads, n, D], to the layer's output [b, n, H]."""
+        """Attention output [b, heads, n, D] -> the layer's output [b, n, H]."""
         x = h + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -78,13 +78,13 @@ class Layer(nn.Module):
 def attend_chain(
     q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, mask: Tensor
 ) -> Tensor:
-    """Rows of n chains, each over the context before its anchor and its own rows so far.
+    """Attention of n chains, each over the context before its anchor and its own earlier tokens.
 
     Args:
         q: [b, heads, n, D].
-        k, v: [b, kv_heads, s, D], of rows that hold the target's features.
+        k, v: [b, kv_heads, s, D], made from the target's aux hidden states.
         own_k, own_v: [b, kv_heads, j, n, D].
-        mask: bool [b, n, s]: the context rows each chain sees.
+        mask: bool [b, n, s]: the context positions that each chain sees.
     """
     grouped = q.unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5
     far = torch.einsum("bhgnd,bhsd->bhgns", grouped, k)
@@ -122,16 +122,16 @@ class Eagle(nn.Module):
 
     @property
     def ids(self) -> Tensor:
-        """[V_d]: the target's id of every column of the head."""
+        """[V_d]: the target's token id of every output of the LM head."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(
         self, embedded: Tensor, features: Tensor, anchors: Tensor, steps: int
     ) -> list[Tensor]:
-        """Chains behind ``anchors`` [b, n], each step's rows after the final norm, [b, n, H].
+        """Chains after ``anchors`` [b, n]: each step's hidden states after the norm, [b, n, H].
 
         ``embedded`` [b, s, H] and ``features`` [b, s, K·H] of the whole texts. Step j reads the
-        embedding of the token at anchor + j; past the text's end it reads the last one again.
+        embedding of the token at anchor + j, past the end of the text that of the last token.
         """
         (b, s, hidden), n = embedded.shape, anchors.shape[1]
         rows = s - 1  # the row at p holds the features of p and the token of p + 1
@@ -165,7 +165,7 @@ class Eagle(nn.Module):
 
 
 def save_eagle(model: Eagle, folder: Path, steps: int) -> None:
-    """SpecForge's files, weights in bfloat16; how long its chains should be as speculators says."""
+    """SpecForge's format, weights in bfloat16; the number of steps as in speculators' config."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: (x.detach().to("cpu", torch.bfloat16 if x.is_floating_point() else x.dtype))

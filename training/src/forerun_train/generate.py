@@ -137,11 +137,11 @@ def forward_cached(
 def greedy(
     model: Qwen3ForCausalLM, prompts: Tensor, lengths: Tensor, new_tokens: int, eos: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Continue ``prompts`` [batch, p], padded behind their ``lengths`` [batch].
+    """Continues ``prompts`` [batch, p], right-padded to p from their ``lengths`` [batch].
 
-    Gives ids ``[batch, p + new_tokens]`` and the end (exclusive, eos counted) of each. All rows
-    stand at the same position in every step; a row still inside its prompt is fed the prompt, so
-    nothing needs a mask.
+    Returns ids ``[batch, p + new_tokens]`` and the end of each (exclusive, EOS included). All
+    sequences are at the same position in every step; one that is still inside its prompt is fed
+    the prompt, so no mask is needed.
     """
     (b, p), device = prompts.shape, prompts.device
     total, first = p + new_tokens, int(lengths.min())
@@ -168,7 +168,7 @@ def greedy(
 def batches(
     prompts: Sequence[Sequence[int]], batch: int
 ) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Prompts of like length together: (their indices, ids [n, p] padded with 0, lengths [n])."""
+    """Prompts grouped by length: (their indices, ids [n, p] padded with 0, lengths [n])."""
     lengths = np.array([len(p) for p in prompts])
     order = np.argsort(lengths, kind="stable")
     for i in range(0, len(order), batch):

@@ -1,4 +1,4 @@
-"""The training loop that target and drafts share: so many seconds or steps, cosine, clip, log."""
+"""The training loop of target and drafts: a time or step budget, cosine decay, clipping, log."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor, nn
 
 LOG_EVERY = 250
-"""Steps between lines of the log."""
+"""Steps between log lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Ends when the steps or the seconds are used up; the rate follows whichever is nearer."""
+    """Ends after the steps or the seconds; the learning rate follows whichever ends first."""
 
     seconds: float = 400.0
     max_steps: int = 200_000
     lr: float = 1.5e-3
     final_lr: float = 0.01
-    """Share of ``lr`` at the end."""
+    """Final learning rate as a fraction of ``lr``."""
     warmup: float = 0.04
-    """Share of the run in which the rate rises."""
+    """Fraction of the run with warm-up."""
     save_every: int = 1500
     compile: bool = True
     seed: int = 0
 
     def rate(self, done: float) -> float:
-        """The learning rate when ``done`` of the run, 0 to 1, is over."""
+        """The learning rate after the fraction ``done`` of the run."""
         return self.lr * min(1.0, max(done, 1e-3) / self.warmup) * cosine(done, self.final_lr)
 
 
@@ -50,7 +50,7 @@ def train(
     log: Path,
     save: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Train in place, with a ``save`` now and then.
+    """Trains in place, with a ``save`` every ``save_every`` steps.
 
     ``loss_of(*batch())`` gives the loss and what else the log shows, a vector: the mean accept
     length of every pool where a draft is trained.
@@ -90,7 +90,7 @@ def train(
 
 
 def adamw(weights: Iterable[nn.Parameter], lr: float, decay: float = 0.0) -> torch.optim.AdamW:
-    """Decay is for matrices only."""
+    """Weight decay applies to matrices only."""
     weights = list(weights)
     groups = [
         {"params": [p for p in weights if p.ndim >= 2], "weight_decay": decay},

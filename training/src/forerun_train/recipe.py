@@ -257,7 +257,7 @@ def draft_stage(s: Settings) -> dict[str, Any]:
     warm = s.warm and (s.draft / "model.safetensors").exists()
     draft = load_draft(s.draft, s.device) if warm else Draft(shape).to(s.device)
     if not warm:
-        # the head that follows is the target's, so start from the norm it knows
+        # The LM head is the target's, so start from its final norm.
         with torch.no_grad():
             draft.norm.weight.copy_(target.model.norm.weight)
     run = DraftRun(

@@ -1,4 +1,4 @@
-"""What a pair is worth: right answers, and accept length on worked sums and on unseen Python.
+"""Scores of a pair: accuracy on word problems, accept length on them and on held-out Python.
 
 Weights are rounded to bfloat16 (as shipped) and run in float32 (as served on a CPU).
 """
@@ -37,7 +37,7 @@ def score_pair(
     code_prompts: int = 60,
     code_tokens: int = 160,
 ) -> dict[str, Any]:
-    """Drafts that are not there are left out."""
+    """Scores the drafts that exist."""
     tokenizer = load_tokenizer(target_folder)
     ids = special_ids(tokenizer)
     eos = [ids[IM_END], ids[END_OF_TEXT]]
@@ -74,7 +74,7 @@ def score_pair(
 def _drafts(
     target: Qwen3ForCausalLM, draft_folder: Path, eagle_folder: Path, eagle_steps: int
 ) -> dict[str, tuple[Guess, int]]:
-    """Name -> what it drafts, and how many tokens a step."""
+    """Name -> (its guesses, drafts per step)."""
     device = str(target.lm_head.weight.device)
     found: dict[str, tuple[Guess, int]] = {}
     if (draft_folder / "model.safetensors").exists():

@@ -1,4 +1,4 @@
-"""Training the target: a thin, deep Qwen3 on Python and worked sums, half and half."""
+"""Training of the target: a narrow, deep Qwen3 on Python and word problems, half each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun_train.loop import Run, adamw, train
 from forerun_train.tokens import TokenStream
 
 PROMPT_WEIGHT = 0.1
-"""Loss weight of what the user says; answers and code weigh 1."""
+"""Loss weight of user turns; answers and code have weight 1."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def build_target(shape: TargetShape) -> Qwen3ForCausalLM:
 
 
 class RowSampler:
-    """Rows ``[batch, length + 1]`` int64 cut from two streams that lie on the device."""
+    """Sequences ``[batch, length + 1]`` int64 cut from two token streams on the device."""
 
     def __init__(self, python: TokenStream, chat: TokenStream, run: TargetRun, device: str) -> None:
         self.run = run
@@ -104,7 +104,7 @@ def train_target(
     assistant: int,
     log: Path,
 ) -> dict[str, float]:
-    """Train in place."""
+    """Trains in place."""
     device = next(model.parameters()).device.type
 
     def loss_of(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def train_target(
 def save_target(
     model: Qwen3ForCausalLM, shape: TargetShape, folder: Path, eos: list[int], pad: int
 ) -> None:
-    """Hugging Face files, weights in bfloat16; the embedding is stored once."""
+    """Writes Hugging Face files, weights in bfloat16; the tied embedding is stored once."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with ChatML, for code and worked sums."""
+"""A small byte-level BPE tokenizer with ChatML, for code and word problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT_TEMPLATE: Final = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
-# Words take a leading space or sign with them, digits stand alone, newlines take the blanks before.
+# A word includes a leading space or sign, digits are separate, newlines include blanks before.
 _SPLIT = (
     r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """The files ``transformers.AutoTokenizer`` reads."""
+    """Writes the files that ``transformers.AutoTokenizer`` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -80,7 +80,7 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def assistant_id(tokenizer: Tokenizer) -> int:
-    """The token ``assistant``: behind ``<|im_start|>`` it opens an answer."""
+    """The token ``assistant``: after ``<|im_start|>`` it begins an answer."""
     token: int | None = tokenizer.token_to_id("assistant")
     if token is None:
         raise ValueError("the tokenizer has no token for the whole word 'assistant'")

@@ -1,4 +1,4 @@
-"""Token arrays for training: text in, ``uint16`` streams with known start points out."""
+"""Token arrays for training: text to ``uint16`` streams with known start positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forerun_train.tokenizer import END_OF_TEXT, load_tokenizer, render_chat, sp
 from forerun_train.word_problems import Problem, generate, stream
 
 TEST_QUESTIONS = 4096
-"""So many problems of the test seed are kept out of training, question by question."""
+"""Number of problems of the test seed whose questions are excluded from training."""
 
 _SYSTEM = (
     "You are a helpful assistant.",
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TokenStream:
-    """``tokens`` [n] uint16, and ``starts`` [m] int64: where a training row may begin."""
+    """``tokens`` [n] uint16, and ``starts`` [m] int64: where a training sequence may start."""
 
     tokens: Tokens
     starts: npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class TokenStream:
 
 
 def python_stream(texts: Sequence[str], folder: Path, workers: int) -> TokenStream:
-    """Source files, each closed by ``<|endoftext|>``; rows start at unindented lines."""
+    """Source files, each ended by ``<|endoftext|>``; sequences start at unindented lines."""
     tokenizer = load_tokenizer(folder)
     chunks = [texts[i : i + 64] for i in range(0, len(texts), 64)]
     tokens = np.concatenate(_in_parallel(partial(_encode_files, folder), chunks, workers))
@@ -62,7 +62,7 @@ def python_stream(texts: Sequence[str], folder: Path, workers: int) -> TokenStre
 
 
 def chat_stream(first_seed: int, problems: int, folder: Path, workers: int) -> TokenStream:
-    """Conversations about word problems, one after another; rows start at a conversation."""
+    """Conversations about word problems; sequences start at a conversation."""
     share = -(-problems // (4 * workers))
     jobs = [(first_seed + i, share) for i in range(4 * workers)]
     parts = _in_parallel(partial(_encode_chats, folder), jobs, workers)
@@ -115,7 +115,7 @@ def _encode_chats(folder: Path, job: tuple[int, int]) -> tuple[Tokens, npt.NDArr
 
 
 def _line_tables(tokenizer: Tokenizer) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Two tables over the vocabulary: does the token end a line; can it open an unindented one."""
+    """Two masks over the vocabulary: tokens that end a line; that can start an unindented one."""
     texts = [
         tokenizer.decode([i], skip_special_tokens=False) for i in range(tokenizer.get_vocab_size())
     ]

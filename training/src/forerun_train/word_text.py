@@ -102,9 +102,6 @@ class Draw:
     def person(self) -> Person:
         return self.pick(*PEOPLE)
 
-    def things(self, count: int) -> list[Noun]:
-        return self.rng.sample(THINGS, count)
-
     def thing(self) -> Noun:
         return self.pick(*THINGS)
 
