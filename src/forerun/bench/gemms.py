@@ -156,10 +156,13 @@ def step_gemms(engine: Engine, batch_size: int) -> tuple[Gemm, ...]:
     tables, width = step.tables, step.caps.num_verify_tokens
     slots = tables.upload([tables.padding_slot] * batch_size, torch.int64)
     draft = step.empty_draft(slots, width) if step.caps.needs_host_tokens and width > 1 else None
+    shape = StepShape(width, 1 + step.caps.kv_reserve, SamplingFlags())
     step.dummy = True
-    with recording() as gemms:
-        step.decode(slots, StepShape(width, 1 + step.caps.kv_reserve, SamplingFlags()), draft)
-    step.dummy = False
+    try:
+        with recording() as gemms:
+            step.decode(slots, shape, draft)
+    finally:
+        step.dummy = False
     error = step.algorithm.take_error()
     if error is not None:
         raise error

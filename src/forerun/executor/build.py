@@ -219,7 +219,8 @@ class _Builder:
             return None
         # Compiled steps are made when first needed, so eager ones stand in for them.
         measured = DeviceExecutor(executor.step) if settings.config.cpu_graph else executor
-        return measure_step_costs(measured, settings.widths, settings.limits.slots)
+        with progress("measuring step costs"):
+            return measure_step_costs(measured, settings.widths, settings.limits.slots)
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings

@@ -23,7 +23,7 @@ from forerun_train.regen import Samples
 @dataclass(frozen=True, kw_only=True)
 class EagleRun(Run):
     steps: int = 7
-    """Length of a chain: the first step reads aux hidden states of the target, others the draft's."""
+    """Steps of a chain: the first reads aux hidden states of the target, the others the draft's."""
     decay: float = 0.9
     """Loss weight of a step relative to the previous one."""
     batch: tuple[int, ...] = (40, 120)
