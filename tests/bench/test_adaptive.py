@@ -51,26 +51,26 @@ def test_another_policy_for_a_while() -> None:
         assert llm.engine.scheduler.widths is own
 
 
-@pytest.mark.parametrize("forced", [(), (1.2, 5.0)])
-def test_sweep(forced: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("simulated", [(), (1.2, 5.0)])
+def test_sweep(simulated: tuple[float, ...]) -> None:
     own: dict[str, Any] = {"speculative_adaptive": True}
-    if forced:
-        own["speculative_simulate_accept_length"] = forced[0]
+    if simulated:
+        own["speculative_simulate_accept_length"] = simulated[0]
     seen: list[Cell] = []
     with golden_llm() as plain, golden_llm("DFLASH", **own) as spec:
         batches = [PROMPTS[:1], PROMPTS]
-        cells = sweep(plain, spec, batches, 20, forced, repetitions=2, on_cell=seen.append)
+        cells = sweep(plain, spec, batches, 20, simulated, repetitions=2, on_cell=seen.append)
         width = spec.engine.limits.max_verify_tokens
     assert cells == seen
-    assert [c.batch_size for c in cells] == [n for n in (1, 3) for _ in forced or (1,)]
+    assert [c.batch_size for c in cells] == [n for n in (1, 3) for _ in simulated or (1,)]
     for cell in cells:
         assert min(cell.plain, cell.fixed, cell.adaptive) > 0
         assert 0 < sum(cell.widths.values()) <= 2 * 20 and set(cell.widths) <= {1, 4, 8, width}
-        if cell.forced is None:
+        if cell.simulated is None:
             assert cell.identical is True
         else:
             assert cell.identical is None
-            assert cell.accept_length == pytest.approx(cell.forced, rel=0.12)
+            assert cell.accept_length == pytest.approx(cell.simulated, rel=0.12)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_the_groups_are_not_parameters_of_the_command() -> None:
     assert "page_size" in names
 
 
-def test_a_switch_that_is_on_is_shown_by_its_twin(monkeypatch, capsys) -> None:
+def test_help_shows_the_no_form_of_a_switch_that_is_on(monkeypatch, capsys) -> None:
     seen: list[Values] = []
 
     @with_flags(sampling=sampling_flags)

@@ -1,7 +1,7 @@
-"""Adaptive width beside its alternatives: plain decoding, and the full width in every step.
+"""Adaptive width compared with plain decoding and with the full width in every step.
 
-One engine decodes plainly; another, with drafts, runs with either policy, so that both have the
-same weights, pools and graphs. Accept lengths are those of the text, or forced.
+One engine decodes plainly. Another, with drafts, runs with either width policy, so that both have
+the same weights, pools and graphs. Accept lengths are those of the text, or simulated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch size at one accept length. Speeds: medians of tokens/s from the end of the
-    prefill until the first request ends."""
+    """One batch size at one accept length.
+
+    Speeds are medians of tokens/s from the end of the prefill until the first request ends.
+    """
 
     batch_size: int
-    forced: float | None  # accept length; None: the text's own
+    simulated: float | None  # accept length; None: that of the text
     plain: float
     fixed: float
     adaptive: float
     widths: dict[int, int]  # adaptive steps by width
     accept_length: float | None  # of the full width
-    identical: bool | None  # greedy texts, all ways; None where lengths are forced
+    identical: bool | None  # greedy texts; None with simulated acceptance
 
     @property
     def ratio(self) -> float:
@@ -47,7 +49,7 @@ class Cell:
 
 @contextmanager
 def policy(engine: Engine, widths: WidthPolicy) -> Iterator[None]:
-    """Lets an idle engine choose its widths by another policy."""
+    """Replaces the width policy of an idle engine."""
     scheduler = engine.scheduler
     own, scheduler.widths = scheduler.widths, widths
     try:
@@ -61,22 +63,21 @@ def sweep(
     spec: LLM,
     batches: Sequence[Sequence[Sequence[int]]],
     output_len: int,
-    forced: Sequence[float],
+    simulated: Sequence[float],
     repetitions: int = 3,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """Every batch of prompts at every forced accept length, or with none at the text's own.
+    """Every batch of prompts at every simulated accept length; without any, at that of the text.
 
-    `spec` must have been made with adaptive width, and, where lengths are forced, with one to
-    begin with.
+    `spec` must have adaptive width and, for `simulated` lengths, simulated acceptance.
     """
     cells = []
     for prompts in batches:
         runs = _runs(plain.engine, spec.engine, prompts, output_len)
-        for index, length in enumerate(forced or [None]):
+        for index, length in enumerate(simulated or [None]):
             if length is not None:
-                _force(spec.engine, length)
-            # What was learnt from another length is forgotten; kernels were warm after the first.
+                _simulate(spec.engine, length)
+            # The policy adapts to the new length; kernels are warm after the first.
             for name in (ADAPTIVE,) if index else runs:
                 _flush(plain, spec)
                 runs[name]()
@@ -104,10 +105,10 @@ def _runs(
     }
 
 
-def _force(engine: Engine, length: float) -> None:
-    simulated = device_step(engine.executor).simulate
-    assert simulated is not None, "an engine made without simulated acceptance"
-    simulated.set(length)
+def _simulate(engine: Engine, length: float) -> None:
+    acceptance = device_step(engine.executor).simulate
+    assert acceptance is not None, "an engine without simulated acceptance"
+    acceptance.set(length)
 
 
 def _flush(*engines: LLM) -> None:
@@ -116,17 +117,17 @@ def _flush(*engines: LLM) -> None:
 
 
 def _cell(
-    batch: int, forced: float | None, timed: dict[str, list[Timed[Trace]]], widths: Counter[int]
+    batch: int, simulated: float | None, timed: dict[str, list[Timed[Trace]]], widths: Counter[int]
 ) -> Cell:
     speeds = {name: median([t.value.whole_tok_s for t in runs]) for name, runs in timed.items()}
     texts = {t.value.output_ids for runs in timed.values() for t in runs}
     return Cell(
         batch_size=batch,
-        forced=forced,
+        simulated=simulated,
         plain=speeds[PLAIN],
         fixed=speeds[FIXED],
         adaptive=speeds[ADAPTIVE],
         widths=dict(sorted(widths.items())),
         accept_length=timed[FIXED][0].value.acceptance.accept_length,
-        identical=len(texts) == 1 if forced is None else None,
+        identical=len(texts) == 1 if simulated is None else None,
     )

@@ -1,4 +1,4 @@
-"""One static batch, plain beside speculative: prefill time, step time, decoding speed.
+"""One static batch, plain and speculative: prefill time, step time, decoding speed.
 
 All requests start together and generate the same number of tokens (EOS is ignored). Step times are
 those of the whole batch: of the steps after the last prefill and until the first request ends.
@@ -127,8 +127,8 @@ class OneBatch:
 
 
 def _half(timing: BatchTiming, bounds: Bounds | None) -> dict[str, Any]:
-    beside = bounds.as_dict(timing.step_seconds_median) if bounds else {}
-    return {**asdict(timing), "too_few_steps": timing.too_few_steps, **beside}
+    lower = bounds.as_dict(timing.step_seconds_median) if bounds else {}
+    return {**asdict(timing), "too_few_steps": timing.too_few_steps, **lower}
 
 
 def one_batch(

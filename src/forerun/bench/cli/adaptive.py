@@ -103,7 +103,7 @@ def table(cells: Sequence[Cell]) -> Table:
     for c in cells:
         length = c.accept_length or 0.0
         out.add_row(
-            *(str(c.batch_size), f"{length:.2f}" if c.forced is None else f"{c.forced:g}"),
+            *(str(c.batch_size), f"{length:.2f}" if c.simulated is None else f"{c.simulated:g}"),
             *(f"{speed:.0f}" for speed in (c.plain, c.fixed, c.adaptive)),
             f"{c.ratio:.3f}",
             shares(c.widths),
