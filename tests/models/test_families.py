@@ -45,10 +45,10 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def test_prefill(pair: Pair) -> None:
-    hidden, features = Loop.of_model(pair.model).ragged([(0, pair.ids)])
+    hidden, aux_hidden_states = Loop.of_model(pair.model).ragged([(0, pair.ids)])
     close(pair.model.compute_logits(hidden), pair.logits)
     close(hidden, pair.hidden[-1])
-    assert features is None
+    assert aux_hidden_states is None
 
 
 @pytest.mark.parametrize("chunks", [(1, 5, 2, 13, 9), (7, 23)])
@@ -74,8 +74,8 @@ def test_decode_in_a_batch(pair: Pair, width: int) -> None:
         starts = [s + width for s in starts]
 
 
-def test_rows_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
-    """Rejected drafts leave K/V behind; the next step must not see it."""
+def test_tokens_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
+    """Rejected drafts leave K/V behind; the next step must not read it."""
     loop = Loop.of_model(pair.model)
     loop.ragged([(0, pair.ids[:8])])
     loop.fixed([8], (pair.ids[8:12] + 1) % 96)
@@ -84,14 +84,14 @@ def test_rows_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
 
 
 def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
-    _, features = Loop.of_model(pair.model).ragged([(0, pair.ids)], (1, 0))
-    assert features is not None
-    close(features, torch.cat((pair.hidden[2], pair.hidden[1]), 1))
+    _, aux_hidden_states = Loop.of_model(pair.model).ragged([(0, pair.ids)], (1, 0))
+    assert aux_hidden_states is not None
+    close(aux_hidden_states, torch.cat((pair.hidden[2], pair.hidden[1]), 1))
 
 
 def test_the_last_layer_is_captured_before_the_final_norm(pair: Pair) -> None:
-    hidden, features = Loop.of_model(pair.model).ragged([(0, pair.ids)], (2,))
-    close(pair.model.model.norm.norm(features), hidden)  # type: ignore[attr-defined]
+    hidden, aux_hidden_states = Loop.of_model(pair.model).ragged([(0, pair.ids)], (2,))
+    close(pair.model.model.norm.norm(aux_hidden_states), hidden)  # type: ignore[attr-defined]
 
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:

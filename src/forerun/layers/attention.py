@@ -21,11 +21,11 @@ from forerun.layers.norm import RMSNorm
 
 
 class HeadNormRope(QKNormRope):
-    """Of one layer. In plain PyTorch q and k heads are normed and rotated together."""
+    """QK-norm and RoPE of one layer; in plain PyTorch, q and k heads go together."""
 
     def __init__(self, heads: int, kv_heads: int, dim: int, norms: HeadNorms | None) -> None:
         self.heads, self.dim, self.norms = heads, dim, norms
-        self.parts = [heads + kv_heads, kv_heads]  # rotated, and v
+        self.parts = [heads + kv_heads, kv_heads]  # q and k, v
         self.halves = [heads, kv_heads]
         self.norm: RMSNorm | None = None
         if norms is not None:

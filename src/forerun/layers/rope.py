@@ -3,7 +3,7 @@
     out = x · cos + rotate_half(x) · sin,  rotate_half([a, b]) = [-b, a]
 
 The minus goes into the sine table, so rotate_half becomes a roll by D/2 and the whole takes three
-operations, on q and k together (`kernels.qkv.rotate`).
+operations, on q and k together (`rotate` in `kernels/elementwise/qk_norm_rope.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from forerun.config.model_config import RopeConfig
 
 @dataclass
 class RopeRows:
-    """The rows of one forward: kernels look up the table themselves, others gather it once."""
+    """RoPE of one forward's tokens (`RopeInput`): kernels index the table, others gather once."""
 
     table: Tensor  # [P, 2, 1, D]
     positions: Tensor  # [T] int
-    # By hand: the lock in a `cached_property` stops a compiler.
+    # Not a `cached_property`: its lock cannot be traced.
     _gathered: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -36,7 +36,7 @@ class RopeRows:
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians a position, for every pair of dimensions: [D/2] float32, as in transformers."""
+    """Radians per position for each pair of dimensions: [D/2] float32, as in transformers."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv = 1.0 / (config.theta**exponents)
     if config.scaling == "linear":
@@ -47,17 +47,17 @@ def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(inv: Tensor, config: RopeConfig) -> Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are scaled by `factor`, short ones kept, others blended."""
     length = config.original_max_position
     wave = 2 * math.pi / inv
-    slowed = inv / config.factor
+    scaled = inv / config.factor
     blend = (length / wave - config.low_freq_factor) / (
         config.high_freq_factor - config.low_freq_factor
     )
     blended = (1 - blend) * inv / config.factor + blend * inv
     long = wave > length / config.low_freq_factor
     short = wave < length / config.high_freq_factor
-    return torch.where(long, slowed, torch.where(short, inv, blended))
+    return torch.where(long, scaled, torch.where(short, inv, blended))
 
 
 class Rope:
@@ -77,5 +77,5 @@ class Rope:
         self.table = table.unsqueeze(2).to(device, dtype)  # [P, 2, 1, D]
 
     def rows(self, positions: Tensor) -> RopeRows:
-        """positions [T] int; once a forward."""
+        """positions [T] int; once per forward."""
         return RopeRows(self.table, positions)

@@ -33,7 +33,7 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 @dataclass(frozen=True)
 class Header:
-    """Of one tensor, as its file states it."""
+    """File, dtype and shape of one tensor."""
 
     file: Path
     dtype: str  # safetensors' name: "BF16", "I64", ...
@@ -69,51 +69,51 @@ class Checkpoint:
         self.headers = {name: header for name, header in self.headers.items() if wanted(name)}
 
     def read_into(
-        self, slots: Mapping[str, Tensor], harmless: Collection[str] = (), hint: str = ""
+        self, views: Mapping[str, Tensor], harmless: Collection[str] = (), hint: str = ""
     ) -> None:
-        """Copies every tensor named in `slots` into its view, one at a time, converting floats.
+        """Copies every tensor named in `views` into its view, one at a time, converting floats.
 
-        A tensor goes from its mapped file to the view's device and is let go; a file is unmapped
-        before the next is opened. So at most one tensor is held twice, and on the host nothing.
+        A tensor is copied from its memory-mapped file to the view's device and released; a file is
+        unmapped before the next is opened. So at most one tensor is held twice.
 
         Args:
-            slots: name -> destination view.
-            harmless: endings of names that may be in the files without a slot.
+            views: name -> destination view.
+            harmless: endings of names that may be in the files without a view.
             hint: a sentence added when a tensor is missing or unexpected.
 
         Raises:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
         """
-        self._check(slots, tuple(harmless), hint)
+        self._check(views, tuple(harmless), hint)
         by_file: dict[Path, list[str]] = {}
-        for name in slots:
+        for name in views:
             by_file.setdefault(self.headers[name].file, []).append(name)
-        total = sum(self.headers[name].bytes for name in slots)
+        total = sum(self.headers[name].bytes for name in views)
         with progress("loading weights", total, "B") as stage:
             for file, names in by_file.items():
-                _copy(file, {name: slots[name] for name in names}, stage.advance, self.headers)
+                _copy(file, {name: views[name] for name in names}, stage.advance, self.headers)
 
-    def _check(self, slots: Mapping[str, Tensor], harmless: tuple[str, ...], hint: str) -> None:
-        missing = [name for name in slots if name not in self.headers]
+    def _check(self, views: Mapping[str, Tensor], harmless: tuple[str, ...], hint: str) -> None:
+        missing = [name for name in views if name not in self.headers]
         if missing:
             raise ConfigError(f"{self.folder} lacks {_listing(missing)}. {hint}".rstrip())
-        extra = [n for n in self.headers if n not in slots and not n.endswith(harmless or ("\0",))]
+        extra = [n for n in self.headers if n not in views and not n.endswith(harmless or ("\0",))]
         if extra:
             raise ConfigError(
                 f"{self.folder} holds {_listing(extra)}, which this architecture does not have."
                 f" {hint}".rstrip()
             )
-        for name, slot in slots.items():
+        for name, view in views.items():
             header = self.headers[name]
-            if header.shape != tuple(slot.shape):
+            if header.shape != tuple(view.shape):
                 raise ConfigError(
                     f"{header.file}: {name} has shape {list(header.shape)}, expected"
-                    f" {list(slot.shape)} from config.json. The two do not belong together."
+                    f" {list(view.shape)} from config.json. The two do not belong together."
                 )
-            if slot.is_floating_point() != (header.dtype in _FLOATS):
+            if view.is_floating_point() != (header.dtype in _FLOATS):
                 raise ConfigError(
                     f"{header.file}: {name} is {header.dtype}, expected"
-                    f" {'BF16, F16 or F32' if slot.is_floating_point() else 'integers'}."
+                    f" {'BF16, F16 or F32' if view.is_floating_point() else 'integers'}."
                     " Quantized checkpoints are not supported; use the bfloat16 one."
                 )
 
@@ -194,14 +194,14 @@ def _read_headers(file: Path) -> dict[str, Header]:
 
 def _copy(
     file: Path,
-    slots: Mapping[str, Tensor],
+    views: Mapping[str, Tensor],
     advance: Callable[[float], None],
     headers: Mapping[str, Header],
 ) -> None:
-    device = str(next(iter(slots.values())).device)
+    device = str(next(iter(views.values())).device)
     with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
-        for name, slot in slots.items():
-            slot.copy_(tensors.get_tensor(name))
+        for name, view in views.items():
+            view.copy_(tensors.get_tensor(name))
             advance(headers[name].bytes)
 
 
@@ -224,24 +224,24 @@ def _listing(names: list[str], noun: str = "tensor") -> str:
 DUMMY_FORMATS = ("dummy", "dummy_normal")
 
 
-def fill_dummy(slots: Mapping[str, Tensor], load_format: str, seed: int = 0) -> None:
+def fill_dummy(views: Mapping[str, Tensor], load_format: str, seed: int = 0) -> None:
     """Random weights from a fixed seed.
 
     Args:
         load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. What the
-            layers add is lost beside the embedding then, and the rows of a block are nearly equal,
+            layers add is lost beside the embedding then, and a block's tokens are nearly equal,
             which a GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
-            matrices N(0, 0.02²), like an untrained model; rows differ as those of text do.
+            matrices N(0, 0.02²), like an untrained model; tokens differ as those of text do.
     """
-    if not slots:
+    if not views:
         return
-    generator = torch.Generator(next(iter(slots.values())).device).manual_seed(seed)
-    for name, slot in slots.items():
+    generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed)
+    for name, view in views.items():
         if load_format == "dummy":
-            slot.uniform_(-1e-3, 1e-3, generator=generator)
+            view.uniform_(-1e-3, 1e-3, generator=generator)
         elif name.endswith("norm.weight"):
-            slot.fill_(1)
+            view.fill_(1)
         elif name.endswith("bias"):
-            slot.zero_()
+            view.zero_()
         else:
-            slot.normal_(0, 0.02, generator=generator)
+            view.normal_(0, 0.02, generator=generator)

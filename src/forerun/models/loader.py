@@ -1,4 +1,4 @@
-"""From a folder to a target model that is ready to run."""
+"""Builds a target model from a folder and loads its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.registry import model_class
 
-# In many checkpoints, computed here: old rotary buffers.
+# Old rotary buffers, in many checkpoints; computed here.
 HARMLESS = ("rotary_emb.inv_freq",)
 
 
@@ -30,7 +30,7 @@ def load_target(
         folder: a Hugging Face model folder with safetensors; for `dummy` a config is enough.
         dtype: of the weights; other floats are converted while they are copied.
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
-        max_positions: rows of the rotary tables; None: the config's `max_position_embeddings`.
+        max_positions: length of the rotary tables; None: `max_position_embeddings`.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -41,15 +41,15 @@ def load_target(
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder)
     model = build(config, WeightPlacement(dtype, device), max_positions or config.max_position)
-    slots = model.weights()
+    views = model.weights()
     if checkpoint is None:
-        fill_dummy(slots, load_format)
+        fill_dummy(views, load_format)
     else:
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
-            slots,
+            views,
             (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
         )
@@ -58,7 +58,7 @@ def load_target(
 
 
 def _further_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Names of layers past the last that predict further ahead begin so; drafts read these."""
+    """Prefixes of MTP layers, stored behind the last layer; drafts read these."""
     keys = [key for key in config.raw if key.endswith("_predict_layers")]
     count = sum(int(config.raw[key] or 0) for key in keys)
     first = config.num_layers

@@ -45,9 +45,8 @@ class DDTree(DFlash):
 
     def propose(self, step: ProposeInput) -> Draft:
         rows, nodes = self._predicting(step), step.num_verify_tokens - 1
-        logits = self._draft.compute_logits(rows).unflatten(
-            0, (step.slots.shape[0], -1)
-        )  # [B, depth, V]
+        logits = self._draft.compute_logits(rows)
+        logits = logits.unflatten(0, (step.slots.shape[0], -1))  # [B, depth, V]
         scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))
         return Draft(*best_first(scores, self._draft.to_target_ids(ids), nodes))
 
