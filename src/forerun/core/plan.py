@@ -108,9 +108,11 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, executed in this order: admissions, page-table writes, deferred observes, the
-    decode step, prefill chunks."""
+    """One step, executed in this order: cleared pages, admissions, page-table writes, deferred
+    observes, the decode step, prefill chunks."""
 
+    # Pages that a failed request wrote: NaN in K/V would reach others even where it is masked.
+    cleared_pages: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     page_writes: list[PageWrite] = field(default_factory=list)
     deferred: list[DeferredCount] = field(default_factory=list)

@@ -47,6 +47,7 @@ class Request:
     output: list[int] = field(default_factory=list)  # returned so far: nothing past a stop
     finish: FinishReason | None = None
     state: State = State.WAITING
+    failed: bool = False  # its logits were NaN or infinite, so its newest K/V may be too
 
     # Owned while admitted.
     slot: int = -1

@@ -20,7 +20,7 @@ from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepE
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
 
-NOT_FINITE = "The target produced NaN or infinite logits; check its weights and the dtype."
+NOT_FINITE = "the target produced NaN or infinite logits; check its weights and the dtype."
 
 
 @dataclass
@@ -57,6 +57,8 @@ class DeviceExecutor:
         """Queues the whole step on the device and returns at once (on a CPU: computes it)."""
         with self._current_device():
             clock = StepClock.start(self.tables.device)
+            if plan.cleared_pages:
+                self.step.clear_pages(plan.cleared_pages)
             self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))

@@ -147,6 +147,12 @@ class DeviceStep:
         """Whether `propose` and `observe` may be captured together with the verify pass."""
         return self.algorithm.fixed_shape and not self.caps.needs_host_tokens
 
+    def clear_pages(self, pages: Sequence[int]) -> None:
+        """Zeroes the K/V of pages in the pools of target and draft."""
+        index = self.tables.upload(pages, torch.int64)
+        for attention in self._attentions:
+            attention.pools.clear_pages(index)
+
     @property
     def keeps_recurrent_state(self) -> bool:
         return any(each.pools.layout.has_recurrent_state for each in self._attentions)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InternalError
+from forerun.kernels.runtime.fp8 import as_bits
 from forerun.kernels.speculation.tree import compact_kv
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, PagedLayout, RecurrentState
 
@@ -129,6 +130,11 @@ class ModelPools:
             compact_kv(data, kv_slots, path)
 
     # --- between steps ---------------------------------------------------------------------------
+
+    def clear_pages(self, pages: Tensor) -> None:
+        """Zeroes pages [n] int64 of every layer: masked tokens are multiplied by 0."""
+        for data in self.paged.values():
+            as_bits(data).index_fill_(2, pages, 0)
 
     def reset_slots(self, slots: Tensor) -> None:
         """Zeroes the recurrent states of slots [n] int64: new requests start from nothing."""

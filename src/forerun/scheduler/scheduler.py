@@ -91,6 +91,7 @@ class Scheduler:
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._updates: list[PageTableUpdate] = []  # not in a plan yet
+        self._uncleared: list[int] = []  # pages that failed requests gave back
         self._scheduled: deque[ScheduledStep] = deque()  # oldest first; results come in this order
 
     # --- requests -------------------------------------------------------------------------------
@@ -153,6 +154,7 @@ class Scheduler:
         self._plan_prefill(step)
         if not step.requests:
             return None
+        step.plan.cleared_pages, self._uncleared = self._uncleared, []
         step.updates, self._updates = self._updates, []
         step.plan.page_writes[:0] = [
             PageWrite(update.request.slot, update.first, update.pages) for update in step.updates
@@ -181,6 +183,7 @@ class Scheduler:
         # Requests that go on still need the updates that this step was to write.
         kept = [update for update in step.updates if update.request.slot >= 0]
         self._updates = kept + self._updates
+        self._uncleared[:0] = step.plan.cleared_pages
 
     def _book_decode(
         self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
@@ -210,6 +213,7 @@ class Scheduler:
             if request.state is not State.FINISHED:
                 request.kv_len += chunk.num_tokens
                 if request.slot in failed:
+                    request.kv_len = request.cached_len  # what it computed is not shared
                     changed.append(self._append(request, [], failed, verified=False))
                 elif token is not None:
                     self._share_prompt(request)
@@ -360,7 +364,9 @@ class Scheduler:
             request.accept_lengths.append(kept)
             request.correct_drafts.append(min(kept, max(len(tokens) - 1, 0)))
         if request.finish is None and request.slot in failed:
-            request.finish = FinishReason("abort", message=failed[request.slot])
+            request.failed = True
+            message = f"Output token {len(request.output) + 1}: {failed[request.slot]}"
+            request.finish = FinishReason("abort", message=message)
         if request.finish is not None:
             self._end(request)
         return request
@@ -408,6 +414,8 @@ class Scheduler:
         kv_len = min(request.kv_len - request.pending_observe, len(tokens))
         inserted = self.prefix.insert(tokens, request.pages, request.node, kv_len)
         self.allocator.free(inserted.owned)
+        if request.failed:
+            self._uncleared += inserted.owned
         self.prefix.unlock(request.node)
         self._updates = [update for update in self._updates if update.request is not request]
         self._free_slots.append(request.slot)
