@@ -26,6 +26,10 @@ class AlgorithmError(ForerunError, RuntimeError):
     """A drafting algorithm raised, or gave what it must not, in the middle of a step."""
 
 
+class ExecutorError(ForerunError, RuntimeError):
+    """The executor failed or its process ended; requests in flight are lost."""
+
+
 class InternalError(ForerunError, AssertionError):
     """A broken invariant: a fault of Forerun's own, nothing a user can fix."""
 

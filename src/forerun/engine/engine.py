@@ -149,7 +149,12 @@ class Engine:
         if not self._in_flight or waits:
             return []
         pending, launched = self._in_flight.popleft()
-        result, now = pending.result(), time.monotonic()
+        try:
+            result = pending.result()
+        except Exception as error:
+            self._executor_failed(error)
+            raise
+        now = time.monotonic()
         done = self.scheduler.complete(result)
         self._book(done, launched, now)
         for request in done.changed:
@@ -165,6 +170,12 @@ class Engine:
         except Exception as error:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _executor_failed(self, error: Exception) -> None:
+        """No step in flight will be done: their requests end."""
+        for _ in range(1 + len(self._in_flight)):
+            self.scheduler.fail(f"{type(error).__name__}: {error}")
+        self._in_flight.clear()
 
     def _book(self, done: CompletedStep, launched: float, now: float) -> None:
         plan, result = done.step.plan, done.result

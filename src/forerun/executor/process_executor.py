@@ -1,0 +1,165 @@
+"""An executor in a process of its own: plans go there as bytes, results come back as bytes.
+
+Messages are a tag byte and MessagePack (`core/codec.py`), over a pipe. The child launches a plan as
+soon as it arrives, so that steps overlap as they do in one process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.codec import decode_info, decode_plan, decode_result, encode
+from forerun.core.errors import ConfigError, ExecutorError
+from forerun.core.executor import Executor, ExecutorInfo, PendingStep
+from forerun.core.plan import StepPlan, StepResult
+
+PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
+INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
+CLOSE_SECONDS = 10.0  # for the child to end by itself
+
+
+class ProcessExecutor:
+    """The parent's side. Results arrive in the order of the plans."""
+
+    def __init__(self, connection: Connection, process: BaseProcess) -> None:
+        """Waits until the child is ready.
+
+        Raises:
+            ConfigError: the child refuses the settings.
+            ExecutorError: it failed to start.
+        """
+        self._connection, self._process = connection, process
+        self._pending: deque[_RemoteStep] = deque()
+        self._info = decode_info(self._receive(INFO))
+
+    @classmethod
+    def start(
+        cls, config: EngineConfig, model_path: Path, overlap_depth: int | None = None
+    ) -> ProcessExecutor:
+        """See `build_executor`; the child is started with `spawn`, which CUDA needs."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve, args=(theirs, config, str(model_path), overlap_depth), daemon=True
+        )
+        process.start()
+        theirs.close()  # so that the child's end of the pipe closes with the child
+        try:
+            return cls(ours, process)
+        except BaseException:
+            process.kill()
+            process.join()
+            raise
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self._send(PLAN + encode(plan))
+        step = _RemoteStep(self)
+        self._pending.append(step)
+        return step
+
+    def disable_drafts(self) -> None:
+        self._send(DISABLE_DRAFTS)
+
+    def close(self) -> None:
+        """Ends the child. Twice is fine."""
+        if not self._connection.closed:
+            if self._process.is_alive():
+                self._send(CLOSE)
+            self._process.join(CLOSE_SECONDS)
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+
+    def wait(self, step: _RemoteStep) -> StepResult:
+        """Receives results up to that of `step`."""
+        while step.value is None:
+            self._pending.popleft().value = decode_result(self._receive(RESULT))
+        return step.value
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._connection.send_bytes(message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _receive(self, expected: bytes) -> bytes:
+        try:
+            message = self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        tag, body = message[:1], message[1:]
+        if tag == REFUSED:
+            raise ConfigError(body.decode())
+        if tag != expected:
+            raise ExecutorError(f"The executor process failed: {body.decode(errors='replace')}")
+        return body
+
+    def _ended(self) -> ExecutorError:
+        self._process.join(CLOSE_SECONDS)
+        return ExecutorError(
+            f"The executor process ended unexpectedly (exit code {self._process.exitcode})."
+        )
+
+
+@dataclass(eq=False)
+class _RemoteStep:
+    executor: ProcessExecutor
+    value: StepResult | None = field(default=None)
+
+    def result(self) -> StepResult:
+        """
+        Raises:
+            ExecutorError: the step failed, or the process ended.
+        """
+        return self.executor.wait(self)
+
+
+# --- the child ----------------------------------------------------------------------------------
+
+
+def _serve(
+    connection: Connection, config: EngineConfig, model_path: str, overlap_depth: int | None
+) -> None:
+    from forerun.executor.build import build_executor
+
+    try:
+        executor = build_executor(config, Path(model_path), overlap_depth)
+    except ConfigError as error:
+        connection.send_bytes(REFUSED + str(error).encode())
+        return
+    connection.send_bytes(INFO + encode(executor.info))
+    try:
+        _run_plans(connection, executor)
+    except (EOFError, BrokenPipeError):
+        return  # the parent is gone
+    except Exception as error:
+        connection.send_bytes(FAILED + f"{type(error).__name__}: {error}".encode())
+        raise
+    finally:
+        executor.close()
+
+
+def _run_plans(connection: Connection, executor: Executor) -> None:
+    pending: deque[PendingStep] = deque()
+    while True:
+        # A plan that waits is launched before the result of an older one is waited for.
+        if pending and not connection.poll():
+            connection.send_bytes(RESULT + encode(pending.popleft().result()))
+            continue
+        message = connection.recv_bytes()
+        if message[:1] == PLAN:
+            pending.append(executor.launch(decode_plan(message[1:])))
+        elif message[:1] == DISABLE_DRAFTS:
+            executor.disable_drafts()
+        else:
+            return

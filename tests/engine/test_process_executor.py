@@ -1,0 +1,146 @@
+"""An engine whose executor runs in another process: plans and results cross as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core import codec
+from forerun.core.errors import ConfigError, ExecutorError
+from forerun.core.plan import (
+    Admission,
+    DecodeRequest,
+    DeferredCount,
+    PageWrite,
+    PrefillChunk,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+)
+from forerun.core.request import State
+from forerun.core.sampling_params import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.executor.process_executor import ProcessExecutor
+from forerun.speculative.registry import all_options
+from tests.golden_engine import CASES, GOLDEN, golden_llm
+
+PROMPTS = [case["prompt"] for case in CASES[:4]]
+PARAMS = [
+    {"temperature": 0.0, "max_new_tokens": 24},
+    {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 3, "max_new_tokens": 24},
+    {"temperature": 0.7, "sampling_seed": 4, "max_new_tokens": 20, "min_new_tokens": 6},
+    {"temperature": 0.0, "max_new_tokens": 9},
+]
+
+
+def config(algorithm: str | None, **settings: Any) -> EngineConfig:
+    draft = {"speculative_draft_model_path": str(GOLDEN / "draft")} if algorithm == "DFLASH" else {}
+    common = {"dtype": "float32", "skip_tokenizer_init": True, "max_running_requests": 3}
+    named = {} if algorithm is None else {"speculative_algorithm": algorithm}
+    options = {option.name: option.default for option in all_options()}
+    return EngineConfig.of({**common, **draft, **named, **settings}, options)
+
+
+@contextmanager
+def remote_engine(settings: EngineConfig, overlap_depth: int) -> Iterator[Engine]:
+    executor = ProcessExecutor.start(settings, GOLDEN / "target", overlap_depth)
+    try:
+        yield Engine(settings, executor)
+    finally:
+        executor.close()
+
+
+def texts(engine: Engine) -> list[list[int]]:
+    requests = [
+        engine.make_request(list(prompt), SamplingParams.of(params))
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+    ]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    engine.check()
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize(("algorithm", "depth"), [(None, 1), ("DFLASH", 1), ("NGRAM", 0)], ids=str)
+def test_text_is_that_of_an_executor_in_this_process(algorithm: str | None, depth: int) -> None:
+    settings = {"page_size": 16, "chunked_prefill_size": 20, "max_total_tokens": 512}
+    with remote_engine(config(algorithm, **settings), depth) as engine:
+        remote = texts(engine), texts(engine)  # the second time with prefix hits
+        assert engine.info.limits.overlap_depth == depth
+        if algorithm is not None:
+            assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
+    with golden_llm(algorithm, overlap_depth=depth, max_running_requests=3, **settings) as llm:
+        local = texts(llm.engine), texts(llm.engine)
+    assert remote == local
+
+
+def test_settings_that_cannot_work_are_refused_in_the_parent() -> None:
+    with pytest.raises(ConfigError, match="context_length 99999 is over the model's"):
+        ProcessExecutor.start(config(None, context_length=99999), GOLDEN / "target")
+
+
+def test_a_process_that_ends_ends_its_requests_with_an_error() -> None:
+    with remote_engine(config(None), 1) as engine:
+        request = engine.make_request(list(PROMPTS[0]), SamplingParams(temperature=0.0))
+        engine.submit(request)
+        engine.step()
+        assert isinstance(engine.executor, ProcessExecutor)
+        engine.executor._process.kill()
+        with pytest.raises(ExecutorError, match=r"ended unexpectedly \(exit code -9\)"):
+            while engine.has_work:
+                engine.step()
+        assert request.state is State.FINISHED
+        assert request.finish is not None and request.finish.type == "abort"
+        engine.check()  # no page and no slot is lost
+
+
+ints = st.integers(0, 2**31)
+tokens = st.lists(ints, max_size=5)
+sampling = st.builds(
+    SlotSampling,
+    temperature=st.floats(0, 5),
+    top_k=st.integers(-1, 2**31 - 1),
+    top_p=st.floats(0.1, 1),
+    min_p=st.floats(0, 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    stop_ids=tokens.map(tuple),
+    min_position=ints,
+)
+plans = st.builds(
+    StepPlan,
+    admitted=st.lists(
+        st.builds(Admission, ints, st.text(), tokens.map(tuple), ints, ints, sampling), max_size=3
+    ),
+    page_writes=st.lists(st.builds(PageWrite, ints, ints, tokens.map(tuple)), max_size=3),
+    deferred=st.lists(st.builds(DeferredCount, ints, ints), max_size=3),
+    decode=st.lists(st.builds(DecodeRequest, ints, ints), max_size=3),
+    num_verify_tokens=st.integers(1, 64),
+    prefill=st.lists(st.builds(PrefillChunk, ints, ints, ints, st.booleans()), max_size=3),
+)
+results = st.builds(
+    StepResult,
+    decode=st.lists(tokens, max_size=3),
+    prefill=st.lists(st.none() | ints, max_size=3),
+    seconds=st.floats(0, 10),
+    error=st.none() | st.text(),
+    failed=st.lists(st.tuples(ints, st.text()), max_size=2).map(tuple),
+    phase_times=st.none() | st.tuples(ints, ints, ints, ints),
+)
+
+
+@given(plans)
+def test_plans_survive_the_codec(plan: StepPlan) -> None:
+    assert codec.decode_plan(codec.encode(plan)) == plan
+
+
+@given(results)
+def test_results_survive_the_codec(result: StepResult) -> None:
+    assert codec.decode_result(codec.encode(result)) == result
