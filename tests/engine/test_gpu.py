@@ -108,7 +108,7 @@ def test_nothing_is_compiled_once_it_runs(
     """Else requests that come first, or are the first of their length, wait for a compiler."""
     rng = random.Random(0)
     with LLM(speculative_algorithm=algorithm, dtype=dtype, max_running_requests=8) as llm:
-        assert "_prepare" in compiled
+        assert "_build_decode_inputs" in compiled
         compiled.clear()
 
         def run(lengths: list[int], new: int = 20, **params: Any) -> None:

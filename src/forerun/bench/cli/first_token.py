@@ -1,0 +1,62 @@
+"""`forerun bench first-token`: time to the first token of short prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from forerun import LLM
+from forerun.bench.cli.inputs import AsJson, Preset, wide_console, with_preset
+from forerun.bench.environment import environment
+from forerun.bench.first_token import FirstToken, first_token
+from forerun.cli.flags import Values, engine_flags, with_flags
+from forerun.cli.output import made_with, print_json
+from forerun.cli.settings import with_speculation
+from forerun.core.errors import ConfigError
+
+LENGTHS = [1, 16, 64, 128, 256]
+
+
+@with_flags(engine=engine_flags)
+def first_token_command(
+    input_len: Annotated[list[int], typer.Option(help="Prompt tokens, one or more")] = LENGTHS,
+    *,
+    preset: Preset = None,
+    repetitions: Annotated[int, typer.Option(help="Requests of each length")] = 15,
+    as_json: AsJson = False,
+    engine: Values,
+) -> None:
+    """Time to the first token at batch 1, beside the time its kernels take on the GPU."""
+    if repetitions < 1 or min(input_len, default=0) < 1:
+        raise ConfigError("--repetitions and --input-len must be >= 1.")
+    if preset is not None:
+        engine = with_preset(preset, engine)
+    settings = {"max_running_requests": 4, **with_speculation(engine)}
+    with LLM(**settings) as llm:
+        rows = [first_token(llm.engine, count, repetitions) for count in input_len]
+        where = environment(llm)
+    if as_json:
+        results = [row.as_dict() for row in rows]
+        print_json({"settings": settings, "results": results, "environment": where})
+        return
+    console = wide_console()
+    console.print(table(rows))
+    console.print(made_with(where), style="dim", soft_wrap=True)
+
+
+def table(rows: list[FirstToken]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for name in ("prompt\ntokens", "first token\nms", "on the GPU\nms", "ratio"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        gpu, ratio = row.gpu_seconds, row.ratio
+        out.add_row(
+            str(row.input_len),
+            f"{1000 * row.seconds:.2f}",
+            "-" if gpu is None else f"{1000 * gpu:.2f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+        )
+    return out

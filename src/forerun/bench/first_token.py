@@ -1,0 +1,65 @@
+"""Time to the first token of one request, beside the time its kernels take on the GPU."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from forerun import SamplingParams
+from forerun.engine.engine import Engine
+
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """One prompt length; seconds are medians over the runs."""
+
+    input_len: int
+    seconds: float  # from the submission to the first token on the host
+    gpu_seconds: float | None  # sum over the kernels of the same request; None: not on a GPU
+
+    @property
+    def ratio(self) -> float | None:
+        """How much longer a user waits than the GPU works."""
+        return None if not self.gpu_seconds else self.seconds / self.gpu_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def first_token(engine: Engine, input_len: int, repetitions: int) -> FirstToken:
+    """Requests of random tokens, one at a time on an idle engine, each without a prefix hit."""
+    rng = random.Random(input_len)
+    vocab = engine.info.vocab_size
+
+    def run() -> float:
+        engine.flush_cache()
+        params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+        request = engine.make_request([rng.randrange(vocab) for _ in range(input_len)], params)
+        begin = time.perf_counter()
+        engine.submit(request)
+        while not request.output:
+            engine.step()
+        seconds = time.perf_counter() - begin
+        while engine.has_work:
+            engine.step()
+        engine.close_request(request)
+        return seconds
+
+    for _ in range(WARM_UPS):
+        run()
+    seconds = median(run() for _ in range(repetitions))
+    if not torch.cuda.is_available():
+        return FirstToken(input_len, seconds, None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repetitions):
+            run()
+        torch.cuda.synchronize()
+    micros = sum(event.self_device_time_total for event in profiler.key_averages())
+    return FirstToken(input_len, seconds, micros * 1e-6 / repetitions)
