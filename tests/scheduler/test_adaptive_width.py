@@ -1,4 +1,4 @@
-"""The width of a step: what pays, from what was seen."""
+"""Adaptive width: throughput, exploration, and the correction of step costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, VerifyOutcome, verify_widths
 
 WIDTHS = (1, 4, 8, 16)
-# A device on which rows are nearly free for few requests and cost in full for many.
+# Verified tokens are nearly free for small batches and cost in proportion for large ones.
 COSTS = {b: [1.0 + b * w / 64 for w in WIDTHS] for b in (1, 2, 4, 8, 16, 32, 64, 128)}
 
 
@@ -19,8 +19,8 @@ def request(**params: object) -> Request:
     return Request("r", (1,), SamplingParams(max_new_tokens=10**6, **params), 0, frozenset())
 
 
-def drawn_speed(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed: int = 0) -> float:
-    """Tokens a second when every draft is right with probability `rate`, given those before."""
+def throughput(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed: int = 0) -> float:
+    """Tokens per second if each draft is accepted with probability `rate`, given those before."""
     rng, requests = random.Random(seed), [request() for _ in range(batch)]
     tokens = seconds = 0.0
     for _ in range(steps):
@@ -28,12 +28,12 @@ def drawn_speed(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed
         seconds += COSTS[batch][policy.widths.index(width)]
         outcomes = []
         for r in requests:
-            right = 0
-            while right < width - 1 and rng.random() < rate:
-                right += 1
-            outcomes.append(VerifyOutcome(r, width - 1, right))
-            tokens += right + 1
-        policy.learn(outcomes)
+            accepted = 0
+            while accepted < width - 1 and rng.random() < rate:
+                accepted += 1
+            outcomes.append(VerifyOutcome(r, width - 1, accepted))
+            tokens += accepted + 1
+        policy.record_outcomes(outcomes)
     return tokens / seconds
 
 
@@ -48,21 +48,21 @@ def drawn_speed(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed
         (33, True, (1, 4, 8, 16, 33)),
     ],
 )
-def test_ladder(full: int, flexible: bool, want: tuple[int, ...]) -> None:
+def test_verify_widths(full: int, flexible: bool, want: tuple[int, ...]) -> None:
     assert verify_widths(full, flexible) == want
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.2, 0.6, 0.85, 0.97])
 @pytest.mark.parametrize("batch", [1, 8, 32, 128])
-def test_no_fixed_width_is_much_faster(batch: int, rate: float) -> None:
+def test_throughput_is_near_that_of_the_best_fixed_width(batch: int, rate: float) -> None:
     costs = COSTS[batch]
     best = max(sum(rate**k for k in range(w)) / c for w, c in zip(WIDTHS, costs, strict=True))
-    assert drawn_speed(AdaptiveWidth(WIDTHS, COSTS), batch, rate, 3000 // batch + 200) > 0.95 * best
+    assert throughput(AdaptiveWidth(WIDTHS, COSTS), batch, rate, 3000 // batch + 200) > 0.95 * best
 
 
-# Milliseconds on one H200, Qwen3-8B shapes and a draft of 5 layers: what was measured at start
-# (plain steps of small batches came out too dear), what steps took, and steps without drafts.
-SEEN = {
+# Milliseconds on one H200, Qwen3-8B shapes and a draft of 5 layers: measured at start (too high for
+# plain steps of small batches), real ones, and those of an engine without a draft.
+MEASURED = {
     1: [4.340, 5.095, 5.217, 5.266],
     4: [4.579, 5.290, 5.650, 5.800],
     16: [4.359, 6.315, 7.260, 8.471],
@@ -70,7 +70,7 @@ SEEN = {
     64: [5.193, 12.28, 18.27, 30.52],
     128: [6.665, 21.86, 35.45, 65.43],
 }
-TRUE = {
+ACTUAL = {
     1: [4.081, 5.095, 5.217, 5.263],
     4: [4.197, 5.290, 5.650, 5.810],
     16: [4.377, 6.315, 7.260, 9.740],
@@ -82,135 +82,139 @@ PLAIN = {1: 4.065, 4: 4.180, 16: 4.360, 32: 4.733, 64: 5.203, 128: 6.534}
 
 
 def generate(
-    policy: AdaptiveWidth, batch: int, mean: float, tokens: int, pauses: bool = False
+    policy: AdaptiveWidth, batch: int, mean: float, tokens: int, outliers: bool = False
 ) -> float:
-    """Tokens a millisecond until the last request has its `tokens`. Lengths are forced to a mean,
-    requests out of step with each other; results come a step late. `pauses`: now and then the
-    machine seems to stand still for 60 ms; they do not count."""
+    """Tokens per millisecond until every request has its `tokens`.
+
+    Accept lengths are simulated with the given mean, with an offset per request. Results arrive one
+    step later, as with overlap scheduling. With `outliers`, some steps are reported to take 60 ms.
+    """
     params = SamplingParams(max_new_tokens=tokens)
     requests = [Request("r", (1,), params, 0, frozenset()) for _ in range(batch)]
-    have, late, ms, step = [1] * batch, [], 0.0, 0
+    have, in_flight, ms, step = [1] * batch, [], 0.0, 0
     while min(have) < tokens:
         width = policy.choose(requests)
-        taken = TRUE[batch][WIDTHS.index(width)]
+        cost = ACTUAL[batch][WIDTHS.index(width)]
         at = range(step, step + batch)
         new = [min(int((i + 1) * mean + 1e-6) - int(i * mean + 1e-6), width) for i in at]
-        late.append(
+        in_flight.append(
             [VerifyOutcome(r, width - 1, n - 1) for r, n in zip(requests, new, strict=True)]
         )
-        if len(late) > 1:
-            policy.learn(late.pop(0))
-        policy.timed(batch, width, (60.0 if pauses and step % 19 == 11 else taken) / 1000)
+        if len(in_flight) > 1:
+            policy.record_outcomes(in_flight.pop(0))
+        policy.record_step_time(
+            batch, width, (60.0 if outliers and step % 19 == 11 else cost) / 1000
+        )
         have = [h + n for h, n in zip(have, new, strict=True)]
-        ms, step = ms + taken, step + 1
+        ms, step = ms + cost, step + 1
     return (sum(have) - batch) / ms
 
 
-@pytest.mark.parametrize("pauses", [False, True])
-def test_no_slower_than_the_better_of_plain_and_full(pauses: bool) -> None:
-    """One policy all the way, as in `forerun bench adaptive`: what it learnt of another length it
-    may unlearn in a first run."""
-    policy = AdaptiveWidth(WIDTHS, {b: [ms / 1000 for ms in row] for b, row in SEEN.items()})
-    for batch in sorted(SEEN):
+@pytest.mark.parametrize("outliers", [False, True])
+def test_no_slower_than_the_better_of_plain_and_full(outliers: bool) -> None:
+    """One policy throughout, as in `forerun bench adaptive`: a first run that does not count lets
+    it adapt to each new accept length."""
+    policy = AdaptiveWidth(WIDTHS, {b: [ms / 1000 for ms in row] for b, row in MEASURED.items()})
+    for batch in sorted(MEASURED):
         for mean in (1.2, 3.0, 6.5):
-            generate(policy, batch, mean, 128, pauses)
+            generate(policy, batch, mean, 128, outliers)
             policy.chosen.clear()
-            best = max(batch / PLAIN[batch], batch * mean / TRUE[batch][3])
-            speed = sum(generate(policy, batch, mean, 128, pauses) for _ in range(2)) / 2
+            best = max(batch / PLAIN[batch], batch * mean / ACTUAL[batch][3])
+            speed = sum(generate(policy, batch, mean, 128, outliers) for _ in range(2)) / 2
             assert speed > 0.98 * best, (batch, mean, policy.chosen)
 
 
-def test_hopeless_drafts_cost_next_to_nothing() -> None:
+def test_exploration_of_rejected_drafts_costs_at_most_two_per_cent() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
-    drawn_speed(policy, 32, 0.0, 100)
+    throughput(policy, 32, 0.0, 100)
     policy.chosen.clear()
-    assert drawn_speed(policy, 32, 0.0, 2000) > 0.98 * 32 / COSTS[32][0]
-    assert 0 < policy.chosen[4] < 100  # it still looks
+    assert throughput(policy, 32, 0.0, 2000) > 0.98 * 32 / COSTS[32][0]
+    assert 0 < policy.chosen[4] < 100  # exploration
     assert policy.chosen[8] == policy.chosen[16] == 0
 
 
-def test_it_comes_back_when_the_text_becomes_easy() -> None:
+def test_drafts_resume_when_acceptance_rises() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     requests = [request()]
     for _ in range(300):
-        policy.learn([VerifyOutcome(requests[0], policy.choose(requests) - 1, 0)])
+        policy.record_outcomes([VerifyOutcome(requests[0], policy.choose(requests) - 1, 0)])
     policy.chosen.clear()
     for _ in range(3000):
         width = policy.choose(requests)
-        policy.learn([VerifyOutcome(requests[0], width - 1, width - 1)])
+        policy.record_outcomes([VerifyOutcome(requests[0], width - 1, width - 1)])
     assert policy.chosen[16] > 2000
 
 
-def test_a_text_that_begins_hard_is_drafted_soon_after() -> None:
-    """40 tokens of which none is foreseen, then all are; texts like it came before."""
-    costs = {1: [7.0, 12.0, 13.4, 15.6]}  # a CPU, milliseconds
+def test_a_new_request_is_drafted_soon_after_a_beginning_without_acceptance() -> None:
+    """No draft of the first 40 tokens is accepted, then all are; the fifth such request."""
+    costs = {1: [7.0, 12.0, 13.4, 15.6]}  # milliseconds on a CPU
     policy = AdaptiveWidth(WIDTHS, costs)
     for _ in range(5):
         policy.chosen.clear()
         r, at = request(), 0
         while at < 160:
             width = policy.choose([r])
-            right = width - 1 if at >= 40 else 0
-            policy.learn([VerifyOutcome(r, width - 1, right)])
-            at += right + 1
+            accepted = width - 1 if at >= 40 else 0
+            policy.record_outcomes([VerifyOutcome(r, width - 1, accepted)])
+            at += accepted + 1
     assert policy.chosen[1] < 40 + 25
 
 
-def test_a_measured_cost_is_corrected_while_running() -> None:
+def test_measured_costs_are_corrected_while_running() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(200):
-        policy.timed(8, 16, 30.0)
-        policy.timed(6, 4, 3.0)  # between the measured 4 and 8
+        policy.record_step_time(8, 16, 30.0)
+        policy.record_step_time(6, 4, 3.0)  # between the measured 4 and 8
     assert policy.costs(8)[3] == pytest.approx(30.0, rel=0.01)
     assert policy.costs(6)[1] == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("wrong", range(4))
-def test_a_pause_while_measuring_is_overcome(wrong: int) -> None:
-    """All drafts are right and rows are nearly free, but one width was measured as very dear."""
+def test_an_outlier_of_the_measurement_is_corrected(wrong: int) -> None:
+    """All drafts are accepted and width costs little, but one width was measured as expensive."""
     costs = {1: [1.0, 1.1, 1.2, 1.3]}
     costs[1][wrong] = 300.0
     policy, requests = AdaptiveWidth(WIDTHS, costs), [request()]
     for _ in range(500):
         width = policy.choose(requests)
-        policy.learn([VerifyOutcome(requests[0], width - 1, width - 1)])
-        policy.timed(1, width, [1.0, 1.1, 1.2, 1.3][WIDTHS.index(width)])
+        policy.record_outcomes([VerifyOutcome(requests[0], width - 1, width - 1)])
+        policy.record_step_time(1, width, [1.0, 1.1, 1.2, 1.3][WIDTHS.index(width)])
     policy.chosen.clear()
     for _ in range(100):
-        policy.learn([VerifyOutcome(requests[0], policy.choose(requests) - 1, 15)])
+        policy.record_outcomes([VerifyOutcome(requests[0], policy.choose(requests) - 1, 15)])
     assert policy.chosen[16] + policy.chosen[8] == 100
 
 
-def test_one_pause_does_not_look_like_a_dear_step() -> None:
+def test_a_single_outlier_does_not_change_a_cost() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(5):
-        policy.timed(8, 16, 1000.0)
-        policy.timed(8, 16, COSTS[8][3])
+        policy.record_step_time(8, 16, 1000.0)
+        policy.record_step_time(8, 16, COSTS[8][3])
     assert policy.costs(8)[3] == COSTS[8][3]
 
 
-def test_a_cost_that_was_far_too_low_is_put_right_whatever_runs_between() -> None:
+def test_a_cost_that_was_far_too_low_is_corrected_with_other_steps_in_between() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(200):
-        policy.timed(8, 4, 3 * COSTS[8][1])
-        policy.timed(16, 4, COSTS[16][1])
-        policy.timed(8, 1, COSTS[8][0])
+        policy.record_step_time(8, 4, 3 * COSTS[8][1])
+        policy.record_step_time(16, 4, COSTS[16][1])
+        policy.record_step_time(8, 1, COSTS[8][0])
     assert policy.costs(8)[1] == pytest.approx(3 * COSTS[8][1], rel=0.01)
     assert policy.costs(16)[1] == COSTS[16][1]
 
 
-def test_costs_are_means_of_steps_that_vary() -> None:
-    """Among plain steps every 16th is dearer, since it tells the draft what it missed."""
+def test_costs_are_the_mean_of_varying_step_times() -> None:
+    """Every 16th plain step takes longer: it runs the deferred observe."""
     policy, rng = AdaptiveWidth(WIDTHS, COSTS), random.Random(0)
-    found = []
+    costs = []
     for step in range(3000):
-        policy.timed(8, 1, COSTS[8][0] * rng.gauss(1.2 if step % 16 == 0 else 1.0, 0.01))
-        found.append(policy.costs(8)[0])
+        policy.record_step_time(8, 1, COSTS[8][0] * rng.gauss(1.2 if step % 16 == 0 else 1.0, 0.01))
+        costs.append(policy.costs(8)[0])
     mean = COSTS[8][0] * (1 + 0.2 / 16)
-    assert sum(found[100:]) / len(found[100:]) == pytest.approx(mean, rel=0.004)
+    assert sum(costs[100:]) / len(costs[100:]) == pytest.approx(mean, rel=0.004)
 
 
-def test_costs_beyond_the_largest_are_in_proportion() -> None:
+def test_costs_above_the_largest_batch_size_are_proportional() -> None:
     policy = AdaptiveWidth(WIDTHS, {4: [1.0, 2.0, 3.0, 4.0]})
     assert policy.costs(8) == [2.0, 4.0, 6.0, 8.0]
     assert policy.costs(2) == [1.0, 2.0, 3.0, 4.0]
@@ -227,19 +231,19 @@ def test_requests_limit_the_width() -> None:
     assert adaptive.choose([request(speculative=False)]) == 1
 
 
-def test_the_end_of_a_request_is_near() -> None:
+def test_remaining_tokens_limit_the_width() -> None:
     adaptive = AdaptiveWidth(WIDTHS, {1: [1.0, 1.1, 1.2, 1.3]})
     short = Request("r", (1,), SamplingParams(max_new_tokens=2), 0, frozenset())
     assert adaptive.choose([short]) == 4
 
 
-def test_a_tree_is_not_deeper_than_its_paths() -> None:
-    policy = AdaptiveWidth((1, 33), {1: [1.0, 6.5]}, depth=5)
+def test_expected_tokens_of_a_tree_are_limited_by_its_depth() -> None:
+    policy = AdaptiveWidth((1, 33), {1: [1.0, 6.5]}, tree_depth=5)
     r = request()
     for _ in range(50):
-        policy.learn([VerifyOutcome(r, 32, 5)])  # every step accepts a whole path
+        policy.record_outcomes([VerifyOutcome(r, 32, 5)])  # every step accepts a full path
     assert policy.choose([r]) == 1  # 6 tokens for 6.5
-    policy = AdaptiveWidth((1, 33), {1: [1.0, 5.5]}, depth=5)
+    policy = AdaptiveWidth((1, 33), {1: [1.0, 5.5]}, tree_depth=5)
     for _ in range(50):
-        policy.learn([VerifyOutcome(r, 32, 5)])
+        policy.record_outcomes([VerifyOutcome(r, 32, 5)])
     assert policy.choose([r]) == 33

@@ -1,9 +1,9 @@
-"""The scheduler against a simulated device that notices every misplaced K/V row.
+"""The scheduler with a simulated device that detects every KV slot with wrong contents.
 
-The device keeps, per (page, offset), a fingerprint of the tokens whose K/V was written there. A
-step reads its whole context through the page table and fails if any row holds another prefix: a
-page handed out too early, shared wrongly or written by two requests is found at once. So it keeps
-the draft's K/V, which a step that drafts reads: plain steps may leave it behind.
+The device stores, per (page, offset), a fingerprint of the tokens whose K/V was written there. A
+step reads its whole context through the page table and fails if a KV slot holds another prefix, so
+a page that is reused too early, shared wrongly or written by two requests is found at once. The
+draft's K/V is modelled likewise: it is read by steps with drafts, and plain steps may defer it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def next_token(tokens: tuple[int, ...]) -> int:
 
 
 def plain(prompt: tuple[int, ...], limit: int, eos: int | None = EOS) -> list[int]:
-    """What decoding without any engine gives."""
+    """The output of plain decoding, without an engine."""
     tokens, output = prompt, []
     while len(output) < limit and (not output or output[-1] != eos):
         output.append(next_token(tokens))
@@ -41,19 +41,19 @@ def plain(prompt: tuple[int, ...], limit: int, eos: int | None = EOS) -> list[in
     return output
 
 
-class AnyWidth(WidthPolicy):
-    """Widths without rhyme or reason."""
+class RandomWidth(WidthPolicy):
+    """Chooses every width at random."""
 
     def __init__(self, full: int, rng: random.Random) -> None:
         super().__init__(verify_widths(full, True))
         self.rng = rng
 
-    def _choose(self, requests: Sequence[Request], most: int) -> int:
-        return self.widths[self.rng.randint(0, most)]
+    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+        return self.widths[self.rng.randint(0, max_index)]
 
 
 class Device:
-    """Executes plans in launch order, exactly as a stream would."""
+    """Executes plans in launch order, as a CUDA stream does."""
 
     def __init__(self, limits: Limits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
@@ -61,28 +61,28 @@ class Device:
         self.draft_kv: dict[tuple[int, int], int] = {}
         self.table: dict[int, dict[int, int]] = {}
         self.known: dict[int, tuple[int, ...]] = {}  # tokens of each admission
-        self.tokens: dict[int, tuple[int, ...]] = {}  # device truth: all known tokens of a slot
+        self.tokens: dict[int, tuple[int, ...]] = {}  # per slot: prompt and all sampled tokens
 
-    def row(self, slot: int, position: int) -> tuple[int, int]:
+    def kv_slot(self, slot: int, position: int) -> tuple[int, int]:
         size = self.limits.page_size
         return self.table[slot][position // size], position % size
 
     def write(self, slot: int, tokens: tuple[int, ...], position: int, observed: bool) -> None:
-        row, mark = self.row(slot, position), hash(tokens[: position + 1])
-        self.kv[row] = mark
+        kv_slot, mark = self.kv_slot(slot, position), hash(tokens[: position + 1])
+        self.kv[kv_slot] = mark
         if observed:
-            self.draft_kv[row] = mark
+            self.draft_kv[kv_slot] = mark
 
     def read(self, slot: int, tokens: tuple[int, ...], end: int, drafts: bool) -> None:
         for position in range(end):
-            row, mark = self.row(slot, position), hash(tokens[: position + 1])
-            assert self.kv.get(row) == mark
-            assert not drafts or self.draft_kv.get(row) == mark
+            kv_slot, mark = self.kv_slot(slot, position), hash(tokens[: position + 1])
+            assert self.kv.get(kv_slot) == mark
+            assert not drafts or self.draft_kv.get(kv_slot) == mark
 
-    def observe_deferred(self, slot: int, rows: int) -> None:
-        assert 0 < rows <= self.limits.max_pending_observe
+    def observe_deferred(self, slot: int, count: int) -> None:
+        assert 0 < count <= self.limits.max_pending_observe
         tokens = self.tokens[slot]
-        for position in range(len(tokens) - 1 - rows, len(tokens) - 1):
+        for position in range(len(tokens) - 1 - count, len(tokens) - 1):
             self.write(slot, tokens, position, observed=True)
 
     def launch(self, plan: StepPlan) -> StepResult:
@@ -109,16 +109,17 @@ class Device:
         kv_len = len(tokens) - 1
         assert kv_len <= bound
         self.read(slot, tokens, kv_len, drafts=width > 1)
-        for position in range(kv_len, kv_len + self.limits.kv_reserve):  # garbage, then the truth
-            self.kv[self.row(slot, position)] = self.draft_kv[self.row(slot, position)] = -1
-        drawn: tuple[int, ...] = ()
+        for position in range(kv_len, kv_len + self.limits.kv_reserve):  # rejected drafts
+            kv_slot = self.kv_slot(slot, position)
+            self.kv[kv_slot] = self.draft_kv[kv_slot] = -1
+        sampled: tuple[int, ...] = ()
         for _ in range(self.rng.randint(1, width)):
-            drawn = (*drawn, next_token(tokens + drawn))
-        self.tokens[slot] = tokens + drawn
-        for position in range(kv_len, kv_len + len(drawn)):
+            sampled = (*sampled, next_token(tokens + sampled))
+        self.tokens[slot] = tokens + sampled
+        for position in range(kv_len, kv_len + len(sampled)):
             observed = width > 1 or not self.limits.max_pending_observe
             self.write(slot, self.tokens[slot], position, observed)
-        return list(drawn)
+        return list(sampled)
 
     def _prefill(self, slot: int, start: int, end: int, last: bool) -> int | None:
         known = self.known[slot]
@@ -135,7 +136,7 @@ class Device:
 def make(
     page_size: int = 4,
     pages: int = 40,
-    depth: int = 0,
+    overlap_depth: int = 0,
     width: int = 4,
     chunk: int = 16,
     slots: int = 4,
@@ -143,10 +144,10 @@ def make(
     seed: int = 0,
     max_pending_observe: int = 0,
 ) -> tuple[Scheduler, Device]:
-    limits = Limits(slots, page_size, width, width, chunk, 64, depth, max_pending_observe)
+    limits = Limits(slots, page_size, width, width, chunk, 64, overlap_depth, max_pending_observe)
     allocator = PageAllocator(pages + 1)
     prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
-    widths = AnyWidth(width, random.Random(seed + 1))
+    widths = RandomWidth(width, random.Random(seed + 1))
     return Scheduler(limits, allocator, prefix, widths), Device(limits, random.Random(seed))
 
 
@@ -162,7 +163,7 @@ def run(
     rng: random.Random,
     abort_rate: float = 0.0,
 ) -> None:
-    """Feeds requests in while stepping, with `depth` steps in flight."""
+    """Feeds requests in while stepping, with up to `overlap_depth` steps in flight."""
     flight: deque[tuple[StepPlan, StepResult]] = deque()
     queue = deque(arrivals)
     for _ in range(100_000):
@@ -179,7 +180,7 @@ def run(
             flight.append((plan, device.launch(plan)))
         if flight and (plan is None or len(flight) > scheduler.limits.overlap_depth):
             scheduler.complete(flight.popleft()[1])
-        for launched, _ in flight:  # nothing a step in flight can write has been given back
+        for launched, _ in flight:  # no slot that a step in flight can write is free
             busy = {r.slot for r in launched.decode} | {c.slot for c in launched.prefill}
             assert busy.isdisjoint(scheduler._free_slots)
         owned = sum(len(r.pages) - r.node.end for r in _holding(scheduler))
@@ -199,7 +200,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.sampled_from([1, 4, 16]),
-    depth=st.sampled_from([0, 1]),
+    overlap_depth=st.sampled_from([0, 1]),
     width=st.sampled_from([1, 4, 9]),
     chunk=st.sampled_from([3, 16, 100]),
     tight=st.booleans(),
@@ -207,10 +208,10 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     aborts=st.sampled_from([0.0, 0.1]),
     max_pending_observe=st.sampled_from([0, 1, 3]),
 )
-def test_texts_are_those_of_plain_decoding(
+def test_output_equals_plain_decoding(
     seed: int,
     page_size: int,
-    depth: int,
+    overlap_depth: int,
     width: int,
     chunk: int,
     tight: bool,
@@ -219,10 +220,10 @@ def test_texts_are_those_of_plain_decoding(
     max_pending_observe: int,
 ) -> None:
     rng = random.Random(seed)
-    alone = -(-(64 + 2 * width) // page_size)  # pages of the largest request
-    pages = alone + rng.randint(0, alone) if tight else alone * 4
+    largest = -(-(64 + 2 * width) // page_size)  # pages of the largest request
+    pages = largest + rng.randint(0, largest) if tight else largest * 4
     scheduler, device = make(
-        page_size, pages, depth, width, chunk, 4, cache, seed, max_pending_observe
+        page_size, pages, overlap_depth, width, chunk, 4, cache, seed, max_pending_observe
     )
     stem = tuple(rng.randrange(6) for _ in range(40))
     requests = []
@@ -231,9 +232,10 @@ def test_texts_are_those_of_plain_decoding(
         prompt = (*shared, *(rng.randrange(6) for _ in range(rng.randint(1, 8))))
         requests.append(request(i, prompt, rng.randint(1, 64 - len(prompt))))
     run(scheduler, device, requests, rng, aborts)
-    turns = [(item.prompt + tuple(item.output))[:63] for item in requests]  # goes on from there
-    requests += [request(100 + i, turn, 64 - len(turn)) for i, turn in enumerate(turns)]
-    run(scheduler, device, requests[len(turns) :], rng, aborts)
+    # A second turn of every conversation.
+    prompts = [(item.prompt + tuple(item.output))[:63] for item in requests]
+    requests += [request(100 + i, p, 64 - len(p)) for i, p in enumerate(prompts)]
+    run(scheduler, device, requests[len(prompts) :], rng, aborts)
     scheduler.check_idle()
     for item in requests:
         assert item.state is State.FINISHED and item.finish is not None
@@ -245,7 +247,7 @@ def test_texts_are_those_of_plain_decoding(
             assert item.finish.type == ("stop" if want[-1] == EOS else "length")
 
 
-def test_preemption_happens_when_pages_run_out_and_changes_nothing() -> None:
+def test_preemption_does_not_change_the_output() -> None:
     scheduler, device = make(page_size=1, pages=80, width=4, slots=4)
     requests = [request(i, (i % 6, 1, 2), 60, eos=False) for i in range(4)]
     run(scheduler, device, requests, random.Random(1))
@@ -253,7 +255,7 @@ def test_preemption_happens_when_pages_run_out_and_changes_nothing() -> None:
     assert all(r.output == plain(r.prompt, 60, None) for r in requests)
 
 
-def test_a_warm_prefix_is_not_computed_again() -> None:
+def test_a_cached_prefix_is_not_computed_again() -> None:
     scheduler, device = make()
     prompt = tuple(i % 6 for i in range(30))
     for rid in range(2):
@@ -261,7 +263,7 @@ def test_a_warm_prefix_is_not_computed_again() -> None:
         assert item.cached_tokens == (0 if rid == 0 else 28)
 
 
-def test_figures_add_up() -> None:
+def test_request_counters_are_consistent() -> None:
     scheduler, device = make(width=5)
     scheduler.widths = FixedWidth((1, 5))
     requests = [request(i, (i, i + 1), 40) for i in range(5)]
@@ -278,22 +280,22 @@ def test_figures_add_up() -> None:
     ("prompt", "limit", "words"),
     [(60, 10, "at most 4"), (64, 1, "shorten the prompt")],
 )
-def test_context_overflow_says_the_mend(prompt: int, limit: int, words: str) -> None:
+def test_context_overflow_says_how_to_fix_it(prompt: int, limit: int, words: str) -> None:
     scheduler, _ = make()
     with pytest.raises(RequestError, match=words):
         scheduler.check(request(0, (1,) * prompt, limit))
 
 
-def test_a_request_that_can_never_fit_is_refused() -> None:
+def test_a_request_larger_than_the_pool_is_refused() -> None:
     scheduler, _ = make(pages=5)
     with pytest.raises(RequestError, match="max_total_tokens"):
         scheduler.check(request(0, (1,) * 10, 40))
 
 
-def test_two_thousand_requests_with_aborts_lose_no_page() -> None:
+def test_two_thousand_requests_with_aborts_leak_no_pages() -> None:
     rng = random.Random(7)
     scheduler, device = make(
-        page_size=4, pages=60, depth=1, width=4, slots=8, max_pending_observe=4
+        page_size=4, pages=60, overlap_depth=1, width=4, slots=8, max_pending_observe=4
     )
     requests = []
     for i in range(2000):

@@ -60,9 +60,9 @@ class Request:
     pending: list[int] = field(default_factory=list)  # tokens of each step in flight
     pending_observe: int = 0  # newest tokens that the algorithm has not observed yet
 
-    # Acceptance so far, from which the width of its steps is chosen; None: nothing seen yet.
-    rates: Any = None  # of the width policy
-    expected: tuple[float, ...] | None = None  # tokens a step, for every width
+    # Of the width policy; None: no verify step yet.
+    acceptance: Any = None  # acceptance rates so far
+    expected_tokens: tuple[float, ...] | None = None  # per step, for every width
 
     # Figures.
     cached_tokens: int = 0  # of the prompt, at the first admission

@@ -181,7 +181,9 @@ class Engine:
         plan, result = done.step.plan, done.result
         self._stats.count(done)
         if plan.decode and not plan.prefill:
-            self.scheduler.widths.timed(len(plan.decode), plan.num_verify_tokens, result.seconds)
+            self.scheduler.widths.record_step_time(
+                len(plan.decode), plan.num_verify_tokens, result.seconds
+            )
         if self._tracing is not None:
             self._tracing.book(done, launched, now)
         if result.error is not None:

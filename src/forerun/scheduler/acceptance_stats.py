@@ -1,70 +1,82 @@
-"""What is known of acceptance: c_k = how often draft k is right, given that those before it were.
+"""Running estimates of acceptance rates, from which expected tokens per step follow. No torch.
 
-A mean over few observations says little, and draft k is judged only where all before it agreed. So
-every mean is taken together with a guess, worth `GUESS` observations: of a request, what is known
-of all requests; of all requests, what is known of draft k - 1. The latter only bridges what was
-never seen: it is weighed against all there ever was, not against what a mean goes back. No torch.
+c_k is the probability that draft k is accepted, given that drafts 1 to k - 1 were. A mean of few
+observations is unreliable, and draft k is only tested where all drafts before it were accepted. So
+every mean is blended with a prior that counts as `PRIOR_WEIGHT` observations:
+
+    estimate_k = (n_k * mean_k + PRIOR_WEIGHT * prior_k) / (n_k + PRIOR_WEIGHT)
+
+The prior of one request's c_k is the estimate over all requests. The prior of the estimate over
+all requests is its estimate of c_(k-1), and n_k then counts all observations rather than those of
+the window, so that the prior only matters for positions that were hardly ever tested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-PRIOR = 0.8  # c_1 before anything is known: try
-GUESS = 4.0  # observations that a guess is worth
-FADE = 0.995  # of what is known, that still holds a step later
+INITIAL_RATE = 0.8  # prior of c_1; high, so that drafts are tried
+PRIOR_WEIGHT = 4.0  # observations that a prior counts as
+DECAY = 0.995  # per step without drafts: weight that past observations keep
 
 
 class AcceptanceStats:
-    """Running means, the older the lighter."""
+    """Exponential moving averages of c_1, c_2, ... of one request or of all requests."""
 
-    def __init__(self, drafts: int, memory: float) -> None:
-        """`memory`: observations that a mean goes back at most."""
-        self.memory = memory
-        self._means = [0.0] * drafts
-        self._seen = [0.0] * drafts  # observations behind each mean
-        self._ever = [0.0] * drafts  # and all there were
-        self._age = 0  # steps since the last observation
+    def __init__(self, max_drafts: int, window: float) -> None:
+        """`window`: observations that a moving average covers at most."""
+        self.window = window
+        self._means = [0.0] * max_drafts
+        self._counts = [0.0] * max_drafts  # observations in the window of each mean
+        self._totals = [0.0] * max_drafts  # all observations
+        self._plain_steps = 0  # since the last observation
 
-    def wait(self) -> None:
-        """A step went by without drafts: texts change."""
-        self._age += 1
+    def record_plain_step(self) -> None:
+        """A step without drafts: past observations lose weight, because texts change."""
+        self._plain_steps += 1
 
-    def learn(self, drafts: int, accepted: int) -> None:
-        """`accepted` of `drafts` were right."""
-        if self._age:
-            fade = FADE**self._age
-            self._seen = [seen * fade for seen in self._seen]
-            self._age = 0
-        for k in range(min(accepted, drafts)):
+    def record(self, num_drafts: int, num_accepted: int) -> None:
+        """A verify step accepted the first `num_accepted` of `num_drafts` drafts."""
+        if self._plain_steps:
+            decay = DECAY**self._plain_steps
+            self._counts = [count * decay for count in self._counts]
+            self._plain_steps = 0
+        for k in range(min(num_accepted, num_drafts)):
             self._observe(k, 1.0)
-        if accepted < drafts:
-            self._observe(accepted, 0.0)
+        if num_accepted < num_drafts:
+            self._observe(num_accepted, 0.0)
             return
-        for k in range(drafts, len(self._seen)):  # what is known of those behind grows old
-            self._seen[k] *= 1 - 1 / self.memory
-            self._ever[k] = min(self._ever[k], self.memory) * (1 - 1 / self.memory)
+        # All drafts were accepted: what is known of later positions becomes outdated.
+        for k in range(num_drafts, len(self._counts)):
+            self._counts[k] *= 1 - 1 / self.window
+            self._totals[k] = min(self._totals[k], self.window) * (1 - 1 / self.window)
 
-    def _observe(self, k: int, right: float) -> None:
-        seen = min(self._seen[k] + 1, self.memory)
-        self._means[k] += (right - self._means[k]) / seen
-        self._seen[k] = seen
-        self._ever[k] += 1
+    def _observe(self, k: int, accepted: float) -> None:
+        count = min(self._counts[k] + 1, self.window)
+        self._means[k] += (accepted - self._means[k]) / count
+        self._counts[k] = count
+        self._totals[k] += 1
 
-    def estimates(self, of_all: Sequence[float] | None = None) -> list[float]:
-        """c_1, c_2, ...; `of_all`: the same of all requests."""
-        out, before = [], PRIOR
-        behind = self._ever if of_all is None else self._seen
-        for k, (mean, weight) in enumerate(zip(self._means, behind, strict=True)):
-            guess = before if of_all is None else of_all[k]
-            before = (weight * mean + GUESS * guess) / (weight + GUESS)
-            out.append(before)
+    def estimates(self, priors: Sequence[float] | None = None) -> list[float]:
+        """c_1, c_2, ...
+
+        Args:
+            priors: the estimates over all requests; None: these are the estimates over all.
+        """
+        out, previous = [], INITIAL_RATE
+        counts = self._totals if priors is None else self._counts
+        for k, (mean, count) in enumerate(zip(self._means, counts, strict=True)):
+            prior = previous if priors is None else priors[k]
+            previous = (count * mean + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
+            out.append(previous)
         return out
 
 
-def tokens(rates: Sequence[float], widths: Sequence[int]) -> tuple[float, ...]:
-    """Tokens that a step of each width brings: 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1), as far
-    as there are rates."""
+def expected_tokens(rates: Sequence[float], widths: Sequence[int]) -> tuple[float, ...]:
+    """Expected tokens of a step for each width W: 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1).
+
+    Drafts beyond the last of `rates` add nothing.
+    """
     sums, product, total = [1.0], 1.0, 1.0
     for rate in rates:
         product *= rate

@@ -1,13 +1,14 @@
-"""How many rows the next step verifies: as many as pay. No torch.
+"""Chooses how many tokens the next decode step verifies per request (the width W). No torch.
 
-A wider step yields more tokens and costs more, and how much of either depends on the text, on the
-batch and on the machine. So the width is chosen anew for every step, from past data only: the
-text does not depend on it. Width 1 is plain decoding.
+A wider step yields more tokens and costs more; both depend on the text, the batch and the machine.
+So every step gets the width with the highest expected throughput:
 
-    tokens a step of width W   sum over requests of 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1)
-    its cost                   seconds of (batch, W), measured at start and corrected while running
+    tokens(W)     = sum over requests of 1 + c_1 + c_1 c_2 + ... + c_1 ... c_(W-1)
+    cost(B, W)    = seconds of a decode step, measured at start and corrected while running
+    throughput(W) = tokens(W) / cost(B, W)
 
-where c_k, kept per request, says how often draft k was right, given that those before it were.
+c_k is a request's estimated acceptance rate of draft k (`acceptance_stats.py`). Width 1 is plain
+decoding. Estimates use completed steps only, and the text does not depend on the width.
 """
 
 from __future__ import annotations
@@ -19,18 +20,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from forerun.core.request import Request
-from forerun.scheduler.acceptance_stats import AcceptanceStats, tokens
+from forerun.scheduler.acceptance_stats import AcceptanceStats, expected_tokens
 
-OWN, ALL = 16.0, 32.0  # observations that a request's c_k goes back, and that of all of them,
-ALL_STEPS = 2.0  # but never fewer steps than this
-TIMED, FASTER = 0.1, 4.0  # weight of the newest step in a cost; more where it was much faster
-PAUSE = 1.25  # a step that takes so many times what is expected: once, and it tells nothing
-DOUBT = 1.02  # drafts must promise so much more than plain steps: what is expected is not certain
-CLOSE = 1.1  # where they promise less than this, plain steps are timed now and then:
-STALE = 50  # after so many without
-PROBES = 0.0025  # share of the time that may go into drafts which do not seem to pay;
-EAGER = 16.0  # up to so many times more while drafts paid of late
-LEAST_LOSS = 0.1  # of a probe's time, whatever is expected
+# Windows of the acceptance rates, in observations.
+REQUEST_WINDOW = 16.0
+GLOBAL_WINDOW = 32.0
+MIN_GLOBAL_STEPS = 2.0  # the global window covers at least this many steps of the batch
+
+# Step costs.
+COST_WEIGHT = 0.1  # of the newest step in the moving average of a cost
+FASTER_WEIGHT = 4.0  # times (1 - ratio): larger weight of steps faster than expected
+OUTLIER_RATIO = 1.25  # a single step this much slower than expected is ignored
+
+# Drafts or plain decoding.
+MIN_GAIN = 1.02  # expected speed-up over plain steps below which drafts are not used
+UNCERTAIN_GAIN = 1.1  # below this speed-up, the cost of plain steps is measured again
+REMEASURE_INTERVAL = 50  # after so many steps in a row with drafts
+
+# Exploration: steps with drafts although plain ones are expected to be faster.
+EXPLORATION_SHARE = 0.0025  # of the time of plain steps
+MAX_EXPLORATION_SCALE = 16.0  # the share grows up to so many times after drafts that paid off
+MIN_EXPLORATION_COST = 0.1  # of the step's time, whatever loss is expected
 
 
 def verify_widths(full: int, flexible: bool) -> tuple[int, ...]:
@@ -40,19 +50,19 @@ def verify_widths(full: int, flexible: bool) -> tuple[int, ...]:
 
 
 class VerifyOutcome(NamedTuple):
-    """Of a request's step: how many `drafts` were made for it, and how many agreed."""
+    """One request's part of a decode step."""
 
     request: Request
-    drafts: int
-    accepted: int
+    num_drafts: int  # verified for it; 0: a plain step
+    num_accepted: int
 
 
 class WidthPolicy(ABC):
-    """Chooses the width of every step, and is told what came of it."""
+    """Chooses the width of every step; results and times of steps are reported to it."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = tuple(widths)
-        self.chosen: Counter[int] = Counter()  # steps of each width
+        self.chosen: Counter[int] = Counter()  # steps by width
 
     def choose(self, requests: Sequence[Request]) -> int:
         """The width of the next step for these requests."""
@@ -62,172 +72,197 @@ class WidthPolicy(ABC):
         return width
 
     @abstractmethod
-    def _choose(self, requests: Sequence[Request], most: int) -> int:
-        """One of the first `most` + 1 widths."""
+    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+        """One of `self.widths[: max_index + 1]`."""
 
-    def learn(self, outcomes: Sequence[VerifyOutcome]) -> None:
-        """What came of a step."""
+    def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
+        """The acceptance of one step."""
         return None
 
-    def timed(self, batch: int, width: int, seconds: float) -> None:
-        """A step took so long."""
+    def record_step_time(self, batch_size: int, width: int, seconds: float) -> None:
+        """The time of one step."""
         return None
 
     def as_dict(self) -> dict[str, Any]:
-        """What is decided by, and what was decided."""
+        """The policy's state and its decisions, for `Engine.stats()`."""
         steps = {width: self.chosen[width] for width in self.widths}
-        return {"adaptive": False, "steps_by_width": steps, "probes": 0}
+        return {"adaptive": False, "steps_by_width": steps, "exploration_steps": 0}
 
 
 class FixedWidth(WidthPolicy):
-    """The full width, or the least that gives every request the drafts it takes."""
+    """The full width, or the smallest that covers every request's draft limit."""
 
-    def _choose(self, requests: Sequence[Request], most: int) -> int:
-        return self.widths[most]
+    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
+        return self.widths[max_index]
 
 
 class AdaptiveWidth(WidthPolicy):
-    """The width of the most expected tokens a second."""
+    """The width with the most expected tokens per second."""
 
     def __init__(
         self,
         widths: Sequence[int],
         costs: Mapping[int, Sequence[float]],
-        depth: int | None = None,
+        tree_depth: int | None = None,
     ) -> None:
-        """`costs`: seconds of a step by batch size, one for every width; `depth`: drafts that can
-        be accepted at most (a tree's longest path), if fewer than the full width has."""
+        """
+        Args:
+            costs: seconds of a step by batch size, one for every width.
+            tree_depth: drafts on the longest path of a draft tree; None: drafts are chains.
+        """
         super().__init__(widths)
-        self._depth = self.widths[-1] - 1 if depth is None else depth
-        self._batches = sorted(costs)
-        self._costs = [self._plausible(costs[batch]) for batch in self._batches]
-        # (place among the batches, width) -> whether the last step there was far too slow
+        self._max_accepted = self.widths[-1] - 1 if tree_depth is None else tree_depth
+        self._batch_sizes = sorted(costs)
+        self._costs = [self._bounded(costs[size]) for size in self._batch_sizes]
+        # (index into the batch sizes, width) -> whether the last step there was an outlier
         self._slow: dict[tuple[int, int], bool] = {}
-        self._rates = AcceptanceStats(self._depth, ALL)  # of all requests: where a new one starts
-        self._means = self._rates.estimates()
-        self._expected = tokens(self._means, self.widths)
-        self._saved = 0.0  # seconds that probes may cost
-        self._probes = 0
-        self._eager = 1.0  # doubled by drafts that paid, halved by probes that did not
-        self._paid = self._probing = False
-        self._drafted = 0  # steps since one was plain for want of better
+        # Over all requests: the prior of every request's own rates.
+        self._acceptance = AcceptanceStats(self._max_accepted, GLOBAL_WINDOW)
+        self._rates = self._acceptance.estimates()
+        self._expected_tokens = expected_tokens(self._rates, self.widths)
+        self._exploration_budget = 0.0  # seconds
+        self._exploration_scale = 1.0  # doubled when drafts pay off, halved when exploring did not
+        self._exploration_steps = 0
+        self._exploring = False  # the last step with drafts was for exploration
+        self._paid_off = False  # it was faster than plain steps
+        self._steps_since_plain = 0
 
     # --- choosing -------------------------------------------------------------------------------
 
-    def _choose(self, requests: Sequence[Request], most: int) -> int:
+    def _choose(self, requests: Sequence[Request], max_index: int) -> int:
         costs = self.costs(len(requests))
-        speeds = [self._yield(requests, i) / costs[i] for i in range(most + 1)]
-        best = max(range(most + 1), key=speeds.__getitem__)
-        if speeds[best] > DOUBT * speeds[0]:
-            self._drafted += 1
-            stale = self._drafted >= STALE and speeds[best] < CLOSE * speeds[0]
-            if not stale:
+        throughput = [self._tokens(requests, i) / costs[i] for i in range(max_index + 1)]
+        best = max(range(max_index + 1), key=throughput.__getitem__)
+        if throughput[best] > MIN_GAIN * throughput[0]:
+            self._steps_since_plain += 1
+            uncertain = throughput[best] < UNCERTAIN_GAIN * throughput[0]
+            if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
                 return self.widths[best]
-        elif self._may_probe(costs, speeds):
+        elif self._explore(costs, throughput):
             return self.widths[1]
-        self._drafted = 0
+        self._steps_since_plain = 0
         return 1
 
-    def _may_probe(self, costs: Sequence[float], speeds: Sequence[float]) -> bool:
-        """Plain steps tell nothing about drafts, and texts change: look now and then, with the
-        narrowest drafts, as often as the saved time allows, and again where it paid."""
-        self._saved += self._eager * PROBES * costs[0]
-        lost = 1 - speeds[1] / speeds[0]  # over plain steps to as many tokens, as far as is known
-        price = costs[1] * max(lost, LEAST_LOSS)
-        if not self._paid and self._saved < price:
+    def _explore(self, costs: Sequence[float], throughput: Sequence[float]) -> bool:
+        """Whether this step drafts although plain decoding is expected to be faster.
+
+        Plain steps say nothing about acceptance, and texts change. So a fixed share of their time
+        is spent on steps of the smallest width with drafts; one that paid off is repeated at once.
+        """
+        self._exploration_budget += self._exploration_scale * EXPLORATION_SHARE * costs[0]
+        loss = 1 - throughput[1] / throughput[0]  # expected, of the time of the step
+        cost = costs[1] * max(loss, MIN_EXPLORATION_COST)
+        if not self._paid_off and self._exploration_budget < cost:
             return False
-        self._saved = max(self._saved - price, 0.0)
-        self._probes += 1
-        self._paid, self._probing = False, True
+        self._exploration_budget = max(self._exploration_budget - cost, 0.0)
+        self._exploration_steps += 1
+        self._paid_off, self._exploring = False, True
         return True
 
-    def _yield(self, requests: Sequence[Request], index: int) -> float:
-        """Tokens that a step of this width is expected to bring."""
+    def _tokens(self, requests: Sequence[Request], index: int) -> float:
+        """Expected tokens of a step with `self.widths[index]`, over all requests."""
         total, width = 0.0, self.widths[index]
         for request in requests:
             params = request.params
             left = params.max_new_tokens - len(request.output) - len(request.pending)
             limit = min(params.draft_limit(width - 1) + 1, max(left, 1))
-            total += min((request.expected or self._expected)[index], limit)
+            total += min((request.expected_tokens or self._expected_tokens)[index], limit)
         return total
 
-    def costs(self, batch: int) -> list[float]:
-        """Seconds of a step for every width, on the line between the measured batch sizes."""
-        at = bisect.bisect_left(self._batches, batch)
-        if at == len(self._batches):
-            return [cost * batch / self._batches[-1] for cost in self._costs[-1]]
-        if len(rows := self._around(batch)) == 1:
-            return rows[0]
-        below, above = self._batches[at - 1 : at + 1]
-        share = (batch - below) / (above - below)
-        return [a + share * (b - a) for a, b in zip(*rows, strict=True)]
+    def costs(self, batch_size: int) -> list[float]:
+        """Seconds of a step for every width.
 
-    def _plausible(self, measured: Sequence[float]) -> list[float]:
-        """A pause while measuring must not make a width look so dear that it is never seen again:
-        no wider step is cheaper, and W rows cost no more than W plain steps."""
+        Interpolated linearly between the measured batch sizes; proportional to the batch size
+        above the largest.
+        """
+        sizes = self._batch_sizes
+        at = bisect.bisect_left(sizes, batch_size)
+        if at == len(sizes):
+            return [cost * batch_size / sizes[-1] for cost in self._costs[-1]]
+        if len(nearest := self._nearest(batch_size)) == 1:
+            return nearest[0]
+        below, above = sizes[at - 1 : at + 1]
+        weight = (batch_size - below) / (above - below)
+        return [a + weight * (b - a) for a, b in zip(*nearest, strict=True)]
+
+    def _bounded(self, measured: Sequence[float]) -> list[float]:
+        """Limits outliers of the measurement, after which a width would never be chosen again.
+
+        No wider step is cheaper, and a step of width W costs no more than W plain steps.
+        """
         costs = list(measured)
         for i in reversed(range(len(costs) - 1)):
             costs[i] = min(costs[i], costs[i + 1])
         return [min(cost, width * costs[0]) for width, cost in zip(self.widths, costs, strict=True)]
 
-    def _around(self, batch: int) -> list[list[float]]:
-        """The measured rows that the costs of a batch size come from: one, or those beside it."""
-        at = bisect.bisect_left(self._batches, batch)
-        exact = at < len(self._batches) and self._batches[at] == batch
+    def _nearest(self, batch_size: int) -> list[list[float]]:
+        """The measured costs of this batch size, or of the next smaller and the next larger one."""
+        sizes = self._batch_sizes
+        at = bisect.bisect_left(sizes, batch_size)
+        exact = at < len(sizes) and sizes[at] == batch_size
         return self._costs[max(at - (not exact), 0) : at + 1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Also the seconds of a step by batch size, one for every width, and the mean c_k."""
-        costs = dict(zip(self._batches, map(list, self._costs), strict=True))
-        own = {"adaptive": True, "probes": self._probes}
-        return super().as_dict() | own | {"step_costs": costs, "accept_rates": list(self._means)}
+        """Also step costs by batch size, one for every width, and the global acceptance rates."""
+        return super().as_dict() | {
+            "adaptive": True,
+            "exploration_steps": self._exploration_steps,
+            "step_costs": dict(zip(self._batch_sizes, map(list, self._costs), strict=True)),
+            "accept_rates": list(self._rates),
+        }
 
-    # --- learning -------------------------------------------------------------------------------
+    # --- updating the estimates -----------------------------------------------------------------
 
-    def learn(self, outcomes: Sequence[VerifyOutcome]) -> None:
-        judged = [VerifyOutcome(r, min(n, self._depth), right) for r, n, right in outcomes if n > 0]
-        for request in {r for r, _, _ in outcomes} - {r for r, _, _ in judged}:
-            if request.rates is not None:
-                request.rates.wait()
-        if not judged:
-            self._rates.wait()
+    def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
+        drafted = [
+            VerifyOutcome(request, min(num_drafts, self._max_accepted), num_accepted)
+            for request, num_drafts, num_accepted in outcomes
+            if num_drafts > 0
+        ]
+        for request in {r for r, _, _ in outcomes} - {r for r, _, _ in drafted}:
+            if request.acceptance is not None:
+                request.acceptance.record_plain_step()
+        if not drafted:
+            self._acceptance.record_plain_step()
             return
-        self._weigh(outcomes)
-        self._rates.memory = max(ALL, ALL_STEPS * len(judged))
-        for _, drafts, accepted in judged:
-            self._rates.learn(drafts, accepted)
-        self._means = self._rates.estimates()
-        self._expected = tokens(self._means, self.widths)
-        for request, drafts, accepted in judged:
-            if request.rates is None:
-                request.rates = AcceptanceStats(self._depth, OWN)
-            request.rates.learn(drafts, accepted)
-            request.expected = tokens(request.rates.estimates(self._means), self.widths)
+        self._compare_with_plain(outcomes)
+        self._acceptance.window = max(GLOBAL_WINDOW, MIN_GLOBAL_STEPS * len(drafted))
+        for _, num_drafts, num_accepted in drafted:
+            self._acceptance.record(num_drafts, num_accepted)
+        self._rates = self._acceptance.estimates()
+        self._expected_tokens = expected_tokens(self._rates, self.widths)
+        for request, num_drafts, num_accepted in drafted:
+            if request.acceptance is None:
+                request.acceptance = AcceptanceStats(self._max_accepted, REQUEST_WINDOW)
+            request.acceptance.record(num_drafts, num_accepted)
+            rates = request.acceptance.estimates(self._rates)
+            request.expected_tokens = expected_tokens(rates, self.widths)
 
-    def _weigh(self, outcomes: Sequence[VerifyOutcome]) -> None:
-        """Whether a step that drafted brought more than a plain one."""
+    def _compare_with_plain(self, outcomes: Sequence[VerifyOutcome]) -> None:
+        """Adjusts exploration by whether a step with drafts was faster than plain decoding."""
         costs = self.costs(len(outcomes))
-        cost = costs[bisect.bisect_left(self.widths, 1 + max(drafts for _, drafts, _ in outcomes))]
-        made = sum(1 + accepted for _, _, accepted in outcomes)
-        self._paid = made / cost > len(outcomes) / costs[0]
-        if self._paid:
-            self._eager = min(2 * self._eager, EAGER)
-        elif self._probing:
-            self._eager = max(self._eager / 2, 1.0)
-        self._probing = False
+        width = 1 + max(num_drafts for _, num_drafts, _ in outcomes)
+        cost = costs[bisect.bisect_left(self.widths, width)]
+        num_tokens = sum(1 + num_accepted for _, _, num_accepted in outcomes)
+        self._paid_off = num_tokens / cost > len(outcomes) / costs[0]
+        if self._paid_off:
+            self._exploration_scale = min(2 * self._exploration_scale, MAX_EXPLORATION_SCALE)
+        elif self._exploring:
+            self._exploration_scale = max(self._exploration_scale / 2, 1.0)
+        self._exploring = False
 
-    def timed(self, batch: int, width: int, seconds: float) -> None:
+    def record_step_time(self, batch_size: int, width: int, seconds: float) -> None:
         i = self.widths.index(width)
-        # What was measured during a pause of the machine is soon put right.
-        ratio = min(max(seconds / self.costs(batch)[i], 0.5), 2.0)
-        weight = max(TIMED, FASTER * (1 - ratio)) if ratio > 0.875 else 0.5
-        if self._is_pause(batch, width, ratio):
+        # Steps faster than expected weigh more, so that a cost measured too high is soon corrected.
+        ratio = min(max(seconds / self.costs(batch_size)[i], 0.5), 2.0)
+        weight = max(COST_WEIGHT, FASTER_WEIGHT * (1 - ratio)) if ratio > 0.875 else 0.5
+        if self._is_outlier(batch_size, width, ratio):
             return
-        for row in self._around(batch):
-            row[i] *= 1 + weight * (ratio - 1)
+        for costs in self._nearest(batch_size):
+            costs[i] *= 1 + weight * (ratio - 1)
 
-    def _is_pause(self, batch: int, width: int, ratio: float) -> bool:
-        """A step is dear where the one before it was much slower than expected, too."""
-        place = bisect.bisect_left(self._batches, batch), width
-        before, self._slow[place] = self._slow.get(place, False), ratio > PAUSE
-        return self._slow[place] and not before
+    def _is_outlier(self, batch_size: int, width: int, ratio: float) -> bool:
+        """Much slower than expected, and the step before it at this size and width was not."""
+        key = bisect.bisect_left(self._batch_sizes, batch_size), width
+        before, self._slow[key] = self._slow.get(key, False), ratio > OUTLIER_RATIO
+        return self._slow[key] and not before

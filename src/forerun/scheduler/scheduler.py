@@ -1,17 +1,17 @@
 """What runs next: admission, chunked prefill, page reservation, preemption. No torch.
 
 The host knows lengths only as upper bounds (`_ub`) while steps are in flight. Before a step it
-reserves pages for the worst case; slots and pages go back only when the last step that can write
-them has come back.
+reserves pages for the worst case. Slots and pages are released only after the last step that can
+write them has completed.
 
-Who owns a page:
+Ownership of pages:
 
-| page                              | owner        | goes back when                              |
-|-----------------------------------|--------------|---------------------------------------------|
-| in the prefix cache               | prefix cache | evicted (never while a request locks it)    |
-| of a request, matched at admission| prefix cache | unlocked at release                         |
-| of a request, past the match      | the request  | release: inserted into the cache, or freed  |
-| everything else                   | allocator    |                                             |
+| page                               | owner        | released                                    |
+|------------------------------------|--------------|---------------------------------------------|
+| in the prefix cache                | prefix cache | by eviction, never while a request locks it |
+| of a request, matched at admission | prefix cache | unlocked when the request is released       |
+| of a request, past the match       | the request  | inserted into the cache or freed with it    |
+| all others                         | allocator    |                                             |
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from forerun.scheduler.stop_checker import append_tokens
 
 @dataclass(frozen=True, slots=True)
 class PageTableUpdate:
-    """Entries of a request's page-table row that changed after they were written."""
+    """Page-table entries of a request that changed after they were written."""
 
     request: Request
     first: int
@@ -49,7 +49,7 @@ class PageTableUpdate:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """A plan and the requests behind its entries, kept until the result arrives."""
+    """A plan and the requests of its entries, kept until the result arrives."""
 
     plan: StepPlan
     decode: list[Request] = field(default_factory=list)  # of `plan.decode`
@@ -64,16 +64,16 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step whose result was booked."""
+    """A step whose result the scheduler has processed."""
 
     step: ScheduledStep
     result: StepResult
-    live_decode: tuple[bool, ...]  # of each decode request: it had not ended before
-    changed: list[Request]  # got tokens, or ended
+    live_decode: tuple[bool, ...]  # per decode request: it had not ended before this step
+    changed: list[Request]  # requests that got tokens or ended
 
 
 class Scheduler:
-    """Requests in, plans out; results in, finished requests out."""
+    """Turns requests into step plans, and step results into output tokens."""
 
     def __init__(
         self,
@@ -91,16 +91,16 @@ class Scheduler:
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._updates: list[PageTableUpdate] = []  # not in a plan yet
-        self._uncleared: list[int] = []  # pages that failed requests gave back
+        self._uncleared: list[int] = []  # released pages of failed requests
         self._scheduled: deque[ScheduledStep] = deque()  # oldest first; results come in this order
 
     # --- requests -------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuses what cannot fit even alone.
+        """Refuses a request that does not fit even when it runs alone.
 
         Raises:
-            RequestError: over the context length, or over all K/V pages.
+            RequestError: it exceeds the context length or the K/V pool.
         """
         limits = self.limits
         prompt, new = len(request.prompt), request.params.max_new_tokens
@@ -119,11 +119,11 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request that `check` let through."""
+        """Queues a request that has passed `check`."""
         self.waiting.append(request)
 
     def abort(self, request: Request, message: str) -> None:
-        """Ends a request wherever it is; what it holds goes back as soon as nothing writes it."""
+        """Ends a request in any state; slot and pages are released once no step can write them."""
         if request.state is State.FINISHED:
             return
         request.finish = FinishReason("abort", message=message)
@@ -132,8 +132,8 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, num_tokens: int) -> None:
         """Ends a request with its first `num_tokens` output tokens and `reason`.
 
-        Also of one that ended by itself in the step just booked: whoever reads its text found that
-        it ends earlier.
+        The request may have ended already in the step just completed, if a stop string is found
+        before that end.
         """
         request.trim(num_tokens)
         request.finish = reason
@@ -147,7 +147,7 @@ class Scheduler:
     # --- one step -------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing that can run now."""
+        """The next step, or None if nothing can run now."""
         step = ScheduledStep(StepPlan())
         self._plan_decode(step)
         self._choose_width(step)
@@ -163,15 +163,16 @@ class Scheduler:
         return step.plan
 
     def complete(self, result: StepResult) -> CompletedStep:
-        """Books the result of the oldest step in flight."""
+        """Processes the result of the oldest step in flight."""
         step = self._scheduled.popleft()
         live = tuple(request.state is not State.FINISHED for request in step.decode)
         failed = dict(result.failed)
-        changed = self._book_decode(step, result, failed) + self._book_prefill(step, result, failed)
+        changed = self._complete_decode(step, result, failed)
+        changed += self._complete_prefill(step, result, failed)
         return CompletedStep(step, result, live, changed)
 
     def fail(self, message: str) -> None:
-        """The step scheduled last could not be launched: its requests end, with what they have."""
+        """The last scheduled step could not be launched: aborts its requests."""
         step = self._scheduled.pop()
         for request, count in step.deferred:
             request.pending_observe += count
@@ -180,12 +181,12 @@ class Scheduler:
             if request.state is not State.FINISHED:
                 self.abort(request, message)
             self._settle(request)
-        # Requests that go on still need the updates that this step was to write.
+        # Requests that continue still need the updates that this step was to write.
         kept = [update for update in step.updates if update.request.slot >= 0]
         self._updates = kept + self._updates
         self._uncleared[:0] = step.plan.cleared_pages
 
-    def _book_decode(
+    def _complete_decode(
         self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
     ) -> list[Request]:
         changed, outcomes = [], []
@@ -200,10 +201,10 @@ class Scheduler:
                 changed.append(self._append(request, tokens, failed, verified=True))
             self._settle(request)
         if outcomes:
-            self.widths.learn(outcomes)
+            self.widths.record_outcomes(outcomes)
         return changed
 
-    def _book_prefill(
+    def _complete_prefill(
         self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
     ) -> list[Request]:
         changed = []
@@ -213,7 +214,7 @@ class Scheduler:
             if request.state is not State.FINISHED:
                 request.kv_len += chunk.num_tokens
                 if request.slot in failed:
-                    request.kv_len = request.cached_len  # what it computed is not shared
+                    request.kv_len = request.cached_len  # its K/V must not enter the prefix cache
                     changed.append(self._append(request, [], failed, verified=False))
                 elif token is not None:
                     self._share_prompt(request)
@@ -225,8 +226,8 @@ class Scheduler:
 
     def _plan_decode(self, step: ScheduledStep) -> None:
         for request in list(self.running):
-            # A later, younger request may have been preempted for an earlier one.
-            if request.state is not State.DECODE or self._surely_done(request):
+            # A younger request may have been preempted for an older one in this loop.
+            if request.state is not State.DECODE or self._will_finish(request):
                 continue
             bound = request.kv_len_ub
             if self._grow(request, bound + self.limits.kv_reserve, step.plan):
@@ -242,9 +243,9 @@ class Scheduler:
             self._plan_deferred(step)
 
     def _plan_deferred(self, step: ScheduledStep) -> None:
-        """The algorithm observes plain steps once it drafts again, or when no more can be kept."""
-        plain, most = step.plan.num_verify_tokens == 1, self.limits.max_pending_observe
-        if not plain or any(r.pending_observe == most for r in step.decode):
+        """Plain steps are observed before the next drafts, or when their buffer is full."""
+        plain, capacity = step.plan.num_verify_tokens == 1, self.limits.max_pending_observe
+        if not plain or any(r.pending_observe == capacity for r in step.decode):
             step.deferred = [(r, r.pending_observe) for r in step.decode if r.pending_observe]
             step.plan.deferred = [DeferredCount(r.slot, count) for r, count in step.deferred]
             for request, _ in step.deferred:
@@ -253,12 +254,12 @@ class Scheduler:
             for request in step.decode:
                 request.pending_observe += 1
 
-    def _surely_done(self, request: Request) -> bool:
-        """Steps in flight yield a token each at least: no use launching past the end."""
+    def _will_finish(self, request: Request) -> bool:
+        """Whether the steps in flight, at least one token each, suffice for `max_new_tokens`."""
         return len(request.output) + len(request.pending) >= request.params.max_new_tokens
 
     def _grow(self, request: Request, tokens: int, plan: StepPlan) -> bool:
-        """Pages for `tokens` KV slots; preempts the youngest request while there are none."""
+        """Ensures pages for `tokens` KV slots, preempting the youngest requests if necessary."""
         want = self.limits.pages(tokens) - len(request.pages)
         if want <= 0:
             return True
@@ -266,7 +267,7 @@ class Scheduler:
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
                 assert self._leaving, "a request that fits alone found no pages"
-                return False  # pages of requests that ended come back with their last step
+                return False  # pages of ended requests are released with their last step
             self._preempt(victim)
             if victim is request or victim in self._leaving:
                 return False
@@ -283,7 +284,7 @@ class Scheduler:
         return self.allocator.allocate(count)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; it runs again from its tokens, text unchanged."""
+        """Back to the head of the queue; it is prefilled again from its tokens, text unchanged."""
         request.preemptions += 1
         request.state = State.WAITING
         self.running.remove(request)
@@ -315,14 +316,14 @@ class Scheduler:
         return count
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
-        """Gives a request a slot and pages for its tokens and a step, if they are there."""
+        """Gives a request a slot, and pages for its tokens and one step, if available."""
         if not self._free_slots or request in self._leaving:
             return False
         tokens = request.tokens
         match = self.prefix.match(tokens)
         self.prefix.lock(match.node)
         need = self.limits.pages(len(tokens) + self.limits.kv_reserve) - len(match.pages)
-        # Leave the running requests their next step, or they would be preempted at once.
+        # Keep pages for the next step of the running requests, or they would be preempted at once.
         spare = len(self.running) * self.limits.pages(self.limits.kv_reserve)
         if self.allocator.num_free + self.prefix.num_evictable < need + spare:
             pages = None
@@ -360,7 +361,7 @@ class Scheduler:
         self, request: Request, tokens: Sequence[int], failed: dict[int, str], verified: bool
     ) -> Request:
         kept = append_tokens(request, list(tokens))
-        if verified:  # a stop within the accepted tokens cuts them: later drafts do not count
+        if verified:  # drafts after a stop do not count
             request.accept_lengths.append(kept)
             request.correct_drafts.append(min(kept, max(len(tokens) - 1, 0)))
         if request.finish is None and request.slot in failed:
@@ -391,26 +392,26 @@ class Scheduler:
             self._release(request)
 
     def _share_prompt(self, request: Request) -> None:
-        """Prompt pages become shareable: the step that wrote them filled every pool."""
+        """Inserts the prompt's pages, now filled in every pool, into the prefix cache."""
         done = request.prefill_tokens
         inserted = self.prefix.insert(done, request.pages, request.node, len(done))
-        if inserted.shared:  # somebody was quicker with the same tokens: use theirs, drop ours
+        if inserted.shared:  # another request inserted the same tokens first: use its pages
             end = inserted.start + len(inserted.shared)
             request.pages[inserted.start : end] = inserted.shared
             pages = tuple(inserted.shared)
             self._updates.append(PageTableUpdate(request, inserted.start, pages))
-            # Whole pages below kv_len: steps in flight may read, never write them, and what
-            # writes them next is launched later.
+            # The duplicates are whole pages below kv_len: steps in flight may read but never
+            # write them, and whatever writes them next is launched later.
             self.allocator.free(inserted.duplicates)
         self.prefix.lock(inserted.node)
         self.prefix.unlock(request.node)
         request.node = inserted.node
 
     def _release(self, request: Request) -> None:
-        """Slot and pages go back. Only what was returned is shared: nothing past a stop."""
+        """Releases slot and pages. K/V of returned tokens is cached, nothing past a stop."""
         tokens = request.tokens
-        # Of a step past the end, `pending_observe` counts a row that `kv_len` does not: less is
-        # shared.
+        # `pending_observe` also counts a step past the end, `kv_len` does not: this may cache one
+        # token less.
         kv_len = min(request.kv_len - request.pending_observe, len(tokens))
         inserted = self.prefix.insert(tokens, request.pages, request.node, kv_len)
         self.allocator.free(inserted.owned)
@@ -421,13 +422,13 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot, request.pages, request.node = -1, [], None
 
-    # --- care -----------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """When nothing runs: pages free + cached = all, every slot is free.
+        """Checks that all pages are free or cached, and all slots free, when nothing runs.
 
         Raises:
-            InternalError: something was lost.
+            InternalError: a page or slot leaked, or requests are running.
         """
         if self.has_work:
             raise InternalError("check_idle while requests run.")

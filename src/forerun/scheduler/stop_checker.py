@@ -1,7 +1,7 @@
-"""Where the output of a request ends, by token ids alone.
+"""Ends a request at a stop id or at `max_new_tokens`. No torch.
 
-Stop ids are tested before the length: a stop id on the last allowed token is a stop. Stop strings
-are found above the engine, in `llm/text.py`. No torch.
+Stop ids are tested first: a stop id as the last allowed token is a stop. Stop strings are found
+above the engine, in `llm/text.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from forerun.core.request import FinishReason, Request
 
 
 def append_tokens(request: Request, tokens: Sequence[int]) -> int:
-    """Appends committed tokens to the output, up to and with the first stop.
+    """Appends committed tokens to the output, up to and including the first stop.
 
-    Sets `request.finish` at a stop. Returns how many were appended.
+    Sets `request.finish` at a stop. Returns the number of tokens appended.
     """
-    output, most = request.output, request.params.max_new_tokens
+    output, max_new_tokens = request.output, request.params.max_new_tokens
     for count, token in enumerate(tokens, 1):
         output.append(token)
         if token in request.stop_ids:
             request.finish = FinishReason("stop", matched=token)
-        elif len(output) >= most:
+        elif len(output) >= max_new_tokens:
             request.finish = FinishReason("length", length=len(output))
         if request.finish is not None:
             return count
