@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from forerun.bench.first_token import FirstToken, first_token
+from forerun.bench.first_token import FirstToken, covered, first_token
 from forerun.cli.main import run
 from tests.golden_engine import golden_llm
 
@@ -31,3 +31,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["input_len"] for row in report["results"]] == [1, 8]
     assert run(["bench", "first-token", "--input-len", "0"]) == 2
     assert ">= 1" in capsys.readouterr().err
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert covered([(5, 8), (0, 2), (1, 3), (6, 7), (8, 9)]) == 3 + 4
+    assert covered([]) == 0
