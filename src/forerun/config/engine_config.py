@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from forerun.core.errors import ConfigError, nearest
+from forerun.core.checks import of_type
+from forerun.core.errors import ConfigError, nearest, shown
+
+MAX_INT64 = 2**63 - 1
 
 
 def _setting(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
@@ -115,22 +118,39 @@ class EngineConfig:
                 "kv_cache_dtype fp8_e5m2 is not supported: two bits of mantissa lose more of K/V"
                 " than its range wins; use fp8_e4m3."
             )
+        self._check_types()
         for spec in self.settings():
             value, choices = getattr(self, spec.name), spec.metadata.get("choices")
             if choices and value not in (spec.default, *choices):
                 raise ConfigError(
-                    f"{spec.name} must be one of {', '.join(map(str, choices))}, got {value!r}."
+                    f"{spec.name} must be one of {', '.join(map(str, choices))}, got"
+                    f" {shown(value)}."
                 )
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1, got {value}.")
+                raise ConfigError(f"{name} must be >= 1, got {shown(value)}.")
         if self.max_state_snapshots is not None and self.max_state_snapshots < 0:
-            raise ConfigError(f"max_state_snapshots must be >= 0, got {self.max_state_snapshots}.")
+            raise ConfigError(
+                f"max_state_snapshots must be >= 0, got {shown(self.max_state_snapshots)}."
+            )
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
                 f"mem_fraction_static must be between 0 and 1, got {self.mem_fraction_static}."
             )
+
+    def _check_types(self) -> None:
+        """Every setting against its annotation: bool, int, float or str, or one of them or None."""
+        hints = get_type_hints(EngineConfig)
+        for spec in self.settings():
+            kinds = get_args(hints[spec.name]) or (hints[spec.name],)
+            value = getattr(self, spec.name)
+            if value is None and type(None) in kinds:
+                continue
+            value = of_type(kinds[0], spec.name, value, ConfigError)
+            object.__setattr__(self, spec.name, value)
+            if isinstance(value, int) and not -MAX_INT64 <= value <= MAX_INT64:
+                raise ConfigError(f"{spec.name} must fit in 64 bits, got {shown(value)}.")
 
     @classmethod
     def settings(cls) -> list[Field[Any]]:
@@ -153,7 +173,9 @@ class EngineConfig:
             elif name in options:
                 chosen[name] = value
             else:
-                raise ConfigError(f"Unknown setting {name!r}.{nearest(name, [*known, *options])}")
+                raise ConfigError(
+                    f"Unknown setting {shown(name)}.{nearest(name, [*known, *options])}"
+                )
         return cls(**settings, algorithm_options=chosen)
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.checks import boolean
+from forerun.core.checks import boolean, of_type
 from forerun.core.errors import ConfigError, RequestError, nearest, shown
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.unsupported import refusal
@@ -50,12 +50,11 @@ class LLM:
         **settings: Any,
     ) -> None:
         """`overlap_depth` (0, 1) overrides what suits the device; for tests."""
-        options = {option.name: option.default for option in all_options()}
         settings["model_path"] = model_path
         for name, value in settings.items():
             if isinstance(value, Path):
                 settings[name] = str(value.expanduser().absolute())
-        config = EngineConfig.of(settings, options)
+        config = _config(settings)
         logging.getLogger("forerun").setLevel(config.log_level.upper())
         get_algorithm(config.speculative_algorithm)  # must exist, before anything is downloaded
         self.config, target = _with_bundled(with_local_paths(config))
@@ -195,6 +194,17 @@ def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> l
             )
         return [SamplingParams.of(p) for p in given]
     return [SamplingParams.of(given)] * count
+
+
+def _config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Settings, and the options that algorithms declare, checked."""
+    options = all_options()
+    config = EngineConfig.of(settings, {option.name: option.default for option in options})
+    for option in options:
+        value = config.algorithm_options[option.name]
+        if value is not None or option.default is not None:
+            of_type(option.type, option.name, value, ConfigError)
+    return config
 
 
 def _refuse(keywords: Mapping[str, Any], call: str) -> None:

@@ -1,0 +1,138 @@
+"""Values at the door: their types, their ranges, and one line for each that cannot be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.core.errors import RequestError, shown
+from forerun.core.sampling_params import (
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    SamplingParams,
+)
+
+LONG = "x" * 100_000
+NAN, INF = math.nan, math.inf
+
+
+class Broken:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+STRANGE = [None, "", "abc", LONG, 5, -1, 0, 2.5, NAN, INF, -INF, 2**31, 2**63, 2**64, -(2**70),
+           10**400, True, False, b"x", [], [1], ["a"], [None], {}, {"a": 1}, (), object(), 1j,
+           Decimal("1.5"), Fraction(1, 2), Broken(), [LONG], [[1]], "\ud800"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(SamplingParams)])
+def test_any_value_is_taken_or_refused_in_one_line(name: str) -> None:
+    for value in STRANGE:
+        try:
+            params = SamplingParams.of({name: value})
+        except RequestError as error:
+            message = str(error)
+            assert name in message or name == "stop", message
+            assert len(message) < 300 and "\n" not in message and message.endswith(".")
+        else:
+            assert isinstance(hash(params), int)
+            kind = type(getattr(SamplingParams(), name))
+            if getattr(SamplingParams(), name) is not None:
+                assert type(getattr(params, name)) is kind
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"top_k": 2**31}, "fit in 32 bits, got 2147483648"),
+        ({"top_k": 2**63}, "fit in 32 bits"),
+        ({"top_k": 2.0}, "top_k must be an integer, got 2.0"),
+        ({"max_new_tokens": 2**31}, "fit in 32 bits"),
+        ({"sampling_seed": 2**63}, "64 bits"),
+        ({"sampling_seed": 1.0}, "sampling_seed must be an integer"),
+        ({"temperature": 1e39}, "float32"),
+        ({"temperature": 10**400}, "must be finite"),
+        ({"temperature": True}, "must be a number"),
+        ({"top_p": NAN}, "must be finite, got nan"),
+        ({"ignore_eos": "abc"}, "ignore_eos must be true or false, got 'abc'"),
+        ({"ignore_eos": NAN}, "true or false"),
+        ({"skip_special_tokens": "no"}, "true or false"),
+        ({"speculative": 1}, "true or false"),
+        ({"n": 10**9}, "at most 1024"),
+        ({"stop": 5}, "string or a list of strings, got 5"),
+        ({"stop": [5]}, "non-empty strings, got 5"),
+        ({"stop": [""]}, "non-empty strings"),
+        ({"stop": ["x"] * (MAX_STOPS + 1)}, "at most 32 strings, got 33"),
+        ({"stop": LONG}, "at most 1024 characters, got 100000"),
+        ({"stop_token_ids": 5}, "list of integers, got 5"),
+        ({"stop_token_ids": "5"}, "list of integers"),
+        ({"stop_token_ids": [1.0]}, "must be an integer, got 1.0"),
+        ({"stop_token_ids": [1] * (MAX_STOP_TOKENS + 1)}, "at most 1024 ids"),
+        ({"max_draft_tokens": -1}, ">= 0"),
+        ({"max_tokens": 5}, "max_tokens is called max_new_tokens here"),
+        ({"seed": 5}, "called sampling_seed"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported yet: there are no penal"),
+        ({"json_schema": "{}"}, "not supported yet: there are no grammars"),
+        ({"logit_bias": {}}, "not supported yet"),
+        ({"logprobs": 5}, "log-probabilities"),
+        ({LONG: 1}, "Unknown sampling parameter 'xxx"),
+    ],
+)
+def test_refusals_say_what_is_wrong(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.of(params)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_what_users_may_give() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=1,
+        top_k=np.int64(2**31 - 1),  # type: ignore[arg-type]
+        sampling_seed=np.int64(-1),  # type: ignore[arg-type]
+        stop="x" * MAX_STOP_LENGTH,  # type: ignore[arg-type]
+        stop_token_ids={np.int32(7)},  # type: ignore[arg-type]
+    )
+    assert params == SamplingParams(
+        temperature=0.5,
+        top_p=1.0,
+        top_k=2**31 - 1,
+        sampling_seed=-1,
+        stop=("x" * MAX_STOP_LENGTH,),
+        stop_token_ids=(7,),
+    )
+    assert type(params.top_k) is type(params.stop_token_ids[0]) is int
+    assert type(params.temperature) is float
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(), st.floats(), st.integers(), st.integers())
+def test_what_is_taken_fits_the_device_tables(k: int, heat: float, seed: int, new: int) -> None:
+    try:
+        params = SamplingParams(
+            top_k=k, temperature=heat, sampling_seed=seed, max_new_tokens=new, max_draft_tokens=k
+        )
+    except RequestError:
+        return
+    assert np.array([params.top_k, params.max_new_tokens], dtype=np.int32) is not None
+    assert np.array([params.sampling_seed], dtype=np.int64) is not None
+    assert np.isfinite(np.float32(params.temperature))
+
+
+def test_shown() -> None:
+    assert shown("a\nb") == r"'a\nb'"
+    assert len(shown(LONG)) == 80 and shown(LONG).endswith("...")
+    assert "repr fails" in shown(Broken())
+    assert "\n" not in shown(np.zeros((9, 9)))
