@@ -241,3 +241,36 @@ def test_idle_means_that_nobody_waits() -> None:
             llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
             llm.engine.flush_cache()  # a step may be in flight for the request that just ended
             llm.engine.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
+def test_a_request_that_cannot_be_admitted_ends_alone(algorithm: str | None, depth: int) -> None:
+    """Values that do not fit the device tables, past all checks: nobody else notices."""
+    params = [
+        GREEDY,
+        {**GREEDY, "temperature": 1.0, "sampling_seed": 7},
+        {**GREEDY, "max_new_tokens": 30},
+    ]
+    prompts = [c["prompt"][:20] for c in CASES[:3]]
+    with golden_llm(algorithm, overlap_depth=depth, max_running_requests=4) as llm:
+        want = llm.generate(input_ids=prompts, sampling_params=params)
+        llm.engine.flush_cache()
+        streams = [
+            llm.generate(input_ids=p, sampling_params=k, stream=True)
+            for p, k in zip(prompts, params, strict=True)
+        ]
+        first = [next(stream) for stream in streams]  # they run
+        for name, bad in (("top_k", 2**63), ("temperature", "hot"), ("sampling_seed", None)):
+            bent = SamplingParams(temperature=1.0, max_new_tokens=5)
+            object.__setattr__(bent, name, bad)
+            # Of a prompt that another is about to use: its K/V must not be shared.
+            out = llm.generate(input_ids=prompts[0], sampling_params=bent)
+            assert (out.finish_reason["type"] == "abort") == (name != "sampling_seed")
+            assert out.output_ids == [] or name == "sampling_seed"
+        rest = [list(stream)[-1] for stream in streams]
+        assert [o.output_ids for o in rest] == [o.output_ids for o in want]
+        assert all(len(o.output_ids) <= len(r.output_ids) for o, r in zip(first, rest, strict=True))
+        again = llm.generate(input_ids=prompts, sampling_params=params)
+        assert [o.output_ids for o in again] == [o.output_ids for o in want]
+        llm.engine.check()

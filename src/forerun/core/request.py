@@ -98,10 +98,10 @@ class Request:
         params = self.params
         masks = params.min_new_tokens > 0 and bool(self.stop_ids)
         return SlotSampling(
-            temperature=0.0 if params.greedy else float(params.temperature),
+            temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
+            top_p=params.top_p,
+            min_p=params.min_p,
             seed=self.seed,
             stop_ids=tuple(sorted(self.stop_ids)) if masks else (),
             # The first new token stands at position len(prompt).

@@ -13,7 +13,8 @@ from collections import deque
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import RequestError
+from forerun.core.checks import integer
+from forerun.core.errors import RequestError, shown
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
@@ -74,13 +75,14 @@ class Engine:
         vocab = self.info.vocab_size
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token.")
-        strange = [t for t in prompt if isinstance(t, bool) or not isinstance(t, int)]
-        if strange:
-            raise RequestError(f"input_ids must be integers, got {strange[0]!r}.")
+        if any(type(token) is not int for token in prompt):
+            prompt = [integer("input_ids", token, RequestError) for token in prompt]
         for what, ids in (("Token", prompt), ("Stop token", params.stop_token_ids)):
             outside = [t for t in ids if not 0 <= t < vocab]
             if outside:
-                raise RequestError(f"{what} id {outside[0]} is outside the vocabulary of {vocab}.")
+                raise RequestError(
+                    f"{what} id {shown(outside[0])} is outside the vocabulary of {vocab}."
+                )
         rid = rid if rid is not None else f"request-{next(self._ids)}"
         eos = () if params.ignore_eos else self.info.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
@@ -209,7 +211,7 @@ class Engine:
         Raises:
             RequestError: requests are running.
         """
-        self._drain()
+        self.drain()
         if self.has_work:
             raise RequestError("The cache cannot be flushed while requests run; try when idle.")
         self.scheduler.prefix.clear()
@@ -222,10 +224,10 @@ class Engine:
 
     def check(self) -> None:
         """Invariants that hold when idle: every page is free or cached, every slot is free."""
-        self._drain()
+        self.drain()
         self.scheduler.check_idle()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Books the steps in flight that only requests which ended still wait for."""
         while self._in_flight and not (self.scheduler.running or self.scheduler.waiting):
             self.step()

@@ -14,6 +14,7 @@ from forerun.attention.base import HostBatch
 from forerun.core.executor import Executor, ExecutorInfo
 from forerun.core.plan import DecodeRequest, SlotSampling, StepPlan, StepResult
 from forerun.core.tokens import INVALID_TOKEN
+from forerun.executor.slot_tables import ANY_SAMPLING
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
@@ -59,7 +60,7 @@ class DeviceExecutor:
             clock = StepClock.start(self.tables.device)
             if plan.cleared_pages:
                 self.step.clear_pages(plan.cleared_pages)
-            self._admit(plan)
+            failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
             sampled = num_committed = None
@@ -87,6 +88,7 @@ class DeviceExecutor:
             clock,
             None if error is None else str(error),
             None if timer is None or timestamps is None else (timer, timestamps),
+            failed,
         )
 
     def disable_drafts(self) -> None:
@@ -116,15 +118,18 @@ class DeviceExecutor:
         assert tokens is not None
         return tokens
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan) -> list[tuple[int, str]]:
+        """Returns (slot, reason) of admissions that failed."""
         for a in plan.admitted:
             self._slots[a.slot] = _Slot(
                 a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None
             )
-        if plan.admitted:
-            self.tables.admit(plan.admitted)
+        failed = self.tables.admit(plan.admitted) if plan.admitted else []
+        for slot, _ in failed:  # it runs along in this step, and what it gives is dropped
+            self._slots[slot].sampling = ANY_SAMPLING
         if plan.page_writes:
             self.tables.write_pages(plan.page_writes)
+        return failed
 
     def _batch(self, plan: StepPlan) -> DecodeBatch:
         slots = [request.slot for request in plan.decode]
@@ -214,6 +219,7 @@ class PendingDeviceStep:
     clock: StepClock
     error: str | None  # the algorithm failed in this step
     timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, where steps are traced
+    not_admitted: list[tuple[int, str]]  # slots and reasons
 
     def result(self) -> StepResult:
         """Waits for the device."""
@@ -224,7 +230,7 @@ class PendingDeviceStep:
             decode = [tokens[:count] for tokens, count in pairs]
         first = iter(self.first.tolist() if self.first is not None else [])
         prefill = [next(first) if chunk.last else None for chunk in self.plan.prefill]
-        failed = []
+        failed = list(self.not_admitted)
         for request, tokens in zip(self.plan.decode, decode, strict=True):
             if INVALID_TOKEN in tokens:
                 del tokens[tokens.index(INVALID_TOKEN) :]

@@ -5,16 +5,21 @@ There is one row more than slots: the last is the padding slot, which fills up b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from forerun.core.plan import Admission, Limits, PageWrite
+from forerun.core.plan import Admission, Limits, PageWrite, SlotSampling
 from forerun.kernels.speculation.accept import SlotState, accept_commit
 from forerun.kvcache.pages import NULL_PAGE
 from forerun.platform.device import upload
-from forerun.sampling.table import SamplingTable
+from forerun.sampling.table import PackedSampling, SamplingTable
+
+log = logging.getLogger("forerun")
+ANY_SAMPLING = SlotSampling(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, seed=0)
 
 
 class SlotTables:
@@ -50,20 +55,36 @@ class SlotTables:
         """Host integers to the device, without waiting for it."""
         return upload(torch.tensor(values, dtype=dtype), self.device)
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
-        """Sets the rows of slots that change hands."""
+    def admit(self, admissions: Sequence[Admission]) -> list[tuple[int, str]]:
+        """Sets the rows of slots that change hands.
+
+        Returns (slot, reason) of admissions whose values do not fit the tables. These alone fail:
+        their slots get rows that are valid, and what the step gives for them is dropped.
+        """
         if self._host_pages is not None:
             self._host_pages |= {a.slot: [] for a in admissions}
-        slots = self.upload([a.slot for a in admissions], torch.int64)
-        self.kv_len[slots] = self.upload([a.cached_len for a in admissions], torch.int32)
-        self.max_drafts[slots] = self.upload([a.max_drafts for a in admissions], torch.int32)
+        rows, failed = [], []
+        for admission in admissions:
+            try:
+                rows.append(_HostRow.of(admission))
+            except Exception as error:  # whatever it is, the rest of the step goes on
+                log.error("a request could not be admitted", exc_info=error)
+                failed.append((admission.slot, f"{type(error).__name__}: {error}"))
+                blank = (0,) * len(admission.tokens)
+                rows.append(_HostRow.of(Admission(admission.slot, "", blank, 0, 0, ANY_SAMPLING)))
+        self._set(rows)
+        return failed
+
+    def _set(self, rows: Sequence[_HostRow]) -> None:
+        slots = self.upload([row.slot for row in rows], torch.int64)
+        lengths = upload(torch.stack([row.lengths for row in rows]), self.device)
+        self.kv_len[slots], self.max_drafts[slots] = lengths.unbind(1)
         self.page_table.index_fill_(0, slots, 0)  # entries past its pages may be read, masked
         for state in self.states:  # a request never sees what the slot's last one left
             state.index_fill_(0, slots, 0)
-        for admission in admissions:
-            tokens = self.upload(admission.tokens, torch.int32)
-            self.history[admission.slot, : tokens.shape[0]] = tokens
-        self.sampling.set([a.slot for a in admissions], [a.sampling for a in admissions])
+        for row in rows:
+            self.history[row.slot, : row.tokens.shape[0]] = upload(row.tokens, self.device)
+        self.sampling.set_packed(slots, [row.sampling for row in rows])
 
     def write_pages(self, writes: Sequence[PageWrite]) -> None:
         rows: list[int] = []
@@ -96,3 +117,23 @@ class SlotTables:
         """Accepts drafts and advances the slots: `accept_commit` on these tables."""
         state = SlotState(self.kv_len, self.last_token, self.history)
         return accept_commit(candidates, sampled, slots, start, state, num_committed)
+
+
+@dataclass(frozen=True)
+class _HostRow:
+    """What a slot's rows are set to, on the host and in their dtypes."""
+
+    slot: int
+    lengths: Tensor  # [2] int32: kv_len, max_drafts
+    tokens: Tensor  # [n] int32
+    sampling: PackedSampling
+
+    @classmethod
+    def of(cls, admission: Admission) -> _HostRow:
+        """Raises whatever a value that does not fit makes torch raise."""
+        return cls(
+            slot=admission.slot,
+            lengths=torch.tensor([admission.cached_len, admission.max_drafts], dtype=torch.int32),
+            tokens=torch.tensor(admission.tokens, dtype=torch.int32),
+            sampling=PackedSampling.of(admission.sampling),
+        )

@@ -211,8 +211,7 @@ class EngineLoop:
             self._engine.abort_all("the engine was closed")
             for call, event in self._advance():
                 call.events.put(event)
-            while self._engine.has_work:
-                self._engine.step()
+            self._engine.drain()
             self._engine.close()
         finally:
             while not self._commands.empty():

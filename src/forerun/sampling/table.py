@@ -7,6 +7,7 @@ request against them before it is admitted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,32 +32,40 @@ class SamplingTable:
         self._ints = torch.zeros(slots, STOP_IDS + MAX_STOP_IDS, dtype=torch.int64, device=device)
 
     def set(self, slots: Sequence[int], params: Sequence[SlotSampling]) -> None:
-        """Writes sampling parameters to their slots; each slot at most once per call.
+        """Writes sampling parameters to their slots; each slot at most once per call."""
+        if params:
+            index = upload(torch.tensor(slots, dtype=torch.int64), self.device)
+            self.set_packed(index, [PackedSampling.of(p) for p in params])
+
+    def set_packed(self, slots: Tensor, packed: Sequence[PackedSampling]) -> None:
+        """Writes packed parameters to slots [B] int64, all different.
 
         Two copies to the device, which do not wait for it. Not inside captured graphs.
         """
-        if not params:
-            return
-        floats = [_float_columns(p) for p in params]
-        ints = [[slot, *_int_columns(p)] for slot, p in zip(slots, params, strict=True)]
-        packed = upload(torch.tensor(ints, dtype=torch.int64), self.device)
-        index = packed[:, 0]
-        self._ints.index_copy_(0, index, packed[:, 1:])
-        values = upload(torch.tensor(floats, dtype=torch.float32), self.device)
-        self._floats.index_copy_(0, index, values)
+        ints = upload(torch.stack([p.ints for p in packed]), self.device)
+        self._ints.index_copy_(0, slots, ints)
+        floats = upload(torch.stack([p.floats for p in packed]), self.device)
+        self._floats.index_copy_(0, slots, floats)
 
     def gather(self, slots: Tensor) -> SamplingBatch:
         """The parameters of `slots` [B] int64; nothing is read or launched yet."""
         return SamplingBatch(self._floats, self._ints, slots)
 
 
-def _float_columns(params: SlotSampling) -> list[float]:
-    """In the order of the columns in kernels/sampling/params.py, like `_int_columns`."""
-    return [params.temperature, params.top_p, params.min_p]
+@dataclass(frozen=True)
+class PackedSampling:
+    """Sampling parameters on the host, in the order of the columns in kernels/sampling/params.py."""
 
+    floats: Tensor  # [FLOATS] float32
+    ints: Tensor  # [STOP_IDS + MAX_STOP_IDS] int64
 
-def _int_columns(params: SlotSampling) -> list[int]:
-    # Padding repeats an id; where nothing is masked, the ids are read but never used.
-    filler = params.stop_ids[0] if params.stop_ids else 0
-    stops = [*params.stop_ids, *[filler] * (MAX_STOP_IDS - len(params.stop_ids))]
-    return [seed_key(params.seed), params.top_k, params.min_position, *stops]
+    @classmethod
+    def of(cls, params: SlotSampling) -> PackedSampling:
+        # Padding repeats an id; where nothing is masked, the ids are read but never used.
+        filler = params.stop_ids[0] if params.stop_ids else 0
+        stops = [*params.stop_ids, *[filler] * (MAX_STOP_IDS - len(params.stop_ids))]
+        ints = [seed_key(params.seed), params.top_k, params.min_position, *stops]
+        return cls(
+            torch.tensor([params.temperature, params.top_p, params.min_p], dtype=torch.float32),
+            torch.tensor(ints, dtype=torch.int64),
+        )
