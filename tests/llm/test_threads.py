@@ -110,7 +110,7 @@ def test_what_a_step_raises_reaches_every_caller_and_the_engine_goes_on(
         def launch(plan: object) -> None:
             raise ZeroDivisionError("a broken device")
 
-        broken.setattr(llm.engine._runner, "launch", launch)
+        broken.setattr(llm.engine.executor, "launch", launch)
         for stream in streams:
             with pytest.raises(ZeroDivisionError, match="a broken device"):
                 list(stream)

@@ -54,7 +54,7 @@ class SamplingTable:
 
 @dataclass(frozen=True)
 class PackedSampling:
-    """Sampling parameters on the host, in the order of the columns in kernels/sampling/params.py."""
+    """Parameters on the host, in the order of the columns in kernels/sampling/params.py."""
 
     floats: Tensor  # [FLOATS] float32
     ints: Tensor  # [STOP_IDS + MAX_STOP_IDS] int64
