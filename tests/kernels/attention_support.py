@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec
+from forerun.kernels.attention.paged_kv import PagedKV
 
 
 @dataclass
 class Paged:
-    """Requests whose pages lie in a shuffled pool; what is past their rows is NaN."""
+    """Requests whose pages lie in a shuffled pool; K/V past their tokens is NaN."""
 
     q: Tensor  # [T, Hq, D]
     k_pool: Tensor
@@ -23,8 +24,16 @@ class Paged:
     scale: float
     tree: Tensor | None = None
 
-    def reference(self, mask_spec: MaskSpec) -> Tensor:
-        """[T, Hq, D] float64: every query row by itself."""
+    @property
+    def kv(self) -> PagedKV:
+        return PagedKV(self.k_pool, self.v_pool, self.table, self.start)
+
+    def mask(self, mask: MaskSpec) -> MaskSpec:
+        """With the bits of this case's tree, for TREE."""
+        return replace(mask, tree=self.tree) if mask.mask == TREE else mask
+
+    def reference(self, mask: MaskSpec) -> Tensor:
+        """[T, Hq, D] float64: every query token by itself."""
         page = self.k_pool.shape[1]
         group = self.q.shape[1] // self.k_pool.shape[2]
         out, t = [], 0
@@ -35,8 +44,8 @@ class Paged:
                 pool.flatten(0, 1)[index].double().repeat_interleave(group, 1)
                 for pool in (self.k_pool.float(), self.v_pool.float())
             )
-            for row in range(count):
-                seen = sees(position, start, count, row, mask_spec, self._bits(t))
+            for token in range(count):
+                seen = attended(position, start, count, token, mask, self._bits(t))
                 s = torch.einsum("hd,nhd->hn", self.q[t].double(), k[seen]) * self.scale
                 out.append(torch.einsum("hn,nhd->hd", s.softmax(1), v[seen]))
                 t += 1
@@ -46,25 +55,25 @@ class Paged:
         return 0 if self.tree is None else int(self.tree[t])
 
 
-def sees(
-    position: Tensor, start: int, count: int, row: int, mask_spec: MaskSpec, bits: int
+def attended(
+    position: Tensor, start: int, count: int, token: int, mask: MaskSpec, bits: int
 ) -> Tensor:
-    """Which positions a row attends to."""
-    if mask_spec.mask == CAUSAL:
-        oldest = 0 if mask_spec.window is None else start + row - mask_spec.window + 1
-        return (position >= oldest) & (position <= start + row)
-    if mask_spec.mask == BLOCK:
-        return position >= (0 if mask_spec.window is None else start - mask_spec.window)
+    """Which positions a query token attends to."""
+    if mask.mask == CAUSAL:
+        oldest = 0 if mask.window is None else start + token - mask.window + 1
+        return (position >= oldest) & (position <= start + token)
+    if mask.mask == BLOCK:
+        return position >= (0 if mask.window is None else start - mask.window)
     marked = [start + j for j in range(count) if bits >> j & 1]
     return (position < start) | torch.isin(position, position.new_tensor(marked))
 
 
 def random_tree(count: int, generator: torch.Generator) -> list[int]:
-    """Ancestor bits of each row, itself included; row 0 is the root."""
+    """Ancestor bits of each node, itself included; node 0 is the root."""
     bits = [1]
-    for row in range(1, count):
-        parent = int(torch.randint(row, (), generator=generator))
-        bits.append(bits[parent] | 1 << row)
+    for node in range(1, count):
+        parent = int(torch.randint(node, (), generator=generator))
+        bits.append(bits[parent] | 1 << node)
     return [b - (1 << 64) if b >> 63 else b for b in bits]
 
 
@@ -90,10 +99,10 @@ def make_paged(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    # A token's q is a view into a wider row, as it comes from a QKV product.
-    width = spans[0][1]
-    rows = sum(count for _, count in spans) + padded * width
-    q = normal(rows, heads + 2 * kv_heads, dim).to(dtype)[:, :heads]
+    # A token's q is a view into a wider row, as the QKV GEMM returns it.
+    q_len = spans[0][1]
+    total_q = sum(count for _, count in spans) + padded * q_len
+    q = normal(total_q, heads + 2 * kv_heads, dim).to(dtype)[:, :heads]
     pools = normal(2, total, page, kv_heads, dim)
     owned = torch.zeros(total, page, dtype=torch.bool)
     first = 0
@@ -105,7 +114,7 @@ def make_paged(
     owned[0, :] = True
     pools[:, ~owned] = float("nan")
     k_pool, v_pool = pools.to(kv_dtype or dtype).to(device).unbind(0)
-    spans = spans + [(0, width)] * padded
+    spans = spans + [(0, q_len)] * padded
     tree = [b for _, n in spans for b in (random_tree(n, generator) if n <= 64 else [0] * n)]
     return Paged(
         q.to(device),

@@ -7,10 +7,15 @@ from typing import Any
 
 import torch
 
-from forerun.kernels.attention.decode_kernels import combine, short_block
+from forerun.kernels.attention.decode_kernels import combine_splits, decode_attention_kernel
 from forerun.kernels.attention.paged_kv import _compute_kv_slots, _write_kv
-from forerun.kernels.attention.prefill import _prefill
-from forerun.kernels.attention.tiles import Tiles, decode_tiles, prefill_tiles, uses_tma
+from forerun.kernels.attention.prefill import _prefill_attention_kernel
+from forerun.kernels.attention.tiles import (
+    TileConfig,
+    decode_tile_config,
+    prefill_tile_config,
+    uses_tma,
+)
 from forerun.kernels.runtime.gpu import GpuInfo
 from tests.kernels.compiled import TARGETS, Case
 
@@ -35,9 +40,13 @@ def _on_each(
     return [make(name + suffix, ts, gpu) for suffix, (ts, gpu) in chosen.items() if ts]
 
 
-def _tiles(tiles: Tiles) -> tuple[dict[str, int], dict[str, int]]:
+def _tiles(tiles: TileConfig) -> tuple[dict[str, int], dict[str, int]]:
     blocks = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    return blocks, {"num_warps": tiles.warps, "num_stages": tiles.stages, **tiles.limits()}
+    return blocks, {
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+        **tiles.launch_options(),
+    }
 
 
 def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
@@ -46,21 +55,21 @@ def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
         "GROUP": group,
         "KV_HEADS": 8,
         "DIM": dim,
-        "PAGE": page,
+        "PAGE_SIZE": page,
         "MASK": 0,
         "WINDOW": -1,
         "FP8": int(kv == torch.uint8),
-        "WIDE": True,
+        "INT64_OFFSETS": True,
         "BLOCK_D": power,
     }
 
 
-def short(
+def decode(
     name: str,
     dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     kv: torch.dtype | None = None,
-    width: int = 1,
+    q_len: int = 1,
     page: int = 16,
     group: int = 4,
     splits: bool = True,
@@ -70,35 +79,41 @@ def short(
     kv = kv or dtype
     q, pool = f"*{NAMES[dtype]}", f"*{POOLS[kv]}"
     names = (
-        "q_ptr k_ptr v_ptr out_ptr lse_ptr table_ptr start_ptr tree_ptr qk_scale"
-        " q_token q_head table_row"
+        "q_ptr k_ptr v_ptr out_ptr lse_ptr page_table start_ptr tree_ptr qk_scale"
+        " q_token_stride q_head_stride page_table_stride"
     )
     kinds = [q, pool, pool, "*fp32" if splits else q, "*fp32", "*i32", "*i32", "*i64", "fp32"]
     plain = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
-    own = {**_common(dim, page, group, kv), "WIDTH": width, "SPLIT": splits, "PDL": False, **more}
+    own = {
+        **_common(dim, page, group, kv),
+        "Q_LEN": q_len,
+        "SPLIT_KV": splits,
+        "PDL": False,
+        **more,
+    }
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
-        tiles = decode_tiles(gpu, group * width, dim, dtype, kv, page, alone=splits)
+        tiles = decode_tile_config(gpu, group * q_len, dim, dtype, kv, page, one_cta_per_sm=splits)
         blocks: dict[str, Any]
         blocks, options = _tiles(tiles)
-        blocks |= {"AHEAD": 128, "STAGES": tiles.stages, "BULK": False}
+        blocks |= {"PREFETCH_LEN": 128, "STAGES": tiles.num_stages, "TMA": False}
         signature = dict(plain)
         if uses_tma(gpu, page, tiles.block_n, dim, kv):
             box = f"tensordesc<{POOLS[kv]}[1, {tiles.block_n}, {dim}]>"
-            signature |= {"k_blocks": box, "v_blocks": box}
-            blocks["BULK"] = True
+            signature |= {"k_descriptor": box, "v_descriptor": box}
+            blocks["TMA"] = True
         else:
-            blocks |= {"k_blocks": None, "v_blocks": None}
+            blocks |= {"k_descriptor": None, "v_descriptor": None}
         if not gpu.amd and gpu.capability >= 90:
             options, blocks = options | {"launch_pdl": True}, blocks | {"PDL": True}
         return Case(
             name,
-            short_block,
+            decode_attention_kernel,
             signature,
             own | blocks,
             options,
             targets=targets,
-            multiples=("q_token", "q_head"),
+            multiples=("q_token_stride", "q_head_stride"),
             matrix=dtype != torch.float32,
             spill_bytes=512 if dim > 128 and gpu == RDNA else 0,  # 16 x 256 is too much for it
         )
@@ -117,24 +132,25 @@ def prefill(
 ) -> list[Case]:
     q = f"*{NAMES[dtype]}"
     names = (
-        "q_ptr k_ptr v_ptr out_ptr table_ptr start_ptr map_ptr qk_scale q_token q_head table_row"
+        "q_ptr k_ptr v_ptr out_ptr page_table start_ptr tile_map qk_scale"
+        " q_token_stride q_head_stride page_table_stride"
     )
     kinds = [q, q, q, q, "*i32", "*i32", "*i32", "fp32", "i32", "i32", "i32"]
     signature = dict(zip(names.split(), kinds, strict=True))
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
-        blocks, options = _tiles(prefill_tiles(gpu, dim, dtype))
-        rows = {"ROWS": blocks["BLOCK_M"] // group}
+        blocks, options = _tiles(prefill_tile_config(gpu, dim, dtype))
+        tokens = {"TILE_TOKENS": blocks["BLOCK_M"] // group}
         return Case(
             name,
-            _prefill,
+            _prefill_attention_kernel,
             signature,
-            _common(dim, page, group, dtype) | rows | blocks | more,
+            _common(dim, page, group, dtype) | tokens | blocks | more,
             options,
             targets=targets,
-            multiples=("q_token", "q_head"),
+            multiples=("q_token_stride", "q_head_stride"),
             matrix=dtype != torch.float32,
-            # 16 x 256 is too much for RDNA; Hopper's two programs a processor are worth a little.
+            # 16 x 256 is too much for RDNA; Hopper's two CTAs per SM are worth a few spills.
             spill_bytes=512 if dim > 128 and gpu == RDNA else 128 if "maxnreg" in options else 0,
         )
 
@@ -142,36 +158,36 @@ def prefill(
 
 
 CASES = [
-    *short("decode"),
-    *short("verify 16", width=16, page=64),
-    *short("verify 16, pages of 16", width=16, targets=ONE),
-    *short("decode, pages of 64", page=64, targets=("sm_90", "sm_100")),
-    *short("tree, pages of 128", width=16, page=128, MASK=2, targets=("sm_90",)),
-    *short("window, pages of 64", width=16, page=64, WINDOW=512, targets=("sm_90",)),
-    *short("float32, pages of 64", dtype=torch.float32, dim=64, page=64, targets=("sm_90",)),
-    *short("draft block", width=16, MASK=1, WINDOW=512, targets=ONE),
-    *short("tree", width=16, MASK=2, targets=ONE),
-    *short("decode, head dim 64", dim=64, group=2, targets=ONE),
-    *short("verify, head dim 256", dim=256, width=16, targets=(*ONE, "gfx1100")),
-    *short("decode, float8", kv=torch.uint8, targets=("sm_80", "gfx942")),
-    *short("decode, float8", kv=torch.uint8, FP8=2, targets=("sm_90", "sm_100")),
-    *short("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
+    *decode("decode"),
+    *decode("verify 16", q_len=16, page=64),
+    *decode("verify 16, pages of 16", q_len=16, targets=ONE),
+    *decode("decode, pages of 64", page=64, targets=("sm_90", "sm_100")),
+    *decode("tree, pages of 128", q_len=16, page=128, MASK=2, targets=("sm_90",)),
+    *decode("window, pages of 64", q_len=16, page=64, WINDOW=512, targets=("sm_90",)),
+    *decode("float32, pages of 64", dtype=torch.float32, dim=64, page=64, targets=("sm_90",)),
+    *decode("draft block", q_len=16, MASK=1, WINDOW=512, targets=ONE),
+    *decode("tree", q_len=16, MASK=2, targets=ONE),
+    *decode("decode, head dim 64", dim=64, group=2, targets=ONE),
+    *decode("verify, head dim 256", dim=256, q_len=16, targets=(*ONE, "gfx1100")),
+    *decode("decode, float8", kv=torch.uint8, targets=("sm_80", "gfx942")),
+    *decode("decode, float8", kv=torch.uint8, FP8=2, targets=("sm_90", "sm_100")),
+    *decode("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
     *prefill("prefill"),
     *prefill("prefill, window", page=64, WINDOW=512, targets=ONE),
     *prefill("prefill, head dim 64", dim=64, group=2, targets=ONE),
     *prefill("prefill, head dim 256", dim=256, targets=(*ONE, "gfx1100")),
     *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
     Case(
-        "combine",
-        combine,
+        "combine splits",
+        combine_splits,
         {
-            "part_ptr": "*fp32",
+            "partial_ptr": "*fp32",
             "lse_ptr": "*fp32",
             "out_ptr": "*bf16",
             "rows": "i32",
-            "splits": "i32",
+            "num_splits": "i32",
         },
-        {"DIM": 128, "ROWS": 2, "SPLITS": 16, "BLOCK_D": 128, "PDL": False},
+        {"DIM": 128, "BLOCK_ROWS": 2, "BLOCK_SPLITS": 16, "BLOCK_D": 128, "PDL": False},
         targets=ONE,
     ),
     Case(

@@ -1,4 +1,4 @@
-"""What surrounds the products, at Qwen3-8B's shapes and at awkward ones."""
+"""Everything but GEMM and attention, at Qwen3-8B's shapes and at awkward ones."""
 
 from __future__ import annotations
 
@@ -43,36 +43,38 @@ def case(
 
 def norms(name: str, x: str, block: int = 4096, **constants: Any) -> Case:
     pointers = {"x_ptr": x, "residual_ptr": B16, "weight_ptr": B16, "total_ptr": B16}
-    numbers = "size* x_part* x_row* residual_row*"
-    all_ = {"ADD": True, "PARTS": 1, "BLOCK": block, **constants}
-    warps = 4 if all_["PARTS"] == 1 and block <= 4096 else 16
+    numbers = "size* split_stride* row_stride* residual_stride*"
+    all_ = {"ADD": True, "SPLIT_K": 1, "BLOCK": block, **constants}
+    warps = 4 if all_["SPLIT_K"] == 1 and block <= 4096 else 16
     return case(name, norm._rms_norm, pointers | {"out_ptr": B16}, numbers, all_, warps)
 
 
 def silu(name: str, x: str, parts: int) -> Case:
-    constants = {"PARTS": parts, "BLOCK": 2048}
+    constants = {"SPLIT_K": parts, "BLOCK": 2048}
     pointers = {"x_ptr": x, "out_ptr": B16}
-    return case(name, activation._silu_mul, pointers, "inner* x_part* x_row*", constants, 8)
+    return case(
+        name, activation._silu_mul, pointers, "inner* split_stride* row_stride*", constants, 8
+    )
 
 
 def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
     pointers = {
-        "x_ptr": x, "q_norm": B16, "k_norm": B16, "table": B16, "positions": I32, "rows": I64,
+        "x_ptr": x, "q_norm": B16, "k_norm": B16, "table": B16, "positions": I32, "kv_slots": I64,
         "q_ptr": B16, "k_pool": pool, "v_pool": pool,
     }  # fmt: skip
     all_ = {
-        "new": None, "PARTS": 1, "HEADS": 32, "LAYERS": 1, "KV_HEADS": 8, "DIM": 128,
-        "FP8": pool == "*u8", "TOKENS": 1, "GROUP": 8, "HALF": 64, **constants,
+        "num_valid": None, "SPLIT_K": 1, "HEADS": 32, "LAYERS": 1, "KV_HEADS": 8, "DIM": 128,
+        "FP8": pool == "*u8", "TOKENS_BLOCK": 1, "GROUP": 8, "HALF": 64, **constants,
     }  # fmt: skip
     if all_["LAYERS"] > 1:
         all_["HEADS"] = 0
-        del all_["new"]
-        pointers["new"] = I32
+        del all_["num_valid"]
+        pointers["num_valid"] = I32
     for absent in [n for n in pointers if n in all_]:
         del pointers[absent]
-    numbers = "tokens x_part* x_row* layer_stride* width"
-    warps = all_["TOKENS"] * all_["GROUP"] * all_["HALF"] // 512
-    return case(name, qkv._kernel, pointers, numbers, all_, warps)
+    numbers = "num_tokens split_stride* row_stride* layer_stride* tokens_per_request"
+    warps = all_["TOKENS_BLOCK"] * all_["GROUP"] * all_["HALF"] // 512
+    return case(name, qkv._qk_norm_rope_write, pointers, numbers, all_, warps)
 
 
 COMMIT = {
@@ -129,17 +131,17 @@ def radix_digit(level: int) -> Case:
 
 _CASES = [
     norms("add and norm", B16),
-    norms("partial sums, add and norm", F32, PARTS=4),
+    norms("split-K partials, add and norm", F32, SPLIT_K=4),
     norms("norm", B16, ADD=False),
     norms("norm of 5120", B16, 8192),
     silu("silu", B16, 1),
-    silu("silu of partial sums", F32, 4),
+    silu("silu of split-K partials", F32, 4),
     heads("heads"),
-    heads("heads of partial sums", F32, PARTS=4),
+    heads("heads of split-K partials", F32, SPLIT_K=4),
     heads("heads, float8 pool", pool="*u8"),
     heads("heads of 256 without norm", q_norm=None, k_norm=None, DIM=256, HALF=128, GROUP=4),
     heads("keys of 5 layers", LAYERS=5),
-    heads("heads of many tokens", TOKENS=4),
+    heads("heads of many tokens", TOKENS_BLOCK=4),
     case("argmax of parts", argmax._argmax_part, {"logits": B16, "keys": I64},
          "vocab* row_stride* num_parts", {"BLOCK": 8192}, 4),
     case("argmax over parts", argmax._argmax_reduce, {"keys": I64, "out": I64},

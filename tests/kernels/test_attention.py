@@ -1,7 +1,8 @@
-"""Short query blocks: kernel == twin == the definition."""
+"""Decode attention: kernel and reference against the definition."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,9 +16,10 @@ from forerun.kernels.attention.decode import (
     paged_attention,
     paged_attention_ref,
 )
-from forerun.kernels.attention.paged_kv import compute_kv_slots
-from forerun.kernels.attention.tiles import Tiles, choose_splits
-from forerun.kernels.elementwise.qk_norm_rope import qk_norm_rope_write
+from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
+from forerun.kernels.attention.tiles import DecodeProblem, TileConfig, choose_num_splits
+from forerun.kernels.elementwise.qk_norm_rope import RopePositions, qk_norm_rope_write
+from forerun.kernels.runtime.gpu import gpu_of
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -28,7 +30,7 @@ from tests.kernels.attention_support import (
 pytest.importorskip("triton")
 
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-SIGHTS = [
+MASKS = [
     MaskSpec(CAUSAL),
     MaskSpec(CAUSAL, 5),
     MaskSpec(BLOCK),
@@ -37,34 +39,29 @@ SIGHTS = [
 ]
 
 
-def run(case: Paged, mask_spec: MaskSpec, splits: int, tiles: Tiles | None = None) -> torch.Tensor:
-    return paged_attention(
-        case.q,
-        case.k_pool,
-        case.v_pool,
-        case.table,
-        case.start,
-        case.spans[0][1],
-        mask_spec,
-        case.scale,
-        splits,
-        case.tree,
-        tiles,
-    )
+def run(
+    case: Paged, mask: MaskSpec, num_splits: int, config: TileConfig | None = None
+) -> torch.Tensor:
+    q_len = case.spans[0][1]
+    return paged_attention(case.q, case.kv, q_len, case.mask(mask), case.scale, num_splits, config)
 
 
-def twin(case: Paged, mask_spec: MaskSpec) -> torch.Tensor:
-    args = (case.q, case.k_pool, case.v_pool, case.table, case.start)
-    return paged_attention_ref(*args, case.spans[0][1], mask_spec, case.scale, case.tree)
+def reference(case: Paged, mask: MaskSpec) -> torch.Tensor:
+    return paged_attention_ref(case.q, case.kv, case.spans[0][1], case.mask(mask), case.scale)
 
 
-def spans(starts: list[int], width: int) -> list[tuple[int, int]]:
-    return [(start, width) for start in starts]
+def reference_in_double(case: Paged, mask: MaskSpec) -> torch.Tensor:
+    kv = PagedKV(case.k_pool.double(), case.v_pool.double(), case.table, case.start)
+    return paged_attention_ref(case.q.double(), kv, case.spans[0][1], case.mask(mask), case.scale)
 
 
-@pytest.mark.parametrize("mask_spec", SIGHTS, ids=str)
+def spans(starts: list[int], q_len: int) -> list[tuple[int, int]]:
+    return [(start, q_len) for start in starts]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(
-    ("page", "heads", "kv_heads", "dim", "width", "splits"),
+    ("page_size", "heads", "kv_heads", "dim", "q_len", "num_splits"),
     [
         (16, 4, 2, 64, 1, 1),
         (16, 4, 2, 64, 5, 3),
@@ -77,35 +74,37 @@ def spans(starts: list[int], width: int) -> list[tuple[int, int]]:
         (256, 2, 1, 32, 20, 1),
     ],
 )
-def test_kernel_is_the_definition(
-    page: int,
+def test_kernel_and_reference_match_the_definition(
+    page_size: int,
     heads: int,
     kv_heads: int,
     dim: int,
-    width: int,
-    splits: int,
-    mask_spec: MaskSpec,
+    q_len: int,
+    num_splits: int,
+    mask: MaskSpec,
     device: torch.device,
 ) -> None:
-    case = make_paged(spans([1, 41], width), heads, kv_heads, dim, page, device=device, padded=1)
-    expected = case.reference(mask_spec)
-    assert relative_error(run(case, mask_spec, splits, Tiles(16, 16, 4, 1)), expected) < 2e-6
-    assert relative_error(twin(case, mask_spec), expected) < 2e-6
+    case = make_paged(
+        spans([1, 41], q_len), heads, kv_heads, dim, page_size, device=device, padded=1
+    )
+    expected = case.reference(mask)
+    assert relative_error(run(case, mask, num_splits, TileConfig(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(reference(case, mask), expected) < 2e-6
 
 
-@pytest.mark.parametrize("splits", range(1, 9))
-def test_splits_change_nothing(splits: int, device: torch.device) -> None:
-    """Also where there are more splits than blocks, and with several tiles of rows."""
+@pytest.mark.parametrize("num_splits", range(1, 9))
+def test_splits_do_not_change_the_result(num_splits: int, device: torch.device) -> None:
+    """Also with more num_splits than K/V blocks, and with several tiles of rows."""
     case = make_paged(spans([0, 60], 3), 6, 1, 64, 16, device=device)
-    mask_spec = MaskSpec(CAUSAL, 20 if splits % 3 == 0 else None)
-    out = run(case, mask_spec, splits, Tiles(16, 16, 4, 1))
-    assert relative_error(out, case.reference(mask_spec)) < 2e-6
+    mask = MaskSpec(CAUSAL, 20 if num_splits % 3 == 0 else None)
+    out = run(case, mask, num_splits, TileConfig(16, 16, 4, 1))
+    assert relative_error(out, case.reference(mask)) < 2e-6
 
 
 def test_default_tiles(device: torch.device) -> None:
     case = make_paged(spans([3, 140], 16), 4, 1, 64, 16, device=device)
-    for mask_spec in (MaskSpec(), MaskSpec(BLOCK, 20)):
-        assert relative_error(run(case, mask_spec, 2), case.reference(mask_spec)) < 2e-6
+    for mask in (MaskSpec(), MaskSpec(BLOCK, 20)):
+        assert relative_error(run(case, mask, 2), case.reference(mask)) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -126,16 +125,16 @@ def test_float8_pool(dtype: torch.dtype, device: torch.device) -> None:
     assert relative_error(out, case.reference(MaskSpec())) < BOUND[dtype]
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_large_queries_over_a_float8_pool(splits: int, device: torch.device) -> None:
-    """bfloat16 rows are multiplied in float16 there, whose largest number is 65504."""
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_large_queries_over_a_float8_pool(num_splits: int, device: torch.device) -> None:
+    """There bfloat16 queries are multiplied in float16, whose largest number is 65504."""
     kinds = torch.bfloat16, torch.float8_e4m3fn
     case = with_large_queries(make_paged(spans([5, 33], 2), 4, 2, 64, 16, *kinds, device))
-    out = run(case, MaskSpec(), splits)
+    out = run(case, MaskSpec(), num_splits)
     assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]
 
 
-def test_a_tree_of_64_rows(device: torch.device) -> None:
+def test_a_tree_of_64_nodes(device: torch.device) -> None:
     """Bit 63 is the sign of an int64."""
     case = make_paged(spans([20], 64), 2, 1, 64, 16, device=device)
     assert case.tree is not None and bool((case.tree < 0).any())
@@ -143,11 +142,18 @@ def test_a_tree_of_64_rows(device: torch.device) -> None:
 
 
 def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
-    pool = (128, torch.bfloat16, 16)
-    few = choose_splits(device, 64, 4, 8, 4096, *pool)
-    many = choose_splits(device, 1, 4, 1, 4096, *pool)
-    assert few <= many
-    assert choose_splits(device, 1, 4, 1, 10, *pool) == 1  # nothing to cut
+    small = DecodeProblem(
+        batch_size=1,
+        q_rows=4,
+        num_kv_heads=1,
+        head_dim=128,
+        kv_dtype=torch.bfloat16,
+        page_size=16,
+        kv_len_ub=4096,
+    )
+    gpu, large = gpu_of(device), replace(small, batch_size=64, num_kv_heads=8)
+    assert choose_num_splits(gpu, large) <= choose_num_splits(gpu, small)
+    assert choose_num_splits(gpu, replace(small, kv_len_ub=10)) == 1  # nothing to split
 
 
 # --- real shapes, on a GPU ----------------------------------------------------------------------
@@ -157,10 +163,10 @@ QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "dtype", "page", "mask_spec"),  # six kernels each to be compiled: no full product
+    ("shape", "dtype", "page_size", "mask"),  # six kernels each to be compiled: no full product
     [
         *((QWEN3_8B, dtype, 16, MaskSpec()) for dtype in BOUND),
-        *((PAIR, torch.bfloat16, 16, mask_spec) for mask_spec in (MaskSpec(), MaskSpec(TREE))),
+        *((PAIR, torch.bfloat16, 16, mask) for mask in (MaskSpec(), MaskSpec(TREE))),
         (QWEN3_8B, torch.bfloat16, 16, MaskSpec(CAUSAL, 300)),
         (QWEN3_8B, torch.bfloat16, 16, MaskSpec(BLOCK)),
         (QWEN3_8B, torch.bfloat16, 16, MaskSpec(TREE)),
@@ -175,23 +181,13 @@ QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
     ids=str,
 )
 def test_on_gpu(
-    shape: tuple[int, int, int], dtype: torch.dtype, page: int, mask_spec: MaskSpec
+    shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, mask: MaskSpec
 ) -> None:
-    for width, starts in ((1, [0, 1023, 2000]), (16, [0, 511, 1500]), (64, [100])):
-        case = make_paged(spans(starts, width), *shape, page, dtype, device="cuda", padded=1)
-        expected = paged_attention_ref(
-            case.q.double(),
-            case.k_pool.double(),
-            case.v_pool.double(),
-            case.table,
-            case.start,
-            width,
-            mask_spec,
-            case.scale,
-            case.tree,
-        )
-        for splits in (1, 7, 32):
-            assert relative_error(run(case, mask_spec, splits), expected) < BOUND[dtype]
+    for q_len, starts in ((1, [0, 1023, 2000]), (16, [0, 511, 1500]), (64, [100])):
+        case = make_paged(spans(starts, q_len), *shape, page_size, dtype, device="cuda", padded=1)
+        expected = reference_in_double(case, mask)
+        for num_splits in (1, 7, 32):
+            assert relative_error(run(case, mask, num_splits), expected) < BOUND[dtype]
 
 
 @pytest.mark.gpu
@@ -199,13 +195,12 @@ def test_on_gpu(
 def test_float8_on_gpu(dtype: torch.dtype) -> None:
     fp8 = torch.float8_e4m3fn
     case = make_paged(spans([0, 1023, 2000], 16), *QWEN3_8B, 16, dtype, fp8, "cuda")
-    wide = (case.q.double(), case.k_pool.double(), case.v_pool.double())
-    expected = paged_attention_ref(*wide, case.table, case.start, 16, MaskSpec(), case.scale)
+    expected = reference_in_double(case, MaskSpec())
     assert relative_error(run(case, MaskSpec(), 4), expected) < BOUND[dtype]
 
 
 @pytest.mark.gpu
-def test_places_past_32_bits() -> None:
+def test_offsets_past_32_bits() -> None:
     """A pool of more than 2^31 elements, the requests' pages at its end."""
     case = make_paged(spans([40, 300], 16), *QWEN3_8B, 16, torch.bfloat16, device="cuda")
     expected = case.reference(MaskSpec())
@@ -218,26 +213,27 @@ def test_places_past_32_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [16, 64, 128])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_behind_the_kernel_that_writes(page: int, splits: int) -> None:
-    """Its launch overlaps: rows of the block that were read too early would be no numbers."""
-    width, layers = 16, 12
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_after_the_kernel_that_writes(page_size: int, num_splits: int) -> None:
+    """Its launch overlaps: K/V of the query tokens that was read too early would be NaN."""
+    q_len, layers = 16, 12
     heads, kv_heads, dim = QWEN3_8B
     for starts in ([0, 3, 47, 48, 63, 64, 200], [1000, 1023, 2000]):
-        make = partial(make_paged, spans(starts, width), *QWEN3_8B, page, torch.bfloat16)
+        make = partial(make_paged, spans(starts, q_len), *QWEN3_8B, page_size, torch.bfloat16)
         cases = [make(device="cuda") for _ in range(layers)]
         table, start = cases[0].table, cases[0].start  # all have these
-        rows = compute_kv_slots(table, start, None, width, len(starts) * width, page)
-        position = (start[:, None] + torch.arange(width, device="cuda")).flatten().int()
-        rope = torch.ones(max(starts) + width, 2, 1, dim, device="cuda", dtype=torch.bfloat16)
-        rope[:, 1] = 0  # by no angle
-        qkv = torch.randn(len(rows), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
+        kv_slots = compute_kv_slots(table, start, None, q_len, len(starts) * q_len, page_size)
+        position = (start[:, None] + torch.arange(q_len, device="cuda")).flatten().int()
+        rope = torch.ones(max(starts) + q_len, 2, 1, dim, device="cuda", dtype=torch.bfloat16)
+        rope[:, 1] = 0  # no rotation
+        qkv = torch.randn(len(kv_slots), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
 
         def step(case: Paged) -> torch.Tensor:
-            args = (rope, position, rows, case.k_pool, case.v_pool)  # noqa: B023
-            case.q = qk_norm_rope_write(qkv, heads, None, *args)  # noqa: B023
-            return run(case, MaskSpec(), splits)
+            at = RopePositions(rope, position)  # noqa: B023
+            target = (kv_slots, case.k_pool, case.v_pool)  # noqa: B023
+            case.q = qk_norm_rope_write(qkv, heads, None, at, *target)  # noqa: B023
+            return run(case, MaskSpec(), num_splits)
 
         step(cases[0])  # compiles
         graph = torch.cuda.CUDAGraph()
@@ -245,7 +241,7 @@ def test_behind_the_kernel_that_writes(page: int, splits: int) -> None:
             outs = [step(case) for case in cases]
         for case in cases:
             for pool in (case.k_pool, case.v_pool):
-                pool.flatten(0, 1)[rows] = float("nan")
+                pool.flatten(0, 1)[kv_slots] = float("nan")
         graph.replay()
         for case, out in zip(cases, outs, strict=True):
             assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]

@@ -1,4 +1,4 @@
-"""Prompt chunks: kernel == twin == the definition."""
+"""Prefill attention: kernel and reference against the definition."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
-from forerun.kernels.attention.prefill import map_tiles, prefill_attention, prefill_attention_ref
-from forerun.kernels.attention.tiles import Tiles, prefill_tiles
+from forerun.kernels.attention.paged_kv import PagedKV
+from forerun.kernels.attention.prefill import (
+    build_tile_map,
+    prefill_attention,
+    prefill_attention_ref,
+)
+from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config
 from forerun.kernels.runtime.gpu import gpu_of
 from tests.kernels.attention_support import (
     Paged,
@@ -21,21 +26,19 @@ pytest.importorskip("triton")
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-def run(case: Paged, mask_spec: MaskSpec, tiles: Tiles | None = None) -> torch.Tensor:
+def run(case: Paged, mask: MaskSpec, config: TileConfig | None = None) -> torch.Tensor:
     device, dim = case.q.device, case.q.shape[2]
-    shape = tiles or prefill_tiles(gpu_of(device), dim, case.q.dtype)
-    rows = shape.block_m * case.k_pool.shape[2] // case.q.shape[1]
-    tile_map = map_tiles(case.spans, rows, lambda host: host.to(device))
-    args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans)
-    return prefill_attention(*args, tile_map, mask_spec, case.scale, tiles)
+    block_m = (config or prefill_tile_config(gpu_of(device), dim, case.q.dtype)).block_m
+    tokens_per_tile = block_m * case.k_pool.shape[2] // case.q.shape[1]
+    tile_map = build_tile_map(case.spans, tokens_per_tile, lambda host: host.to(device))
+    return prefill_attention(case.q, case.kv, case.spans, tile_map, mask, case.scale, config)
 
 
-def twin(case: Paged, mask_spec: MaskSpec) -> torch.Tensor:
-    args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans)
-    return prefill_attention_ref(*args, mask_spec, case.scale)
+def reference(case: Paged, mask: MaskSpec) -> torch.Tensor:
+    return prefill_attention_ref(case.q, case.kv, case.spans, mask, case.scale)
 
 
-SIGHTS = [
+MASKS = [
     MaskSpec(CAUSAL),
     MaskSpec(CAUSAL, 7),
     MaskSpec(CAUSAL, 40),
@@ -45,23 +48,23 @@ SIGHTS = [
 
 
 @pytest.mark.parametrize(
-    ("page", "heads", "kv_heads", "dim", "mask_spec"),
+    ("page_size", "heads", "kv_heads", "dim", "mask"),
     [
-        *((16, 4, 2, 64, mask_spec) for mask_spec in SIGHTS),
+        *((16, 4, 2, 64, mask) for mask in MASKS),
         (1, 2, 2, 64, MaskSpec(CAUSAL, 7)),
         (64, 8, 1, 80, MaskSpec(CAUSAL)),
         (256, 3, 1, 128, MaskSpec(BLOCK, 9)),
         (16, 1, 1, 256, MaskSpec(CAUSAL)),
     ],
 )
-def test_kernel_is_the_definition(
-    page: int, heads: int, kv_heads: int, dim: int, mask_spec: MaskSpec, device: torch.device
+def test_kernel_and_reference_match_the_definition(
+    page_size: int, heads: int, kv_heads: int, dim: int, mask: MaskSpec, device: torch.device
 ) -> None:
     spans = [(0, 1), (0, 25), (47, 6)]
-    case = make_paged(spans, heads, kv_heads, dim, page, device=device)
-    expected = case.reference(mask_spec)
-    assert relative_error(run(case, mask_spec, Tiles(16, 16, 4, 1)), expected) < 2e-6
-    assert relative_error(twin(case, mask_spec), expected) < 2e-6
+    case = make_paged(spans, heads, kv_heads, dim, page_size, device=device)
+    expected = case.reference(mask)
+    assert relative_error(run(case, mask, TileConfig(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(reference(case, mask), expected) < 2e-6
 
 
 def test_default_tiles_and_half_precision(device: torch.device) -> None:
@@ -82,15 +85,15 @@ def test_large_queries_over_a_float8_pool(device: torch.device) -> None:
 
 def test_a_tile_must_hold_all_heads_of_a_group(device: torch.device) -> None:
     case = make_paged([(0, 3)], 32, 1, 64, 16, device=device)
-    tile_map = map_tiles(case.spans, 1, lambda host: host.to(device))
-    args = (case.q, case.k_pool, case.v_pool, case.table, case.start, case.spans, tile_map)
+    tile_map = build_tile_map(case.spans, 1, lambda host: host.to(device))
+    args = (case.q, case.kv, case.spans, tile_map)
     with pytest.raises(AssertionError, match="no room"):
-        prefill_attention(*args, MaskSpec(), case.scale, Tiles(16, 16, 4, 1))
+        prefill_attention(*args, MaskSpec(), case.scale, TileConfig(16, 16, 4, 1))
 
 
-def test_tiles_cover_every_row_once_long_requests_first() -> None:
+def test_tiles_cover_every_token_once_long_requests_first() -> None:
     spans = [(0, 5), (100, 1), (7, 12), (0, 4)]
-    entries = map_tiles(spans, 4, lambda host: host).entries.tolist()
+    entries = build_tile_map(spans, 4, lambda host: host).entries.tolist()
     begins = [0, 5, 6, 18]
     covered = sorted(
         begin + first + i
@@ -105,25 +108,17 @@ def test_tiles_cover_every_row_once_long_requests_first() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("page", "mask_spec"),
+    ("page_size", "mask"),
     [(16, MaskSpec()), (1, MaskSpec(CAUSAL, 300)), (64, MaskSpec()), (256, MaskSpec(BLOCK))],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize("shape", [(32, 8, 128), (4, 2, 64)], ids=["qwen3-8b", "pair"])
 def test_on_gpu(
-    shape: tuple[int, int, int], dtype: torch.dtype, page: int, mask_spec: MaskSpec
+    shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, mask: MaskSpec
 ) -> None:
     spans = [(0, 700), (0, 1), (1000, 130), (64, 64)]
-    case = make_paged(spans, *shape, page, dtype, device="cuda")
-    expected = prefill_attention_ref(
-        case.q.double(),
-        case.k_pool.double(),
-        case.v_pool.double(),
-        case.table,
-        case.start,
-        spans,
-        mask_spec,
-        case.scale,
-    )
-    assert relative_error(run(case, mask_spec), expected) < BOUND[dtype]
+    case = make_paged(spans, *shape, page_size, dtype, device="cuda")
+    kv = PagedKV(case.k_pool.double(), case.v_pool.double(), case.table, case.start)
+    expected = prefill_attention_ref(case.q.double(), kv, spans, mask, case.scale)
+    assert relative_error(run(case, mask), expected) < BOUND[dtype]

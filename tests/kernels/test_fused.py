@@ -1,4 +1,4 @@
-"""Norm and activation kernels against their twins in float64."""
+"""RMSNorm and SiLU kernels against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 1000)])
-def test_rms_norm(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-    wide = _random(rows, size + 8, dtype=dtype, device=device)
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (5, 96), (3, 1000)])
+def test_rms_norm(tokens: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    wide = _random(tokens, size + 8, dtype=dtype, device=device)
     x, weight = wide[:, :size], _random(size, dtype=dtype, device=device, seed=1)
     _close(rms_norm(x, weight, EPS), _normed(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("parts", [0, 1, 3])
-def test_add_rms_norm(parts: int, dtype: torch.dtype, device: torch.device) -> None:
-    rows, size = 5, 96
-    if parts:
-        x = _random(parts, rows, size, dtype=torch.float32, device=device)
+@pytest.mark.parametrize("split_k", [0, 1, 3])
+def test_add_rms_norm(split_k: int, dtype: torch.dtype, device: torch.device) -> None:
+    tokens, size = 5, 96
+    if split_k:
+        x = _random(split_k, tokens, size, dtype=torch.float32, device=device)
         added = x.double().sum(0)
     else:
-        x = _random(rows, size, dtype=dtype, device=device)
+        x = _random(tokens, size, dtype=dtype, device=device)
         added = x.double()
-    residual = _random(rows, 2 * size, dtype=dtype, device=device, seed=1)[:, size:]
+    residual = _random(tokens, 2 * size, dtype=dtype, device=device, seed=1)[:, size:]
     kept = residual.clone()
     weight = _random(size, dtype=dtype, device=device, seed=2)
 
@@ -58,27 +58,27 @@ def test_add_rms_norm(parts: int, dtype: torch.dtype, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("parts", [0, 2])
-@pytest.mark.parametrize(("rows", "inner"), [(1, 24), (17, 1100)])
+@pytest.mark.parametrize("split_k", [0, 2])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 24), (17, 1100)])
 def test_silu_mul(
-    rows: int, inner: int, parts: int, dtype: torch.dtype, device: torch.device
+    tokens: int, inner: int, split_k: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    shape = (parts, rows, 2 * inner) if parts else (rows, 2 * inner)
-    x = _random(*shape, dtype=torch.float32 if parts else dtype, device=device)
-    gate, up = (x.double().sum(0) if parts else x.double()).chunk(2, -1)
+    shape = (split_k, tokens, 2 * inner) if split_k else (tokens, 2 * inner)
+    x = _random(*shape, dtype=torch.float32 if split_k else dtype, device=device)
+    gate, up = (x.double().sum(0) if split_k else x.double()).chunk(2, -1)
     _close(silu_mul(x, dtype), gate * torch.sigmoid(gate) * up)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 128, 512])
-def test_real_shapes(rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize("tokens", [1, 16, 128, 512])
+def test_real_shapes(tokens: int, device: torch.device) -> None:
     dtype, size, inner = torch.bfloat16, 4096, 12288
-    x = _random(2, rows, size, dtype=torch.float32, device=device)
-    residual = _random(rows, size, dtype=dtype, device=device, seed=1)
+    x = _random(2, tokens, size, dtype=torch.float32, device=device)
+    residual = _random(tokens, size, dtype=dtype, device=device, seed=1)
     weight = _random(size, dtype=dtype, device=device, seed=2)
     normed, total = add_rms_norm(x, residual, weight, EPS)
     _close(total, residual.double() + x.double().sum(0))
     _close(normed, _normed(total, weight))
-    gate_up = _random(rows, 2 * inner, dtype=dtype, device=device)
+    gate_up = _random(tokens, 2 * inner, dtype=dtype, device=device)
     gate, up = gate_up.double().chunk(2, -1)
     _close(silu_mul(gate_up, dtype), gate * torch.sigmoid(gate) * up)

@@ -1,4 +1,4 @@
-"""Norm, rope and paged write against the twin in float64."""
+"""QK-norm, RoPE and paged K/V write against the reference in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.config.model_config import RopeConfig
 from forerun.kernels.elementwise import qk_norm_rope as qkv
-from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, RopePositions
 from forerun.layers.rope import Rope
 
 EPS, PAGE, POSITIONS = 1e-6, 4, 64
@@ -26,20 +26,20 @@ TOLERANCE = {
 
 
 @dataclass
-class Rows:
-    """T tokens of random requests, each with a pool row of its own."""
+class Tokens:
+    """T tokens of random requests, each with a KV slot of its own."""
 
     positions: Tensor  # [T] int32
-    rows: Tensor  # [T] int64
+    kv_slots: Tensor  # [T] int64
     pages: int
 
 
-def scattered(tokens: int, device: torch.device) -> Rows:
+def scattered(tokens: int, device: torch.device) -> Tokens:
     generator = torch.Generator().manual_seed(3)
     pages = -(-tokens // PAGE) + 2
     positions = torch.randint(0, POSITIONS, (tokens,), generator=generator, dtype=torch.int32)
-    rows = torch.randperm(pages * PAGE, generator=generator)[:tokens]
-    return Rows(positions.to(device), rows.to(device), pages)
+    kv_slots = torch.randperm(pages * PAGE, generator=generator)[:tokens]
+    return Tokens(positions.to(device), kv_slots.to(device), pages)
 
 
 def table(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,7 +65,7 @@ def double(norms: HeadNorms | None) -> HeadNorms | None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pool_dtype", [None, FP8, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "norm", "parts"),
+    ("heads", "kv_heads", "dim", "norm", "split_k"),
     [(8, 4, 64, True, 0), (3, 1, 128, False, 0), (6, 2, 80, True, 3), (16, 8, 16, True, 1)],
 )
 def test_one_layer(
@@ -73,22 +73,22 @@ def test_one_layer(
     kv_heads: int,
     dim: int,
     norm: bool,
-    parts: int,
+    split_k: int,
     pool_dtype: torch.dtype | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    check_layer(7, heads, kv_heads, dim, norm, parts, pool_dtype or dtype, dtype, device)
+    check_layer(7, heads, kv_heads, dim, norm, split_k, pool_dtype or dtype, dtype, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 512])
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("parts", [0, 4])
+@pytest.mark.parametrize("split_k", [0, 4])
 def test_one_layer_real(
-    tokens: int, pool_dtype: torch.dtype, parts: int, device: torch.device
+    tokens: int, pool_dtype: torch.dtype, split_k: int, device: torch.device
 ) -> None:
-    check_layer(tokens, 32, 8, 128, True, parts, pool_dtype, torch.bfloat16, device)
+    check_layer(tokens, 32, 8, 128, True, split_k, pool_dtype, torch.bfloat16, device)
 
 
 def check_layer(
@@ -97,14 +97,14 @@ def check_layer(
     kv_heads: int,
     dim: int,
     norm: bool,
-    parts: int,
+    split_k: int,
     pool_dtype: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     size = (heads + 2 * kv_heads) * dim
-    if parts:
-        x = normal(parts, tokens, size, dtype=torch.float32, device=device, seed=0)
+    if split_k:
+        x = normal(split_k, tokens, size, dtype=torch.float32, device=device, seed=0)
         whole = x.double().sum(0)
     else:
         x = normal(tokens, size, dtype=dtype, device=device, seed=0)
@@ -113,15 +113,17 @@ def check_layer(
     if norm:
         weights = normal(2, dim, dtype=dtype, device=device, seed=1)
         norms = HeadNorms(weights[0], weights[1], EPS)
-    turn, at = table(dim, dtype, device), scattered(tokens, device)
+    cos_sin, at = table(dim, dtype, device), scattered(tokens, device)
     k_pool = torch.zeros(at.pages, PAGE, kv_heads, dim, device=device, dtype=pool_dtype)
     v_pool = torch.zeros_like(k_pool)
     k_want = torch.zeros(k_pool.shape, device=device, dtype=torch.float64)
     v_want = torch.zeros_like(k_want)
 
-    q = qkv.qk_norm_rope_write(x, heads, norms, turn, at.positions, at.rows, k_pool, v_pool)
+    rope = RopePositions(cos_sin, at.positions)
+    q = qkv.qk_norm_rope_write(x, heads, norms, rope, at.kv_slots, k_pool, v_pool)
+    exact = RopePositions(cos_sin.double(), at.positions)
     q_want = qkv.qk_norm_rope_write_ref(
-        whole, heads, double(norms), turn.double(), at.positions, at.rows, k_want, v_want
+        whole, heads, double(norms), exact, at.kv_slots, k_want, v_want
     )
 
     assert q.dtype == dtype
@@ -131,12 +133,12 @@ def check_layer(
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, FP8])
-@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize("split_k", [0, 2])
 @pytest.mark.parametrize("committed", [False, True])
 def test_layers_at_once(
-    committed: bool, parts: int, pool_dtype: torch.dtype, device: torch.device
+    committed: bool, split_k: int, pool_dtype: torch.dtype, device: torch.device
 ) -> None:
-    check_layers(3, 4, 3, 2, 32, committed, parts, pool_dtype, torch.float32, device)
+    check_layers(3, 4, 3, 2, 32, committed, split_k, pool_dtype, torch.float32, device)
 
 
 @pytest.mark.gpu
@@ -148,35 +150,38 @@ def test_layers_at_once_real(batch: int, committed: bool, device: torch.device) 
 
 def check_layers(
     batch: int,
-    width: int,
+    q_len: int,
     layers: int,
     kv_heads: int,
     dim: int,
     committed: bool,
-    parts: int,
+    split_k: int,
     pool_dtype: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    tokens, size = batch * width, 2 * layers * kv_heads * dim
-    if parts:
-        x = normal(parts, tokens, size, dtype=torch.float32, device=device, seed=0)
+    tokens, size = batch * q_len, 2 * layers * kv_heads * dim
+    if split_k:
+        x = normal(split_k, tokens, size, dtype=torch.float32, device=device, seed=0)
         whole = x.double().sum(0)
     else:
         x = normal(tokens, size, dtype=dtype, device=device, seed=0)
         whole = x.double()
     weights = normal(layers, dim, dtype=dtype, device=device, seed=1)
     norms = HeadNorms(weights[0], weights, EPS)
-    turn, at = table(dim, dtype, device), scattered(tokens, device)
+    cos_sin, at = table(dim, dtype, device), scattered(tokens, device)
     shape = (2, layers, at.pages, PAGE, kv_heads, dim)
     pool = torch.zeros(shape, device=device, dtype=pool_dtype)
     want = torch.zeros(shape, device=device, dtype=torch.float64)
-    new = torch.arange(batch, device=device, dtype=torch.int32) % width + 1
+    num_valid = torch.arange(batch, device=device, dtype=torch.int32) % q_len + 1
 
-    qkv.kv_norm_rope_write(x, norms, turn, at.positions, at.rows, pool, new if committed else None)
-    qkv.kv_norm_rope_write_ref(whole, double(norms), turn.double(), at.positions, at.rows, want)
-    if committed:  # what is rejected stays as it was
-        late = torch.arange(width, device=device) >= new[:, None]
-        want.flatten(2, 3)[:, :, at.rows[late.flatten()]] = 0
+    rope = RopePositions(cos_sin, at.positions)
+    valid = num_valid if committed else None
+    qkv.kv_norm_rope_write(x, norms, rope, at.kv_slots, pool, valid)
+    exact = RopePositions(cos_sin.double(), at.positions)
+    qkv.kv_norm_rope_write_ref(whole, double(norms), exact, at.kv_slots, want)
+    if committed:  # K/V of rejected tokens stays as it was
+        rejected = torch.arange(q_len, device=device) >= num_valid[:, None]
+        want.flatten(2, 3)[:, :, at.kv_slots[rejected.flatten()]] = 0
 
     close(pool, want)

@@ -24,7 +24,7 @@ from forerun.layers.rope import Rope
 from forerun.models.dflash import ContextKVNormRope
 
 HEADS, KV_HEADS, DIM, LAYERS, PAGE, WIDTH = 4, 2, 32, 3, 4, 4
-NEW = (2, 4)  # rows committed of each request
+NEW = (2, 4)  # tokens committed of each request
 
 
 def run(kind: type[AttentionBackend], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -63,6 +63,6 @@ def test_backends_agree(device: torch.device) -> None:
     want, want_pool = run(TorchNative, device)
     got, pool = run(TritonAttention, device)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    # The default writes rejected rows too: of the first request the last two.
+    # The default writes rejected tokens too: of the first request the last two.
     same = (pool - want_pool).abs().amax((0, 1, 4, 5)) < 1e-5
     assert int((~same).sum()) == 2 * WIDTH - sum(NEW)

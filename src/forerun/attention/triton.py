@@ -24,10 +24,19 @@ from forerun.attention.base import (
 )
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
-from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
-from forerun.kernels.attention.prefill import TileMap, map_tiles, prefill_attention
-from forerun.kernels.attention.tiles import best_page_size, choose_splits, prefill_tiles
-from forerun.kernels.elementwise.qk_norm_rope import kv_norm_rope_write, qk_norm_rope_write
+from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots, write_kv
+from forerun.kernels.attention.prefill import TileMap, build_tile_map, prefill_attention
+from forerun.kernels.attention.tiles import (
+    DecodeProblem,
+    best_page_size,
+    choose_num_splits,
+    prefill_tile_config,
+)
+from forerun.kernels.elementwise.qk_norm_rope import (
+    RopePositions,
+    kv_norm_rope_write,
+    qk_norm_rope_write,
+)
 from forerun.kernels.runtime.fp8 import FP8
 from forerun.kernels.runtime.gpu import gpu_of, have_triton
 from forerun.platform.device import upload
@@ -42,7 +51,7 @@ class TritonPlan(Plan):
 
     batch: AttentionBatch
     kv_slots: Tensor  # [T] int64
-    splits: int
+    num_splits: int
     tile_map: TileMap | None  # of ragged chunks
     tree: Tensor | None = None
 
@@ -88,18 +97,18 @@ class TritonAttention(AttentionBackend):
             kv_slots = batch.kv_slots
             if kv_slots is None:
                 kv_slots = compute_kv_slots(batch.page_table, batch.start, None, q_len, total, page)
-            splits = choose_splits(
-                device,
-                requests,
-                group * q_len,
-                self.need.num_kv_heads,
-                batch.kv_len_ub,
-                dim,
-                self.need.kv_dtype or self.need.dtype,
-                page,
+            problem = DecodeProblem(
+                batch_size=requests,
+                q_rows=group * q_len,
+                num_kv_heads=self.need.num_kv_heads,
+                head_dim=dim,
+                kv_dtype=self.need.kv_dtype or self.need.dtype,
+                page_size=page,
+                kv_len_ub=batch.kv_len_ub,
             )
+            num_splits = choose_num_splits(gpu_of(device), problem)
             tree = None if batch.tree is None else batch.tree.flatten()
-            return TritonPlan(batch, kv_slots, splits, None, tree)
+            return TritonPlan(batch, kv_slots, num_splits, None, tree)
         assert batch.ragged is not None
         counts = [count for _, count in batch.ragged]
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -107,11 +116,11 @@ class TritonAttention(AttentionBackend):
         kv_slots = compute_kv_slots(
             batch.page_table, batch.start, first, max(counts), sum(counts), page
         )
-        # The upload in `map_tiles` lies between `kv_slots` and its first reader (see pdl.py).
-        tile_rows = max(1, prefill_tiles(gpu_of(device), dim, self.need.dtype).block_m // group)
-        return TritonPlan(
-            batch, kv_slots, 1, map_tiles(batch.ragged, tile_rows, partial(upload, device=device))
-        )
+        # The upload in `build_tile_map` lies between `kv_slots` and its first reader (see pdl.py).
+        config = prefill_tile_config(gpu_of(device), dim, self.need.dtype)
+        tokens_per_tile = max(1, config.block_m // group)
+        tile_map = build_tile_map(batch.ragged, tokens_per_tile, partial(upload, device=device))
+        return TritonPlan(batch, kv_slots, 1, tile_map)
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, TritonPlan)
@@ -125,8 +134,7 @@ class TritonAttention(AttentionBackend):
             qkv,
             norm_rope.heads,
             norm_rope.norms,
-            rope.table,
-            rope.positions,
+            RopePositions(rope.table, rope.positions),
             plan.kv_slots,
             self.pools.k(layer),
             self.pools.v(layer),
@@ -144,8 +152,7 @@ class TritonAttention(AttentionBackend):
         kv_norm_rope_write(
             kv,
             norm_rope.norms,
-            rope.table,
-            rope.positions,
+            RopePositions(rope.table, rope.positions),
             plan.kv_slots,
             self.pools.dense,
             num_committed,
@@ -153,31 +160,12 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
-        kind = TREE if plan.tree is not None else MASKS[spec.mask.mask]
-        batch, mask_spec = plan.batch, MaskSpec(kind, spec.mask.window)
-        k, v = self.pools.k(layer), self.pools.v(layer)
+        batch = plan.batch
+        mask = MaskSpec(MASKS[spec.mask.mask], spec.mask.window)
+        if plan.tree is not None:
+            mask = MaskSpec(TREE, spec.mask.window, plan.tree)
+        kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
         if batch.q_len is not None:
-            return paged_attention(
-                q,
-                k,
-                v,
-                batch.page_table,
-                batch.start,
-                batch.q_len,
-                mask_spec,
-                spec.scale,
-                plan.splits,
-                plan.tree,
-            )
+            return paged_attention(q, kv, batch.q_len, mask, spec.scale, plan.num_splits)
         assert batch.ragged is not None
-        return prefill_attention(
-            q,
-            k,
-            v,
-            batch.page_table,
-            batch.start,
-            batch.ragged,
-            plan.tile_map,
-            mask_spec,
-            spec.scale,
-        )
+        return prefill_attention(q, kv, batch.ragged, plan.tile_map, mask, spec.scale)

@@ -6,7 +6,7 @@ Each case is timed as a CUDA graph with one launch a layer, over enough layers' 
 L2 cache. "after write" cases launch the kernel that writes K/V before each attention, as a step
 does, and subtract that kernel's own time. Decode and verify are compared with the measured read
 bandwidth, prefill (FLOPs of unmasked scores) with a large GEMM, both measured in the same run.
-`--sweep` tries tiles and splits and prints the best of each case.
+`--sweep` tries tiles and split counts and prints the best of each case.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,21 @@ from torch import Tensor
 
 from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention.decode import MaskSpec, paged_attention
-from forerun.kernels.attention.paged_kv import compute_kv_slots
-from forerun.kernels.attention.prefill import map_tiles, prefill_attention
-from forerun.kernels.attention.tiles import Tiles, choose_splits, prefill_tiles
-from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, qk_norm_rope_write
+from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
+from forerun.kernels.attention.prefill import build_tile_map, prefill_attention
+from forerun.kernels.attention.tiles import (
+    DecodeProblem,
+    TileConfig,
+    choose_num_splits,
+    prefill_tile_config,
+)
+from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, RopePositions, qk_norm_rope_write
 from forerun.kernels.runtime.gpu import gpu_of
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
 SCALE = DIM**-0.5
-ROTATE = 300 << 20  # bytes of K/V that one round of a graph goes through
-SHORT = list(itertools.product((1, 8, 32), (1056, 8192), (1, 16)))  # batch, context, width
+ROTATE = 300 << 20  # bytes of K/V that one replay of a graph reads
+DECODE = list(itertools.product((1, 8, 32), (1056, 8192), (1, 16)))  # batch, context, q_len
 
 
 Result = dict[str, Any]  # of one case, as in the JSON
@@ -52,9 +58,13 @@ class Pools:
     start: Tensor
     q: Tensor
 
+    def layers(self) -> list[PagedKV]:
+        pairs = zip(self.k, self.v, strict=True)
+        return [PagedKV(k, v, self.table, self.start) for k, v in pairs]
+
     @classmethod
     def make(
-        cls, batch: int, context: int, width: int, dtype: torch.dtype, page: int, layers: int | None
+        cls, batch: int, context: int, q_len: int, dtype: torch.dtype, page: int, layers: int | None
     ) -> Pools:
         pages = -(-context // page)
         count = 1 + batch * pages
@@ -69,8 +79,8 @@ class Pools:
             for _ in range(2)
         )
         ids = torch.randperm(batch * pages, device="cuda").view(batch, pages) + 1
-        start = torch.full((batch,), context - width, dtype=torch.int32, device="cuda")
-        q = torch.randn(batch * width, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=kind)
+        start = torch.full((batch,), context - q_len, dtype=torch.int32, device="cuda")
+        q = torch.randn(batch * q_len, HEADS + 2 * KV_HEADS, DIM, device="cuda", dtype=kind)
         return cls(k, v, ids.int(), start, q[:, :HEADS])
 
 
@@ -92,154 +102,150 @@ def median_us(run: Callable[[], Any], launches: int, rounds: int = 7) -> float:
     return statistics.median(times[2:])
 
 
-def short(pools: Pools, width: int, splits: int, tiles: Tiles | None) -> float:
+def decode(pools: Pools, q_len: int, num_splits: int, config: TileConfig | None) -> float:
     def run() -> None:
-        for k, v in zip(pools.k, pools.v, strict=True):
-            paged_attention(
-                pools.q,
-                k,
-                v,
-                pools.table,
-                pools.start,
-                width,
-                MaskSpec(),
-                SCALE,
-                splits,
-                tiles=tiles,
-            )
+        for kv in pools.layers():
+            paged_attention(pools.q, kv, q_len, MaskSpec(), SCALE, num_splits, config)
 
     return median_us(run, len(pools.k))
 
 
-def short_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> Result:
-    pools = Pools.make(batch, context, width, dtype, page, None)
-    group = HEADS // KV_HEADS
-    splits = choose_splits(
-        pools.q.device, batch, group * width, KV_HEADS, context, DIM, dtype, page
+def tuned_splits(pools: Pools, q_len: int, context: int) -> int:
+    problem = DecodeProblem(
+        batch_size=len(pools.start),
+        q_rows=HEADS // KV_HEADS * q_len,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        kv_dtype=pools.k[0].dtype,
+        page_size=pools.k[0].shape[1],
+        kv_len_ub=context,
     )
-    took = short(pools, width, splits, None)
+    return choose_num_splits(gpu_of(pools.q.device), problem)
+
+
+def decode_case(batch: int, context: int, q_len: int, dtype: torch.dtype, page: int) -> Result:
+    pools = Pools.make(batch, context, q_len, dtype, page, None)
+    num_splits = tuned_splits(pools, q_len, context)
+    took = decode(pools, q_len, num_splits, None)
     read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
-    name = f"{'decode' if width == 1 else 'verify'} b{batch} w{width} ctx{context} page{page}"
+    name = f"{'decode' if q_len == 1 else 'verify'} b{batch} w{q_len} ctx{context} page{page}"
     kind = str(dtype).removeprefix("torch.")
-    return {"case": f"{name} {kind}", "splits": splits, "us": took, "gbs": read / took / 1e3}
+    return {
+        "case": f"{name} {kind}",
+        "num_splits": num_splits,
+        "us": took,
+        "gbs": read / took / 1e3,
+    }
 
 
-def after_write_case(batch: int, context: int, width: int, dtype: torch.dtype, page: int) -> Result:
-    """Attention after the kernel that norms, rotates and writes its own K/V."""
-    pools = Pools.make(batch, context, width, dtype, page, None)
-    device, group = pools.q.device, HEADS // KV_HEADS
-    splits = choose_splits(device, batch, group * width, KV_HEADS, context, DIM, dtype, page)
-    rows = compute_kv_slots(pools.table, pools.start, None, width, batch * width, page)
-    positions = (pools.start.unsqueeze(1) + torch.arange(width, device=device)).flatten().int()
-    qkv = torch.randn(batch * width, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
+def after_write_case(batch: int, context: int, q_len: int, dtype: torch.dtype, page: int) -> Result:
+    """Attention after the kernel that does QK-norm, RoPE and the K/V write."""
+    pools = Pools.make(batch, context, q_len, dtype, page, None)
+    device, num_splits = pools.q.device, tuned_splits(pools, q_len, context)
+    kv_slots = compute_kv_slots(pools.table, pools.start, None, q_len, batch * q_len, page)
+    positions = (pools.start.unsqueeze(1) + torch.arange(q_len, device=device)).flatten().int()
+    qkv = torch.randn(batch * q_len, (HEADS + 2 * KV_HEADS) * DIM, device=device).bfloat16()
     ones = torch.ones(DIM, device=device, dtype=torch.bfloat16)
-    norms, rope = HeadNorms(ones, ones, 1e-6), ones.expand(context, 2, 1, DIM).contiguous()
+    norms = HeadNorms(ones, ones, 1e-6)
+    rope = RopePositions(ones.expand(context, 2, 1, DIM).contiguous(), positions)
 
     def run(attend: bool) -> None:
-        for k, v in zip(pools.k, pools.v, strict=True):
-            q = qk_norm_rope_write(qkv, HEADS, norms, rope, positions, rows, k, v)
+        for kv in pools.layers():
+            q = qk_norm_rope_write(qkv, HEADS, norms, rope, kv_slots, kv.k, kv.v)
             if attend:
-                paged_attention(
-                    q, k, v, pools.table, pools.start, width, MaskSpec(), SCALE, splits
-                )  # fmt: skip
+                paged_attention(q, kv, q_len, MaskSpec(), SCALE, num_splits)
 
     took = median_us(lambda: run(True), len(pools.k)) - median_us(lambda: run(False), len(pools.k))
     read = 2 * batch * context * KV_HEADS * DIM * dtype.itemsize
     kind = str(dtype).removeprefix("torch.")
-    name = f"after write b{batch} w{width} ctx{context} page{page} {kind}"
-    return {"case": name, "splits": splits, "us": took, "gbs": read / took / 1e3}
+    name = f"after write b{batch} w{q_len} ctx{context} page{page} {kind}"
+    return {"case": name, "num_splits": num_splits, "us": took, "gbs": read / took / 1e3}
 
 
-def prefill(pools: Pools, count: int, context: int, tiles: Tiles | None) -> float:
-    """`count` prompts, their last `width` rows at the end of `context`."""
-    width = pools.q.shape[0] // count
-    spans = [(context - width, width)] * count
-    shape = tiles or prefill_tiles(gpu_of(pools.q.device), DIM, pools.q.dtype)
-    rows = shape.block_m * KV_HEADS // HEADS
-    tile_map = map_tiles(spans, rows, lambda host: host.cuda())
+def prefill(pools: Pools, count: int, context: int, config: TileConfig | None) -> float:
+    """`count` prompts, their last `q_len` tokens at the end of `context`."""
+    q_len = pools.q.shape[0] // count
+    spans = [(context - q_len, q_len)] * count
+    tile = config or prefill_tile_config(gpu_of(pools.q.device), DIM, pools.q.dtype)
+    tokens_per_tile = tile.block_m * KV_HEADS // HEADS
+    tile_map = build_tile_map(spans, tokens_per_tile, lambda host: host.cuda())
+    kv = pools.layers()[0]
 
     def run() -> None:
-        prefill_attention(
-            pools.q,
-            pools.k[0],
-            pools.v[0],
-            pools.table,
-            pools.start,
-            spans,
-            tile_map,
-            MaskSpec(),
-            SCALE,
-            tiles,
-        )
+        prefill_attention(pools.q, kv, spans, tile_map, MaskSpec(), SCALE, config)
 
     return median_us(run, 1)
 
 
-def prefill_case(count: int, width: int, context: int, page: int) -> Result:
-    pools = Pools.make(count, context, width, torch.bfloat16, page, 1)
+def prefill_case(count: int, q_len: int, context: int, page: int) -> Result:
+    pools = Pools.make(count, context, q_len, torch.bfloat16, page, 1)
     took = prefill(pools, count, context, None)
-    seen = count * (width * (context - width) + width * (width + 1) / 2)
+    seen = count * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
     flops = 4 * seen * HEADS * DIM
-    name = f"prefill {count} x {width} ctx{context} page{page}"
+    name = f"prefill {count} x {q_len} ctx{context} page{page}"
     return {"case": name, "us": took, "tflops": flops / took / 1e6}
 
 
 # --- sweeps -------------------------------------------------------------------------------------
 
 
-def short_candidates(width: int) -> list[Tiles]:
-    if width == 1:
+def decode_candidates(q_len: int) -> list[TileConfig]:
+    if q_len == 1:
         shapes = [(16, 64, 4, 3), (16, 64, 4, 4), (16, 64, 4, 5), (16, 128, 4, 3), (16, 32, 4, 6)]
     else:
         shapes = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5), (64, 32, 4, 4), (64, 128, 4, 3)]
-    return [Tiles(*shape) for shape in shapes]
+    return [TileConfig(*shape) for shape in shapes]
 
 
-def prefill_candidates() -> list[Tiles]:
+def prefill_candidates() -> list[TileConfig]:
     shapes = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
-    two = [Tiles(128, 64, 8, 2, registers=128), Tiles(128, 32, 8, 4, registers=128)]
-    return two + [Tiles(*shape) for shape in shapes]
+    two = [
+        TileConfig(128, 64, 8, 2, max_registers=128),
+        TileConfig(128, 32, 8, 4, max_registers=128),
+    ]
+    return two + [TileConfig(*shape) for shape in shapes]
 
 
-def compile_one(job: tuple[str, Tiles, int]) -> None:
+def compile_one(job: tuple[str, TileConfig, int]) -> None:
     """In a process of its own: leaves the compiled kernel in Triton's cache."""
     from triton.runtime.errors import OutOfResources
 
-    kind, tiles, width = job
+    kind, config, q_len = job
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
-        if kind == "short":
-            pools = Pools.make(2, 512, width, torch.bfloat16, PAGE, 1)
-            for splits in (1, 2):
-                short(pools, width, splits, tiles)
+        if kind == "decode":
+            pools = Pools.make(2, 512, q_len, torch.bfloat16, PAGE, 1)
+            for num_splits in (1, 2):
+                decode(pools, q_len, num_splits, config)
         else:
             pools = Pools.make(2, 512, 512, torch.bfloat16, PAGE, 1)
-            prefill(pools, 2, 512, tiles)
+            prefill(pools, 2, 512, config)
     except OutOfResources:
-        print(f"{kind} {tiles}: too large")
+        print(f"{kind} {config}: too large")
 
 
 def sweep() -> Iterable[Result]:
-    jobs = [("short", tiles, width) for width in (1, 16) for tiles in short_candidates(width)]
-    jobs += [("prefill", tiles, 0) for tiles in prefill_candidates()]
+    jobs = [("decode", config, q_len) for q_len in (1, 16) for config in decode_candidates(q_len)]
+    jobs += [("prefill", config, 0) for config in prefill_candidates()]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(14, mp_context=spawn) as workers:
         list(workers.map(compile_one, jobs))
-    for batch, context, width in SHORT:
-        pools = Pools.make(batch, context, width, torch.bfloat16, PAGE, None)
+    for batch, context, q_len in DECODE:
+        pools = Pools.make(batch, context, q_len, torch.bfloat16, PAGE, None)
         per_split = batch * KV_HEADS
         most = min(64, context // 64)
         counts = {max(1, min(most, int(f * 132) // per_split)) for f in (0.5, 1, 2, 4)}
         found = []
-        for tiles in short_candidates(width):
-            for splits in sorted(counts):
-                found.append((_try(lambda: short(pools, width, splits, tiles)), splits, tiles))  # noqa: B023
-        yield from _best(f"b{batch} w{width} ctx{context}", found)
+        for config in decode_candidates(q_len):
+            for num_splits in sorted(counts):
+                run = partial(decode, pools, q_len, num_splits, config)
+                found.append((_try(run), num_splits, config))
+        yield from _best(f"b{batch} w{q_len} ctx{context}", found)
     for count, rows, context in ((8, 1024, 1024), (1, 4096, 8192)):
         pools = Pools.make(count, context, rows, torch.bfloat16, PAGE, 1)
         tried = [
-            (_try(lambda: prefill(pools, count, context, tiles)), 1, tiles)  # noqa: B023
-            for tiles in prefill_candidates()
+            (_try(partial(prefill, pools, count, context, config)), 1, config)
+            for config in prefill_candidates()
         ]
         yield from _best(f"prefill {count} x {rows} ctx{context}", tried)
 
@@ -253,9 +259,9 @@ def _try(run: Callable[[], float]) -> float:
         return float("inf")
 
 
-def _best(name: str, found: list[tuple[float, int, Tiles]]) -> Iterator[Result]:
-    for took, splits, tiles in sorted(found, key=lambda f: f[0])[:400]:
-        yield {"case": name, "us": took, "splits": splits, **asdict(tiles)}
+def _best(name: str, found: list[tuple[float, int, TileConfig]]) -> Iterator[Result]:
+    for took, num_splits, config in sorted(found, key=lambda f: f[0])[:400]:
+        yield {"case": name, "us": took, "num_splits": num_splits, **asdict(config)}
 
 
 def main() -> None:
@@ -272,15 +278,17 @@ def main() -> None:
         results["sweep"] = list(sweep())
         for name, group in itertools.groupby(results["sweep"], lambda r: r["case"]):
             for row in list(group)[:6]:
-                tile = f"N{row['block_n']} w{row['warps']} s{row['stages']}"
-                print(f"{name:24} {row['us']:8.2f} us  M{row['block_m']} {tile} x{row['splits']}")
-    rows = [short_case(*shape, torch.bfloat16, PAGE) for shape in SHORT]
+                tile = f"N{row['block_n']} w{row['num_warps']} s{row['num_stages']}"
+                print(
+                    f"{name:24} {row['us']:8.2f} us  M{row['block_m']} {tile} x{row['num_splits']}"
+                )
+    rows = [decode_case(*shape, torch.bfloat16, PAGE) for shape in DECODE]
     fp8 = torch.float8_e4m3fn
-    rows += [short_case(32, 1024, 1, fp8, PAGE), short_case(32, 1024, 16, fp8, PAGE)]
-    rows += [short_case(32, 8192, 1, fp8, PAGE)]
-    rows += [short_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
+    rows += [decode_case(32, 1024, 1, fp8, PAGE), decode_case(32, 1024, 16, fp8, PAGE)]
+    rows += [decode_case(32, 8192, 1, fp8, PAGE)]
+    rows += [decode_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
     kinds = ((torch.bfloat16, PAGE), (torch.bfloat16, 64), (fp8, PAGE))
-    rows += [after_write_case(*shape, *kind) for kind in kinds for shape in SHORT]
+    rows += [after_write_case(*shape, *kind) for kind in kinds for shape in DECODE]
     rows += [prefill_case(32, 1024, 1024, PAGE), prefill_case(8, 1024, 1024, PAGE)]
     rows += [prefill_case(1, 8192, 8192, PAGE), prefill_case(1, 4096, 8192, PAGE)]
     rows += [prefill_case(8, 1024, 1024, 64)]
@@ -290,7 +298,7 @@ def main() -> None:
         else:
             share = row["tflops"] / results["gemm_tflops"]
             rate = f"{row['tflops']:8.0f} TFLOP/s {share:6.1%}"
-        print(f"{row['case']:44} {row['us']:9.2f} us {rate}  splits {row.get('splits', 1)}")
+        print(f"{row['case']:44} {row['us']:9.2f} us {rate}  num_splits {row.get('num_splits', 1)}")
     results["cases"] = rows
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

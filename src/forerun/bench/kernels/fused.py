@@ -1,9 +1,9 @@
 """The kernels between GEMMs at Qwen3-8B's shapes: time, bandwidth, and plain PyTorch's time.
 
-    python -m forerun.bench.kernels.fused --rows 1 16 128 512 --json results.json
+    python -m forerun.bench.kernels.fused --tokens 1 16 128 512 --json results.json
 
 Needs a GPU. Times are per call, of many calls in one CUDA graph; inputs are small enough to stay
-in the L2 cache up to some rows, as they do in a decode step. The copy bandwidth is measured in
+in the L2 cache for few tokens, as they do in a decode step. The copy bandwidth is measured in
 the same run on buffers that do not fit.
 """
 
@@ -36,29 +36,29 @@ from forerun.speculative.simulate import SimulatedAcceptance
 H, INNER, VOCAB, HEADS, KV_HEADS, DIM, PAGE, EPS = 4096, 12288, 151936, 32, 8, 128, 16, 1e-6
 DRAFT_LAYERS, WIDTH = 5, 16
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-Work = Callable[[], object]
+Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Result:
     kernel: str
-    rows: int
+    tokens: int
     us: float
     torch_us: float
     gbs: float
     of_copy: float  # share of the measured copy bandwidth
 
 
-def timed(work: Work, calls: int = 20, repeats: int = 9) -> float:
+def timed(run: Run, calls: int = 20, repeats: int = 9) -> float:
     """µs a call."""
-    work()
+    run()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        work()
+        run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(calls):
-                work()
+                run()
         times: list[float] = []
         for turn in range(repeats + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -82,23 +82,24 @@ def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
-def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
-    """Name -> (kernel, twin, bytes moved)."""
-    x, residual, weight = normal(rows, H), normal(rows, H), normal(H)
-    parts = normal(4, rows, H, dtype=torch.float32)
-    gate_up, product = normal(rows, 2 * INNER), normal(rows, (HEADS + 2 * KV_HEADS) * DIM)
-    context = normal(rows, 2 * DRAFT_LAYERS * KV_HEADS * DIM)
-    logits = normal(rows, VOCAB)
+def kernel_cases(tokens: int) -> dict[str, tuple[Run, Run, int]]:
+    """Name -> (kernel, reference, bytes moved)."""
+    x, residual, weight = normal(tokens, H), normal(tokens, H), normal(H)
+    partials = normal(4, tokens, H, dtype=torch.float32)
+    gate_up, qkv_out = normal(tokens, 2 * INNER), normal(tokens, (HEADS + 2 * KV_HEADS) * DIM)
+    context = normal(tokens, 2 * DRAFT_LAYERS * KV_HEADS * DIM)
+    logits = normal(tokens, VOCAB)
     table = Rope(RopeConfig(theta=1e6), DIM, 2048, DTYPE, DEVICE).table
-    positions = torch.randint(0, 2048, (rows,), device=DEVICE, dtype=torch.int32)
-    pages = -(-rows // PAGE) + 1
-    at = torch.randperm(pages * PAGE, device=DEVICE)[:rows]
+    positions = torch.randint(0, 2048, (tokens,), device=DEVICE, dtype=torch.int32)
+    pages = -(-tokens // PAGE) + 1
+    kv_slots = torch.randperm(pages * PAGE, device=DEVICE)[:tokens]
     pool = torch.zeros(2, DRAFT_LAYERS, pages, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE)
     keys = normal(DRAFT_LAYERS, DIM)
     norms, layer_norms = qkv.HeadNorms(keys[0], keys[1], EPS), qkv.HeadNorms(keys[0], keys, EPS)
-    one = (HEADS, norms, table, positions, at, pool[0, 0], pool[1, 0])
-    every = (layer_norms, table, positions, at, pool)
-    batch = max(1, rows // WIDTH)
+    rope = qkv.RopePositions(table, positions)
+    one_layer = (HEADS, norms, rope, kv_slots, pool[0, 0], pool[1, 0])
+    all_layers = (layer_norms, rope, kv_slots, pool)
+    batch = max(1, tokens // WIDTH)
     sampled = torch.zeros(batch, WIDTH, dtype=torch.int64, device=DEVICE)
     slots = torch.arange(batch, device=DEVICE)
     start = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
@@ -110,7 +111,7 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
     step = (sampled[:, 1:], sampled, slots, start, state)
     simulated = SimulatedAcceptance.of(6.5, WIDTH, batch + 1, DEVICE)
     page_table = torch.zeros(batch + 1, 2560, dtype=torch.int32, device=DEVICE)
-    head = (slots, state.kv_len, state.last_token, page_table, WIDTH, PAGE, 2560 * PAGE)
+    tables = (slots, state.kv_len, state.last_token, page_table, WIDTH, PAGE, 2560 * PAGE)
     return {
         "norm": (
             lambda: norm.rms_norm(x, weight, EPS),
@@ -122,24 +123,24 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
             lambda: norm.add_rms_norm_ref(x, residual, weight, EPS),
             4 * x.nbytes,
         ),
-        "4 partial sums + add + norm": (
-            lambda: norm.add_rms_norm(parts, residual, weight, EPS),
-            lambda: norm.add_rms_norm_ref(parts, residual, weight, EPS),
-            parts.nbytes + 3 * x.nbytes,
+        "4 split-K partials + add + norm": (
+            lambda: norm.add_rms_norm(partials, residual, weight, EPS),
+            lambda: norm.add_rms_norm_ref(partials, residual, weight, EPS),
+            partials.nbytes + 3 * x.nbytes,
         ),
         "silu · mul": (
             lambda: activation.silu_mul(gate_up, DTYPE),
             lambda: activation.silu_mul_ref(gate_up, DTYPE),
             gate_up.nbytes * 3 // 2,
         ),
-        "q/k norm + rope + write": (
-            lambda: qkv.qk_norm_rope_write(product, *one),
-            lambda: qkv.qk_norm_rope_write_ref(product, *one),
-            2 * product.nbytes,
+        "QK-norm + RoPE + write": (
+            lambda: qkv.qk_norm_rope_write(qkv_out, *one_layer),
+            lambda: qkv.qk_norm_rope_write_ref(qkv_out, *one_layer),
+            2 * qkv_out.nbytes,
         ),
-        "k norm + rope + write, 5 layers": (
-            lambda: qkv.kv_norm_rope_write(context, *every),
-            lambda: qkv.kv_norm_rope_write_ref(context, *every),
+        "K-norm + RoPE + write, 5 layers": (
+            lambda: qkv.kv_norm_rope_write(context, *all_layers),
+            lambda: qkv.kv_norm_rope_write_ref(context, *all_layers),
             2 * context.nbytes,
         ),
         "argmax": (
@@ -158,8 +159,8 @@ def works(rows: int) -> dict[str, tuple[Work, Work, int]]:
             3 * slots.nbytes,
         ),
         "decode inputs, 2,560 pages": (
-            lambda: decode_inputs.build_decode_inputs(*head),
-            lambda: decode_inputs.build_decode_inputs_ref(*head),
+            lambda: decode_inputs.build_decode_inputs(*tables),
+            lambda: decode_inputs.build_decode_inputs_ref(*tables),
             2 * batch * page_table[0].nbytes,
         ),
     }
@@ -175,21 +176,21 @@ SAMPLING = {
 }
 
 
-def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
-    batch = max(1, rows // WIDTH)
-    logits = 4 * normal(batch, rows // batch, VOCAB)
+def sampling_cases(tokens: int) -> dict[str, tuple[Run, Run, int]]:
+    batch = max(1, tokens // WIDTH)
+    logits = 4 * normal(batch, tokens // batch, VOCAB)
     positions = torch.randint(0, 2048, logits.shape[:2], device=DEVICE, dtype=torch.int32)
-    found: dict[str, tuple[Work, Work, int]] = {}
+    found: dict[str, tuple[Run, Run, int]] = {}
     for name, params in SAMPLING.items():
         table = SamplingTable(batch, DEVICE)
         requests = [Request("r", (1, 2), params, i, frozenset((3,))) for i in range(batch)]
         sampling = [request.sampling for request in requests]
         table.set(range(batch), sampling)
-        rules = table.gather(torch.arange(batch, device=DEVICE))
+        batch_params = table.gather(torch.arange(batch, device=DEVICE))
         flags = SamplingFlags.of(sampling)
         found[f"sample: {name}"] = (
-            partial(sample, logits, positions, rules, flags),
-            partial(sample_ref, logits, positions, rules, flags),
+            partial(sample, logits, positions, batch_params, flags),
+            partial(sample_ref, logits, positions, batch_params, flags),
             logits.nbytes,
         )
     return found
@@ -197,23 +198,25 @@ def sampling_works(rows: int) -> dict[str, tuple[Work, Work, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128, 512])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 128, 512])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copies at {copy:.0f} GB/s")
     results = []
-    for rows in options.rows:
-        for name, (kernel, twin, size) in (works(rows) | sampling_works(rows)).items():
+    for tokens in options.tokens:
+        for name, (kernel, reference, size) in (
+            kernel_cases(tokens) | sampling_cases(tokens)
+        ).items():
             sampled = name.startswith("sample")
             us = timed(kernel, 3 if sampled else 20)
-            torch_us = timed(twin, 1 if sampled else 20, 3)
+            torch_us = timed(reference, 1 if sampled else 20, 3)
             gbs = size / us / 1e3
-            result = Result(name, rows, us, torch_us, gbs, gbs / copy)
+            result = Result(name, tokens, us, torch_us, gbs, gbs / copy)
             results.append(asdict(result))
             print(
-                f"{rows:4} rows  {name:32} {us:8.2f} µs  {gbs:6.0f} GB/s {gbs / copy:6.1%} of copy"
-                f"   PyTorch {torch_us:8.2f} µs",
+                f"{tokens:4} tokens  {name:32} {us:8.2f} µs  {gbs:6.0f} GB/s"
+                f" {gbs / copy:6.1%} of copy   PyTorch {torch_us:8.2f} µs",
                 flush=True,
             )
     if options.json is not None:

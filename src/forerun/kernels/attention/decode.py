@@ -1,11 +1,11 @@
-"""Paged attention for short query blocks: decoding, verification, a draft's block.
+"""Paged attention for a few tokens per request: decoding, verification, a draft's block.
 
-Every request has the same few rows W. The W rows and the query heads that share a K/V head are
-packed into tiles of M = W * group rows, so that K/V is read once for all of them, and the
-context is cut into splits that run side by side (flash-decoding); a second kernel puts the
-partial results together. How many splits there are is fixed on the host; which positions each
-of them covers follows from the lengths on the device, so a graph captured for the longest
-context costs little at a short one.
+Every request has the same number of query tokens (`q_len`). These and the query heads that share a
+K/V head are packed into tiles of M = q_len * group rows, so that K/V is read once for all of them,
+and the context is cut into splits that run side by side (flash-decoding, split-KV); a second kernel
+combines their partial results. The host fixes how many splits there are; which positions each of
+them covers follows from the lengths on the device, so a graph captured for the longest context
+costs little at a short one.
 """
 
 from __future__ import annotations
@@ -17,184 +17,154 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.kernels.attention.decode_kernels import combine, short_block
-from forerun.kernels.attention.tiles import Tiles, decode_tiles, uses_tma
+from forerun.kernels.attention.decode_kernels import combine_splits, decode_attention_kernel
+from forerun.kernels.attention.paged_kv import PagedKV
+from forerun.kernels.attention.tiles import TileConfig, decode_tile_config, uses_tma
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-CAUSAL, BLOCK, TREE = 0, 1, 2  # as kernels see masks
+CAUSAL, BLOCK, TREE = 0, 1, 2  # the masks, as kernels know them
 LOG2E = math.log2(math.e)
-AHEAD = 128  # positions a program brings into the L2 cache while it waits
-COMBINED = 4096  # elements of partial results that a program puts together at once
+PREFETCH_LEN = 128  # positions whose K/V a CTA prefetches into L2 while it waits
+COMBINE_SIZE = 4096  # elements of partial results that a CTA combines at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskSpec:
-    """What a query row sees of its request's positions; `start` is that of the first row.
+    """Which positions a query token attends to; `start` is the position of the first one.
 
-    CAUSAL: a row at p sees (p - window, p]. BLOCK: the last `window` positions before `start`
-    and all rows of the block. TREE: all before `start`, and the block's rows whose bits are set.
+    CAUSAL: a token at p attends to (p - window, p]. BLOCK: to the last `window` positions before
+    `start` and to all query tokens of the request. TREE: to all positions before `start`, and to
+    the query tokens whose bits are set.
     """
 
     mask: int = CAUSAL
     window: int | None = None
+    tree: Tensor | None = None  # [B * q_len] int64, bit j: attends to token j; q_len <= 64
+
+    @property
+    def window_constant(self) -> int:
+        """As kernels take it: -1 without a window."""
+        return -1 if self.window is None else self.window
 
 
 def paged_attention(
     q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    page_table: Tensor,
-    start: Tensor,
-    width: int,
-    mask_spec: MaskSpec,
+    kv: PagedKV,
+    q_len: int,
+    mask: MaskSpec,
     scale: float,
-    splits: int,
-    tree: Tensor | None = None,
-    tiles: Tiles | None = None,
+    num_splits: int,
+    config: TileConfig | None = None,
 ) -> Tensor:
-    """Attention of W rows for each of B requests; their K/V is in the pool already.
+    """Attention of `q_len` tokens for each of B requests; their K/V is in the pool already.
 
     Under programmatic dependent launch `start`, `page_table` and the K/V of positions before
-    `start` are read before the kernel waits for its predecessor: a kernel without it (`pool_rows`)
-    must lie between what writes them and this one. The W rows' own K/V is read after the wait.
+    `start` are read before the kernel waits for its predecessor: a kernel without it
+    (`compute_kv_slots`) must lie between what writes them and this one. The query tokens' own K/V
+    is read after the wait.
 
-    Fastest on Hopper and later where a page holds whole blocks (64 positions; 32 of head dim 256).
+    Fastest on Hopper and later where a page holds whole K/V blocks (64 positions; 32 for head dim
+    256), which TMA then loads.
 
     Args:
-        q: [B * W, Hq, D]; tokens may be apart in memory.
-        k_pool, v_pool: [pages, P, Hkv, D], any float dtype or float8_e4m3fn.
-        page_table: [B, pages] int32.
-        start: [B] int32, position of each request's first row.
-        width: W.
-        mask_spec: the mask.
+        q: [B * q_len, Hq, D]; tokens at any stride.
+        kv: the cache.
+        q_len: tokens per request.
+        mask: the mask.
         scale: of the scores.
-        splits: parts the context is cut into, from `choose_splits`.
-        tree: [B * W] int64 for TREE: bit j of a row: it sees row j of its block (W <= 64).
-        tiles: instead of the tuned ones.
+        num_splits: parts that the context is cut into, from `choose_num_splits`.
+        config: instead of the tuned tile.
 
     Returns:
-        [B * W, Hq, D] in q's dtype.
+        [B * q_len, Hq, D] in q's dtype.
     """
     if not use_triton(q):
-        return paged_attention_ref(
-            q, k_pool, v_pool, page_table, start, width, mask_spec, scale, tree
-        )
+        return paged_attention_ref(q, kv, q_len, mask, scale)
     total, heads, dim = q.shape
-    page, kv_heads = k_pool.shape[1:3]
-    group = heads // kv_heads
-    if tiles is None:
-        gpu, rows = gpu_of(q.device), group * width
-        alone = -(-rows // 64) * kv_heads * splits * start.shape[0] <= gpu.num_sms
-        tiles = decode_tiles(gpu, rows, dim, q.dtype, k_pool.dtype, page, alone)
-    count = triton.cdiv(group * width, tiles.block_m)
+    group, batch = heads // kv.num_kv_heads, kv.start.shape[0]
+    if config is None:
+        config = _tuned_config(q, kv, q_len, num_splits)
+    num_tiles = triton.cdiv(group * q_len, config.block_m)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    part, lse = out, out
-    if splits > 1:
-        part = torch.empty((total, heads, splits, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((total, heads, splits), dtype=torch.float32, device=q.device)
-    bulk = uses_tma(gpu_of(q.device), page, tiles.block_n, dim, k_pool.dtype)
-    short_block[(kv_heads * count, splits, start.shape[0])](
-        q,
-        as_bits(k_pool),
-        as_bits(v_pool),
-        _blocks(k_pool, tiles) if bulk else None,
-        _blocks(v_pool, tiles) if bulk else None,
-        part,
-        lse,
-        page_table,
-        start,
-        q if tree is None else tree,
-        scale * LOG2E,
-        q.stride(0),
-        q.stride(1),
-        page_table.stride(0),
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        WIDTH=width,
-        DIM=dim,
-        PAGE=page,
-        MASK=mask_spec.mask,
-        WINDOW=-1 if mask_spec.window is None else mask_spec.window,
-        SPLIT=splits > 1,
-        FP8=fp8_mode(k_pool),
-        WIDE=wide_offsets(k_pool),
-        BULK=bulk,
-        AHEAD=AHEAD,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=triton.next_power_of_2(dim),
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        **pdl_options(q),
-    )
-    if splits > 1:
-        _combine(part, lse, out)
+    partial, lse = out, out
+    if num_splits > 1:
+        partial = torch.empty((total, heads, num_splits, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((total, heads, num_splits), dtype=torch.float32, device=q.device)
+    tma = uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
+    decode_attention_kernel[(kv.num_kv_heads * num_tiles, num_splits, batch)](
+        q, as_bits(kv.k), as_bits(kv.v),
+        _tma_descriptor(kv.k, config) if tma else None,
+        _tma_descriptor(kv.v, config) if tma else None,
+        partial, lse, kv.page_table, kv.start, q if mask.tree is None else mask.tree,
+        scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, DIM=dim, PAGE_SIZE=kv.page_size,
+        MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=num_splits > 1,
+        FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
+        PREFETCH_LEN=PREFETCH_LEN, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=triton.next_power_of_2(dim), STAGES=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q),
+    )  # fmt: skip
+    if num_splits > 1:
+        _combine(partial, lse, out)
     return out
 
 
-def wide_offsets(pool: Tensor) -> bool:
-    """Whether an element's place in a pool needs more than 32 bits."""
+def _tuned_config(q: Tensor, kv: PagedKV, q_len: int, num_splits: int) -> TileConfig:
+    gpu, (_, heads, dim) = gpu_of(q.device), q.shape
+    q_rows = heads // kv.num_kv_heads * q_len
+    num_ctas = -(-q_rows // 64) * kv.num_kv_heads * num_splits * kv.start.shape[0]
+    return decode_tile_config(
+        gpu, q_rows, dim, q.dtype, kv.k.dtype, kv.page_size, num_ctas <= gpu.num_sms
+    )
+
+
+def needs_int64_offsets(pool: Tensor) -> bool:
+    """Whether an element's offset in a pool needs more than 32 bits."""
     return pool.numel() >= 1 << 31
 
 
-def _blocks(pool: Tensor, tiles: Tiles) -> Any:
-    """Descriptor of a pool's blocks, [1, N, D] of [pages, P, Hkv * D]."""
+def _tma_descriptor(pool: Tensor, config: TileConfig) -> Any:
+    """Of a pool's K/V blocks: [1, N, D] out of [pages, P, Hkv * D]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    block = [1, tiles.block_n, pool.shape[3]]
+    block = [1, config.block_n, pool.shape[3]]
     return TensorDescriptor.from_tensor(pool.flatten(2), block)
 
 
-def _combine(part: Tensor, lse: Tensor, out: Tensor) -> None:
-    """part [T, Hq, S, D], lse [T, Hq, S] float32 -> out [T, Hq, D]."""
-    total, heads, splits, dim = part.shape
-    rows, power = total * heads, triton.next_power_of_2(splits)
-    most = max(1, COMBINED // (power * triton.next_power_of_2(dim)))
+def _combine(partial: Tensor, lse: Tensor, out: Tensor) -> None:
+    """partial [T, Hq, S, D], lse [T, Hq, S] float32 -> out [T, Hq, D]."""
+    total, heads, num_splits, dim = partial.shape
+    rows, padded = total * heads, triton.next_power_of_2(num_splits)
+    most = max(1, COMBINE_SIZE // (padded * triton.next_power_of_2(dim)))
     fill = triton.next_power_of_2(triton.cdiv(rows, 2 * gpu_of(out.device).num_sms))
-    each = min(most, fill)
-    combine[(triton.cdiv(rows, each),)](
-        part,
-        lse,
-        out,
-        rows,
-        splits,
-        DIM=dim,
-        ROWS=each,
-        SPLITS=power,
-        BLOCK_D=triton.next_power_of_2(dim),
-        num_warps=4,
-        **pdl_options(out),
-    )
+    block_rows = min(most, fill)
+    combine_splits[(triton.cdiv(rows, block_rows),)](
+        partial, lse, out, rows, num_splits,
+        DIM=dim, BLOCK_ROWS=block_rows, BLOCK_SPLITS=padded,
+        BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **pdl_options(out),
+    )  # fmt: skip
 
 
-# --- the twin ---------------------------------------------------------------------------------
+# --- reference implementation -----------------------------------------------------------------
 
 
-def paged_attention_ref(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    page_table: Tensor,
-    start: Tensor,
-    width: int,
-    mask_spec: MaskSpec,
-    scale: float,
-    tree: Tensor | None = None,
-) -> Tensor:
-    """Twin of `paged_attention`: gathers every page of the table; at least float32 inside."""
+def paged_attention_ref(q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scale: float) -> Tensor:
+    """Reference implementation of `paged_attention`: gathers every page of the table.
+
+    Computes in float32, or in q's dtype where that is wider.
+    """
     total, heads, dim = q.shape
-    batch, kv_heads = start.shape[0], k_pool.shape[2]
+    batch = kv.start.shape[0]
     exact = torch.promote_types(q.dtype, torch.float32)
-    tile = q.view(batch, width, kv_heads, heads // kv_heads, dim).to(exact)
+    tile = q.view(batch, q_len, kv.num_kv_heads, heads // kv.num_kv_heads, dim).to(exact)
     k, v = (
-        pool[page_table.long()].to(exact).flatten(1, 2)  # [B, L, Hkv, D]
-        for pool in (k_pool, v_pool)
+        pool[kv.page_table.long()].to(exact).flatten(1, 2)  # [B, L, Hkv, D]
+        for pool in (kv.k, kv.v)
     )
-    seen = _visible_ref(start, width, k.shape[1], mask_spec, tree)  # [B, W, L]
+    seen = _mask_ref(kv.start, q_len, k.shape[1], mask)  # [B, q_len, L]
     reached = seen.any(1)[:, :, None, None]
     k, v = k.where(reached, 0.0), v.where(reached, 0.0)
     scores = torch.einsum("bwhgd,blhd->bhgwl", tile, k) * scale
@@ -203,20 +173,18 @@ def paged_attention_ref(
     return out.reshape(total, heads, dim).to(q.dtype)
 
 
-def _visible_ref(
-    start: Tensor, width: int, length: int, mask_spec: MaskSpec, tree: Tensor | None
-) -> Tensor:
-    """[B, W, L] bool."""
-    position = torch.arange(length, device=start.device).view(1, 1, -1)
+def _mask_ref(start: Tensor, q_len: int, kv_len: int, mask: MaskSpec) -> Tensor:
+    """[B, q_len, kv_len] bool: which positions each token attends to."""
+    position = torch.arange(kv_len, device=start.device).view(1, 1, -1)
     begin = start.long().view(-1, 1, 1)
-    last = begin + torch.arange(width, device=start.device).view(1, -1, 1)
-    if mask_spec.mask == TREE:
-        assert tree is not None
-        behind = position - begin
-        bits = tree.view(-1, width, 1) >> behind.clamp(0, 63)
-        return (behind < 0) | ((bits & 1).bool() & (behind < width))
-    oldest = begin if mask_spec.mask == BLOCK else last + 1
-    seen = position < begin + width if mask_spec.mask == BLOCK else position <= last
-    if mask_spec.window is not None:
-        seen = seen & (position >= oldest - mask_spec.window)
-    return seen.expand(-1, width, -1)
+    last = begin + torch.arange(q_len, device=start.device).view(1, -1, 1)
+    if mask.mask == TREE:
+        assert mask.tree is not None
+        offset = position - begin
+        bits = mask.tree.view(-1, q_len, 1) >> offset.clamp(0, 63)
+        return (offset < 0) | ((bits & 1).bool() & (offset < q_len))
+    oldest = begin if mask.mask == BLOCK else last + 1
+    seen = position < begin + q_len if mask.mask == BLOCK else position <= last
+    if mask.window is not None:
+        seen = seen & (position >= oldest - mask.window)
+    return seen.expand(-1, q_len, -1)

@@ -7,6 +7,8 @@ into the pool with its first two dimensions, pages and offsets, flattened.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,24 @@ from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_
 
 MAX_BLOCK = 64  # tokens that a CTA maps
 MAX_CHUNK = 1024  # elements of a token's K or V that a CTA copies
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """The K/V of one layer, and where each of B requests finds its own."""
+
+    k: Tensor  # pool [pages, P, Hkv, D], any float dtype or float8_e4m3fn
+    v: Tensor
+    page_table: Tensor  # [B, pages] int32
+    start: Tensor  # [B] int32, position of each request's first query token
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[2]
 
 
 def compute_kv_slots(

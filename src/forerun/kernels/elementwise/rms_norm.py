@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""RMSNorm, alone and with the addition before it: x / sqrt(mean(x²) + eps) · w.
+"""RMSNorm, alone and with the residual addition before it: x / sqrt(mean(x^2) + eps) * w.
 
-The addend may come as the partial sums that a split product leaves, float32 [S, T, N]: then
-reduction, addition and norm are one kernel. Statistics and sums are float32.
+The addend may come as split-K partials, float32 [S, T, N]: then reduction, addition and norm are
+one kernel. Statistics and sums are float32. (arXiv 1910.07467)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.kernels.runtime.pdl import pdl_options
 
 
 def sum_split_k_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Partial sums [S, T, N] added up, in `dtype`; whole rows [T, N] as they are."""
+    """Split-K partials [S, T, N] summed, in `dtype`; [T, N] is returned as it is."""
     return x if x.dim() == 2 else x.float().sum(0).to(dtype)
 
 
@@ -29,7 +29,7 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_ref(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `add_rms_norm`."""
+    """Reference implementation of `add_rms_norm`."""
     total = residual + sum_split_k_ref(x, residual.dtype)
     return rms_norm_ref(total, weight, eps), total
 
@@ -44,15 +44,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """total = residual + x and its norm.
+    """residual + x and its RMSNorm.
 
     Args:
-        x: [T, N], or float32 partial sums [S, T, N].
-        residual: [T, N], any row stride; left as it is.
+        x: [T, N], or split-K partials, float32 [S, T, N].
+        residual: [T, N], any row stride; not written.
         weight: [N].
 
     Returns:
-        (normed, total), [T, N] each in residual's dtype.
+        (normed, total), [T, N] each, in residual's dtype.
     """
     if not use_triton(residual):
         return add_rms_norm_ref(x, residual, weight, eps)
@@ -63,7 +63,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def vector_warps(elements: int, tensor: Tensor) -> int:
-    """Warps for a program of so many elements, 8 a thread: 16 bytes of bfloat16."""
+    """Warps of a CTA with so many elements, 8 per thread: 16 bytes of bfloat16."""
     return min(16, max(1, elements // (8 * gpu_of(tensor.device).warp_size)))
 
 
@@ -77,7 +77,7 @@ def _launch(
 ) -> None:
     rows, size = out.shape
     block = triton.next_power_of_2(size)
-    add, parts = residual is not None, x.shape[0] if x.dim() == 3 else 1
+    add, split_k = residual is not None, x.shape[0] if x.dim() == 3 else 1
     warps = vector_warps(block, out)
     _rms_norm[(rows,)](
         x,
@@ -91,10 +91,10 @@ def _launch(
         residual.stride(0) if residual is not None else 0,
         eps,
         ADD=add,
-        PARTS=parts,
+        SPLIT_K=split_k,
         BLOCK=block,
-        # Whole rows: 32 elements a thread, so that all programs of 512 rows run at once.
-        num_warps=warps if parts > 1 or block > 4096 else max(1, warps // 4),
+        # Without partials: 32 elements per thread, so that all CTAs of 512 tokens run at once.
+        num_warps=warps if split_k > 1 or block > 4096 else max(1, warps // 4),
         **pdl_options(out),
     )
 
@@ -107,30 +107,31 @@ def _rms_norm(
     total_ptr,
     out_ptr,
     size,
-    x_part,
-    x_row,
-    residual_row,
+    split_stride,
+    row_stride,
+    residual_stride,
     eps,
     ADD: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row."""
+    """One CTA per token."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if PDL:  # the weight above is no kernel's result
+    if PDL:  # no kernel writes the weight
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_ptr += row * x_row
+    x_ptr += row * row_stride
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(x_ptr + part * x_part + at, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLIT_K):
+        x += tl.load(x_ptr + split * split_stride + at, mask=inside, other=0.0)
     if ADD:
-        x += tl.load(residual_ptr + row * residual_row + at, mask=inside, other=0.0).to(tl.float32)
-        # What the next layer reads is what is normed here.
+        residual_ptr += row * residual_stride
+        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        # Normalise the rounded sum, which is what the next layer reads.
         x = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * size + at, x, mask=inside)
         x = x.to(tl.float32)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""SiLU(gate) · up, from the one product that makes both."""
+"""SiLU(gate) * up (SwiGLU), from the output of the gate/up GEMM."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from forerun.kernels.elementwise.rms_norm import sum_split_k_ref, vector_warps
 from forerun.kernels.runtime.jit import jit, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-BLOCK = 2048  # columns a program
+BLOCK = 2048  # elements of a token that a CTA computes
 
 
 def silu_mul_ref(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """The twin of `silu_mul`."""
+    """Reference implementation of `silu_mul`."""
     gate, up = sum_split_k_ref(gate_up, dtype).chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
-    """gate_up [T, 2I], or float32 partial sums [S, T, 2I] -> [T, I] in `dtype`."""
+    """gate_up [T, 2I], gate first, or split-K partials, float32 [S, T, 2I] -> [T, I] in `dtype`."""
     if not use_triton(gate_up):
         return silu_mul_ref(gate_up, dtype)
     rows, inner = gate_up.shape[-2], gate_up.shape[-1] // 2
@@ -32,7 +32,7 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
         inner,
         gate_up.stride(0) if gate_up.dim() == 3 else 0,
         gate_up.stride(-2),
-        PARTS=gate_up.shape[0] if gate_up.dim() == 3 else 1,
+        SPLIT_K=gate_up.shape[0] if gate_up.dim() == 3 else 1,
         BLOCK=BLOCK,
         num_warps=vector_warps(BLOCK, out),
         **pdl_options(out),
@@ -42,21 +42,21 @@ def silu_mul(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 @jit
 def _silu_mul(
-    x_ptr, out_ptr, inner, x_part, x_row,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, out_ptr, inner, split_stride, row_stride,
+    SPLIT_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program: BLOCK columns of a row."""
+    """One CTA per BLOCK elements of a token."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
-    gate_ptr = x_ptr + row * x_row + at
+    gate_ptr = x_ptr + row * row_stride + at
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + inner, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        gate += tl.load(gate_ptr + part * x_part, mask=inside, other=0.0)
-        up += tl.load(gate_ptr + part * x_part + inner, mask=inside, other=0.0)
+    for split in tl.static_range(1, SPLIT_K):
+        gate += tl.load(gate_ptr + split * split_stride, mask=inside, other=0.0)
+        up += tl.load(gate_ptr + split * split_stride + inner, mask=inside, other=0.0)
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + row * inner + at, out.to(out_ptr.dtype.element_ty), mask=inside)
