@@ -32,7 +32,10 @@ HOUSE = (
 FLOORS = {package: floor for floor, packages in enumerate(HOUSE) for package in packages}
 FRONT = len(HOUSE) - 1  # `forerun/__init__.py` is a front door too
 
-NO_TORCH = ("core/", "config/", "scheduler/", "engine/", "kvcache/pages.py", "kvcache/prefix.py")
+NO_TORCH = (
+    "core/", "config/", "scheduler/", "engine/", "kvcache/pages.py", "kvcache/prefix_cache.py",
+    "kvcache/radix_cache.py",
+)  # fmt: skip
 # May name algorithms: the table, an algorithm's own files (by their stem), and front doors,
 # where naming one is the user's choice.
 NAMES = re.compile(

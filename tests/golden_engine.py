@@ -53,6 +53,9 @@ def poison_on_release(llm: LLM) -> None:
         tables.page_table[slot] = 2**30
         for state in tables.states:
             state[slot] = 2**30
+        for pool in step.attention.pools.states:
+            for kept in (*pool.state.values(), *pool.intermediate.values()):
+                kept[:, slot] = torch.nan
         if step.deferred is not None:
             for kept in (step.deferred.hidden_states, step.deferred.aux_hidden_states):
                 if kept is not None:

@@ -36,7 +36,7 @@ REFUSED = [
     ("imports_go_down", "core/x.py", "TABLE = {'a': 'forerun.models.llama:Llama'}"),
     ("imports_go_down", "nowhere/x.py", ""),
     ("no_torch", "scheduler/x.py", "import torch"),
-    ("no_torch", "kvcache/prefix.py", "def f():\n    from torch import Tensor"),
+    ("no_torch", "kvcache/radix_cache.py", "def f():\n    from torch import Tensor"),
     ("no_algorithm_names", "engine/x.py", "if is_dflash(): ..."),
     ("no_algorithm_names", "engine/x.py", "kind = 'EAGLE3'"),
     ("no_algorithm_names", "scheduler/x.py", "from forerun.speculative.ngram import Ngram"),

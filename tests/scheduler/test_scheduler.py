@@ -21,7 +21,7 @@ from forerun.core.plan import Limits, StepPlan, StepResult
 from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix import NoPrefixCache, PrefixCache
+from forerun.kvcache.radix_cache import NoPrefixCache, RadixCache
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
 from forerun.scheduler.scheduler import Scheduler
 
@@ -146,7 +146,7 @@ def make(
 ) -> tuple[Scheduler, Device]:
     limits = Limits(slots, page_size, width, width, chunk, 64, overlap_depth, max_pending_observe)
     allocator = PageAllocator(pages + 1)
-    prefix = PrefixCache(allocator, page_size) if cache else NoPrefixCache()
+    prefix = RadixCache(allocator, page_size) if cache else NoPrefixCache()
     widths = RandomWidth(width, random.Random(seed + 1))
     return Scheduler(limits, allocator, prefix, widths), Device(limits, random.Random(seed))
 

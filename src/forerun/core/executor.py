@@ -14,7 +14,8 @@ class ExecutorInfo:
 
     limits: Limits
     num_pages: int  # of every pool, the null page included
-    num_snapshots: int  # recurrent states that the prefix cache may keep
+    # Recurrent states that the prefix cache may keep; None: the target has none.
+    num_snapshots: int | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     prefix_lookahead: int  # 1 where draft K/V at a position depends on the next token

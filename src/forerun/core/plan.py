@@ -68,6 +68,14 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotCopy:
+    """Recurrent state of a slot, to or from a row of the snapshot pool."""
+
+    slot: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageWrite:
     """Entries [first, first + len(pages)) of a slot's page-table row."""
 
@@ -108,17 +116,19 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step, executed in this order: cleared pages, admissions, page-table writes, deferred
-    observes, the decode step, prefill chunks."""
+    """One step, executed in this order: cleared pages, admissions, snapshots loaded, page-table
+    writes, deferred observes, the decode step, prefill chunks, snapshots saved."""
 
     # Pages that a failed request wrote: NaN in K/V would reach others even where it is masked.
     cleared_pages: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
+    load_snapshots: list[SnapshotCopy] = field(default_factory=list)  # of admitted requests
     page_writes: list[PageWrite] = field(default_factory=list)
     deferred: list[DeferredCount] = field(default_factory=list)
     decode: list[DecodeRequest] = field(default_factory=list)
     num_verify_tokens: int = 1  # W of this step: tokens verified for each request of `decode`
     prefill: list[PrefillChunk] = field(default_factory=list)
+    save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class Request:
     cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
     prefill_tokens: tuple[int, ...] = ()  # prompt, and after a preemption also the output
     prefill_done: int = 0  # tokens launched
+    snapshot_at: int = 0  # length at which prefill leaves a snapshot of recurrent state; 0: none
+    snapshot: int | None = None  # its row, until it goes to the prefix cache
     kv_len: int = 0  # committed KV slots, as of the last result
     pending: list[int] = field(default_factory=list)  # tokens of each step in flight
     pending_observe: int = 0  # newest tokens that the algorithm has not observed yet

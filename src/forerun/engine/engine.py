@@ -22,7 +22,8 @@ from forerun.core.sampling_params import SamplingParams, check_stop_ids
 from forerun.engine.stats import SpecStats
 from forerun.engine.tracing import Tracing, start_tracing
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix import NoPrefixCache, PrefixCache, PrefixStore
+from forerun.kvcache.prefix_cache import NoPrefixCache, PrefixCache
+from forerun.kvcache.radix_cache import RadixCache
 from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
 from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
@@ -45,7 +46,7 @@ class Engine:
         self.scheduler = Scheduler(
             info.limits,
             allocator,
-            _prefix_store(config, info, allocator),
+            _prefix_cache(config, info, allocator),
             _width_policy(info),
         )
         algorithm = config.speculative_algorithm or "NONE"
@@ -241,12 +242,12 @@ class Engine:
         return {**self._stats.as_dict(), "width": self.scheduler.widths.as_dict()}
 
 
-def _prefix_store(
+def _prefix_cache(
     config: EngineConfig, info: ExecutorInfo, allocator: PageAllocator
-) -> PrefixStore:
+) -> PrefixCache:
     if config.disable_radix_cache:
         return NoPrefixCache()
-    return PrefixCache(allocator, info.limits.page_size, info.prefix_lookahead)
+    return RadixCache(allocator, info.limits.page_size, info.prefix_lookahead, info.num_snapshots)
 
 
 def _width_policy(info: ExecutorInfo) -> WidthPolicy:

@@ -99,7 +99,9 @@ class _Builder:
         executor.info = ExecutorInfo(
             limits=limits,
             num_pages=budget.num_pages,
-            num_snapshots=budget.num_snapshots,
+            num_snapshots=(
+                budget.num_snapshots if step.attention.pools.layout.has_recurrent_state else None
+            ),
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
             prefix_lookahead=settings.caps.prefix_lookahead,
@@ -240,6 +242,10 @@ def _explain(
     limits, (target, *draft) = settings.limits, settings.attention
     tokens = budget.num_pages * limits.page_size
     kv = {"kv_target": target.layout.token_bytes * tokens}
+    if target.layout.has_recurrent_state:
+        states = target.layout.slot_bytes(limits.max_verify_tokens)
+        kv["states"] = (limits.slots + 1) * states
+        kv["snapshots"] = budget.num_snapshots * target.layout.state_bytes
     if draft:
         kv["kv_draft"] = draft[0].layout.token_bytes * tokens
     return {
@@ -258,5 +264,6 @@ def _explain(
         "kv_pages": budget.num_pages - 1,
         "kv": budget.describe(limits.page_size),
         "kv_bytes_per_token": budget.token_bytes,
+        "state_snapshots": budget.num_snapshots,
         "memory_bytes": kv | memory.report(seen),
     }

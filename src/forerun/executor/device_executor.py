@@ -77,6 +77,7 @@ class DeviceExecutor:
             if plan.prefill:
                 flags = self.flags([c.slot for c in plan.prefill if c.last])
                 first = self._to_host(self.steps.prefill(plan.prefill, flags))
+                self.step.save_states(plan.save_snapshots)
             clock.stop()
             error = self.step.algorithm.take_error()
         return PendingDeviceStep(
@@ -127,6 +128,8 @@ class DeviceExecutor:
         failed = self.tables.admit(plan.admitted) if plan.admitted else []
         for slot, _ in failed:  # it runs along in this step, and what it gives is dropped
             self._slots[slot].sampling = ANY_SAMPLING
+        if plan.admitted:
+            self.step.reset_states([a.slot for a in plan.admitted], plan.load_snapshots)
         if plan.page_writes:
             self.tables.write_pages(plan.page_writes)
         return failed

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionBatch, AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
-from forerun.core.plan import PrefillChunk
+from forerun.core.plan import PrefillChunk, SnapshotCopy
 from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.executor.slot_tables import SlotTables
@@ -166,6 +166,22 @@ class DeviceStep:
     @property
     def _attentions(self) -> list[ModelAttention]:
         return [each for each in (self.attention, self.draft_attention) if each is not None]
+
+    # --- recurrent state between steps ----------------------------------------------------------
+
+    def reset_states(self, slots: Sequence[int], snapshots: Sequence[SnapshotCopy]) -> None:
+        """Of admitted requests: zeros, or the snapshot of a cached prefix."""
+        pools, upload = self.attention.pools, self.tables.upload
+        if pools.states:
+            pools.reset_slots(upload(slots, torch.int64))
+        if snapshots:
+            pools.load_snapshots(*upload(_slots_and_rows(snapshots), torch.int64))
+
+    def save_states(self, snapshots: Sequence[SnapshotCopy]) -> None:
+        """Of requests whose prefill reached the length that their snapshot is for."""
+        if snapshots:
+            rows = self.tables.upload(_slots_and_rows(snapshots), torch.int64)
+            self.attention.pools.save_snapshots(*rows)
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -545,6 +561,10 @@ class DeviceStep:
     ) -> _DraftAttention | None:
         attention = self.draft_attention
         return None if attention is None else _DraftAttention(attention, tokens, buffers)
+
+
+def _slots_and_rows(copies: Sequence[SnapshotCopy]) -> list[list[int]]:
+    return [[copy.slot for copy in copies], [copy.row for copy in copies]]
 
 
 def _planned(

@@ -28,12 +28,13 @@ from forerun.core.plan import (
     Limits,
     PageWrite,
     PrefillChunk,
+    SnapshotCopy,
     StepPlan,
     StepResult,
 )
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix import PrefixStore
+from forerun.kvcache.prefix_cache import PrefixCache
 from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
 from forerun.scheduler.stop_checker import append_tokens
 
@@ -79,7 +80,7 @@ class Scheduler:
         self,
         limits: Limits,
         allocator: PageAllocator,
-        prefix: PrefixStore,
+        prefix: PrefixCache,
         widths: WidthPolicy,
     ) -> None:
         self.limits = limits
@@ -305,23 +306,32 @@ class Scheduler:
 
     def _plan_chunk(self, step: ScheduledStep, request: Request, budget: int) -> int:
         start, total = request.prefill_done, len(request.prefill_tokens)
-        count = min(budget, total - start)
+        # A chunk ends where a snapshot is taken: a recurrent state is kept at its end only.
+        until = request.snapshot_at if start < request.snapshot_at else total
+        count = min(budget, until - start)
         last = start + count == total
         step.plan.prefill.append(PrefillChunk(request.slot, start, count, last))
         step.prefill.append(request)
         request.prefill_done += count
+        if request.prefill_done == request.snapshot_at:
+            self._plan_snapshot(step.plan, request)
         request.pending.append(count)
         if last:
             request.state = State.DECODE
         return count
+
+    def _plan_snapshot(self, plan: StepPlan, request: Request) -> None:
+        request.snapshot = self.prefix.allocate_snapshot()
+        if request.snapshot is not None:
+            plan.save_snapshots.append(SnapshotCopy(request.slot, request.snapshot))
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Gives a request a slot, and pages for its tokens and one step, if available."""
         if not self._free_slots or request in self._leaving:
             return False
         tokens = request.tokens
-        match = self.prefix.match(tokens)
-        self.prefix.lock(match.node)
+        match = self.prefix.match_prefix(tokens)
+        self.prefix.inc_lock_ref(match.node)
         need = self.limits.pages(len(tokens) + self.limits.kv_reserve) - len(match.pages)
         # Keep pages for the next step of the running requests, or they would be preempted at once.
         spare = len(self.running) * self.limits.pages(self.limits.kv_reserve)
@@ -330,7 +340,7 @@ class Scheduler:
         else:
             pages = self._allocate(need)
         if pages is None:
-            self.prefix.unlock(match.node)
+            self.prefix.dec_lock_ref(match.node)
             return False
         request.slot = self._free_slots.pop()
         request.state = State.PREFILL
@@ -341,6 +351,10 @@ class Scheduler:
         request.pending_observe = 0
         if not request.preemptions:
             request.cached_tokens = match.length
+        longest = self.prefix.snapshot_length(tokens)
+        request.snapshot_at = longest if longest > match.length else 0
+        if match.snapshot is not None:
+            plan.load_snapshots.append(SnapshotCopy(request.slot, match.snapshot))
         plan.admitted.append(self._admission(request))
         plan.page_writes.append(PageWrite(request.slot, 0, tuple(request.pages)))
         return True
@@ -403,9 +417,12 @@ class Scheduler:
             # The duplicates are whole pages below kv_len: steps in flight may read but never
             # write them, and whatever writes them next is launched later.
             self.allocator.free(inserted.duplicates)
-        self.prefix.lock(inserted.node)
-        self.prefix.unlock(request.node)
+        self.prefix.inc_lock_ref(inserted.node)
+        self.prefix.dec_lock_ref(request.node)
         request.node = inserted.node
+        if request.snapshot is not None:
+            self.prefix.attach_snapshot(done, request.snapshot_at, request.snapshot)
+            request.snapshot = None
 
     def _release(self, request: Request) -> None:
         """Releases slot and pages. K/V of returned tokens is cached, nothing past a stop."""
@@ -417,8 +434,11 @@ class Scheduler:
         self.allocator.free(inserted.owned)
         if request.failed:
             self._uncleared += inserted.owned
-        self.prefix.unlock(request.node)
+        self.prefix.dec_lock_ref(request.node)
         self._updates = [update for update in self._updates if update.request is not request]
+        if request.snapshot is not None:
+            self.prefix.free_snapshot(request.snapshot)
+            request.snapshot = None
         self._free_slots.append(request.slot)
         request.slot, request.pages, request.node = -1, [], None
 
@@ -433,6 +453,8 @@ class Scheduler:
         if self.has_work:
             raise InternalError("check_idle while requests run.")
         self.prefix.check()
+        if self.prefix.num_pending_snapshots:
+            raise InternalError(f"Snapshots: {self.prefix.num_pending_snapshots} are lost.")
         free, cached = self.allocator.num_free, self.prefix.num_pages
         if free + cached != self.allocator.capacity:
             raise InternalError(

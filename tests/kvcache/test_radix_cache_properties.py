@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix import PrefixCache, PrefixNode
+from forerun.kvcache.radix_cache import RadixCache, RadixNode
 
 CAPACITY = 40  # small, so that requests run out of pages
 WIDE = (0, 1 << 24, 1 << 24 | 1)  # token ids that agree in all bytes but one
@@ -37,7 +37,7 @@ class Entry:
     """A cached page; its key is every token its K/V depends on."""
 
     page: int
-    used: int
+    last_access: int
     locks: int = 0
 
 
@@ -55,13 +55,13 @@ class BruteForce:
         ends = range(self.page_size, len(tokens) - self.lookahead + 1, self.page_size)
         return [bytes(tokens[: end + self.lookahead]) for end in ends]
 
-    def match(self, tokens: Tokens) -> list[int]:
+    def match_prefix(self, tokens: Tokens) -> list[int]:
         self.clock += 1
         found = []
         for i, key in enumerate(self.keys(tokens)):
             if (i + 1) * self.page_size > len(tokens) - 1 or key not in self.entries:
                 break
-            self.entries[key].used = self.clock
+            self.entries[key].last_access = self.clock
             found.append(self.entries[key].page)
         return found
 
@@ -73,7 +73,7 @@ class BruteForce:
     def insert(
         self, tokens: Tokens, pages: list[int], locked: list[Key], kv_len: int
     ) -> tuple[list[Key], list[int], list[int], list[int]]:
-        """Returns the keys now cached, and `shared`, `duplicates`, `tail` of `Inserted`."""
+        """Returns the keys now cached, and `shared`, `duplicates`, `tail` of `InsertResult`."""
         self.clock += 1
         keys = [k for i, k in enumerate(self.keys(tokens)) if (i + 1) * self.page_size <= kv_len]
         keys = keys if len(keys) > len(locked) else locked
@@ -83,7 +83,7 @@ class BruteForce:
                 if i >= len(locked):
                     shared.append(self.entries[key].page)
                     duplicates.append(pages[i])
-                self.entries[key].used = self.clock
+                self.entries[key].last_access = self.clock
             else:
                 self.entries[key] = Entry(pages[i], self.clock)
         return keys, shared, duplicates, pages[len(keys) :]
@@ -96,7 +96,7 @@ class BruteForce:
             leaves = [k for k, e in self.entries.items() if not e.locks and k not in parents]
             if not leaves:
                 break
-            times = [self.entries[key].used for key in leaves]
+            times = [self.entries[key].last_access for key in leaves]
             assert len(set(times)) == len(times)  # so the order is unique
             freed.append(self.entries.pop(leaves[times.index(min(times))]).page)
         return freed
@@ -118,7 +118,7 @@ class Running:
     tokens: Tokens
     kv_len: int
     pages: list[int]
-    node: PrefixNode
+    node: RadixNode
     locked: list[Key]  # the same, in brute force's terms
 
 
@@ -129,7 +129,7 @@ class Lives(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.allocator = PageAllocator(CAPACITY + 1)
-        self.cache = PrefixCache(self.allocator, self.page_size, self.lookahead)
+        self.cache = RadixCache(self.allocator, self.page_size, self.lookahead)
         self.model = BruteForce(self.page_size, self.lookahead)
         self.running: list[Running] = []
         self.seen: list[Tokens] = [()]  # prompts share prefixes with these
@@ -156,17 +156,17 @@ class Lives(RuleBasedStateMachine):
         base = data.draw(st.sampled_from(self.seen))
         cut = data.draw(st.just(len(base)) | st.integers(0, len(base)))
         tokens = base[:cut] + self.text(seed, pages)
-        match, found = self.cache.match(wide(tokens)), self.model.match(tokens)
+        match, found = self.cache.match_prefix(wide(tokens)), self.model.match_prefix(tokens)
         assert match.pages == found
         assert match.length == len(found) * self.page_size < len(tokens)
         assert match.node.end == len(found)
         self.seen.append(tokens)
         locked = self.model.keys(tokens)[: len(found)]
-        self.cache.lock(match.node)
+        self.cache.inc_lock_ref(match.node)
         self.model.lock(locked, +1)
         own = self.reserve(-(-(len(tokens) + 1) // self.page_size) - len(found))
         if own is None:
-            self.cache.unlock(match.node)
+            self.cache.dec_lock_ref(match.node)
             self.model.lock(locked, -1)
         else:
             pages_held = match.pages + own
@@ -192,9 +192,9 @@ class Lives(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.running))
         node, locked = request.node, request.locked
         duplicates, _ = self.insert(request)
-        self.cache.lock(request.node)
+        self.cache.inc_lock_ref(request.node)
         self.model.lock(request.locked, +1)
-        self.cache.unlock(node)
+        self.cache.dec_lock_ref(node)
         self.model.lock(locked, -1)
         self.allocator.free(duplicates)
 
@@ -210,7 +210,7 @@ class Lives(RuleBasedStateMachine):
             duplicates, tail = self.insert(request)
             owned = duplicates + tail
         self.allocator.free(owned)
-        self.cache.unlock(node)
+        self.cache.dec_lock_ref(node)
         self.model.lock(locked, -1)
 
     def insert(self, request: Running) -> tuple[list[int], list[int]]:

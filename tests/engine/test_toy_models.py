@@ -1,0 +1,200 @@
+"""A recurrent and a latent-KV target, which the tests bring along, in the equality matrix."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from forerun.models import registry
+from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
+from tests.golden_engine import poison_on_release
+from tests.toy_algorithms import Oracle, register_toys
+from tests.toy_models import (
+    TOY_MODELS,
+    VOCAB,
+    ToyLatentForCausalLM,
+    ToyModel,
+    ToyRecurrentForCausalLM,
+    save_toy,
+    toy_model,
+)
+
+CHAINS = [None, "NGRAM", "TOY-ORACLE", "TOY-LEARNER", "TOY-SAMPLER"]
+TREES = ["TOY-TREES", "TOY-ORACLE-TREES"]
+CASES = [
+    *((ToyRecurrentForCausalLM, name) for name in CHAINS),
+    *((ToyLatentForCausalLM, name) for name in CHAINS + TREES),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    register_toys()
+    made = tmp_path_factory.mktemp("toys")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kind in TOY_MODELS.items():
+            patch.setitem(registry.ARCHITECTURES, name, kind)
+            FOLDERS[kind] = save_toy(kind, made / name)
+        yield
+
+
+FOLDERS: dict[type[ToyModel], Path] = {}
+
+
+def toy_llm(kind: type[ToyModel], algorithm: str | None = None, **settings: Any) -> LLM:
+    settings = {"speculative_adaptive": False, **settings}
+    settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    llm = LLM(FOLDERS[kind], speculative_algorithm=algorithm, **settings)
+    poison_on_release(llm)
+    return llm
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Three with a common prefix of some pages, two short ones."""
+    draw = random.Random(3)
+    stem = [draw.randrange(VOCAB) for _ in range(60)]
+    return [stem[:54], stem[:37], stem[:50], stem[5:8], stem[9:10]]
+
+
+@cache
+def reference(kind: type[ToyModel], sampled: bool) -> list[list[int]]:
+    """Plain decoding, one prompt at a time, nothing shared."""
+    with toy_llm(kind, disable_radix_cache=True) as llm:
+        chosen = SEEDED if sampled else GREEDY
+        return [
+            llm.generate(input_ids=p, sampling_params=params(chosen, i)).output_ids
+            for i, p in enumerate(prompts())
+        ]
+
+
+@pytest.mark.parametrize("kind", TOY_MODELS.values())
+def test_plain_decoding_is_the_oracles(kind: type[ToyModel]) -> None:
+    model, outputs = toy_model(kind, FOLDERS[kind]), reference(kind, False)
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        assert output == model.oracle(prompt, len(output))
+    assert len({token for output in outputs for token in output}) > 10  # a text, not one token
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("kind", "algorithm"), CASES)
+def test_text_is_that_of_plain_decoding(
+    kind: type[ToyModel],
+    algorithm: str | None,
+    page_size: int,
+    chunk: int,
+    depth: int,
+    tight: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
+    if tight:
+        settings["max_total_tokens"] = 96
+    with toy_llm(kind, algorithm, overlap_depth=depth, **settings) as llm:
+        preempted = 0
+        for sampled, chosen in enumerate((GREEDY, SEEDED)):
+            want, asked = reference(kind, bool(sampled)), prompts()
+            answers = {tuple(p): o for p, o in zip(asked, want, strict=True)}
+            monkeypatch.setattr(Oracle, "answers", answers)
+            kinds = [params(chosen, i) for i in range(len(asked))]
+            llm.engine.flush_cache()
+            for warm in (False, True):
+                got = generate(llm, asked, kinds, tight)
+                assert [o[0] for o in got] == want
+                preempted += sum(o[1] for o in got)
+                if warm and not tight:
+                    assert all(o[2] >= len(p) - page_size for o, p in zip(got, asked, strict=True))
+        assert (preempted > 0) == tight
+        llm.engine.check()
+
+
+def test_long_paths_are_accepted() -> None:
+    """The matrix would pass with drafts that are never right."""
+    for kind, algorithm in (
+        (ToyRecurrentForCausalLM, "TOY-ORACLE"),
+        (ToyLatentForCausalLM, TREES[1]),
+    ):
+        want = reference(kind, False)
+        Oracle.answers = {tuple(p): o for p, o in zip(prompts(), want, strict=True)}
+        with toy_llm(kind, algorithm) as llm:
+            out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
+            assert out.output_ids == want[0]
+            assert out.meta_info["spec_accept_length"] > 2.5
+    Oracle.answers = {}
+
+
+# --- what only recurrent models have --------------------------------------------------------------
+
+
+def run(llm: LLM, tokens: list[int]) -> tuple[list[int], int]:
+    """(output, cached tokens)."""
+    out = generate(llm, [tokens], [params(GREEDY, 0)], False)[0]
+    return out[0], out[2]
+
+
+def test_a_prefix_is_cut_to_where_a_snapshot_is() -> None:
+    kind, stem = ToyRecurrentForCausalLM, prompts()[0]
+    with toy_llm(kind, page_size=16) as llm, toy_llm(kind, disable_radix_cache=True) as plain:
+        assert run(llm, stem[:40]) == (run(plain, stem[:40])[0], 0)
+        # K/V of 48 tokens is cached; the state is known at 32 alone.
+        assert run(llm, stem[:31])[1] == 0
+        got = run(llm, stem[:54])
+        assert got == (run(plain, stem[:54])[0], 32)
+        assert run(llm, stem[:54]) == (got[0], 48)
+        assert llm.explain()["state_snapshots"] == 64
+        llm.engine.check()
+
+
+def test_snapshots_have_a_budget() -> None:
+    kind, stem = ToyRecurrentForCausalLM, prompts()[0]
+    with toy_llm(kind, page_size=16, max_state_snapshots=2) as llm:
+        for length in (20, 36, 54):
+            run(llm, stem[:length])
+        assert llm.explain()["state_snapshots"] == 2
+        assert run(llm, stem[:54])[1] == 48  # the two last ones are there
+        assert run(llm, stem[:36])[1] == 32
+        assert run(llm, stem[:20])[1] == 0  # the oldest had to go
+        llm.engine.check()
+    with toy_llm(kind, page_size=16, max_state_snapshots=0) as llm:
+        first = run(llm, stem[:40])
+        assert run(llm, stem[:40]) == first == (first[0], 0)
+        llm.engine.check()
+
+
+def test_trees_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"drafts trees, and ToyRecurrentForCausalLM has recurrent"
+    ):
+        toy_llm(ToyRecurrentForCausalLM, "TOY-TREES")
+
+
+def test_states_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.executor import memory
+
+    monkeypatch.setattr(memory, "memory", lambda device: (100_000, 2**40))
+    with pytest.raises(ConfigError, match=r"states of 32 requests .* lower max_running_requests"):
+        toy_llm(ToyRecurrentForCausalLM)
+
+
+# --- what only latent models have -----------------------------------------------------------------
+
+
+def test_triton_says_why_it_does_not_serve_mla() -> None:
+    with pytest.raises(ConfigError, match=r"triton cannot serve .* latent \(MLA\)"):
+        toy_llm(ToyLatentForCausalLM, attention_backend="triton")
+    with toy_llm(ToyLatentForCausalLM, prefill_attention_backend="torch_native") as llm:
+        chosen = llm.explain()["attention"]
+        assert chosen["prefill"] == "torch_native: chosen"
+        assert "latent (MLA)" in chosen["decode"]
+        assert llm.explain()["kv_bytes_per_token"] == 2 * (12 + 4) * 4
