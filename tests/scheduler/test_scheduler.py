@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import NoPrefixCache, RadixCache
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
-from forerun.scheduler.scheduler import Scheduler
+from forerun.scheduler.scheduler import ScheduledStep, Scheduler
 
 EOS = 6
 
@@ -52,11 +52,16 @@ class RandomWidth(WidthPolicy):
         return self.widths[self.rng.randint(0, max_index)]
 
 
+class LaunchError(Exception):
+    """A launch ended part-way; what it had done before stays done."""
+
+
 class Device:
     """Executes plans in launch order, as a CUDA stream does."""
 
     def __init__(self, limits: Limits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
+        self.until_failure: int | None = None  # parts of the next launch; None: it succeeds
         self.kv: dict[tuple[int, int], int] = {}
         self.draft_kv: dict[tuple[int, int], int] = {}
         self.table: dict[int, dict[int, int]] = {}
@@ -85,12 +90,21 @@ class Device:
         for position in range(len(tokens) - 1 - count, len(tokens) - 1):
             self.write(slot, tokens, position, observed=True)
 
+    def _part(self) -> None:
+        """Raises where the launch is to end."""
+        if self.until_failure is not None:
+            self.until_failure -= 1
+            if self.until_failure < 0:
+                raise LaunchError
+
     def launch(self, plan: StepPlan) -> StepResult:
         for admission in plan.admitted:
+            self._part()
             self.table[admission.slot] = {}
             self.known[admission.slot] = admission.tokens
         written = set()
         for write in plan.page_writes:
+            self._part()
             for i, page in enumerate(write.pages, write.first):
                 assert (write.slot, i) not in written, "two writes to one page-table entry"
                 written.add((write.slot, i))
@@ -105,6 +119,7 @@ class Device:
         )
 
     def _decode(self, slot: int, bound: int, width: int) -> list[int]:
+        self._part()
         tokens = self.tokens[slot]
         kv_len = len(tokens) - 1
         assert kv_len <= bound
@@ -122,6 +137,7 @@ class Device:
         return list(sampled)
 
     def _prefill(self, slot: int, start: int, end: int, last: bool) -> int | None:
+        self._part()
         known = self.known[slot]
         self.read(slot, known, start, drafts=True)
         for position in range(start, end):
@@ -162,8 +178,12 @@ def run(
     arrivals: list[Request],
     rng: random.Random,
     abort_rate: float = 0.0,
+    fails: Callable[[ScheduledStep], int | None] = lambda step: None,
 ) -> None:
-    """Feeds requests in while stepping, with up to `overlap_depth` steps in flight."""
+    """Feeds requests in while stepping, with up to `overlap_depth` steps in flight.
+
+    `fails`: how much of a step is launched before it fails; None: it does not.
+    """
     flight: deque[tuple[StepPlan, StepResult]] = deque()
     queue = deque(arrivals)
     for _ in range(100_000):
@@ -177,7 +197,15 @@ def run(
                 scheduler.abort(rng.choice(alive), "test")
         plan = scheduler.schedule()
         if plan is not None:
-            flight.append((plan, device.launch(plan)))
+            device.until_failure = fails(scheduler._scheduled[-1])
+            try:
+                flight.append((plan, device.launch(plan)))
+            except LaunchError:
+                scheduler.fail("launch failed")
+            else:
+                for item in scheduler._scheduled[-1].requests:
+                    row = device.table[item.slot]
+                    assert [row[i] for i in range(len(item.pages))] == item.pages
         if flight and (plan is None or len(flight) > scheduler.limits.overlap_depth):
             scheduler.complete(flight.popleft()[1])
         for launched, _ in flight:  # no slot that a step in flight can write is free
@@ -206,6 +234,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     tight=st.booleans(),
     cache=st.booleans(),
     aborts=st.sampled_from([0.0, 0.1]),
+    failures=st.sampled_from([0.0, 0.1]),
     max_pending_observe=st.sampled_from([0, 1, 3]),
 )
 def test_output_equals_plain_decoding(
@@ -217,6 +246,7 @@ def test_output_equals_plain_decoding(
     tight: bool,
     cache: bool,
     aborts: float,
+    failures: float,
     max_pending_observe: int,
 ) -> None:
     rng = random.Random(seed)
@@ -231,11 +261,15 @@ def test_output_equals_plain_decoding(
         shared = stem[: rng.randint(0, 40)]
         prompt = (*shared, *(rng.randrange(6) for _ in range(rng.randint(1, 8))))
         requests.append(request(i, prompt, rng.randint(1, 64 - len(prompt))))
-    run(scheduler, device, requests, rng, aborts)
+
+    def fails(step: ScheduledStep) -> int | None:
+        return rng.randint(0, 6) if rng.random() < failures else None
+
+    run(scheduler, device, requests, rng, aborts, fails)
     # A second turn of every conversation.
     prompts = [(item.prompt + tuple(item.output))[:63] for item in requests]
     requests += [request(100 + i, p, 64 - len(p)) for i, p in enumerate(prompts)]
-    run(scheduler, device, requests[len(prompts) :], rng, aborts)
+    run(scheduler, device, requests[len(prompts) :], rng, aborts, fails)
     scheduler.check_idle()
     for item in requests:
         assert item.state is State.FINISHED and item.finish is not None
@@ -245,6 +279,33 @@ def test_output_equals_plain_decoding(
         else:
             assert item.output == want
             assert item.finish.type == ("stop" if want[-1] == EOS else "length")
+
+
+@pytest.mark.parametrize("seed", [50, 308, 434])
+def test_requests_that_survive_a_failed_launch_get_their_page_table_updates(seed: int) -> None:
+    """An update of a request that waits for pages travels with the steps of others.
+
+    When such a step fails and the update is lost, the request goes on with pages that were freed.
+    With these seeds other steps need the update.
+    """
+    rng = random.Random(seed)
+    alone = 64 + 2 * 9  # pages of the largest request
+    pages = alone + rng.randint(0, alone // 2)
+    scheduler, device = make(1, pages, overlap_depth=1, width=9, chunk=100, seed=seed)
+    stem = tuple(rng.randrange(6) for _ in range(30))
+    requests = []
+    for i in range(12):
+        prompt = (*stem[: rng.choice([10, 20, 30])], rng.randrange(2))
+        requests.append(request(i, prompt, rng.randint(1, 64 - len(prompt)), eos=False))
+
+    def fails(step: ScheduledStep) -> int | None:
+        return 0 if any(u.request not in step.requests for u in step.updates) else None
+
+    run(scheduler, device, requests, rng, fails=fails)
+    scheduler.check_idle()
+    for item in requests:
+        want = plain(item.prompt, item.params.max_new_tokens, None)
+        assert item.output == want[: len(item.output)]
 
 
 def test_preemption_does_not_change_the_output() -> None:

@@ -50,7 +50,7 @@ class Executor(Protocol):
         """Queues a step; does not wait for the device.
 
         Raises:
-            Exception: the step could not be launched; none of it runs.
+            Exception: the step could not be launched; a part of it may have run.
         """
 
     def disable_drafts(self) -> None:
