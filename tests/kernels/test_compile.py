@@ -28,7 +28,7 @@ def test_every_launched_kernel_has_a_case() -> None:
     launched = {
         name
         for path in PACKAGE.rglob("*.py")
-        if "kernels.runtime.jit" in path.read_text()
+        if "kernels.runtime.jit" in path.read_text() and path.name != "jit.py"
         for name in re.findall(r"^ +(\w+)\[.*\]\(", path.read_text(), re.MULTILINE)
     }
     assert len(launched) >= 30

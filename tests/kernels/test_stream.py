@@ -1,4 +1,4 @@
-"""Every number is read: kernel == twin."""
+"""Every number is read: kernel against reference."""
 
 from __future__ import annotations
 

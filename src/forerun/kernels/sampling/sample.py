@@ -100,10 +100,10 @@ def sample_tokens(
     )  # fmt: skip
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     max_logit, threshold = scratch(1, torch.float32), scratch(2, torch.int32)
-    nucleus = TopPScratch.of(logits, parts.num_parts) if top_p else None
-    if nucleus is not None:
+    search = TopPScratch.of(logits, parts.num_parts) if top_p else None
+    if search is not None:
         sum_part_weights[grid](
-            logits, group_max, *params, nucleus.part_weights,
+            logits, group_max, *params, search.part_weights,
             vocab, *strides, num_groups, rows_per_request, parts.part_size,
             GROUPS_BLOCK=groups_block, BLOCK=BLOCK, num_warps=warps, **options,
         )  # fmt: skip
@@ -111,8 +111,8 @@ def sample_tokens(
         sample_candidates[(rows,)](
             logits, group_max, max_logit, scratch(groups_block + 2 * MAX_CANDIDATES, torch.int32),
             threshold, out, positions, *params,
-            *((None,) * 4 if nucleus is None
-              else (nucleus.part_weights, nucleus.state, nucleus.histograms, nucleus.counts)),
+            *((None,) * 4 if search is None
+              else (search.part_weights, search.state, search.histograms, search.counts)),
             vocab, *strides, num_groups, rows_per_request, parts.num_parts,
             INVALID=invalid, PENDING=PENDING,
             GROUP_SIZE=GROUP_SIZE, GROUPS_BLOCK=groups_block, BLOCK=BLOCK,
@@ -121,8 +121,8 @@ def sample_tokens(
             NUM_BINS=NUM_BINS, STATE_SIZE=STATE_SIZE, LAST_BINS=LAST_BINS,
             num_warps=warps, **options,
         )  # fmt: skip
-    if nucleus is not None:
-        find_top_p_thresholds(logits, batch, max_logit, threshold, nucleus, parts)
+    if search is not None:
+        find_top_p_thresholds(logits, batch, max_logit, threshold, search, parts)
     scores = scratch(parts.num_parts, torch.float32)
     ids = scratch(parts.num_parts, torch.int32)
     _sample_parts[grid](
