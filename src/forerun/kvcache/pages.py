@@ -29,7 +29,7 @@ class PageAllocator:
             )
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # the last is next
-        self._out = bytearray(num_pages)  # 1: somebody has it
+        self._out = bytearray(num_pages)  # 1: allocated
 
     @property
     def capacity(self) -> int:
@@ -41,7 +41,7 @@ class PageAllocator:
         return len(self._free)
 
     def is_out(self, page: int) -> bool:
-        """Whether somebody (a request or the prefix cache) has this page."""
+        """Whether a request or the prefix cache has this page."""
         return 0 <= page < self.num_pages and self._out[page] == 1
 
     def allocate(self, n: int) -> list[int] | None:

@@ -4,7 +4,7 @@ Who owns a page (free + cached + owned by requests = all, at any time):
 
     page                                   before        after
     ------------------------------------   -----------   -------------------------------------------
-    `allocate`d by a request               nobody (free) the request
+    `allocate`d by a request               free          the request
     returned by `match_prefix`             the cache     the cache; `inc_lock_ref` keeps it there
     `insert`: below `node.end`             the cache     the cache
       whole, tokens not cached yet         the request   the cache
@@ -12,7 +12,7 @@ Who owns a page (free + cached + owned by requests = all, at any time):
                                                          page that replaces it is in `shared`)
       not whole, look-ahead unknown, or    the request   the request (`tail`)
       reserved for tokens to come
-    `evict`ed, `clear`ed                   the cache     nobody (free)
+    `evict`ed, `clear`ed                   the cache     free
 
 A request's life: `match_prefix`, `inc_lock_ref` of the node, `allocate` the rest; `insert` when its
 prompt is in (`inc_lock_ref` of the new node, `dec_lock_ref` of the old) and at its end
@@ -114,7 +114,7 @@ class PrefixCache(ABC):
     @property
     @abstractmethod
     def num_evictable(self) -> int:
-        """Cached pages that nobody has locked."""
+        """Cached pages without a lock."""
 
     @abstractmethod
     def match_prefix(self, tokens: Sequence[int]) -> MatchResult:
