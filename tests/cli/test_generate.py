@@ -127,6 +127,22 @@ def test_chat_prompts_with_the_bundled_draft(forerun) -> None:
 
 
 @needs_pair
+@pytest.mark.parametrize("algorithm", ["NONE", "DFLASH"])
+def test_a_stop_string_is_never_shown(forerun, algorithm: str) -> None:
+    question = "Anna has 154 marbles. She gives 132 to Ben. How many marbles are left?"
+    args = (
+        *("generate", question, "--chat", "--temperature", "0", "--max-new-tokens", "40"),
+        *("--speculative-algorithm", algorithm, "--dtype", "float32"),
+    )
+    text = forerun(*args).out.removesuffix("\n")
+    stop = text[len(text) // 2 : len(text) // 2 + 14]
+    assert len(stop) == 14
+    want = text[: text.find(stop)]
+    assert forerun(*args, "--stop", stop).out.removesuffix("\n") == want
+    assert json.loads(forerun(*args, "--stop", stop, "--json").out)["text"] == want
+
+
+@needs_pair
 def test_an_unknown_algorithm(forerun) -> None:
     assert (
         "Did you mean 'DFLASH'" in forerun("generate", "x", "--speculative-algorithm=dfalsh").error

@@ -1,4 +1,4 @@
-"""Values at the door: their types, their ranges, and one line for each that cannot be."""
+"""Sampling parameters: types, ranges, and a one-line refusal for everything else."""
 
 from __future__ import annotations
 
@@ -119,10 +119,16 @@ def test_what_users_may_give() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(), st.floats(), st.integers(), st.integers())
-def test_what_is_taken_fits_the_device_tables(k: int, heat: float, seed: int, new: int) -> None:
+def test_what_is_taken_fits_the_device_tables(
+    k: int, temperature: float, seed: int, new: int
+) -> None:
     try:
         params = SamplingParams(
-            top_k=k, temperature=heat, sampling_seed=seed, max_new_tokens=new, max_draft_tokens=k
+            top_k=k,
+            temperature=temperature,
+            sampling_seed=seed,
+            max_new_tokens=new,
+            max_draft_tokens=k,
         )
     except RequestError:
         return

@@ -1,4 +1,4 @@
-"""Requests at the door, streams, samples, and that nothing is lost when one goes wrong."""
+"""Refusals, streams, samples, and that nothing is lost when a request goes wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def llm() -> Iterator[LLM]:
         ([1], {"sampling_seed": 2**64}, "64 bits"),
     ],
 )
-def test_bad_requests_are_refused_with_the_mend(
+def test_bad_requests_are_refused_with_the_fix(
     llm: LLM, ids: list[int], params: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as caught:
@@ -235,7 +235,7 @@ def test_settings_that_cannot_work_are_refused_at_start(
         LLM(GOLDEN / "target", skip_tokenizer_init=True, **settings)
 
 
-def test_idle_means_that_nobody_waits() -> None:
+def test_idle_after_every_request() -> None:
     with golden_llm("DFLASH", overlap_depth=1) as llm:
         for _ in range(3):
             llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
@@ -246,7 +246,7 @@ def test_idle_means_that_nobody_waits() -> None:
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
 def test_a_request_that_cannot_be_admitted_ends_alone(algorithm: str | None, depth: int) -> None:
-    """Values that do not fit the device tables, past all checks: nobody else notices."""
+    """Values that do not fit the device tables, past all checks: no other request is affected."""
     params = [
         GREEDY,
         {**GREEDY, "temperature": 1.0, "sampling_seed": 7},

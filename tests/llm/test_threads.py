@@ -67,6 +67,24 @@ def test_threads_get_the_outputs_of_sequential_calls(algorithm: str | None, dept
     assert steps < 3 * alone  # they ran together: less than three times in sequence
 
 
+def test_text_that_cannot_be_made_ends_its_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with golden_llm() as llm:
+        want = llm.generate(input_ids=PROMPTS[0], sampling_params=LONG).output_ids
+        other = llm.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)
+        next(other)
+
+        class Broken:
+            def decode(self, token_ids: list[int], **options: bool) -> str:
+                raise ZeroDivisionError("a broken tokenizer")
+
+        monkeypatch.setattr(llm, "tokenizer", Broken())
+        with pytest.raises(ZeroDivisionError, match="a broken tokenizer"):
+            llm.generate(input_ids=[[1], [2]], sampling_params={"stop": "x", "max_new_tokens": 9})
+        assert list(other)[-1].output_ids == want
+        assert not llm.engine._requests
+        llm.engine.check()
+
+
 def test_a_stream_closed_by_another_thread_ends(llm: LLM) -> None:
     stream = llm.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)
     outputs: list[Any] = []
@@ -176,6 +194,31 @@ def test_python_ends_while_a_stream_runs() -> None:
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@needs_pair
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+def test_threads_get_the_texts_of_sequential_calls(algorithm: str | None) -> None:
+    asked = [
+        (f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?", stop)
+        for n, stop in zip(
+            range(5, 13), [None, "apples.", None, "=", "####", None, "ha", "5"], strict=True
+        )
+    ]
+    with LLM(dtype="float32", device="cpu", speculative_algorithm=algorithm) as llm:
+
+        def answer(asked: tuple[str, str | None], stream: bool = False) -> tuple[str, str]:
+            question, stop = asked
+            params = {"temperature": 0.0, "max_new_tokens": 40, "stop": stop}
+            out = llm.chat([{"role": "user", "content": question}], params, stream=stream)
+            out = list(out)[-1] if stream else out
+            return out.text, out.finish_reason
+
+        want = [answer(one) for one in asked]
+        with ThreadPoolExecutor(THREADS) as pool:
+            assert list(pool.map(answer, asked)) == want
+            assert list(pool.map(answer, asked, [True] * THREADS)) == want
+        llm.engine.check()
 
 
 @needs_pair

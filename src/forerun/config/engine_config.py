@@ -55,25 +55,30 @@ class EngineConfig:
         (1, 16, 32, 64, 128, 256),
     )
     mem_fraction_static: float = _setting(
-        0.85, "Share of the device's memory for weights and K/V (a CPU gives K/V at most 4 GiB)"
+        0.85,
+        "Fraction of the device's memory for weights and K/V (on a CPU, K/V takes at most 4 GiB)",
     )
-    max_total_tokens: int | None = _setting(None, "Tokens the K/V pools hold; none: from memory")
+    max_total_tokens: int | None = _setting(
+        None, "Capacity of the K/V pools in tokens; none: from memory"
+    )
     max_running_requests: int | None = _setting(None, "Slots; none: 256 on a GPU, 32 on a CPU")
-    chunked_prefill_size: int = _setting(2048, "Prompt tokens a step, over all requests")
+    chunked_prefill_size: int = _setting(2048, "Prompt tokens per step, over all requests")
     disable_radix_cache: bool = _setting(False, "Do not share the K/V of common prefixes")
     max_state_snapshots: int | None = _setting(
         None, "Recurrent states the prefix cache keeps; none: from memory. 0: no prefix is shared"
     )
-    attention_backend: str | None = _setting(None, "Of the target; none: the best that can serve")
+    attention_backend: str | None = _setting(
+        None, "Of the target; none: the fastest that supports it"
+    )
     prefill_attention_backend: str | None = _setting(
         None, "Of the target's prompts; none: attention_backend"
     )
     decode_attention_backend: str | None = _setting(
         None, "Of the target's decode and verify steps; none: attention_backend"
     )
-    disable_cuda_graph: bool = _setting(False, "Launch every kernel of a step by itself")
+    disable_cuda_graph: bool = _setting(False, "Launch the kernels of a step one by one")
     cuda_graph_max_bs: int | None = _setting(
-        None, "Largest batch with a captured step; none: max_running_requests, at most 256"
+        None, "Largest batch size captured as a CUDA graph; none: max_running_requests, at most 256"
     )
     cpu_graph: bool = _setting(False, "On a CPU: compile the decode step (needs a C++ compiler)")
     disable_overlap_schedule: bool = _setting(
@@ -81,9 +86,9 @@ class EngineConfig:
     )
     enable_trace: bool = _setting(False, "OpenTelemetry spans of requests and their steps")
     otlp_traces_endpoint: str = _setting(
-        "localhost:4317", "Where spans go: an OTLP collector, by gRPC"
+        "localhost:4317", "OTLP collector that spans are sent to (gRPC)"
     )
-    random_seed: int = _setting(0, "From which requests without a sampling_seed get theirs")
+    random_seed: int = _setting(0, "Seeds the requests without a sampling_seed")
     log_level: str = _setting(
         "warning", "Python's logging level", ("debug", "info", "warning", "error", "critical")
     )
@@ -92,22 +97,22 @@ class EngineConfig:
         None, "Folder or org/name[@revision] of the draft model"
     )
     speculative_num_draft_tokens: int | None = _setting(
-        None, "Rows verified a request and step: drafts + 1; none: the draft's own"
+        None, "Tokens verified per request and step: drafts + 1; none: the draft's own"
     )
     speculative_draft_window_size: int | None = _setting(
         None, "Context positions the draft attends to; none: all"
     )
     speculative_draft_attention_backend: str | None = _setting(
-        None, "Of the draft; none: the best that can serve"
+        None, "Of the draft; none: the fastest that supports it"
     )
     speculative_simulate_accept_length: float | None = _setting(
-        None, "Benchmarks only: force this mean accept length after a real draft and verify"
+        None, "Benchmarks only: simulate this mean accept length; drafts and verification still run"
     )
     speculative_adaptive: bool = _setting(
-        True, "Every step verifies as many rows as pay, down to plain decoding"
+        True, "Choose for every step how many tokens it verifies, down to plain decoding"
     )
     speculative_fallback: bool = _setting(
-        False, "An algorithm that fails gives way to plain decoding; else its requests end"
+        False, "Go on with plain decoding when the algorithm fails; otherwise its requests end"
     )
     # Options that algorithms declare themselves, by name.
     algorithm_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})

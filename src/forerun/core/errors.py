@@ -15,7 +15,7 @@ class ConfigError(ForerunError, ValueError):
 
 
 class RequestError(ForerunError, ValueError):
-    """A request that cannot be served; found at the door, before it costs anything."""
+    """A request that cannot be served; found before it is queued."""
 
 
 class EngineClosedError(ForerunError, RuntimeError):
@@ -23,7 +23,7 @@ class EngineClosedError(ForerunError, RuntimeError):
 
 
 class AlgorithmError(ForerunError, RuntimeError):
-    """A drafting algorithm raised, or gave what it must not, in the middle of a step."""
+    """A drafting algorithm raised or returned an invalid draft during a step."""
 
 
 class ExecutorError(ForerunError, RuntimeError):
@@ -31,7 +31,7 @@ class ExecutorError(ForerunError, RuntimeError):
 
 
 class InternalError(ForerunError, AssertionError):
-    """A broken invariant: a fault of Forerun's own, nothing a user can fix."""
+    """A broken invariant: a bug in Forerun, nothing a user can fix."""
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn, and when it ends (names as in SGLang)."""
+"""Sampling parameters and stop conditions of a request (names as in SGLang)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SamplingParams:
 
     Filters apply in the order temperature, top-k, top-p, min-p. Temperature 0 is greedy.
     `sampling_seed` fixes the text: the noise is keyed by (seed, position), so it is the same with
-    any drafter or none; without a seed one is drawn per request.
+    any drafter or none; a request without a seed gets one from the engine's `random_seed`.
 
     Raises:
         RequestError: a value out of range or a contradiction, saying the fix.
@@ -43,7 +43,7 @@ class SamplingParams:
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
     speculative: bool = True  # False: this request takes no drafts, whatever the engine does
-    max_draft_tokens: int | None = None  # drafts verified a step at most; None: the engine's
+    max_draft_tokens: int | None = None  # verified per step; None: the engine's
 
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
@@ -67,7 +67,7 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
     def draft_limit(self, drafts: int) -> int:
-        """Drafts a step that this request takes, of the `drafts` that the engine makes."""
+        """Drafts per step that this request accepts, of the `drafts` that the engine makes."""
         if not self.speculative:
             return 0
         return drafts if self.max_draft_tokens is None else min(self.max_draft_tokens, drafts)
@@ -94,7 +94,7 @@ class SamplingParams:
         return cls(**value)
 
     def _problems(self) -> Iterator[str]:
-        """What device tables cannot hold, and what contradicts itself."""
+        """Values that the device tables cannot hold, and contradictions."""
         if not 0 <= self.temperature <= MAX_FLOAT32:
             yield f"temperature must be >= 0 (0 is greedy), in float32, got {self.temperature}."
         if not 0 < self.top_p <= 1:

@@ -225,7 +225,7 @@ _KEYWORDS = ("prompts", "messages", "sampling_params", "input_ids", "stream")
 
 
 def _with_bundled(config: EngineConfig) -> tuple[EngineConfig, Path]:
-    """Fills in the bundled target, and beside it the algorithm's bundled draft."""
+    """Fills in the bundled target, and with it the algorithm's bundled draft."""
     if config.model_path is not None:
         return config, Path(config.model_path)
     target = bundled("target")
@@ -240,7 +240,9 @@ def _tokenizer(config: EngineConfig, target: Path) -> Any:
 
     folder = Path(config.tokenizer_path) if config.tokenizer_path else target
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer("")  # resets truncation and padding: later calls change nothing, in any thread
+        return tokenizer
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""The engine's thread: it alone steps the engine; callers of any thread give it requests and wait.
+"""The engine thread: the only thread that steps the engine.
 
-A call hands its requests over through a thread-safe queue and reads what becomes of them from a
-queue of its own, so the requests of all calls run in one batch. While there are none the thread
-sleeps and does not touch the engine: benchmarks then step it by hand.
+Callers of any thread submit their requests through a thread-safe queue and wait on a queue of
+their own, so the requests of all calls share one batch. Without requests the thread sleeps and
+does not touch the engine: benchmarks then step it themselves.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class Job:
     request: Request
     prompt_index: int
     index: int
-    text: OutputText | None  # kept current in the engine's thread; None: nobody needs it before
-    num_seen: int = 0  # tokens that events told of
+    # Detokenized step by step in the engine thread; None: by the caller, once it has ended.
+    text: OutputText | None
+    num_seen: int = 0  # output tokens handled so far
 
 
 class Event(NamedTuple):
-    """What a step did to a job: more tokens, or its end."""
+    """New tokens of a job, or its end."""
 
     job: Job
-    text: str  # new, where the job has a text
+    text: str  # what is new of `job.text`
     progress: Progress
 
 
@@ -47,7 +48,7 @@ class Call:
     """The jobs of one `generate`. Its events end with None."""
 
     jobs: list[Job]
-    partial: bool  # events of every step; otherwise of ends only
+    partial: bool  # an event for every step; otherwise only when a job ends
     events: SimpleQueue[Event | BaseException | None] = field(default_factory=SimpleQueue)
 
 
@@ -58,7 +59,7 @@ class EngineLoop:
         self._engine = engine
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._running: dict[Job, Call] = {}
-        self._lock = threading.Lock()  # no command is queued after that to close
+        self._lock = threading.Lock()  # nothing is queued after the command to stop
         self._closed = False  # for callers
         self._stopping = False  # for the thread
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
@@ -133,38 +134,50 @@ class EngineLoop:
             self._shut_down()
 
     def _step(self) -> None:
-        """One step for all. What it raises reaches every caller; the engine goes on."""
+        """One step. What it raises reaches every caller, and the engine goes on."""
         try:
             self._engine.step()
-            events = self._advance()
         except Exception as error:  # noqa: BLE001  raised again by those who wait
             self._fail(error, set(self._running.values()))
             return
-        # Callers that have read their end may step the engine by hand: from here on, nothing here
-        # touches it, unless something runs.
+        events = self._advance()
+        # Callers that have read the end of their call may step the engine themselves: from here on
+        # this thread does not touch it unless something runs.
         for call, event in events:
             call.events.put(event)
 
     def _advance(self) -> list[tuple[Call, Event | None]]:
-        """Finds stop strings in new tokens; what callers get to know."""
+        """What the step means to callers. Ends requests whose text has a stop string."""
         events: list[tuple[Call, Event | None]] = []
         for job, call in list(self._running.items()):
-            request = job.request
-            new = len(request.output) > job.num_seen
-            job.num_seen = len(request.output)
-            if new and job.text is not None:
-                self._look_for_stop(request, job.text)
-            if request.state is State.FINISHED:
-                self._engine.close_request(request)
-                text = job.text.take_rest() if job.text is not None else ""
-                events.append((call, Event(job, text, Progress.of(request))))
-                del self._running[job]
-            elif new and call.partial:
-                text, shown = ("", job.num_seen) if job.text is None else job.text.take()
-                events.append((call, Event(job, text, Progress.of(request, shown))))
+            if job not in self._running:  # its call just failed
+                continue
+            try:
+                event = self._progress(job, call.partial)
+            except Exception as error:  # noqa: BLE001  of one text: no other call is affected
+                self._fail(error, [call])
+                continue
+            if event is not None:
+                events.append((call, event))
         still = set(self._running.values())
         ended = dict.fromkeys(c for c, e in events if e and e.progress.finished and c not in still)
         return [*events, *((call, None) for call in ended)]
+
+    def _progress(self, job: Job, partial: bool) -> Event | None:
+        request, text = job.request, job.text
+        new = len(request.output) > job.num_seen
+        job.num_seen = len(request.output)
+        if new and text is not None:
+            self._look_for_stop(request, text)
+        if request.state is State.FINISHED:
+            rest = text.take_rest() if text is not None else ""
+            self._engine.close_request(request)
+            del self._running[job]
+            return Event(job, rest, Progress.of(request))
+        if not (new and partial):
+            return None
+        shown, num_tokens = ("", job.num_seen) if text is None else text.take()
+        return Event(job, shown, Progress.of(request, num_tokens))
 
     def _look_for_stop(self, request: Request, text: OutputText) -> None:
         reason = request.finish
@@ -204,7 +217,7 @@ class EngineLoop:
         self._stopping = True
 
     def _shut_down(self) -> None:
-        """Whoever waits is told; also where this thread was ended by an error of its own."""
+        """Ends every call; also if this thread fails, so that no caller waits forever."""
         with self._lock:
             self._closed = True
         try:
@@ -212,8 +225,8 @@ class EngineLoop:
             for call, event in self._advance():
                 call.events.put(event)
             self._engine.drain()
-            self._engine.close()
         finally:
+            self._engine.close()
             while not self._commands.empty():
                 self._commands.get()()
             error = EngineClosedError("The engine ended before its requests did.")

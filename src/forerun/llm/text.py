@@ -38,8 +38,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # Decoders may strip or join at the start: tokens are decoded behind some that were given
-        # out, and what their text is longer by is new.
+        # Decoders may strip or join at the start: tokens are decoded after some whose text was
+        # given out already, and what the text grows by is new.
         self._window: list[int] = []
         self._done = 0  # tokens of the window that were given out,
         self._length = 0  # and characters of its text
