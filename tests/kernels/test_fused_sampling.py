@@ -32,11 +32,19 @@ PARAMS = [
 ]
 
 
-def make_batch(device: torch.device, params: list[SamplingParams] = PARAMS) -> SamplingBatch:
-    requests = [
+def make_requests(params: list[SamplingParams]) -> list[Request]:
+    return [
         Request("r", tuple(range(3)), p, 17 * i - 3, frozenset((5, 6, 40 + i)))
         for i, p in enumerate(params)
     ]
+
+
+def flags_of(params: list[SamplingParams]) -> SamplingFlags:
+    return SamplingFlags.of(request.sampling for request in make_requests(params))
+
+
+def make_batch(device: torch.device, params: list[SamplingParams] = PARAMS) -> SamplingBatch:
+    requests = make_requests(params)
     table = SamplingTable(len(requests), device)
     table.set(range(len(requests)), [r.sampling for r in requests])
     return table.gather(torch.arange(len(requests), device=device))
@@ -85,7 +93,7 @@ def _scene(name: str, width: int, vocab: int, dtype: torch.dtype, device: torch.
 def test_without_top_k_and_top_p(vocab: int, device: torch.device) -> None:
     """The host knows that no request filters: `sample_candidates` is not launched."""
     params = [p for p in PARAMS if p.top_k <= 0 and p.top_p >= 1]
-    batch, flags = make_batch(device, params), SamplingFlags.of(params)
+    batch, flags = make_batch(device, params), flags_of(params)
     assert flags.sampled and not flags.top_k and not flags.top_p
     logits = _scene("tied", 2, vocab, torch.float32, device)[: len(params)]
     positions = torch.arange(2 * len(params), device=device).view(-1, 2)
@@ -136,7 +144,7 @@ def test_invalid_logits(vocab: int, bad: float, device: torch.device) -> None:
     positions = torch.arange(logits[..., 0].numel(), device=device).view(logits.shape[:2])
     batch = make_batch(device)
     plain = [p for p in PARAMS if p.top_k <= 0 and p.top_p >= 1]
-    for flags, size in ((ALL, len(PARAMS)), (SamplingFlags.of(plain), len(plain))):
+    for flags, size in ((ALL, len(PARAMS)), (flags_of(plain), len(plain))):
         used = batch if size == len(PARAMS) else make_batch(device, plain)
         want = sample_ref(logits[:size].clone(), positions[:size], used, flags)
         assert bool((want >= 0).all())
