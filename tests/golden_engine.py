@@ -44,6 +44,7 @@ def poison_on_release(llm: LLM) -> None:
     if step.draft_attention is not None:
         pools.append(step.draft_attention.pools)
 
+    @torch.inference_mode()  # an engine built under it has inference tensors
     def poisoned_release(request: Request) -> None:
         slot = request.slot
         release(request)
@@ -61,6 +62,7 @@ def poison_on_release(llm: LLM) -> None:
                 if kept is not None:
                     kept[slot] = torch.nan
 
+    @torch.inference_mode()
     def poisoned_free(pages: list[int]) -> None:
         free(pages)
         for pool in pools:
