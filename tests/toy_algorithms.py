@@ -1,4 +1,4 @@
-"""Drafters for tests, from outside: each uses a corner of the interface that others may not."""
+"""Algorithms for tests, as a plugin would write them: each uses another part of the interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFTS = 5
 
 
 class Toy(SpeculativeAlgorithm):
-    """Proposes what the request's own text holds a few tokens back: now and then right."""
+    """Proposes what stood a few tokens back in the request's own text: sometimes right."""
 
     caps: ClassVar[SpecCaps] = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1)
 
@@ -44,7 +44,7 @@ class Toy(SpeculativeAlgorithm):
         self.device, self.vocab = ctx.device, ctx.target.config.vocab_size
 
     def back(self, step: ProposeInput, distance: int, count: int) -> Tensor:
-        """[B, count] int64: the tokens that stand `distance` before the drafts."""
+        """[B, count] int64: the tokens `distance` before the drafts."""
         at = step.start.unsqueeze(1) + 1 + torch.arange(count, device=self.device) - distance
         known = torch.minimum(at, step.start.unsqueeze(1)).clamp_min(0)
         return step.history[step.slots].gather(1, known.long()).long()
@@ -54,14 +54,14 @@ class Toy(SpeculativeAlgorithm):
 
 
 class Trees(Toy):
-    """Two branches under the newest token, and a fork in the first of them."""
+    """Two branches below the last token, a chain of three and one of two."""
 
     caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, verify_mask=Mask.CUSTOM)
     parents: ClassVar[list[int]] = [0, 1, 2, 0, 4]
 
     def propose(self, step: ProposeInput) -> Draft:
         near, far = self.back(step, 1, 3), self.back(step, 3, 3)
-        # rows 1, 2, 3 a chain; 4 beside 1; 5 below 4
+        # Nodes 1, 2, 3 are a chain; 4 is a sibling of 1, 5 a child of 4.
         other = torch.where(far[:, :1] == near[:, :1], (near[:, :1] + 1) % self.vocab, far[:, :1])
         tokens = torch.cat([near, other, far[:, 1:2]], 1)
         return Draft(tokens, self.shape.expand_as(tokens))
@@ -90,7 +90,7 @@ class Oracle(Toy):
 
 
 class OracleTrees(Oracle):
-    """The answer as a zigzag through the rows, wrong tokens between."""
+    """The answer zigzags through the tree, with wrong tokens between."""
 
     caps = SpecCaps(
         num_drafts=DRAFTS,
@@ -103,31 +103,31 @@ class OracleTrees(Oracle):
     def propose(self, step: ProposeInput) -> Draft:
         right = torch.tensor(self.known(step), device=self.device)
         wrong = (right + 1) % self.vocab
-        # rows 1, 3, 5 are the answer; 2 beside 1, 4 beside 3
+        # Nodes 2, 4, 5 are the answer; 1 is a sibling of 2, 3 of 4.
         columns = [wrong[:, 0], right[:, 0], wrong[:, 1], right[:, 1], right[:, 2]]
         return Draft(torch.stack(columns, 1), self.shape.expand(len(right), -1))
 
 
 class Learner(Toy):
-    """Keeps rows, and looks one token ahead: checks what `observe` is told."""
+    """Keeps state per slot, with a prefix lookahead: checks what `observe` gets."""
 
     caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, prefix_lookahead=1)
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
-        self.newest = torch.zeros(ctx.slots, dtype=torch.int64, device=ctx.device)
-        return SlotState({"newest": self.newest})
+        self.last_token = torch.zeros(ctx.slots, dtype=torch.int64, device=ctx.device)
+        return SlotState({"last_token": self.last_token})
 
     def propose(self, step: ProposeInput) -> Draft:
-        newest = self.newest[step.slots]
-        torch._assert_async((newest == step.last_token).all())
-        return Draft(newest.unsqueeze(1).expand(-1, step.num_verify_tokens - 1).contiguous())
+        last_token = self.last_token[step.slots]
+        torch._assert_async((last_token == step.last_token).all())
+        return Draft(last_token.unsqueeze(1).expand(-1, step.num_verify_tokens - 1).contiguous())
 
     def observe(self, step: ObserveInput) -> None:
-        self.newest[step.slots] = step.next_ids[step.last_index]
+        self.last_token[step.slots] = step.next_ids[step.last_index]
 
 
 class Sampler(Toy):
-    """Draws from made-up logits with the requests' own rules."""
+    """Samples from made-up logits with the requests' own parameters."""
 
     def propose(self, step: ProposeInput) -> Draft:
         shape = (len(step.slots), step.num_verify_tokens - 1)
@@ -135,8 +135,8 @@ class Sampler(Toy):
         positions = step.start.unsqueeze(1) + 1 + torch.arange(shape[1], device=self.device)
         columns = torch.arange(self.vocab - 1, -1, -1, device=self.device)
         if step.slots.shape[0] % 2:  # with the columns in another order
-            drawn = step.sample(logits.flip(-1), positions, columns)
-            return Draft(columns[drawn])
+            sampled = step.sample(logits.flip(-1), positions, columns)
+            return Draft(columns[sampled])
         return Draft(step.sample(logits, positions))
 
 
@@ -147,12 +147,12 @@ class Eager(Learner):
         return False
 
     def propose(self, step: ProposeInput) -> Draft:
-        assert self.newest[step.slots].tolist() == step.last_token.tolist()
+        assert self.last_token[step.slots].tolist() == step.last_token.tolist()
         return Draft(self.back(step, 3, step.num_verify_tokens - 1))
 
     def observe(self, step: ObserveInput) -> None:
         for slot, token in zip(step.slots, step.next_ids[step.last_index].tolist(), strict=True):
-            self.newest[slot] = token
+            self.last_token[slot] = token
 
 
 class Faulty(Toy):
@@ -176,6 +176,9 @@ class Faulty(Toy):
             "kind": draft.tokens,
             "tree": Draft(draft.tokens, torch.zeros_like(draft.tokens)),
             "range": Draft(draft.tokens + 10**9),
+            "strides": Draft(draft.tokens.t().contiguous().t()),
+            "meta": Draft(draft.tokens.to("meta")),
+            "sparse": Draft(draft.tokens.to_sparse()),
         }
         if self.fault not in wrong:
             raise ZeroDivisionError("somebody else's bug")

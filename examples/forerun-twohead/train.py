@@ -4,7 +4,7 @@
     python train.py src/forerun_twohead/heads.safetensors
 
 The target is frozen. It runs once over worked word problems (it would answer nearly all of them in
-these very words); the heads learn what lies 2 and 3 tokens behind each row of the answers.
+these very words); the heads learn the tokens 2 and 3 ahead of each token of the answers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def main() -> None:
     folder = bundled("target")
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     target.requires_grad_(False)
-    hidden, ahead = rows(target, AutoTokenizer.from_pretrained(folder), args.problems, args.heads)
-    print(f"{len(hidden)} rows after {time.perf_counter() - started:.0f} s")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    hidden, ahead = examples(target, tokenizer, args.problems, args.heads)
+    print(f"{len(hidden)} tokens after {time.perf_counter() - started:.0f} s")
     heads = Heads(Shape(args.heads, args.rank, hidden.shape[1]))
     train(heads, target.lm_head.weight, hidden, ahead, args.epochs)
     weights = {name: weight.detach().bfloat16() for name, weight in heads.state_dict().items()}
@@ -47,8 +48,8 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def rows(target, tokenizer, problems: int, heads: int) -> tuple[Tensor, Tensor]:
-    """Hidden rows of the answers [N, H], and the tokens 2, 3, ... behind each [N, heads]."""
+def examples(target, tokenizer, problems: int, heads: int) -> tuple[Tensor, Tensor]:
+    """Hidden states of the answers [N, H], and the tokens 2, 3, ... ahead of each [N, heads]."""
     hidden, ahead = [], []
     for problem in generate(TRAIN_SEEDS[0], problems):
         chat = [
@@ -68,7 +69,7 @@ def rows(target, tokenizer, problems: int, heads: int) -> tuple[Tensor, Tensor]:
 
 def train(heads: Heads, lm_head: Tensor, hidden: Tensor, ahead: Tensor, epochs: int) -> None:
     batch = 512
-    used, labels = ahead.unique(return_inverse=True)  # few words are ever said here: enough
+    used, labels = ahead.unique(return_inverse=True)  # the few tokens that occur are enough
     columns = lm_head[used]
     steps = epochs * (len(hidden) // batch)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3, weight_decay=0.01)
@@ -86,8 +87,8 @@ def train(heads: Heads, lm_head: Tensor, hidden: Tensor, ahead: Tensor, epochs: 
             step += 1
             if step % 50 == 0 or step == steps:
                 right = (logits.argmax(-1) == labels[chosen]).float().mean(0)
-                shares = ", ".join(f"{share:.2f}" for share in right.tolist())
-                print(f"{step}/{steps} loss {loss.item():.3f}, right: {shares}")
+                accuracy = ", ".join(f"{each:.2f}" for each in right.tolist())
+                print(f"{step}/{steps} loss {loss.item():.3f}, accuracy: {accuracy}")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_help_names_the_algorithms_and_the_options_of_packages(monkeypatch, caps
         EntryPoint("THEIRS", f"{__name__}:Theirs", registry.GROUP),
         EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP),
     ]
-    table = registry.Registry(registry._BUILT_IN, points)
+    table = registry.Registry(registry.BUILT_IN, points)
     monkeypatch.setattr(registry, "_registry", lambda: table)
 
     @with_flags(engine=engine_flags)
@@ -131,7 +131,7 @@ def test_help_names_the_algorithms_and_the_options_of_packages(monkeypatch, caps
 
 def test_a_broken_package_stops_only_who_asks_for_it(monkeypatch, forerun) -> None:
     broken = EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP)
-    table = registry.Registry(registry._BUILT_IN, [broken])
+    table = registry.Registry(registry.BUILT_IN, [broken])
     monkeypatch.setattr(registry, "_registry", lambda: table)
     asked = forerun("generate", "hello", "--speculative-algorithm", "broken")
     *warnings, refusal = asked.err.splitlines()

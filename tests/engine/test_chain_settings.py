@@ -53,7 +53,7 @@ def test_the_length_of_a_chain(
         ({"speculative_num_draft_tokens": 1}, "must be >= 2"),
         (
             {"speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
-            "disagree: a chain of 3 drafts verifies 4 rows",
+            "disagree: a chain of 3 drafts verifies 4 tokens",
         ),
         ({"speculative_eagle_topk": 4}, "must be 1.*for trees"),
         ({"speculative_draft_window_size": 64}, "whole context; drop it"),

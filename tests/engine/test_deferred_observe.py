@@ -1,16 +1,16 @@
-"""Plain steps of which the draft hears later: it proposes what it would have proposed anyway."""
+"""Deferred observe of plain steps: the drafts are those of an engine that observes every step."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from forerun import LLM
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.steps import EagerSteps
+from forerun.executor.steps import DeferredBatch, EagerSteps
 from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_algorithms import GREEDY, PROMPTS
 from tests.golden_engine import golden_llm
@@ -28,7 +28,7 @@ def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
 def follow(
     llm: LLM, prompts: list[list[int]], seed: int
 ) -> tuple[list[list[int]], list[list[int]], Proposals]:
-    """Texts, accept lengths and drafts, with widths that depend on nothing but the step's rows."""
+    """Texts, accept lengths and drafts, with widths that depend on the seed alone."""
     widths, step = llm.engine.scheduler.widths, llm.engine.executor.step
     rng, proposals = random.Random(seed), {}
     turns: list[int] = []
@@ -70,7 +70,7 @@ def conversation(llm: LLM) -> list[tuple[list[list[int]], list[list[int]], Propo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_captured_steps_do_as_others(name: str, chain_llm: Callable[..., LLM]) -> None:
+def test_captured_steps_do_as_eager_ones(name: str, chain_llm: Callable[..., LLM]) -> None:
     seen = []
     for disabled in (False, True):  # 7: batches that fill no bucket
         settings = {"disable_cuda_graph": disabled, "max_running_requests": 7}
@@ -81,7 +81,7 @@ def test_captured_steps_do_as_others(name: str, chain_llm: Callable[..., LLM]) -
 
 @pytest.mark.parametrize(("depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_are_those_of_an_engine_that_tells_at_once(
+def test_drafts_are_those_of_an_engine_that_defers_nothing(
     name: str,
     depth: int,
     page_size: int,
@@ -91,21 +91,23 @@ def test_drafts_are_those_of_an_engine_that_tells_at_once(
     settings = {"overlap_depth": depth, "page_size": page_size, "disable_cuda_graph": True}
     with engine(name, chain_llm, **settings) as llm:
         assert llm.engine.limits.max_pending_observe == min(16, llm.engine.limits.max_verify_tokens)
-        late = conversation(llm)
+        deferred = conversation(llm)
     monkeypatch.setattr("forerun.executor.resolve.MAX_PENDING_OBSERVE", 0)
     with engine(name, chain_llm, **settings) as llm:
         assert llm.engine.limits.max_pending_observe == 0
         at_once = conversation(llm)
-    for got, want in zip(late, at_once, strict=True):
+    for got, want in zip(deferred, at_once, strict=True):
         assert got[2] and got == want
 
 
 class PaddedSteps(EagerSteps):
     """Deferred observes are padded by two slots, as in a batch bucket."""
 
-    def observe_deferred(self, slots: Sequence[int], counts: Sequence[int], kv_len_ub: int) -> None:
+    def observe_deferred(self, batch: DeferredBatch) -> None:
         padding = [self.step.tables.padding_slot] * 2
-        super().observe_deferred([*slots, *padding], [*counts, 0, 0], kv_len_ub)
+        slots, counts = [*batch.slots, *padding], [*batch.counts, 0, 0]
+        lengths = batch.lengths.padded(len(slots))
+        super().observe_deferred(DeferredBatch(slots, counts, batch.kv_len_ub, lengths))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""docs/custom-algorithms.md: snippets run, or are the example's source; tables are whole."""
+"""docs/add-an-algorithm.md: scripts run, snippets are the example's, tables name all fields."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ import typer
 from forerun.cli.main import COMMANDS, build_app
 from forerun.speculative import registry
 from forerun.speculative.base import (
-    Commit,
     Draft,
     DraftContext,
+    HostTokens,
+    ObserveInput,
+    ProposeInput,
+    SlotContext,
+    SlotState,
     SpecCaps,
     SpeculativeAlgorithm,
-    Step,
-    TargetOutput,
 )
 from tests.examples.environment import EXAMPLES, ROOT
 
-GUIDE = (ROOT / "docs" / "custom-algorithms.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "add-an-algorithm.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w*) ?(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [(kind, what, text) for kind, what, text in FENCE.findall(GUIDE)]
 FILES = sorted({what for _, what, _ in BLOCKS if "." in what})
@@ -57,7 +59,7 @@ def test_every_python_snippet_is_run_or_compared() -> None:
 def test_the_script_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = registry.Registry(registry._BUILT_IN, ())
+    table = registry.Registry(registry.BUILT_IN, ())
     monkeypatch.setattr(registry, "_registry", lambda: table)
     exec(compile(RUN[0], "guide", "exec"), {"__name__": "guide"})
     assert float(capsys.readouterr().out) >= 1
@@ -70,13 +72,23 @@ def test_the_test_recipe_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [SpecCaps, DraftContext, Step, Draft, TargetOutput, Commit], ids=lambda k: k.__name__
+    ("kind", "section"),
+    [
+        (SpecCaps, "`SpecCaps`"),
+        (DraftContext, "`DraftContext`"),
+        (SlotContext, "`DraftContext`"),
+        (ProposeInput, "`ProposeInput`"),
+        (HostTokens, "`ProposeInput`"),
+        (Draft, "`Draft`"),
+        (ObserveInput, "`ObserveInput`"),
+        (SlotState, "State per slot"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_tables_name_every_field(kind: Any) -> None:
-    rows = [line.split("|")[1] for line in GUIDE.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
-    for field in fields(kind):
-        assert {field.name, f"{kind.__name__}.{field.name}"} & named, field.name
+def test_sections_name_every_field(kind: Any, section: str) -> None:
+    (text,) = [part for part in GUIDE.split("\n### ") if part.startswith(section)]
+    named = {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", text)}
+    assert {field.name for field in fields(kind)} <= named
 
 
 def test_every_method_is_explained() -> None:

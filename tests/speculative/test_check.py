@@ -1,4 +1,4 @@
-"""What a class, its caps and its rows may not be. Every line here is refused, and says why."""
+"""What an algorithm's class, caps and state per slot must be, and the errors that say so."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.tree import Tree
 from forerun.kvcache.layouts import ModelLayout
-from forerun.speculative.base import Draft, Option, SlotState, SpecCaps, SpeculativeAlgorithm
-from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_rows
+from forerun.speculative.base import (
+    Option,
+    SlotContext,
+    SlotState,
+    SpecCaps,
+    SpeculativeAlgorithm,
+)
+from forerun.speculative.check import check_caps, check_class, resolve_caps, slot_tensors
 from tests.golden_engine import GOLDEN, golden_llm
-from tests.toy_algorithms import TOYS, Toy
+from tests.toy_algorithms import TOYS, Toy, register_toys
 
 TARGET = load_model_config(GOLDEN / "target")
 
@@ -34,14 +40,6 @@ def option(**values: Any) -> type:
     return with_member("options", (Option(**{**usual, **values}),))
 
 
-async def async_propose(self: Any, step: Any) -> Draft:
-    raise AssertionError
-
-
-def generator_observe(self: Any, step: Any, target: Any, commit: Any) -> Any:
-    yield
-
-
 class Nothing(SpeculativeAlgorithm): ...  # type: ignore[abstract]
 
 
@@ -49,27 +47,12 @@ CLASSES: list[tuple[Any, str]] = [
     (Toy(), "is not a subclass"),
     (int, "is not a subclass"),
     (None, "is not a subclass"),
-    (Nothing, "lacks load, propose, resolve"),
+    (Nothing, "lacks load, propose, resolve; define it"),
     (with_member("resolve", lambda self, config, target, dtype: None), "must be a classmethod"),
     (with_member("resolve", staticmethod(lambda c, t, d: None)), "must be a classmethod"),
-    (with_member("resolve", classmethod(lambda cls, config: None)), "def resolve(cls, config, tar"),
-    (with_member("propose", lambda self: None), "cannot be called as def propose(self, step)"),
-    (with_member("propose", lambda self, a, b: None), "def propose(self, step)"),
-    (with_member("propose", lambda self, *, step: None), "def propose(self, step)"),
-    (with_member("propose", classmethod(lambda cls, step: None)), "method of the instance"),
-    (with_member("propose", staticmethod(lambda step: None)), "must be a method"),
-    (with_member("propose", async_propose), "neither async"),
-    (with_member("propose", 7), "must be a method"),
-    (with_member("observe", lambda self, step: None), "def observe(self, step, target, commit)"),
-    (with_member("observe", generator_observe), "nor a generator"),
-    (with_member("load", lambda self: None), "def load(self, ctx)"),
-    (with_member("create_future_map", lambda self, slots: None), "(self, slots, device)"),
-    (with_member("supports_target_verify_for_draft", True), "must be a method"),
-    (with_member("__init__", lambda self, config: None), "made without arguments"),
-    (with_member("bundled_draft", 3), "bundled_draft must be"),
     (with_member("options", [*option().options]), "must be a tuple of Option"),  # type: ignore[attr-defined]
     (with_member("options", ("speculative_x",)), "must be a tuple of Option"),
-    (with_member("options", option().options * 2), "twice"),  # type: ignore[attr-defined]
+    (with_member("options", option().options * 2), "declares a name twice"),  # type: ignore[attr-defined]
     (option(name="toy_depth"), "must be named speculative_..."),
     (option(name="speculative_"), "must be named speculative_..."),
     (option(name="speculative_Toy"), "must be named speculative_..."),
@@ -77,11 +60,9 @@ CLASSES: list[tuple[Any, str]] = [
     (option(name="speculative_fallback"), "is a setting of the engine"),
     (option(type=list), "it can be int, float, str or bool"),
     (option(type="int"), "it can be int, float, str or bool"),
-    (option(default="3"), "has the default '3', which is no int"),
-    (option(default=True), "has the default True, which is no int"),
-    (option(type=float, default="0.5"), "which is no float"),
-    (option(type=bool, default=None), "is a switch"),
-    (option(help=" "), "needs a line of help"),
+    (option(default="3"), "has the default '3', which is not int"),
+    (option(type=float, default="0.5"), "which is not float"),
+    (option(type=bool, default=None), "has the default None, which is not bool"),
 ]
 
 
@@ -97,8 +78,6 @@ def test_a_class_is_refused(cls: Any, says: str) -> None:
     "cls",
     [
         *TOYS.values(),
-        with_member("propose", lambda self, *anything: None),
-        with_member("propose", lambda self, s, extra=None: None),
         option(default=None),
         option(type=float, default=1),
         option(type=bool, default=False),
@@ -113,34 +92,34 @@ KV = ModelLayout.dense(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.flo
 TWO = (LayerMask(), LayerMask(Mask.BLOCK))
 DRAFT: dict[str, Any] = {"draft_kv": KV, "draft_heads": 4, "draft_attention": TWO}
 CAPS: list[tuple[dict[str, Any], str]] = [
-    ({"num_drafts": -1}, "num_drafts must be >= 0"),
-    ({"num_drafts": 2.0}, "num_drafts must be an integer"),
-    ({"num_drafts": True}, "num_drafts must be an integer"),
-    ({"num_drafts": 5, "kv_reserve": 5}, "kv_reserve 5 is less than the 6 rows"),
-    ({"kv_reserve": 0}, "kv_reserve 0 is less than the 1 rows"),
-    ({"num_drafts": 10**6, "kv_reserve": 10**7}, "do not fit the target's"),
-    ({"flexible": 1}, "flexible must be True or False"),
-    ({"needs_host_tokens": None}, "needs_host_tokens must be True or False"),
-    ({"needs_host_tokens": True}, "num_drafts is 0"),
+    ({"num_drafts": -1}, "num_drafts must be 0 to"),
+    ({"num_drafts": 2.0}, "num_drafts must be 0 to"),
+    ({"num_drafts": None}, "num_drafts must be 0 to"),
+    ({"num_drafts": 10**6, "kv_reserve": 10**7}, "num_drafts must be 0 to"),
+    ({"num_drafts": 5, "kv_reserve": 5}, "kv_reserve must be num_drafts + 1 = 6 or more, got 5"),
+    ({"kv_reserve": 0}, "kv_reserve must be num_drafts + 1 = 1 or more, got 0"),
+    ({"kv_reserve": "many"}, "kv_reserve must be num_drafts + 1"),
     ({"prefix_lookahead": 2}, "prefix_lookahead must be 0 or 1"),
     ({"prefix_lookahead": -1}, "prefix_lookahead must be 0 or 1"),
     ({"verify_mask": Mask.BLOCK}, "verify_mask must be"),
     ({"verify_mask": "custom"}, "verify_mask must be"),
     ({"verify_mask": Mask.CUSTOM}, "a tree has 1 to 63 drafts, got num_drafts 0"),
     ({"verify_mask": Mask.CUSTOM, "num_drafts": 64, "kv_reserve": 65}, "1 to 63 drafts"),
-    ({"target_layers": [0]}, "must be a tuple of integers"),
+    ({"num_drafts": 3, "kv_reserve": 4, "tree_depth": 2}, "tree_depth is for trees"),
+    ({"target_layers": 3}, "a value of the wrong type"),
+    ({"target_layers": ("last",)}, "a value of the wrong type"),
     ({"target_layers": (0, TARGET.num_layers)}, f"names layer {TARGET.num_layers}; the target has"),
     ({"target_layers": (-1,)}, "names layer -1"),
-    ({"draft_heads": 4}, "draft_heads is set without draft_kv"),
-    ({"draft_attention": TWO}, "draft_attention is set without draft_kv"),
+    ({"draft_heads": 4}, "draft_heads and draft_attention need draft_kv"),
+    ({"draft_attention": TWO}, "draft_heads and draft_attention need draft_kv"),
     ({**DRAFT, "draft_kv": "auto"}, "draft_kv must be a ModelLayout"),
-    ({**DRAFT, "draft_kv": ModelLayout(())}, "draft_kv is empty"),
+    ({**DRAFT, "draft_kv": ModelLayout(())}, "draft_kv must be a ModelLayout with K/V"),
     ({**DRAFT, "draft_heads": 0}, "draft_heads must be a multiple"),
     ({**DRAFT, "draft_heads": 3}, "draft_heads must be a multiple"),
+    ({**DRAFT, "draft_heads": None}, "a value of the wrong type"),
     ({**DRAFT, "draft_attention": TWO[:1]}, "1 masks for draft_kv's 2 layers"),
-    ({**DRAFT, "draft_attention": list(TWO)}, "must be a tuple of LayerMask"),
-    ({**DRAFT, "draft_attention": (Mask.CAUSAL,) * 2}, "must be a tuple of LayerMask"),
-    ({**DRAFT, "draft_attention": (LayerMask(Mask.CUSTOM),) * 2}, "CUSTOM is for the verify"),
+    ({**DRAFT, "draft_attention": (Mask.CAUSAL,) * 2}, "takes LayerMasks of CAUSAL or BLOCK"),
+    ({**DRAFT, "draft_attention": (LayerMask(Mask.CUSTOM),) * 2}, "takes LayerMasks of CAUSAL"),
 ]
 
 
@@ -189,37 +168,47 @@ def test_a_resolve_that_fails_is_one_clear_line(monkeypatch: pytest.MonkeyPatch)
     assert kept.value is own
 
 
+CONTEXT = SlotContext(5, 16, 64, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("state", "says"),
     [
         ({"x": torch.zeros(5)}, "must return a SlotState"),
-        (SlotState({"x": torch.zeros(4, 2)}), r"'x' must be a tensor \[5, ...\], got \[4, 2\]"),
-        (SlotState({"x": torch.zeros(())}), r"'x' must be a tensor \[5, ...\], got \[\]"),
-        (SlotState({"x": [0] * 5}), r"'x' must be a tensor"),  # type: ignore[dict-item]
-        (SlotState({"x": torch.zeros(5, device="meta")}), "'x' is on meta, the engine on cpu"),
+        (SlotState({"x": torch.zeros(4, 2)}), r"'x' must be a dense tensor \[5, ...\] .* \[4, 2\]"),
+        (SlotState({"x": torch.zeros(())}), r"'x' must be a dense tensor \[5, ...\] .* got \[\] "),
+        (SlotState({"x": [0] * 5}), "'x' must be a dense tensor .* got list"),  # type: ignore[dict-item]
+        (SlotState({"x": torch.zeros(5, device="meta")}), "on cpu, got .* on meta"),
+        (SlotState({"x": torch.zeros(5).to_sparse()}), "got .* torch.sparse_coo"),
     ],
 )
-def test_rows_are_refused(state: Any, says: str) -> None:
-    algorithm = with_member("create_future_map", lambda self, slots, device: state)()
-    with pytest.raises(ConfigError, match=says):
-        slot_rows(algorithm, 5, torch.device("cpu"))
+def test_state_per_slot_is_refused(state: Any, says: str) -> None:
+    algorithm = with_member("create_future_map", lambda self, ctx: state)()
+    with pytest.raises(ConfigError, match=says) as refused:
+        slot_tensors(algorithm, CONTEXT)
+    assert "\n" not in str(refused.value)
 
 
-def test_the_engine_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.toy_algorithms import register_toys
+def test_state_per_slot_is_taken() -> None:
+    state = SlotState({"x": torch.zeros(5), "y": torch.zeros(5, 3, dtype=torch.int64)})
+    algorithm = with_member("create_future_map", lambda self, ctx: state)()
+    assert slot_tensors(algorithm, CONTEXT) == list(state.tensors.values())
+    assert CONTEXT.padding_slot == 4
 
+
+def test_the_engine_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     register_toys()
     for caps, says in (
-        ({"kv_reserve": 1}, "kv_reserve 1 is less"),
-        ({"draft_heads": 1}, "without"),
+        ({"kv_reserve": 1}, "kv_reserve must be"),
+        ({"draft_heads": 1}, "need draft_kv"),
     ):
         monkeypatch.setattr(TOYS["TOY-LEARNER"], "caps", replace(Toy.caps, **caps))
         with pytest.raises(ConfigError, match=says):
             golden_llm("TOY-LEARNER")
     monkeypatch.undo()
     state = SlotState({"x": torch.zeros(1)})
-    monkeypatch.setattr(TOYS["TOY-LEARNER"], "create_future_map", lambda self, n, device: state)
-    with pytest.raises(ConfigError, match="must be a tensor"):
+    monkeypatch.setattr(TOYS["TOY-LEARNER"], "create_future_map", lambda self, ctx: state)
+    with pytest.raises(ConfigError, match="must be a dense tensor"):
         golden_llm("TOY-LEARNER")
 
 

@@ -1,4 +1,4 @@
-"""The table of algorithms: whose names stand in it, what packages may add, and what is refused."""
+"""The table of algorithms: built-in ones, those of packages, and the names that are refused."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_a_package_is_found_by_its_entry_point(module: Any) -> None:
     assert table.get("theirs").__name__ == "Theirs"
 
 
-@pytest.mark.parametrize("name", ["", "2fast", "a b", "-a", "a-", "a--b", "a/b", "é", "x" * 33, 7])
+@pytest.mark.parametrize("name", ["", "2fast", "a b", "-a", "a-", "a--b", "a/b", "é", 7, None])
 def test_names_are_words(name: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot be an algorithm's name"):
+    with pytest.raises(ConfigError, match="a name is letters and digits"):
         with_points().register(name, Other)
 
 
 @pytest.mark.parametrize(
-    "name", [*registry._BUILT_IN, "none", "DFlash", "eagle", "Eagle3", "NextN", "standalone"]
+    "name", [*registry.BUILT_IN, "none", "DFlash", "eagle", "Eagle3", "NextN", "standalone"]
 )
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="reserved"):
@@ -107,16 +107,16 @@ def test_reserved_names_are_refused(name: str) -> None:
 def test_a_name_is_given_once() -> None:
     table = with_points(point("THEIRS", "nowhere:Theirs"))
     table.register("MINE", Other)
-    with pytest.raises(ConfigError, match=r"MINE is registered already \(.*Other\)"):
+    with pytest.raises(ConfigError, match=r"Other has an algorithm named MINE already"):
         table.register("mine", Toy)
-    with pytest.raises(ConfigError, match=r"THEIRS comes with package acme-drafts 1\.0"):
+    with pytest.raises(ConfigError, match=r"acme-drafts 1\.0 has an algorithm named THEIRS"):
         table.register("theirs", Other)
     assert table.get("MINE") is Other
 
 
 def test_two_packages_with_one_name(caplog: pytest.LogCaptureFixture) -> None:
     table = with_points(point("TWIN", "a:A"), point("twin", "b:B", "evil-drafts"))
-    both = r"package acme-drafts 1\.0 and package evil-drafts 1\.0 each give an algorithm named"
+    both = r"package evil-drafts 1\.0: package acme-drafts 1\.0 has an algorithm named TWIN already"
     with pytest.raises(ConfigError, match=both):
         table.get("twin")
     assert "TWIN" not in table.names()
@@ -125,7 +125,7 @@ def test_two_packages_with_one_name(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_package_cannot_take_a_built_in_name(caplog: pytest.LogCaptureFixture) -> None:
     table = with_points(point("ngram", "nowhere:Theirs"))
-    assert "gives an algorithm the reserved name NGRAM" in caplog.text
+    assert "the name NGRAM is reserved" in caplog.text
     assert table.get("NGRAM").__module__ == "forerun.speculative.ngram"
 
 
@@ -134,7 +134,7 @@ BROKEN = {
     "class X(": "SyntaxError",
     "raise RuntimeError('no licence')": "RuntimeError: no licence",
     "import sys; sys.exit(3)": "SystemExit: 3",
-    "Y = 1": "has no X",
+    "Y = 1": "has no attribute 'X'",
     "X = 1": "1 is not a subclass of SpeculativeAlgorithm",
     "class X: pass": "is not a subclass of SpeculativeAlgorithm",
 }
@@ -155,7 +155,7 @@ def test_a_broken_package_troubles_only_who_asks_for_it(
     assert str(refused.value) in caplog.text
 
 
-@pytest.mark.parametrize("value", ["nowhere", "nowhere:", "nowhere:a.b", "a b:X"])
+@pytest.mark.parametrize("value", ["nowhere", "nowhere:", "nowhere:a.b", "a b:X", "sys:x.y"])
 def test_an_entry_point_that_names_no_class(value: str) -> None:
     with pytest.raises(ConfigError, match=r"BROKEN of package acme-drafts 1\.0 .* does not import"):
         with_points(point("BROKEN", value)).get("BROKEN")
@@ -164,10 +164,10 @@ def test_an_entry_point_that_names_no_class(value: str) -> None:
 def test_an_option_of_two_algorithms_is_one_flag(caplog: pytest.LogCaptureFixture) -> None:
     table = with_points(point("A", here("Other")), point("B", here("Another")))
     assert Other.options[0] in table.options()
-    assert "'speculative_other_depth' is declared by Other too" in caplog.text
+    assert "'speculative_other_depth' is declared by another algorithm too" in caplog.text
     with pytest.raises(ConfigError, match="choose another name"):
         table.get("B")
-    with pytest.raises(ConfigError, match="declared by Other too"):
+    with pytest.raises(ConfigError, match="declared by another algorithm too"):
         table.register("C", Another)
     table.register("D", type("Same", (Other,), {}))
 
@@ -178,7 +178,7 @@ def test_an_unknown_name_is_met_with_the_nearest() -> None:
 
 
 def test_every_built_in_algorithm_passes_the_checks() -> None:
-    for name in registry._BUILT_IN:
+    for name in registry.BUILT_IN:
         assert registry.get_algorithm(name.lower()) is registry.get_algorithm(name)
     settings = {setting.name for setting in EngineConfig.settings()}
     names = [option.name for option in registry.all_options()]

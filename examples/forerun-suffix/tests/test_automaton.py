@@ -11,7 +11,7 @@ from forerun_suffix.automaton import SuffixAutomaton
 
 
 def searched(text: list[int]) -> tuple[int, int]:
-    """The longest suffix with an earlier occurrence, and where the first of these ends."""
+    """The longest suffix that occurred before, and where its first occurrence ends."""
     for length in range(len(text) - 1, 0, -1):
         suffix = text[-length:]
         for end in range(length - 1, len(text) - 1):
@@ -36,10 +36,10 @@ def test_every_repetition_is_the_one_a_search_finds(few: list[int], many: list[i
 def test_a_continuation_repeats_what_followed(text: list[int], count: int) -> None:
     automaton = SuffixAutomaton()
     automaton.extend(text)
-    length, place = automaton.longest_repetition()
+    length, end = automaton.longest_repetition()
     if length:
-        grown = [*text, *automaton.continuation(place, count)]
-        period = len(text) - 1 - place
+        grown = [*text, *automaton.continuation(end, count)]
+        period = len(text) - 1 - end
         assert len(grown) == len(text) + count
         assert all(grown[i] == grown[i - period] for i in range(len(text), len(grown)))
 

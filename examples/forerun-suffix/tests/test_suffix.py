@@ -80,7 +80,7 @@ def test_widths_that_adapt(plain: list[list[list[int]]]) -> None:
     [
         ({"speculative_suffix_min_match": 0}, "speculative_suffix_min_match must be >= 1"),
         ({"speculative_suffix_max_drafts": -1}, "speculative_suffix_max_drafts must be >= 1"),
-        ({"speculative_num_draft_tokens": 4}, "set speculative_suffix_max_drafts"),
+        ({"speculative_num_draft_tokens": 4}, "Set speculative_suffix_max_drafts"),
         ({"speculative_draft_model_path": "x"}, "drop speculative_draft_model_path"),
     ],
 )

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.evals.word_problems import problems
-from forerun.speculative.base import Commit, Step, TargetOutput
+from forerun.speculative.base import ObserveInput, Phase, ProposeInput
 from forerun.speculative.registry import get_algorithm
 from forerun_twohead import TwoHead
 from forerun_twohead.heads import SHIPPED, Heads, Shape, read_shape
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_plain_decoding_in_fewer_steps(
 
 
 def test_widths_that_adapt(plain: list[list[list[int]]]) -> None:
-    """At width 1 nothing is proposed, and the hidden row is kept current all the same."""
+    """At W = 1 nothing is proposed, and the hidden state is kept up to date all the same."""
     with LLM(speculative_algorithm="TWOHEAD", **SMALL) as llm:
         widths = llm.engine.scheduler.widths
         turns = iter(range(10**6))
@@ -98,27 +98,25 @@ class NoHostReads(TorchDispatchMode):
 
 
 def test_a_step_reads_nothing_on_the_host(twohead: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph captures must not; the engine's own part of the step is not asked here."""
-    calls: list[str] = []
+    """A captured step must not; the engine's own part of it is not checked here."""
+    calls: list[Phase | None] = []
     propose, observe = TwoHead.propose, TwoHead.observe
 
-    def quiet_propose(self: TwoHead, step: Step) -> Any:
-        calls.append("propose")
+    def checked_propose(self: TwoHead, step: ProposeInput) -> Any:
+        calls.append(None)
         with NoHostReads():
             return propose(self, step)
 
-    def quiet_observe(
-        self: TwoHead, step: Step, target: TargetOutput, commit: Commit | None
-    ) -> None:
-        calls.append("prompt" if commit is None else "observe")
+    def checked_observe(self: TwoHead, step: ObserveInput) -> None:
+        calls.append(step.phase)
         with NoHostReads():
-            observe(self, step, target, commit)
+            observe(self, step)
 
-    monkeypatch.setattr(TwoHead, "propose", quiet_propose)
-    monkeypatch.setattr(TwoHead, "observe", quiet_observe)
+    monkeypatch.setattr(TwoHead, "propose", checked_propose)
+    monkeypatch.setattr(TwoHead, "observe", checked_observe)
     out = twohead.chat(PROBLEMS[0], {**GREEDY, "max_new_tokens": 8})
     assert out.finish_reason["type"] == "length"
-    assert {"propose", "observe", "prompt"} == set(calls)
+    assert set(calls) == {None, Phase.PREFILL, Phase.VERIFY}
 
 
 def test_the_heads_are_what_their_formula_says() -> None:
@@ -144,7 +142,7 @@ def test_weights_that_cannot_work(tmp_path: Path) -> None:
         save_file(weights, tmp_path / name)
         return str(tmp_path / name)
 
-    refuse("is no safetensors file", speculative_draft_model_path=str(tmp_path / "none"))
+    refuse("is not a safetensors file", speculative_draft_model_path=str(tmp_path / "none"))
     refuse("not the heads' down and up", speculative_draft_model_path=written("a", {}))
     small = Heads(Shape(2, 4, 64)).state_dict()
     refuse("hidden states of 64, the target's have 256",

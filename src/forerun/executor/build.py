@@ -36,7 +36,7 @@ from forerun.models.loader import load_target
 from forerun.platform.device import dtype_name
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
-from forerun.speculative.check import slot_rows
+from forerun.speculative.check import slot_tensors
 from forerun.speculative.registry import get_algorithm
 from forerun.speculative.simulate import SimulatedAcceptance
 
@@ -129,7 +129,7 @@ class _Builder:
                     device=settings.device,
                     dtype=settings.dtype,
                     max_positions=positions,
-                    slots=settings.limits.slots,
+                    max_running_requests=settings.limits.slots,
                 )
             )
         return model
@@ -140,7 +140,7 @@ class _Builder:
         context = SlotContext(
             limits.slots + 1, limits.chunked_prefill_size, limits.context_length, device
         )
-        tables.states += slot_rows(self.algorithm, context)
+        tables.states += slot_tensors(self.algorithm, context)
         return tables
 
     def _deferred(self) -> DeferredObserve | None:

@@ -71,7 +71,8 @@ class CompiledCpuSteps:
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         width = batch.num_verify_tokens
-        if width > 1 and not self.step.captures_drafts and self.step.algorithm.observes:
+        deferred = width == 1 and self.step.deferred is not None
+        if self.step.algorithm.observes and not (self.step.captures_drafts or deferred):
             return self._eager.decode(batch)
         draft = self._eager.propose(batch)
         bound = self._bucket(batch.kv_len_ub)

@@ -23,7 +23,7 @@ from torch import Tensor
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.plan import PrefillChunk
-from forerun.executor.step import DecodeOutput, DeviceStep, StepShape
+from forerun.executor.step import DecodeOutput, DeviceStep, PrefillOutput, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
@@ -43,7 +43,8 @@ class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # [bucket] int64, static
     draft: Draft | None  # [bucket, W - 1], static, where it is made outside of the graph
-    output: DecodeOutput  # static; `observe` is set where that runs outside of the graph
+    output: DecodeOutput  # static
+    whole: bool  # drafts are captured too; otherwise `observe` runs after every replay
     buffers: StepBuffers | None  # what attention plans on the host
     last: tuple[int, ...] | None = None  # what `slots` holds
 
@@ -53,7 +54,7 @@ class _PrefillGraph:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # [1] int64, static
     counts: Tensor  # [1] int32, static
-    sampled: Tensor  # [1] int64, static
+    output: PrefillOutput  # static; `observe` is set where that runs outside of the graph
 
 
 class CudaGraphSteps:
@@ -121,19 +122,27 @@ class CudaGraphSteps:
         step, slots = self.step, self._padding(size)
         shape = StepShape(width, self.kv_len_ub, flags)
         buffers = step.plan_buffers(size)
-        if step.captures_drafts or width == 1:
+        if step.captures_drafts:
             graph, output = self._captured(lambda: step.decode(slots, shape, None, buffers))
-            return _DecodeGraph(graph, slots, None, output, buffers)
-        draft = step.empty_draft(slots, width)
+            return _DecodeGraph(graph, slots, None, output, True, buffers)
+        draft = step.empty_draft(slots, width) if width > 1 else None
         graph, output = self._captured(lambda: step.verify(slots, shape, draft, buffers))
-        return _DecodeGraph(graph, slots, draft, output, buffers)
+        return _DecodeGraph(graph, slots, draft, output, False, buffers)
 
     def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
         step, slots = self.step, self._padding(1)
         counts = torch.ones(1, dtype=torch.int32, device=slots.device)
         shape = StepShape(count, self.kv_len_ub, flags)
-        graph, sampled = self._captured(lambda: step.prefill_padded(slots, counts, shape))
-        return _PrefillGraph(graph, slots, counts, sampled)
+
+        def prefill() -> PrefillOutput:
+            output = step.prefill_padded(slots, counts, shape)
+            if not step.captures_drafts:
+                return output
+            step.observe_prefill(output)
+            return replace(output, observe=None)
+
+        graph, output = self._captured(prefill)
+        return _PrefillGraph(graph, slots, counts, output)
 
     def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         failed: Exception | None = None
@@ -206,8 +215,9 @@ class CudaGraphSteps:
         if captured.buffers is not None:
             captured.buffers.begin(batch.lengths)
         captured.graph.replay()
-        self.step.observe(captured.output)
         output = captured.output
+        if not captured.whole:
+            self.step.observe(output)
         return DecodeOutput(output.sampled[:count], output.num_committed[:count])
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
@@ -225,7 +235,8 @@ class CudaGraphSteps:
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
         captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)
         captured.graph.replay()
-        return captured.sampled
+        self.step.observe_prefill(captured.output)
+        return captured.output.sampled
 
     def _prefill_graph(
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags

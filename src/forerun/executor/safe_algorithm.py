@@ -1,6 +1,6 @@
 """Calls an algorithm, which may be a plugin: its errors are reported and the step goes on.
 
-It can: whatever is proposed, the text is the target's own.
+It can go on because the text is the target's own, whatever is proposed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SafeAlgorithm:
                 return self._checked(self.algorithm.propose(step), shape, step.slots.device)
             except Exception as error:  # noqa: BLE001  anybody's code, and the text is not at risk
                 self._report("propose", error)
-        tokens = step.last_token.unsqueeze(1).expand(shape)
+        tokens = step.last_token.unsqueeze(1).expand(shape).contiguous()
         # The same kind of draft as always: a compiled or captured step is specialised to it.
         return Draft(tokens, torch.zeros_like(tokens) if self._trees else None)
 
@@ -73,18 +73,18 @@ class SafeAlgorithm:
             raise TypeError(f"propose must return a Draft, got {type(draft).__name__}")
         if draft.parents is not None and not self._trees:
             raise TypeError("Draft.parents is a tree; declare verify_mask=Mask.CUSTOM in SpecCaps")
-        if draft.parents is None and self._trees:
-            # A chain is a tree without branches: every step of the algorithm has the same inputs.
-            chain = torch.arange(shape[1], device=device).expand(shape)
-            draft = Draft(draft.tokens, chain)
-        for name, ids in (("tokens", draft.tokens), ("parents", draft.parents)):
-            if ids is not None or name == "tokens":
-                _check_ids(name, ids, shape, device)
-        return draft
+        tokens = _checked_ids("tokens", draft.tokens, shape, device)
+        if not self._trees:
+            return Draft(tokens)
+        if draft.parents is not None:
+            return Draft(tokens, _checked_ids("parents", draft.parents, shape, device))
+        # A chain is a tree without branches: every step of the algorithm has the same inputs.
+        return Draft(tokens, torch.arange(shape[1], device=device).repeat(shape[0], 1))
 
 
-def _check_ids(name: str, ids: object, shape: tuple[int, int], device: torch.device) -> None:
-    """
+def _checked_ids(name: str, ids: object, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """`ids`, with the elements of each request next to each other in memory.
+
     Raises:
         TypeError: not a dense int64 tensor of that shape on that device.
     """
@@ -98,3 +98,4 @@ def _check_ids(name: str, ids: object, shape: tuple[int, int], device: torch.dev
         raise TypeError(f"Draft.{name} must be a dense tensor, got {ids.layout}")
     if ids.device != device:
         raise TypeError(f"Draft.{name} must be on {device}, got {ids.device}")
+    return ids if shape[1] == 1 or ids.stride(1) == 1 else ids.contiguous()

@@ -56,7 +56,16 @@ class DecodeOutput:
 
     sampled: Tensor  # [B, W] int64: the token sampled after each verified one
     num_committed: Tensor  # [B] int32: the first so many of `sampled` are committed
-    observe: ObserveInput | None = None  # None: observed already, or deferred
+    # None: observed already, or deferred. A replay overwrites the tensors: made anew for each.
+    observe: Callable[[], ObserveInput] | None = None
+
+
+@dataclass(frozen=True)
+class PrefillOutput:
+    """What a padded prefill gave, and what the algorithm still has to observe of it."""
+
+    sampled: Tensor  # [B] int64: the first token of each request
+    observe: Callable[[], ObserveInput] | None = None  # as in `DecodeOutput`
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,11 @@ class DeviceStep:
             attention.pools.clear_pages(index)
 
     @property
+    def _shows_dummy(self) -> bool:
+        """`dummy`, unless it would be captured with the step."""
+        return self.dummy and not self.captures_drafts
+
+    @property
     def keeps_recurrent_state(self) -> bool:
         return any(each.pools.layout.has_recurrent_state for each in self._attentions)
 
@@ -206,7 +220,6 @@ class DeviceStep:
             draft = self._propose(slots, tokens, attention, shape)
         out = self._verify_and_commit(tokens, attention, shape, draft, buffers)
         self.observe(out)
-        self._mark(PhaseBoundary.COMMITTED)
         return replace(out, observe=None)
 
     def propose(
@@ -234,13 +247,14 @@ class DeviceStep:
         if draft is None:
             self._mark(PhaseBoundary.BEGIN)
             draft = self.empty_draft(slots, shape.num_verify_tokens)
-        tokens, attention = self._decode_tokens(slots, shape, buffers)
-        return self._verify_and_commit(tokens, attention, shape, draft, buffers)
+        tokens, _ = self._decode_tokens(slots, shape, buffers)
+        return self._verify_and_commit(tokens, None, shape, draft, buffers)
 
     def observe(self, out: DecodeOutput) -> None:
         """The last part of a step: what `verify` left to observe."""
         if out.observe is not None:
-            self.algorithm.observe(out.observe)
+            self.algorithm.observe(out.observe())
+        self._mark(PhaseBoundary.COMMITTED)
 
     def observe_deferred(
         self, slots: Tensor, counts: Tensor, kv_len_ub: int, buffers: StepBuffers | None = None
@@ -270,14 +284,15 @@ class DeviceStep:
                 num_committed=counts,
                 history=tables.history,
                 make_attention=_planned(attention, width),
-                dummy=self.dummy,
+                dummy=self._shows_dummy,
             )
         )
 
     def empty_draft(self, slots: Tensor, num_verify_tokens: int) -> Draft:
         """Placeholder drafts, where some must be given."""
         tokens = slots.new_zeros(slots.shape[0], num_verify_tokens - 1)
-        return Draft(tokens, torch.zeros_like(tokens) if self.caps.makes_trees else None)
+        tree = self.caps.makes_trees and num_verify_tokens > 1
+        return Draft(tokens, torch.zeros_like(tokens) if tree else None)
 
     def _mark(self, boundary: PhaseBoundary) -> None:
         if self.timer is not None:
@@ -330,7 +345,7 @@ class DeviceStep:
                 sample=partial(self._sample_draft, slots, shape.flags),
                 attention=attention,
                 host=host,
-                dummy=self.dummy,
+                dummy=self._shows_dummy,
             )
         )
 
@@ -340,14 +355,14 @@ class DeviceStep:
         flags: SamplingFlags,
         logits: Tensor,
         positions: Tensor,
-        tokens: Tensor | None = None,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
         params = self.tables.sampling.gather(slots)
-        if tokens is None or not flags.sampled:
+        if token_ids is None or not flags.sampled:
             return sample(logits, positions, params, replace(flags, min_tokens=False), invalid=0)
         # Filters would keep other tokens of a pruned vocabulary: temperature only.
         warm = params.temperature.clamp_min(1e-6)[:, None, None]
-        sampled = gumbel_argmax(logits.float() / warm, params.key[:, None], positions, tokens)
+        sampled = gumbel_argmax(logits.float() / warm, params.key[:, None], positions, token_ids)
         return torch.where(params.temperature[:, None] > 0, sampled, logits.argmax(-1))
 
     def _verify_and_commit(
@@ -358,6 +373,7 @@ class DeviceStep:
         draft: Draft,
         buffers: StepBuffers | None,
     ) -> DecodeOutput:
+        """`attention`: planned in this step already; None: `observe` runs after it, and plans."""
         self._mark(PhaseBoundary.PROPOSED)
         slots, width = tokens.slots, shape.num_verify_tokens
         tree = None if draft.parents is None else Tree.from_parents(draft.parents)
@@ -387,21 +403,25 @@ class DeviceStep:
             return DecodeOutput(sampled, num_committed)
         if not self.algorithm.observes:
             return DecodeOutput(sampled, num_committed)
-        observe = ObserveInput(
-            phase=Phase.VERIFY,
-            slots=slots,
-            start=tokens.start,
-            positions=tokens.positions,
-            q_lens=(width,) * slots.shape[0],
-            input_ids=ids.flatten(),
-            hidden_states=hidden_states,
-            aux_hidden_states=aux,
-            next_ids=committed.flatten(),
-            num_committed=num_committed,
-            history=self.tables.history,
-            make_attention=_planned(attention, width),
-            dummy=self.dummy,
-        )
+
+        def observe() -> ObserveInput:
+            own = attention or self._draft_attention(tokens, buffers)
+            return ObserveInput(
+                phase=Phase.VERIFY,
+                slots=slots,
+                start=tokens.start,
+                positions=tokens.positions,
+                q_lens=(width,) * slots.shape[0],
+                input_ids=ids.flatten(),
+                hidden_states=hidden_states,
+                aux_hidden_states=aux,
+                next_ids=committed.flatten(),
+                num_committed=num_committed,
+                history=self.tables.history,
+                make_attention=_planned(own, width),
+                dummy=self._shows_dummy,
+            )
+
         return DecodeOutput(sampled, num_committed, observe)
 
     def _verify(
@@ -478,12 +498,12 @@ class DeviceStep:
                     num_committed=tables.upload([c.num_tokens for c in chunks], torch.int32),
                     history=tables.history,
                     make_attention=_planned(self._draft_attention(tokens, None), None),
-                    dummy=self.dummy,
+                    dummy=self._shows_dummy,
                 )
             )
         return sampled
 
-    def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> Tensor:
+    def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
         """The rest of prompts of few tokens, padded to W tokens: shapes depend on (B, W) only.
 
         Padding comes after the prompt, where causal attention does not see it. Its K/V goes to the
@@ -492,12 +512,9 @@ class DeviceStep:
         Args:
             slots: [B] int64.
             counts: [B] int32: prompt tokens after the committed ones, 1 to W.
-
-        Returns:
-            [B] int64: the first sampled token of each request.
         """
         tables, width = self.tables, shape.num_verify_tokens
-        tokens, attention = self._decode_tokens(slots, shape, None)
+        tokens, _ = self._decode_tokens(slots, shape, None)
         at = tokens.positions.view(-1, width).long()
         # What a slot's last request left after this prompt may be anything.
         most = self.model.config.vocab_size - 1
@@ -514,28 +531,33 @@ class DeviceStep:
         tables.kv_len[slots] = end
         tables.kv_len[-1:].zero_()  # the padding slot
         tables.set_first_tokens(slots, end.long(), sampled)
-        if self.algorithm.observes:
-            self.algorithm.observe(
-                ObserveInput(
-                    phase=Phase.PREFILL,
-                    slots=slots,
-                    start=tokens.start,
-                    positions=tokens.positions,
-                    q_lens=(width,) * slots.shape[0],
-                    input_ids=ids,
-                    hidden_states=hidden_states,
-                    aux_hidden_states=aux,
-                    next_ids=tables.history[slots.unsqueeze(1), at + 1]
-                    .long()
-                    .flatten()
-                    .clamp(0, most),
-                    num_committed=counts,
-                    history=tables.history,
-                    make_attention=_planned(attention, width),
-                    dummy=self.dummy,
-                )
+        if not self.algorithm.observes:
+            return PrefillOutput(sampled)
+        next_ids = tables.history[slots.unsqueeze(1), at + 1].long().flatten().clamp(0, most)
+
+        def observe() -> ObserveInput:
+            return ObserveInput(
+                phase=Phase.PREFILL,
+                slots=slots,
+                start=tokens.start,
+                positions=tokens.positions,
+                q_lens=(width,) * slots.shape[0],
+                input_ids=ids,
+                hidden_states=hidden_states,
+                aux_hidden_states=aux,
+                next_ids=next_ids,
+                num_committed=counts,
+                history=tables.history,
+                make_attention=_planned(self._draft_attention(tokens, None), width),
+                dummy=self._shows_dummy,
             )
-        return sampled
+
+        return PrefillOutput(sampled, observe)
+
+    def observe_prefill(self, out: PrefillOutput) -> None:
+        """The last part of a padded prefill."""
+        if out.observe is not None:
+            self.algorithm.observe(out.observe())
 
     def _first_tokens(
         self,

@@ -1,10 +1,14 @@
-"""The extension point: what a drafting algorithm is.
+"""The interface of a drafting algorithm.
 
     propose  →  verify  →  commit  →  observe
 
 The engine runs this loop for every algorithm; plain decoding is the one that proposes nothing.
-An algorithm states its needs as values (`SpecCaps`), keeps its per-request state in slot rows,
-and never reads a device value on the host inside a step.
+An algorithm states its needs as values (`SpecCaps`) and keeps its state per request in tensors
+indexed by slot. docs/add-an-algorithm.md is the guide.
+
+Shapes: B requests; W = K + 1 tokens verified for each; T tokens in all; hidden size H; vocabulary
+V. A slot is a running request's index into everything kept per request; the padding slot, the last
+one, stands in for requests where a batch is padded.
 """
 
 from __future__ import annotations
@@ -40,23 +44,23 @@ class Option:
 class SpecCaps:
     """What an algorithm needs; the engine branches on these values, never on a name."""
 
-    num_drafts: int = 0  # K: draft tokens a step, at most
-    flexible: bool = False  # `propose` takes any W from 2 up; otherwise K + 1 only
-    kv_reserve: int = 1  # KV slots past the committed length that a step may write
+    num_drafts: int = 0  # K: most draft tokens per request and step
+    flexible: bool = False  # `propose` takes any W from 2 to K + 1; otherwise K + 1 only
+    kv_reserve: int = 1  # KV slots past the committed length that a step may write, >= K + 1
     target_layers: tuple[int, ...] = ()  # decoder layers whose output is captured (aux states)
-    draft_kv: ModelLayout | None = None
-    draft_heads: int = 0  # query heads of the draft's attention, where it has any
-    draft_attention: tuple[LayerMask, ...] = ()  # one a draft layer
-    verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` gives trees
-    tree_depth: int | None = None  # drafts on the longest path of a tree, if that is known
-    prefix_lookahead: int = 0  # 1 where draft K/V at position i depends on token i + 1
-    needs_host_tokens: bool = False  # `propose` reads `host_tokens`: no overlap, not captured
+    draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
+    draft_heads: int = 0  # query heads of the draft model's attention
+    draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
+    verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` returns trees
+    tree_depth: int | None = None  # drafts on the longest path of a tree, where known
+    prefix_lookahead: int = 0  # 1: draft K/V at position i depends on token i + 1
+    needs_host_tokens: bool = False  # `propose` reads `ProposeInput.host`: no overlap, no capture
     # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
     deferred_observe: bool = False
 
     @property
     def num_verify_tokens(self) -> int:
-        """W = K + 1: tokens verified for a request in a step, at most."""
+        """W = K + 1: most tokens verified per request and step."""
         return self.num_drafts + 1
 
     @property
@@ -66,35 +70,40 @@ class SpecCaps:
 
 @dataclass(frozen=True)
 class TargetHandle:
-    """The parts of the target that drafts share."""
+    """The parts of the target that a draft model may share."""
 
     config: ModelConfig
     embed: Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
     compute_logits: Callable[[Tensor], Tensor]  # [T, H] -> logits [T, V]
-    compute_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely ids
+    compute_argmax: Callable[[Tensor], Tensor]  # [T, H] -> [T] int64, the most likely tokens
 
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What `load` gets. Attention over the draft's own pool comes with every step."""
+    """What `load` gets. Attention over the draft's pool comes with every step."""
 
     config: EngineConfig
     caps: SpecCaps
     target: TargetHandle
     device: torch.device
     dtype: torch.dtype
-    max_positions: int  # positions a request can reach, reserve included
-    slots: int
+    max_positions: int  # positions that a request can reach, `kv_reserve` included
+    max_running_requests: int
 
 
 @dataclass(frozen=True)
 class SlotContext:
     """What `create_future_map` gets."""
 
-    slots: int  # rows to allocate: one a slot, and one for the padding slot, which is the last
-    chunked_prefill_size: int  # prompt tokens that one `observe` may hold
-    context_length: int  # tokens of prompt and output
+    slots: int  # size of the first dimension: `max_running_requests` and the padding slot
+    chunked_prefill_size: int  # most prompt tokens of one `observe`
+    context_length: int  # most tokens of a prompt and its output
     device: torch.device
+
+    @property
+    def padding_slot(self) -> int:
+        """The last slot. No request ever has it; whatever is written there is never used."""
+        return self.slots - 1
 
 
 class DraftAttention(Protocol):
@@ -105,26 +114,31 @@ class DraftAttention(Protocol):
 
 
 class Sample(Protocol):
-    """Samples tokens with the requests' own parameters and the noise the target samples with."""
+    """Samples drafts with each request's sampling parameters and the target's own noise.
 
-    def __call__(self, logits: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """A draft sampled like this agrees with the target as often as its distribution allows.
+    Noise is keyed by (seed, position): a draft sampled like this agrees with the target's token as
+    often as the two distributions overlap, and is the argmax for greedy requests.
+    """
 
+    def __call__(
+        self, logits: Tensor, positions: Tensor, token_ids: Tensor | None = None
+    ) -> Tensor:
+        """
         Args:
             logits: [B, n, V].
             positions: [B, n] integers: positions of the tokens to sample.
-            tokens: [V] int64, ids of the columns where these are not 0 … V - 1.
+            token_ids: [V] int64, the token of each column where that is not 0 … V - 1.
 
         Returns:
-            [B, n] int64 columns.
+            [B, n] int64, indices of columns.
         """
 
 
 @dataclass(frozen=True)
 class ProposeInput:
-    """The decode step that drafts are proposed for. Tensors are on the device.
+    """The decode step that drafts are proposed for. Tensors are on the device, and read-only.
 
-    Requests that fill up a batch bucket hold the padding slot, the last row of every slot table.
+    A batch that was padded ends with requests in the padding slot.
     """
 
     slots: Tensor  # [B] int64
@@ -132,16 +146,16 @@ class ProposeInput:
     positions: Tensor  # [B * W] int32: start … start + W - 1 of each request
     num_verify_tokens: int  # W >= 2; may differ from step to step (`SpecCaps.flexible`)
     last_token: Tensor  # [B] int64: the newest sampled token; its K/V is not written yet
-    history: Tensor  # [slots, positions] int32: tokens by position; row s is known up to start[s]
+    history: Tensor  # [slots, positions] int32: tokens by slot and position, known up to `start`
     sample: Sample
-    attention: DraftAttention | None  # where the algorithm has a pool
-    host: HostTokens | None  # where it declares `needs_host_tokens`
-    dummy: bool = False  # a profiling run, a capture or a measurement: no request behind it
+    attention: DraftAttention | None  # with `SpecCaps.draft_kv`
+    host: HostTokens | None  # with `SpecCaps.needs_host_tokens`
+    dummy: bool = False  # see `ObserveInput.dummy`
 
 
 @dataclass(frozen=True)
 class HostTokens:
-    """What the host knows of each request of a step."""
+    """What the host knows of the requests of a step, in the order of `slots`."""
 
     tokens: Sequence[Sequence[int]]  # prompt and output, `last_token` included
     request_ids: Sequence[str]
@@ -149,11 +163,11 @@ class HostTokens:
 
 @dataclass(frozen=True)
 class Draft:
-    """What may come next.
+    """The proposed tokens, in a chain or (`verify_mask` CUSTOM) in a tree.
 
-    `tokens` [B, W - 1] int64: in a chain, token i stands i + 1 after `last_token`. In a tree
-    (`verify_mask` CUSTOM) node 0 is `last_token`, node i + 1 is token i, and `parents` [B, W - 1]
-    int64 holds the node of each token's parent, which comes before its own.
+    `tokens` [B, W - 1] int64. In a chain, token i is proposed for position `start` + 1 + i. In a
+    tree, node 0 is `last_token` and node i + 1 is token i; `parents` [B, W - 1] int64 holds the
+    node of each token's parent, which comes before its own. None: a chain.
     """
 
     tokens: Tensor
@@ -163,33 +177,39 @@ class Draft:
 class Phase(Enum):
     """Which forward of the target is observed."""
 
-    PREFILL = "prefill"  # prompt chunks: requests have different numbers of tokens
-    VERIFY = "verify"  # a decode step of W tokens for each request
+    PREFILL = "prefill"  # prompt chunks: numbers of tokens differ between requests
+    VERIFY = "verify"  # a decode step of W >= 1 tokens per request
     DEFERRED = "deferred"  # several plain steps of each request, observed together
 
 
 @dataclass(frozen=True)
 class ObserveInput:
-    """T tokens of B requests that the target has run on, one request after the other.
+    """T tokens of B requests that the target has run on, request by request.
 
-    All per-token tensors are in order of position; those of a tree's accepted path come first.
-    The first `num_committed` tokens of a request are committed. What follows them is rejected: it
-    may be written to the draft's pool, since the next step overwrites it, but means nothing.
+    Tensors are on the device, and read-only. Per-token tensors are in order of position; in a tree
+    step the accepted path comes first, as if it had been a chain. The first `num_committed` tokens
+    of each request are committed: `input_ids` holds the text at `positions`, `next_ids` the text
+    one position further. The tokens after them were rejected, or pad a batch, and mean nothing.
+    Their K/V may be written to the draft's pool, where the next step overwrites it.
     """
 
     phase: Phase
-    slots: Tensor  # [B] int64
+    slots: Tensor  # [B] int64; a padded batch ends with requests in the padding slot
     start: Tensor  # [B] int32: position of the request's first token
     positions: Tensor  # [T] int32
-    q_lens: tuple[int, ...]  # tokens of each request; all W in VERIFY and DEFERRED
+    q_lens: tuple[int, ...]  # tokens of each request, T in all
     input_ids: Tensor  # [T] int64
     hidden_states: Tensor  # [T, H], after the final norm
-    aux_hidden_states: Tensor | None  # [T, n * H]: outputs of `target_layers`, where there are any
-    next_ids: Tensor  # [T] int64: the token after each; sampled in VERIFY
-    num_committed: Tensor  # [B] int32: 0 for padding in DEFERRED, all tokens in PREFILL
-    history: Tensor  # [slots, positions] int32
-    make_attention: Callable[[int | None], AttentionContext] | None  # where there is a draft pool
-    dummy: bool = False  # a profiling run, a capture or a measurement: no request behind it
+    aux_hidden_states: Tensor | None  # [T, n * H]: outputs of the n `target_layers`
+    next_ids: Tensor  # [T] int64: the token after each: the prompt's, or the one sampled
+    # [B] int32. PREFILL: all q_lens, or fewer where a captured prefill is padded; VERIFY: 1 … W;
+    # DEFERRED: the plain steps of each request, 0 for padding.
+    num_committed: Tensor
+    history: Tensor  # [slots, positions] int32: see `ProposeInput`
+    make_attention: Callable[[int | None], AttentionContext] | None  # with `SpecCaps.draft_kv`
+    # A profiling run or a measurement: every request is in the padding slot. Always False for
+    # algorithms that are captured with the step: a capture would keep what Python read once.
+    dummy: bool = False
 
     @property
     def last_index(self) -> Tensor:
@@ -205,53 +225,62 @@ class ObserveInput:
 
     @property
     def attention(self) -> AttentionContext:
-        """Attention of these tokens over the draft's pool, planned once a step."""
+        """Attention of these tokens over the draft's pool; planned once per step."""
         assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
         return self.make_attention(None)
 
     def token_attention(self, i: int) -> AttentionContext:
-        """Attention of token i of every request alone; in VERIFY, where all have W tokens."""
+        """Attention of token i of every request alone; where all have the same number of them."""
         assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
         return self.make_attention(i)
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """Rows an algorithm keeps per request; the engine clears them on admission."""
+    """Tensors [slots, ...] that an algorithm keeps per request.
 
-    rows: Mapping[str, Tensor] = field(default_factory=dict)  # each [slots, ...]
+    The engine zeroes a slot's part when a request is admitted to it.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class SpeculativeAlgorithm(ABC):
     """Subclass this, register it, and the engine runs it."""
 
     options: ClassVar[tuple[Option, ...]] = ()
-    bundled_draft: ClassVar[str | None] = None  # folder beside the bundled target, if one ships
+    bundled_draft: ClassVar[str | None] = None  # folder next to the bundled target, if one ships
 
     @classmethod
     @abstractmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
-        """Pure. Raises ConfigError that says the fix where the settings cannot work."""
+        """What the algorithm needs with these settings. Loads nothing.
+
+        Raises:
+            ConfigError: the settings cannot work; says how to fix them.
+        """
 
     @abstractmethod
     def load(self, ctx: DraftContext) -> None:
-        """Weights and buffers, once."""
+        """Loads weights and makes buffers. Called once."""
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
-        """The rows kept per request, `ctx.slots` of each."""
+        """Makes the tensors kept per request; `ctx.slots` is their first dimension."""
         return SlotState()
 
     def supports_target_verify_for_draft(self) -> bool:
-        """Whether drafts have fixed shapes, like the verify pass, and never read the device.
+        """Whether `propose` and `observe` can be captured with the verify pass.
 
-        True: `propose` and `observe` are captured with the step into one graph. False: they run
-        eagerly between the captured parts, with whatever shapes they like; this is slower.
+        True: their shapes follow from (B, W) alone, and they neither read the device on the host
+        nor make tensors from host values; the whole step is one graph (and is compiled as one with
+        `cpu_graph`). False: they run eagerly before and after the captured verify pass; every
+        kernel of theirs is launched anew in each step.
         """
         return False
 
     @abstractmethod
     def propose(self, step: ProposeInput) -> Draft:
-        """W - 1 tokens for every request. Not called for W = 1."""
+        """W - 1 tokens for every request. Not called where W = 1."""
 
     def observe(self, step: ObserveInput) -> None:
         """Learns from a forward of the target."""

@@ -1,15 +1,17 @@
-"""What chain drafts share: the settings, the loop, and drafts that read the target's hidden states.
+"""Chain drafts: their settings, the sampling loop, and drafts that read the target's hidden states.
 
-A chain is drawn token by token, each from the row before it, with the noise that the target draws
-with. Where the draft reads hidden states, its row at position p holds that of p and the token at
-p + 1, and predicts the token at p + 2. Then
+A chain is sampled token by token, each from the hidden state of the token before it. A draft model
+that reads the target's hidden states takes, at position p, the hidden state of p and the token at
+p + 1, and predicts the token at p + 2. Its phases are SGLang's (draft, verify, draft extend):
 
-    observe   runs the draft over all W rows at once, on the target's own hidden states. The last
-              committed row is kept: what it predicts is the next step's first draft
-    propose   draws that, then runs a row a draft, each on the hidden state that the last one gave
+    observe   draft extend: the draft model runs over all verified tokens, with the target's hidden
+              states. What it gives at the last committed token is kept: the logits of the next
+              step's first draft, and a hidden state to go on from
+    propose   samples the first draft, then runs the draft model once per further draft, each time
+              on the hidden state that it gave itself
 
-and what `propose` wrote, like what `observe` wrote past the committed rows, is overwritten by the
-next `observe`. (Draft, verify, extend: the phases of speculation in SGLang's second version.)
+K/V that `propose` wrote, and that `observe` wrote for rejected tokens, is overwritten by the next
+`observe`.
 """
 
 from __future__ import annotations
@@ -36,28 +38,28 @@ from forerun.speculative.base import (
 )
 
 NUM_STEPS = Option(
-    "speculative_num_steps", int, None, "Drafts of a chain, a step; none: the draft's own number"
+    "speculative_num_steps", int, None, "Drafts per step of a chain; none: the draft's own number"
 )
 
 
-def chain_length(config: EngineConfig, default: int) -> int:
-    """K, from the settings that can say it.
+def resolve_num_drafts(config: EngineConfig, default: int) -> int:
+    """K of a chain, from the settings that can say it.
 
     Raises:
-        ConfigError: it is not positive, two settings disagree, or something is asked of the draft
-            that chains do not do.
+        ConfigError: it is not positive, two settings disagree, or a setting asks for what chains
+            do not do.
     """
-    steps, rows = config.algorithm_options[NUM_STEPS.name], config.speculative_num_draft_tokens
+    steps, tokens = config.algorithm_options[NUM_STEPS.name], config.speculative_num_draft_tokens
     if steps is not None and steps < 1:
         raise ConfigError(f"{NUM_STEPS.name} must be >= 1, got {steps}.")
-    if rows is not None and rows < 2:
+    if tokens is not None and tokens < 2:
         raise ConfigError(
-            f"speculative_num_draft_tokens must be >= 2 (a draft and the newest token), got {rows}."
+            f"speculative_num_draft_tokens must be >= 2 (a draft and the last token), got {tokens}."
         )
-    if steps is not None and rows is not None and rows != steps + 1:
+    if steps is not None and tokens is not None and tokens != steps + 1:
         raise ConfigError(
-            f"{NUM_STEPS.name} {steps} and speculative_num_draft_tokens {rows} disagree: a chain of"
-            f" {steps} drafts verifies {steps + 1} rows; set one of them."
+            f"{NUM_STEPS.name} {steps} and speculative_num_draft_tokens {tokens} disagree: a chain"
+            f" of {steps} drafts verifies {steps + 1} tokens; set one of them."
         )
     for name, value in config.algorithm_options.items():
         if name.endswith("_topk") and value not in (None, 1):
@@ -71,43 +73,46 @@ def chain_length(config: EngineConfig, default: int) -> int:
         )
     if steps is not None:
         return int(steps)
-    return default if rows is None else rows - 1
+    return default if tokens is None else tokens - 1
 
 
-def refuse_misfit(folder: Path, what: str, of_draft: object, of_target: object) -> None:
-    """Raises ConfigError where the two differ."""
-    if of_draft != of_target:
+def check_match(folder: Path, what: str, draft: object, target: object) -> None:
+    """
+    Raises:
+        ConfigError: the draft's value is not the target's.
+    """
+    if draft != target:
         raise ConfigError(
-            f"The draft {folder} does not fit the target: its {what} is {of_draft}, the target's"
-            f" {of_target}. Use the draft that was trained for this target."
+            f"The draft {folder} does not fit the target: its {what} is {draft}, the target's"
+            f" {target}. Use the draft that was trained for this target."
         )
 
 
-def draw_chain(
+def sample_chain(
     step: ProposeInput,
     logits: Tensor,
-    run: Callable[[int, Tensor], Tensor],
-    columns: Tensor | None = None,
+    next_logits: Callable[[int, Tensor], Tensor],
+    token_ids: Tensor | None = None,
 ) -> Draft:
     """W - 1 tokens, one after another.
 
     Args:
-        logits: [B, V], for the first.
-        run: (i, token i - 1 [B]) -> logits [B, V] for token i.
-        columns: [V] int64, the target's ids of the logits' columns where these are not 0 … V - 1.
+        logits: [B, V], of token 0.
+        next_logits: (i, token i - 1 [B] int64) -> logits [B, V] of token i.
+        token_ids: [V] int64, the target's id of each column where that is not 0 … V - 1.
     """
     tokens: list[Tensor] = []
     for i in range(step.num_verify_tokens - 1):
         if i:
-            logits = run(i, tokens[-1])
-        at = (step.start + (i + 1)).unsqueeze(1)
-        drawn = step.sample(logits.unsqueeze(1), at, columns).squeeze(1)
-        tokens.append(drawn if columns is None else columns[drawn])
+            logits = next_logits(i, tokens[-1])
+        positions = (step.start + (i + 1)).unsqueeze(1)
+        sampled = step.sample(logits.unsqueeze(1), positions, token_ids).squeeze(1)
+        tokens.append(sampled if token_ids is None else token_ids[sampled])
     return Draft(torch.stack(tokens, 1))
 
 
-class HiddenDraft(Protocol):
-    """A draft model that reads a hidden state and a token a row."""
+class HiddenStateDraft(Protocol):
+    """A draft model whose input at each position is a hidden state and a token."""
 
     def forward(
         self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
@@ -115,58 +120,68 @@ class HiddenDraft(Protocol):
         """Writes K/V of T tokens.
 
         Args:
-            input_ids: [T], the tokens at `positions` + 1.
+            input_ids: [T] int64, the tokens at `positions` + 1.
             hidden_states: [T, H], at `positions`.
+            positions: [T] int32.
 
         Returns:
-            [T, H] for `compute_logits`, and [T, H], the hidden states for one position further.
+            [T, H] for `compute_logits`; [T, H], the hidden states at `positions` + 1.
         """
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[T, H] -> [T, V]."""
 
 
-class HiddenChain(SpeculativeAlgorithm):
-    """A chain over a `HiddenDraft`; a subclass says which, and what it reads of the target."""
+class HiddenStateChain(SpeculativeAlgorithm):
+    """A chain of a `HiddenStateDraft`.
 
-    def use(
-        self, draft: HiddenDraft, hidden: int, dtype: torch.dtype, columns: Tensor | None
+    A subclass loads the model (`load` calls `set_draft`) and says which hidden states of the
+    target it reads.
+    """
+
+    def set_draft(
+        self,
+        draft: HiddenStateDraft,
+        hidden_size: int,
+        dtype: torch.dtype,
+        token_ids: Tensor | None = None,
     ) -> None:
-        """For `load`. `hidden`: H of the draft; `columns` as in `draw_chain`."""
-        self._model, self._size, self._dtype, self._columns = draft, hidden, dtype, columns
+        """`hidden_size`: H of the draft; `token_ids`: as in `sample_chain`."""
+        self._model, self._hidden_size, self._dtype = draft, hidden_size, dtype
+        self._token_ids = token_ids
 
     @abstractmethod
-    def hidden(self, step: ObserveInput) -> Tensor:
-        """[T, H], what the draft's rows read where the target has run."""
+    def target_hidden_states(self, step: ObserveInput) -> Tensor:
+        """[T, H]: the draft model's input where the target has run."""
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
-        """Both results of `forward` at the last committed row."""
-        shape, device = (ctx.slots, self._size), ctx.device
-        self._normed = torch.zeros(shape, dtype=self._dtype, device=device)
-        self._further = torch.zeros(shape, dtype=self._dtype, device=device)
-        return SlotState({"normed": self._normed, "further": self._further})
+        """Both results of `forward` at the last committed token."""
+        shape = (ctx.slots, self._hidden_size)
+        self._logits_hidden = torch.zeros(shape, dtype=self._dtype, device=ctx.device)
+        self._next_hidden = torch.zeros_like(self._logits_hidden)
+        return SlotState({"logits_hidden": self._logits_hidden, "next_hidden": self._next_hidden})
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
-        h = self._further[step.slots]
+        hidden = self._next_hidden[step.slots]
 
-        def run(i: int, token: Tensor) -> Tensor:
-            """The row at `start` + i - 1 holds token i - 1, which stands one further."""
-            nonlocal h
+        def next_logits(i: int, token: Tensor) -> Tensor:
+            """Runs at `start` + i - 1, with token i - 1, which stands one further."""
+            nonlocal hidden
             assert step.attention is not None
             context = step.attention(1, i - 1)
-            normed, h = self._model.forward(token, h, step.start + (i - 1), context)
-            return self._model.compute_logits(normed)
+            out, hidden = self._model.forward(token, hidden, step.start + (i - 1), context)
+            return self._model.compute_logits(out)
 
-        first = self._model.compute_logits(self._normed[step.slots])
-        return draw_chain(step, first, run, self._columns)
+        first = self._model.compute_logits(self._logits_hidden[step.slots])
+        return sample_chain(step, first, next_logits, self._token_ids)
 
     def observe(self, step: ObserveInput) -> None:
-        normed, further = self._model.forward(
-            step.next_ids, self.hidden(step), step.positions, step.attention
+        out, following = self._model.forward(
+            step.next_ids, self.target_hidden_states(step), step.positions, step.attention
         )
         last = step.last_index
-        self._normed[step.slots] = normed[last]
-        self._further[step.slots] = further[last]
+        self._logits_hidden[step.slots] = out[last]
+        self._next_hidden[step.slots] = following[last]

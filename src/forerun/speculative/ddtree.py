@@ -1,8 +1,8 @@
 """DDTREE: the most probable prefixes of a DFLASH block, verified as one tree.
 
 A block gives a distribution at every position. The tree holds the N prefixes that are most probable
-under their product, found best first, so it is closed under parents; its expected accept length,
-if the marginals were true and independent, is the largest of all trees with N nodes.
+under the product of these, found best first: a prefix comes after its parent. If the marginals were
+exact and independent, no tree of N nodes would have a greater expected accept length.
 (arXiv 2604.12989.)
 """
 
@@ -36,7 +36,7 @@ class DDTree(DFlash):
         return replace(
             caps,
             num_drafts=budget,
-            # How much of a tree is accepted says little about a smaller one: one width, or none.
+            # The acceptance of a tree does not predict that of a smaller one: W is 1 or full.
             flexible=False,
             tree_depth=min(budget, caps.num_drafts),
             kv_reserve=max(budget + 1, caps.kv_reserve),
@@ -44,8 +44,8 @@ class DDTree(DFlash):
         )
 
     def propose(self, step: ProposeInput) -> Draft:
-        rows, nodes = self._predicting(step), step.num_verify_tokens - 1
-        logits = self._draft.compute_logits(rows)
+        nodes = step.num_verify_tokens - 1
+        logits = self._draft.compute_logits(self._run_block(step))
         logits = logits.unflatten(0, (step.slots.shape[0], -1))  # [B, depth, V]
         scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))
         return Draft(*best_first(scores, self._draft.to_target_ids(ids), nodes))
@@ -59,7 +59,7 @@ def _budget(config: EngineConfig) -> int:
         )
     if config.speculative_num_draft_tokens is not None:
         raise ConfigError(
-            "speculative_num_draft_tokens counts the rows of a chain; set speculative_ddtree_budget"
-            " (tokens of a tree) instead."
+            "speculative_num_draft_tokens counts the tokens of a chain; set"
+            " speculative_ddtree_budget (tokens of a tree) instead."
         )
     return budget

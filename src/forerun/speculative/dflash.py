@@ -1,8 +1,8 @@
 """DFLASH: a block-diffusion draft that proposes a whole block in one non-causal pass.
 
-propose: the block `[newest, MASK...]` through the draft, against context K/V made from the target's
-hidden states; one argmax a row. observe: hidden states of the rows the target just ran become
-context K/V. Rows past the committed ones may be written too; the next block overwrites them.
+propose: one pass over the block `[last_token, MASK, ...]`, which attends to context K/V; argmax at
+every token. observe: context K/V is computed from the target's hidden states of the tokens it just
+ran. K/V of rejected tokens may be written too; the next block overwrites it.
 (arXiv 2602.06036, sections 3 and 4.)
 """
 
@@ -39,7 +39,7 @@ class DFlash(SpeculativeAlgorithm):
             "speculative_dflash_block_size",
             int,
             None,
-            "Rows of a draft block; none: as trained. Smaller works, larger is refused",
+            "Tokens of a draft block; none: as trained. Smaller works, larger is refused",
         ),
     )
     bundled_draft = "draft"
@@ -77,44 +77,43 @@ class DFlash(SpeculativeAlgorithm):
             ctx.config.speculative_draft_window_size,
             ctx.config.load_format,
         )
-        self._first = 0 if config.sample_from_anchor else 1  # the first row that predicts
+        self._first = 0 if config.sample_from_anchor else 1  # first token of a block that predicts
         block = _block_size(ctx.config, config)
         mask = _mask_token(ctx.config, config, ctx.target.config)
         self._masks = torch.full((1, block - 1), mask, dtype=torch.int64, device=ctx.device)
-        self._places = torch.arange(block, dtype=torch.int32, device=ctx.device)
+        self._offsets = torch.arange(block, dtype=torch.int32, device=ctx.device)
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
-        rows = self._predicting(step)
-        best = self._draft.compute_argmax(rows)
+        best = self._draft.compute_argmax(self._run_block(step))
         return Draft(self._draft.to_target_ids(best).view(step.slots.shape[0], -1))
 
     def _depth(self, width: int) -> int:
-        """Tokens of the block that a step verifies."""
-        return min(width - 1, len(self._places) - self._first)
+        """Drafts of the block that a step of `width` tokens verifies."""
+        return min(width - 1, len(self._offsets) - self._first)
 
-    def _predicting(self, step: ProposeInput) -> Tensor:
-        """One pass over the block: hidden [B * depth, H] of the rows that predict.
+    def _run_block(self, step: ProposeInput) -> Tensor:
+        """One pass over the block: hidden states [B * depth, H] of the tokens that predict.
 
-        The block is whole however few rows the target verifies: with fewer masks behind them, all
-        rows predict worse than they were trained to.
+        The block is whole, however few tokens the target verifies: with fewer masks after them,
+        all tokens would predict worse than they were trained to.
         """
         assert step.attention is not None
-        batch, block = step.slots.shape[0], len(self._places)
+        batch, block = step.slots.shape[0], len(self._offsets)
         masks = self._masks.expand(batch, -1)
         ids = torch.cat([step.last_token.unsqueeze(1), masks], dim=1).flatten()
         positions = step.positions
         if step.num_verify_tokens != block:
-            positions = (step.start.unsqueeze(1) + self._places).flatten()
+            positions = (step.start.unsqueeze(1) + self._offsets).flatten()
         hidden = self._draft.forward(self._draft.embed(ids), positions, step.attention(block))
         end = self._first + self._depth(step.num_verify_tokens)
         return hidden.view(batch, block, -1)[:, self._first : end].flatten(0, 1)
 
     def observe(self, step: ObserveInput) -> None:
         assert step.aux_hidden_states is not None
-        # Prompt chunks are ragged and committed whole.
+        # Prompt chunks may be ragged; all of their K/V is written.
         count = None if step.phase is Phase.PREFILL else step.num_committed
         self._draft.write_context_kv(step.aux_hidden_states, step.positions, step.attention, count)
 
@@ -131,22 +130,26 @@ def _read(config: EngineConfig) -> tuple[Path, DFlashConfig]:
 
 
 def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
-    """Rows of a block: the two settings that can say it must agree, within what was trained."""
+    """Tokens of a block, from the two settings that can say it, within what was trained.
+
+    Raises:
+        ConfigError: they disagree, or the block cannot be served.
+    """
     asked = config.algorithm_options["speculative_dflash_block_size"]
-    rows = config.speculative_num_draft_tokens
-    extra = 1 if draft.sample_from_anchor else 0  # rows verified past the block
+    tokens = config.speculative_num_draft_tokens
+    extra = 1 if draft.sample_from_anchor else 0  # tokens verified past the block
     if asked is not None and asked < 1:
         raise ConfigError(f"speculative_dflash_block_size must be positive, got {asked}.")
-    if asked is not None and rows is not None and rows != asked + extra:
+    if asked is not None and tokens is not None and tokens != asked + extra:
         raise ConfigError(
-            f"speculative_dflash_block_size {asked} and speculative_num_draft_tokens {rows}"
+            f"speculative_dflash_block_size {asked} and speculative_num_draft_tokens {tokens}"
             f" disagree (expected {asked + extra}); set one of them."
         )
-    block = int(asked or (rows - extra if rows is not None else draft.block_size))
+    block = int(asked or (tokens - extra if tokens is not None else draft.block_size))
     least = 2 - extra
     if not least <= block <= draft.block_size:
         raise ConfigError(
-            f"A block of {block} rows cannot be served: the draft was trained at"
+            f"A block of {block} tokens cannot be served: the draft was trained at"
             f" {draft.block_size}; choose {least} to {draft.block_size}."
         )
     return block
@@ -161,11 +164,11 @@ def _check_fit(folder: Path, draft: DFlashConfig, target: ModelConfig) -> None:
 
     if draft.target_hidden_size != target.hidden_size:
         refuse(
-            f"its features are {len(draft.target_layer_ids)} x",
+            f"it reads hidden states of {len(draft.target_layer_ids)} x",
             draft.target_hidden_size,
             f"hidden size {target.hidden_size}",
         )
-    if draft.hidden_size != target.hidden_size:  # embedding and head are the target's
+    if draft.hidden_size != target.hidden_size:  # embedding and lm_head are the target's
         refuse("its hidden size is", draft.hidden_size, target.hidden_size)
     if draft.num_target_layers not in (None, target.num_layers):
         refuse("it was trained for layers:", draft.num_target_layers, target.num_layers)
@@ -176,7 +179,7 @@ def _check_fit(folder: Path, draft: DFlashConfig, target: ModelConfig) -> None:
 
 
 def _mask_token(config: EngineConfig, draft: DFlashConfig, target: ModelConfig) -> int:
-    """The mask id, from the number or the string of the checkpoint; both must agree."""
+    """The mask token's id, from the number or the string in the checkpoint; they must agree."""
     number, text = draft.mask_token_id, draft.mask_token
     if text is not None and not config.skip_tokenizer_init:
         known = _token_id(config, text)

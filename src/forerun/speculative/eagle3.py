@@ -1,7 +1,8 @@
-"""EAGLE3: a draft of one layer that reads the target's features (arXiv 2503.01840), as a chain.
+"""EAGLE3: a one-layer draft over hidden states of three target layers, as a chain.
 
-Its rows read fc(features) where the target has run, and further ahead the hidden state that the
-draft itself gave; see `chain.py` for the phases and `models/eagle3.py` for the layer.
+Where the target has run, the draft reads fc(auxiliary hidden states); further ahead, the hidden
+state that it gave itself. `chain.py` has the phases, `models/eagle3.py` the layer.
+(arXiv 2503.01840, section 3.1.)
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
 from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCaps
-from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
+from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
 
 DEFAULT_STEPS = 5
 
 
-class Eagle3(HiddenChain):
+class Eagle3(HiddenStateChain):
     options = (
         NUM_STEPS,
-        Option("speculative_eagle_topk", int, 1, "Tokens a draft branches into; 1, a chain"),
+        Option("speculative_eagle_topk", int, 1, "Branches per draft token; only 1, a chain"),
     )
     bundled_draft = "eagle3"
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
-        drafts = chain_length(config, _trained_steps(folder))
-        refuse_misfit(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
-        refuse_misfit(folder, "vocabulary", draft.vocab_size, target.vocab_size)
+        drafts = resolve_num_drafts(config, _trained_steps(folder))
+        check_match(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
+        check_match(folder, "vocabulary", draft.vocab_size, target.vocab_size)
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
@@ -55,11 +56,11 @@ class Eagle3(HiddenChain):
             folder, place, ctx.max_positions, ctx.target, ctx.config.load_format
         )
         offsets = self._draft.d2t
-        moved = offsets is not None and bool(offsets.any())
-        columns = self._draft.target_token_ids if moved else None
-        self.use(self._draft, config.hidden_size, ctx.dtype, columns)
+        pruned = offsets is not None and bool(offsets.any())
+        token_ids = self._draft.target_token_ids if pruned else None
+        self.set_draft(self._draft, config.hidden_size, ctx.dtype, token_ids)
 
-    def hidden(self, step: ObserveInput) -> Tensor:
+    def target_hidden_states(self, step: ObserveInput) -> Tensor:
         assert step.aux_hidden_states is not None
         return self._draft.combine_hidden_states(step.aux_hidden_states)
 
@@ -73,7 +74,7 @@ def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:
 
 
 def _trained_steps(folder: Path) -> int:
-    """Drafts a step that the checkpoint suggests (speculators), or the default."""
+    """Drafts per step that the checkpoint suggests (speculators), or the default."""
     inner = read_json(folder / "config.json").get("speculators_config") or {}
     for method in inner.get("proposal_methods") or ():
         if tokens := method.get("speculative_tokens"):

@@ -1,7 +1,12 @@
-"""NEXTN: the layer for multi-token prediction that a checkpoint brings for itself, as a chain.
+"""NEXTN: the multi-token prediction (MTP) layer of the target's own checkpoint, as a chain.
 
-Its rows read the target's last hidden state where the target has run, and further ahead their own;
-see `chain.py` for the phases and `models/nextn.py` for the layer.
+Where the target has run, the layer reads the target's last hidden state; further ahead, its own.
+`chain.py` has the phases, `models/nextn.py` the layer. The layer was trained for one token ahead:
+further drafts run it again over its own output. (DeepSeek-V3, arXiv 2412.19437, section 2.2.)
+
+Limits: the layer must be dense (Llama, Qwen2 or Qwen3 decoder layer, tensors model.layers.<N>.*).
+The checkpoints of DeepSeek-V3 (MLA), MiMo and Qwen3-Next need targets that Forerun does not run
+yet.
 """
 
 from __future__ import annotations
@@ -19,20 +24,20 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import WeightPlacement
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
-from forerun.speculative.chain import NUM_STEPS, HiddenChain, chain_length, refuse_misfit
+from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
 
-DEFAULT_STEPS = 3  # the layer was trained for one, and is run again over its own output
+DEFAULT_STEPS = 3
 
 
-class NextN(HiddenChain):
+class NextN(HiddenStateChain):
     options = (NUM_STEPS,)
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
-        model, drafts = draft.model, chain_length(config, DEFAULT_STEPS)
-        refuse_misfit(folder, "hidden size", model.hidden_size, target.hidden_size)
-        refuse_misfit(folder, "vocabulary", model.vocab_size, target.vocab_size)
+        model, drafts = draft.model, resolve_num_drafts(config, DEFAULT_STEPS)
+        check_match(folder, "hidden size", model.hidden_size, target.hidden_size)
+        check_match(folder, "vocabulary", model.vocab_size, target.vocab_size)
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
@@ -53,14 +58,14 @@ class NextN(HiddenChain):
             ctx.max_positions,
             ctx.config.load_format,
         )
-        self.use(_Shared(self._layer, ctx.target), config.model.hidden_size, ctx.dtype, None)
+        self.set_draft(_SharedEnds(self._layer, ctx.target), config.model.hidden_size, ctx.dtype)
 
-    def hidden(self, step: ObserveInput) -> Tensor:
+    def target_hidden_states(self, step: ObserveInput) -> Tensor:
         return step.hidden_states
 
 
-class _Shared:
-    """The layer between the target's embedding and the target's head."""
+class _SharedEnds:
+    """The layer between the target's embedding and the target's lm_head."""
 
     def __init__(self, layer: NextNDraft, target: TargetHandle) -> None:
         self._layer, self._embed = layer, target.embed
@@ -78,8 +83,8 @@ def _read(config: EngineConfig) -> tuple[Path, NextNConfig]:
     path = config.speculative_draft_model_path or config.model_path
     if path is None:
         raise ConfigError(
-            "The bundled model has no layer that predicts further ahead; set model_path to one that"
-            " has, or use another speculative_algorithm."
+            "The bundled model has no multi-token prediction layer; set model_path to one that has,"
+            " or use another speculative_algorithm."
         )
     folder = Path(path).expanduser()
     return folder, load_nextn_config(folder)

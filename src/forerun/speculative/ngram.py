@@ -1,9 +1,9 @@
-"""NGRAM: prompt look-up on the device. No model: the text itself is the draft.
+"""NGRAM: prompt lookup on the device, without a model.
 
-The longest recent suffix (up to `speculative_ngram_max_match` tokens) is searched in the request's
-own tokens; what followed its latest earlier occurrence is proposed. Where nothing matches, the last
-token repeated is proposed: the shape is fixed, and a wrong guess costs nothing more.
-(Prompt lookup decoding, Saxena 2023.)
+The longest suffix of the text (up to `speculative_ngram_max_match` tokens) that occurred before is
+looked up in the request's own tokens; what followed its latest occurrence is proposed. Where
+nothing matches, the last token is repeated: shapes are fixed, and a wrong draft costs no more than
+none. (Prompt lookup decoding, Saxena 2023.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 
-DEFAULT_WIDTH = 8
+DEFAULT_VERIFY_TOKENS = 8
 
 
 class Ngram(SpeculativeAlgorithm):
@@ -34,7 +34,7 @@ class Ngram(SpeculativeAlgorithm):
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
-        width = config.speculative_num_draft_tokens or DEFAULT_WIDTH
+        width = config.speculative_num_draft_tokens or DEFAULT_VERIFY_TOKENS
         if width < 2:
             raise ConfigError(
                 "speculative_num_draft_tokens must be >= 2 (a draft and the last token),"
@@ -54,35 +54,36 @@ class Ngram(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         self._min, self._max = _matches(ctx.config)
-        self._places = torch.arange(ctx.max_positions, device=ctx.device, dtype=torch.int32)
+        self._positions = torch.arange(ctx.max_positions, device=ctx.device, dtype=torch.int32)
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
         history = step.history.index_select(0, step.slots)  # [B, C] int32, known up to `start`
-        last = step.start.unsqueeze(1)  # [B, 1]: place of the newest token
-        places = self._places[: history.shape[1]].unsqueeze(0)  # [1, C]
-        length = self._match_lengths(history, last, places)
-        # Longest match first, then the latest place.
-        score = torch.where(length >= self._min, length * history.shape[1] + places, -1)
-        best, place = score.max(dim=1, keepdim=True)  # [B, 1]
-        ahead = place + 1 + torch.arange(step.num_verify_tokens - 1, device=place.device)  # [B, K]
-        # Past the newest token the match continues into the draft itself: wrap by its period.
-        period = (last - place).clamp_min(1)
-        ahead = torch.where(ahead > last, place + 1 + (ahead - place - 1) % period, ahead)
+        last = step.start.unsqueeze(1)  # [B, 1]: position of the last token
+        positions = self._positions[: history.shape[1]].unsqueeze(0)  # [1, C]
+        length = self._match_lengths(history, last, positions)
+        # Longest match first, then the latest position.
+        score = torch.where(length >= self._min, length * history.shape[1] + positions, -1)
+        best, position = score.max(dim=1, keepdim=True)  # [B, 1]
+        drafts = torch.arange(step.num_verify_tokens - 1, device=position.device)
+        ahead = position + 1 + drafts  # [B, K]
+        # Past the last token the match continues into the draft itself: wrap by its period.
+        period = (last - position).clamp_min(1)
+        ahead = torch.where(ahead > last, position + 1 + (ahead - position - 1) % period, ahead)
         tokens = history.gather(1, ahead.clamp_max(history.shape[1] - 1))
-        newest = history.gather(1, last.long())
-        return Draft(torch.where(best >= 0, tokens, newest).long())
+        last_token = history.gather(1, last.long())
+        return Draft(torch.where(best >= 0, tokens, last_token).long())
 
-    def _match_lengths(self, history: Tensor, last: Tensor, places: Tensor) -> Tensor:
-        """[B, C] int32: how many tokens ending at each place equal the newest ones."""
+    def _match_lengths(self, history: Tensor, last: Tensor, positions: Tensor) -> Tensor:
+        """[B, C] int32: how many tokens up to each position equal the last ones."""
         length = torch.zeros_like(history)
-        running = places < last  # only earlier places
+        running = positions < last  # only earlier positions
         for back in range(self._max):
             token = history.gather(1, (last - back).clamp_min(0).long())  # [B, 1]
-            shifted = torch.roll(history, back, dims=1)  # value at place - back
-            running = running & (shifted == token) & (places >= back) & (last >= back)
+            shifted = torch.roll(history, back, dims=1)  # value at position - back
+            running = running & (shifted == token) & (positions >= back) & (last >= back)
             length += running
         return length
 

@@ -1,7 +1,6 @@
 """The table of algorithms: the only place where their names stand.
 
-A name maps to a class or to "module:Class" (imported when asked). Others add theirs with
-`register_algorithm`, or in a package with the entry-point group `forerun.algorithms`:
+A plugin calls `register_algorithm`, or names its class in the entry-point group of its package:
 
     [project.entry-points."forerun.algorithms"]
     SUFFIX = "forerun_suffix:Suffix"
@@ -9,21 +8,19 @@ A name maps to a class or to "module:Class" (imported when asked). Others add th
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections import defaultdict
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from itertools import chain
 
 from forerun.core.errors import ConfigError, nearest
 from forerun.speculative.base import Option, SpeculativeAlgorithm
-from forerun.speculative.check import check_class, check_name, check_shared_options
+from forerun.speculative.check import check_class
 
 log = logging.getLogger("forerun")
 GROUP = "forerun.algorithms"
-_BUILT_IN = {
+BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
     "DFLASH": "forerun.speculative.dflash:DFlash",
     "DDTREE": "forerun.speculative.ddtree:DDTree",
@@ -32,147 +29,114 @@ _BUILT_IN = {
     "NGRAM": "forerun.speculative.ngram:Ngram",
     "STANDALONE": "forerun.speculative.standalone:Standalone",
 }
-# Not for others, though not all are here yet: users know them from SGLang.
-_RESERVED = {*_BUILT_IN, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DDTREE"}
+RESERVED = {*BUILT_IN, "EAGLE"}  # EAGLE: users know it from SGLang
+_NAME = re.compile(r"[A-Z][A-Z0-9]*([-_][A-Z0-9]+)*")
 
 Algorithm = type[SpeculativeAlgorithm]
 
 
 class Registry:
-    """The built-in algorithms, those registered by hand, and those of installed packages.
+    """Built-in algorithms, those registered by hand, and those of installed packages.
 
-    A package that is broken troubles only those who ask for it: others are warned, once.
+    A broken package is an error for those who ask for its algorithm, and one warning for others.
     """
 
     def __init__(self, built_in: Mapping[str, str], points: Iterable[EntryPoint]) -> None:
-        self._built_in = built_in
-        self._known: dict[str, Algorithm] = {}  # imported and checked
+        self._points = {name: EntryPoint(name, path, GROUP) for name, path in built_in.items()}
+        self._owners = dict.fromkeys(built_in, "Forerun")
+        self._classes: dict[str, Algorithm] = {}  # imported and checked
         self._broken: dict[str, ConfigError] = {}
-        self._points: dict[str, list[EntryPoint]] = defaultdict(list)
-        for point in points:
-            self._points[point.name.upper()].append(point)
-        for name in sorted(self._points):
+        for point in sorted(points, key=lambda point: point.name.upper()):
+            owner = f"package {point.dist.name} {point.dist.version}" if point.dist else point.value
             try:
-                self._check_point(name)
+                self._points[self._claim(point.name, owner)] = point
             except ConfigError as error:
-                self._refuse(name, error)
+                self._set_aside(point.name.upper(), error)
 
     def register(self, name: str, cls: Algorithm) -> None:
         """See `register_algorithm`."""
-        key = check_name(name)
-        if key in _RESERVED:
-            raise ConfigError(f"The name {key} is reserved; choose another name.")
-        if key in self._points:
-            raise ConfigError(
-                f"An algorithm named {key} comes with {_owners(self._points[key])} already; choose"
-                " another name, or uninstall that."
-            )
-        if key in self._known:
-            raise ConfigError(
-                f"An algorithm named {key} is registered already ({_path(self._known[key])});"
-                " choose another name."
-            )
-        self._known[key] = self._checked(key, cls)
+        check_class(name, cls, self._loaded())
+        self._classes[self._claim(name, f"{cls.__module__}.{cls.__qualname__}")] = cls
 
     def names(self) -> list[str]:
         """All that can be asked for; broken packages are not among them."""
-        names = dict.fromkeys(chain(self._built_in, self._known, sorted(self._points)))
-        return [name for name in names if name not in self._broken]
+        return [name for name in self._owners if name not in self._broken]
 
     def get(self, name: str | None) -> Algorithm:
         """See `get_algorithm`."""
         key = (name or "NONE").upper()
-        if key in self._known:
-            return self._known[key]
-        if key in self._built_in:
-            self._known[key] = check_class(key, _load(self._built_in[key]))
-        elif key in self._broken:
+        if key in self._broken:
             raise self._broken[key]
-        elif key in self._points:
-            self._known[key] = self._import(key)
-        else:
-            names = self.names()
+        if key not in self._owners:
+            known = self.names()
             raise ConfigError(
-                f"Unknown speculative_algorithm {name!r}.{nearest(str(name), names)}"
-                f" Known: {', '.join(names)}."
+                f"Unknown speculative_algorithm {name!r}.{nearest(str(name), known)}"
+                f" Known: {', '.join(known)}."
             )
-        return self._known[key]
+        if key not in self._classes:
+            others = [] if key in BUILT_IN else self._loaded()
+            self._classes[key] = check_class(key, self._import(key), others)
+        return self._classes[key]
 
     def options(self) -> list[Option]:
         """See `all_options`."""
         options: dict[str, Option] = {}
         for name in self.names():
             try:
-                cls = self.get(name)
+                options |= {option.name: option for option in self.get(name).options}
             except ConfigError as error:
-                self._refuse(name, error)
-                continue
-            options |= {option.name: option for option in cls.options}
+                self._set_aside(name, error)
         return list(options.values())
 
-    def _check_point(self, name: str) -> None:
-        """What can be said without importing it."""
-        points = self._points[name]
-        check_name(name)
-        if name in _RESERVED:
-            raise ConfigError(
-                f"{_owners(points)} gives an algorithm the reserved name {name}; its author must"
-                " choose another."
-            )
-        if len(points) > 1:
-            raise ConfigError(
-                f"{_owners(points)} each give an algorithm named {name}; uninstall one of them."
-            )
+    def _claim(self, name: object, owner: str) -> str:
+        """The name in upper case, which is `owner`'s from now on.
 
-    def _import(self, name: str) -> Algorithm:
-        point = self._points[name][0]
-        where = f"Algorithm {name} of {_owners([point])} ({point.value})"
+        Raises:
+            ConfigError: it cannot be typed on a command line, is reserved or taken.
+        """
+        key = name.upper() if isinstance(name, str) else ""
+        if not _NAME.fullmatch(key):
+            raise ConfigError(
+                f"{owner} names an algorithm {name!r}: a name is letters and digits, a letter"
+                " first, with - or _ between them."
+            )
+        if key in RESERVED:
+            raise ConfigError(f"{owner}: the name {key} is reserved; choose another.")
+        if key in self._owners:
+            raise ConfigError(
+                f"{owner}: {self._owners[key]} has an algorithm named {key} already; choose another"
+                " name, or uninstall one of the two."
+            )
+        self._owners[key] = owner
+        return key
+
+    def _import(self, name: str) -> object:
+        point = self._points[name]
         try:
-            cls = _load(point.value)
-        except (Exception, SystemExit) as error:  # anybody's code
-            log.debug("%s", where, exc_info=error)
-            why = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{where} does not import: {why}. Mend or uninstall it.") from error
-        return self._checked(name, cls)
+            return point.load()
+        except (Exception, SystemExit) as error:  # a plugin's code may raise anything
+            log.debug("algorithm %s", name, exc_info=error)
+            raise ConfigError(
+                f"Algorithm {name} of {self._owners[name]} ({point.value}) does not import:"
+                f" {type(error).__name__}: {error}. Fix or uninstall it."
+            ) from error
 
-    def _checked(self, name: str, cls: object) -> Algorithm:
-        algorithm = check_class(name, cls)
-        for built_in in self._built_in:
-            self.get(built_in)
-        check_shared_options(name, algorithm, self._known.values())
-        return algorithm
+    def _loaded(self) -> list[Algorithm]:
+        """All built-in algorithms and the plugins imported so far."""
+        for name in BUILT_IN.keys() & self._owners.keys():
+            self.get(name)
+        return list(self._classes.values())
 
-    def _refuse(self, name: str, error: ConfigError) -> None:
-        self._broken[name] = error
+    def _set_aside(self, name: str, error: ConfigError) -> None:
+        if name not in BUILT_IN:
+            self._broken[name] = error
         log.warning("%s Everything else works without it.", error)
-
-
-def _load(path: str) -> object:
-    """What "module:attribute" names."""
-    module, colon, attribute = path.partition(":")
-    if not (colon and attribute.isidentifier()):
-        raise ImportError(f'expected "module:Class", got {path!r}')
-    members = vars(importlib.import_module(module))
-    if attribute not in members:
-        raise ImportError(f"{module} has no {attribute}")
-    return members[attribute]
-
-
-def _owners(points: Iterable[EntryPoint]) -> str:
-    return " and ".join(
-        f"package {p.dist.name} {p.dist.version}" if p.dist else f"an entry point ({p.value})"
-        for p in points
-    )
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @cache
 def _registry() -> Registry:
-    """The process's own; packages are looked for once."""
-    return Registry(_BUILT_IN, entry_points(group=GROUP))
+    """That of this process; packages are looked for once."""
+    return Registry(BUILT_IN, entry_points(group=GROUP))
 
 
 def register_algorithm(name: str, cls: Algorithm) -> None:
@@ -185,7 +149,7 @@ def register_algorithm(name: str, cls: Algorithm) -> None:
 
 
 def algorithm_names() -> list[str]:
-    """All that `get_algorithm` knows, packages' algorithms last."""
+    """All that `get_algorithm` knows, plugins last."""
     return _registry().names()
 
 
@@ -199,5 +163,5 @@ def get_algorithm(name: str | None) -> Algorithm:
 
 
 def all_options() -> list[Option]:
-    """Settings declared by any algorithm. A package that is broken is left out, with a warning."""
+    """Options declared by any algorithm. A broken package is left out, with a warning."""
     return _registry().options()

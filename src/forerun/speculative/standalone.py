@@ -1,9 +1,9 @@
-"""STANDALONE: any small model that speaks the target's tokens, as a chain.
+"""STANDALONE: any small model with the target's vocabulary, as a chain.
 
-It decodes on its own, with K/V of its own: propose runs a row a draft, from the newest token on,
-and draws with the very noise that the target draws with. What it wrote for drafts that are accepted
-is what these tokens need. So observe runs one row a request, the only one that propose did not: the
-last draft's, or the newest token's where nothing was proposed. Prompts it runs as the target does.
+It decodes on its own, with K/V of its own. `propose` runs it once per draft, from `last_token` on,
+and samples with the target's noise; the K/V of accepted drafts is then in place. `observe` runs the
+one token that `propose` did not: the last draft, or `last_token` where nothing was proposed.
+Prompt chunks are run as by the target. (Leviathan et al., arXiv 2211.17192.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
-from forerun.speculative.chain import NUM_STEPS, chain_length, draw_chain
+from forerun.speculative.chain import NUM_STEPS, resolve_num_drafts, sample_chain
 
 log = logging.getLogger("forerun")
 DEFAULT_STEPS = 4
@@ -44,11 +44,11 @@ class Standalone(SpeculativeAlgorithm):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, model = _read(config)
-        drafts = chain_length(config, DEFAULT_STEPS)
+        drafts = resolve_num_drafts(config, DEFAULT_STEPS)
         _check_vocabulary(config, folder, model, target)
         if model.max_position < (context := config.context_length or target.max_position):
             log.warning(
-                "The draft %s knows %d positions of %d; past them it will seldom be right.",
+                "The draft %s was made for %d positions of %d; past them few drafts are accepted.",
                 folder, model.max_position, context,
             )  # fmt: skip
         return SpecCaps(
@@ -66,7 +66,7 @@ class Standalone(SpeculativeAlgorithm):
         self._draft = load_target(
             folder, ctx.dtype, ctx.device, ctx.config.load_format, ctx.max_positions
         )
-        self._smaller = config.vocab_size < ctx.target.config.vocab_size
+        self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
@@ -77,13 +77,13 @@ class Standalone(SpeculativeAlgorithm):
 
         def run(i: int, token: Tensor) -> Tensor:
             """[B] int64, at `start` + i -> logits [B, V]."""
-            ids, context = self._known(token), attention(1, i)
+            ids, context = self._clamped(token), attention(1, i)
             return self._draft.compute_logits(self._draft.forward(ids, step.start + i, context)[0])
 
-        return draw_chain(step, run(0, step.last_token), run)
+        return sample_chain(step, run(0, step.last_token), run)
 
     def observe(self, step: ObserveInput) -> None:
-        ids = self._known(step.input_ids)
+        ids = self._clamped(step.input_ids)
         if step.phase is not Phase.VERIFY:
             self._draft.forward(ids, step.positions, step.attention)
             return
@@ -92,9 +92,9 @@ class Standalone(SpeculativeAlgorithm):
         last = ids.view(-1, width)[:, -1].contiguous()
         self._draft.forward(last, step.start + (width - 1), step.token_attention(width - 1))
 
-    def _known(self, ids: Tensor) -> Tensor:
-        """Ids past the draft's vocabulary are padding that no tokenizer writes; any will do."""
-        return ids.clamp_max(self._draft.config.vocab_size - 1) if self._smaller else ids
+    def _clamped(self, ids: Tensor) -> Tensor:
+        """Ids past the draft's vocabulary are padding of the target's: no tokenizer makes them."""
+        return ids.clamp_max(self._draft.config.vocab_size - 1) if self._clamps_ids else ids
 
 
 # --- start-up checks ------------------------------------------------------------------------
@@ -108,14 +108,18 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     model = load_model_config(folder)
-    model_class(model)  # refuses what Forerun lacks
+    model_class(model)  # refuses unknown architectures
     return folder, model
 
 
 def _check_vocabulary(
     config: EngineConfig, folder: Path, draft: ModelConfig, target: ModelConfig
 ) -> None:
-    """The same tokens under the same ids. Padding may differ, where tokenizers can be asked."""
+    """Tokens must have the same ids. Padding may differ, where there are tokenizers to compare.
+
+    Raises:
+        ConfigError: they have not.
+    """
     sizes = f"the draft {folder} has a vocabulary of {draft.vocab_size}, the target"
     sizes += f" {target.vocab_size}"
     own = config.tokenizer_path or config.model_path
@@ -128,10 +132,10 @@ def _check_vocabulary(
         return
     theirs, ours = _vocabulary(folder), _vocabulary(Path(own).expanduser())
     if theirs != ours:
-        strange = sorted(t for t, i in (theirs.items() ^ ours.items()))[:1]
+        differing = min(token for token, _ in theirs.items() ^ ours.items())
         raise ConfigError(
             f"The tokenizer of the draft {folder} is not the target's: they have {len(theirs)} and"
-            f" {len(ours)} tokens and differ at {strange[0]!r}. Use a draft of the same family."
+            f" {len(ours)} tokens and differ at {differing!r}. Use a draft of the same family."
         )
     if max(ours.values()) >= draft.vocab_size:
         raise ConfigError(f"Not every token has an id in the draft: {sizes}. Use another draft.")

@@ -1,4 +1,4 @@
-"""SUFFIX: what followed the longest earlier occurrence of the newest tokens is drafted again."""
+"""SUFFIX: proposes what followed the longest earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from forerun_suffix.automaton import SuffixAutomaton
 
 class Suffix(SpeculativeAlgorithm):
     options = (
-        Option("speculative_suffix_min_match", int, 1, "Fewest repeated tokens worth a draft"),
-        Option("speculative_suffix_max_drafts", int, 8, "Tokens drafted a step"),
+        Option("speculative_suffix_min_match", int, 1, "Shortest repetition that is continued"),
+        Option("speculative_suffix_max_drafts", int, 8, "Drafts per step"),
     )
 
     @classmethod
@@ -34,8 +34,8 @@ class Suffix(SpeculativeAlgorithm):
                 raise ConfigError(f"{option.name} must be >= 1, got {value}.")
         if config.speculative_num_draft_tokens is not None:
             raise ConfigError(
-                "This algorithm counts drafts, not rows: set speculative_suffix_max_drafts instead"
-                " of speculative_num_draft_tokens."
+                "Set speculative_suffix_max_drafts (drafts per step) instead of"
+                " speculative_num_draft_tokens."
             )
         if config.speculative_draft_model_path is not None:
             raise ConfigError("This algorithm has no model; drop speculative_draft_model_path.")
@@ -54,7 +54,7 @@ class Suffix(SpeculativeAlgorithm):
 
     def propose(self, step: ProposeInput) -> Draft:
         assert step.host is not None
-        # Only those of this step are kept: what is missing later is made again from the tokens.
+        # Only the automata of this step's requests are kept; a missing one is built again.
         self._automata = {
             name: self._current(name, tokens)
             for name, tokens in zip(step.host.request_ids, step.host.tokens, strict=True)
@@ -64,16 +64,16 @@ class Suffix(SpeculativeAlgorithm):
         return Draft(torch.tensor(drafts, device=self._device))
 
     def _current(self, name: str, tokens: Sequence[int]) -> SuffixAutomaton:
-        """The request's automaton, with what has come since the last step."""
+        """The request's automaton, extended by the tokens since its last step."""
         automaton = self._automata.get(name)
         known = len(automaton.tokens) if automaton else 0
-        if automaton is None or automaton.tokens != list(tokens[:known]):  # a name used again
+        if automaton is None or automaton.tokens != list(tokens[:known]):  # ids may be used again
             automaton, known = SuffixAutomaton(), 0
         automaton.extend(tokens[known:])
         return automaton
 
     def _draft(self, automaton: SuffixAutomaton, count: int) -> list[int]:
-        length, place = automaton.longest_repetition()
-        if length < self._min_match:  # a guess must be made, and a wrong one costs nothing more
+        length, end = automaton.longest_repetition()
+        if length < self._min_match:  # shapes are fixed, and a wrong draft costs no more than none
             return [automaton.tokens[-1]] * count
-        return automaton.continuation(place, count)
+        return automaton.continuation(end, count)

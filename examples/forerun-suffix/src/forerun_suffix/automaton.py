@@ -1,9 +1,9 @@
-"""A suffix automaton that grows with its text. No torch, nothing of Forerun.
+"""A suffix automaton that is extended token by token. No torch, nothing of Forerun.
 
-Its states are the classes of substrings that end at the same places. The link of the state that is
-the whole text leads to its longest suffix that was seen before, and the state remembers where: so
-after every token the longest repetition is known without a search. A token costs constant time on
-average. (Blumer et al. 1985; for drafting: SAM Decoding, arXiv 2411.10666.)
+A state is a class of substrings that end at the same positions. The suffix link of the whole text's
+state leads to the longest suffix that occurred before, and each state knows where it first ended:
+so the longest repetition is known after every token without a search. Extending is amortized
+constant time per token. (Blumer et al. 1985; for drafting: SAM Decoding, arXiv 2411.10666.)
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterable
 
 
 class SuffixAutomaton:
-    """Of `tokens`, which `extend` appends to."""
+    """The automaton of `tokens`, to which `extend` appends."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        # One entry a state; state 0 is the empty string.
+        # One entry per state; state 0 is the empty string.
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]  # of the longest substring of the state
-        self._end = [-1]  # place of the last token of its first occurrence
+        self._end = [-1]  # index of the last token of its first occurrence
         self._last = 0  # the state of the whole text
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -28,23 +28,23 @@ class SuffixAutomaton:
             self._append(token)
 
     def longest_repetition(self) -> tuple[int, int]:
-        """(length, place): how many of the newest tokens stood in the text before, at most, and
-        where that ended the first time. (0, -1): the newest token is new."""
+        """(length, end) of the longest suffix that occurred before: its length, and the index at
+        which its first occurrence ends. (0, -1): the last token is new."""
         state = max(self._link[self._last], 0)
         return self._length[state], self._end[state]
 
-    def continuation(self, place: int, count: int) -> list[int]:
-        """`count` tokens behind `place`; past the end of the text, of what was just returned."""
-        out = self.tokens[place + 1 : place + 1 + count]
-        known = len(self.tokens) - place - 1
+    def continuation(self, end: int, count: int) -> list[int]:
+        """The `count` tokens after index `end`; past the end of the text, they repeat."""
+        out = self.tokens[end + 1 : end + 1 + count]
+        period = len(self.tokens) - end - 1
         while len(out) < count:
-            out.append(out[len(out) - known])
+            out.append(out[len(out) - period])
         return out
 
     def _append(self, token: int) -> None:
-        place = len(self.tokens)
+        end = len(self.tokens)
         self.tokens.append(token)
-        new = self._state({}, -1, place + 1, place)
+        new = self._state({}, -1, end + 1, end)
         state, self._last = self._last, new
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
@@ -52,8 +52,8 @@ class SuffixAutomaton:
         self._link[new] = 0 if state < 0 else self._split(state, token)
 
     def _split(self, state: int, token: int) -> int:
-        """The state of exactly `state`'s longest substring and `token`; made where it is part of
-        a longer one."""
+        """The state of `state`'s longest substring followed by `token`, split off from a longer
+        one where necessary."""
         longer = self._next[state][token]
         length = self._length[state] + 1
         if self._length[longer] == length:

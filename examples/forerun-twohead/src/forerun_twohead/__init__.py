@@ -1,10 +1,10 @@
-"""TWOHEAD: the target's last hidden state says not only the next token, but a few behind it.
+"""TWOHEAD: predicts the tokens after the next one from the target's last hidden state.
 
-propose: the hidden row that made the newest token, through the heads and the target's lm_head.
-observe: the hidden row of the last committed token is kept for the next step.
+propose: the hidden state that gave `last_token`, through the heads and the target's lm_head.
+observe: the hidden state of the last committed token is kept for the next step.
 
-Nothing is read on the host and every shape follows from the step's, so on a GPU all of it is part
-of the step's graph.
+Nothing is read on the host and all shapes follow from (B, W), so on a GPU both are captured with
+the step. (Medusa, arXiv 2401.10774, section 2.1.)
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class TwoHead(SpeculativeAlgorithm):
                 f"The heads of {path} read hidden states of {shape.hidden_size}, the target's have"
                 f" {target.hidden_size}. Train heads for this target."
             )
-        rows = config.speculative_num_draft_tokens or shape.heads + 1
-        if not 2 <= rows <= shape.heads + 1:
+        tokens = config.speculative_num_draft_tokens or shape.heads + 1
+        if not 2 <= tokens <= shape.heads + 1:
             raise ConfigError(
-                f"speculative_num_draft_tokens must be 2 to {shape.heads + 1} (a draft a head, and"
-                f" the newest token), got {rows}."
+                f"speculative_num_draft_tokens must be 2 to {shape.heads + 1} (a draft per head,"
+                f" and the last token), got {tokens}."
             )
-        return SpecCaps(num_drafts=rows - 1, flexible=True, kv_reserve=rows)
+        return SpecCaps(num_drafts=tokens - 1, flexible=True, kv_reserve=tokens)
 
     def load(self, ctx: DraftContext) -> None:
         path, self._shape = _weights(ctx.config)
@@ -64,7 +64,7 @@ class TwoHead(SpeculativeAlgorithm):
         drafts = step.num_verify_tokens - 1
         hidden = self._heads(self._hidden[step.slots], drafts)  # [B, n, H]
         logits = self._target.compute_logits(hidden.flatten(0, 1)).unflatten(0, (-1, drafts))
-        # The newest token stands at `start`, and these behind it.
+        # `last_token` is at `start`, the drafts follow.
         return Draft(step.sample(logits, step.start.unsqueeze(1) + self._ahead[:drafts]))
 
     def observe(self, step: ObserveInput) -> None:
@@ -72,11 +72,11 @@ class TwoHead(SpeculativeAlgorithm):
 
 
 def _weights(config: EngineConfig) -> tuple[Path, Shape]:
-    """The file that was named; the one that ships was trained for the bundled target."""
+    """The file that was named, or the one of the package, which fits the bundled target."""
     named = config.speculative_draft_model_path
     if named is None and config.model_path is not None:
         raise ConfigError(
-            "The heads that ship belong to the bundled target. Train some for this one (train.py)"
+            "The package's heads belong to the bundled target. Train heads for this one (train.py)"
             " and name the file with speculative_draft_model_path."
         )
     path = SHIPPED if named is None else Path(named).expanduser()

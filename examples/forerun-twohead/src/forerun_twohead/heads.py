@@ -1,7 +1,7 @@
-"""The heads: small residual blocks in front of the target's own lm_head.
+"""The heads: low-rank residual blocks in front of the target's lm_head.
 
-Head i guesses what lies i + 2 behind the row it reads, as the target's next token lies 1 behind
-it. (Medusa, arXiv 2401.10774, section 2.1, at low rank.)
+The target's own head predicts 1 position ahead of a hidden state, head i predicts i + 2 ahead.
+(Medusa, arXiv 2401.10774, section 2.1, at low rank.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Shape:
 
 
 def read_shape(path: Path) -> Shape:
-    """From the file's head, no weights read.
+    """From the file's header; reads no weights.
 
     Raises:
         ValueError: the file is missing, or holds something else.
@@ -35,7 +35,7 @@ def read_shape(path: Path) -> Shape:
             names = list(file.keys())
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
     if set(shapes) != {"down", "up"} or len(shapes["down"]) != 3:
         raise ValueError(f"{path} holds {shapes}, not the heads' down and up")
     heads, rank, hidden = shapes["down"]
@@ -45,7 +45,7 @@ def read_shape(path: Path) -> Shape:
 
 
 class Heads(torch.nn.Module):
-    """n heads of rank R on hidden rows of H."""
+    """n heads of rank R on hidden states of size H."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Heads(torch.nn.Module):
         return heads.requires_grad_(False).to(device, dtype)
 
     def forward(self, hidden: Tensor, count: int) -> Tensor:
-        """Rows [B, H] after the target's final norm -> [B, count, H], as lm_head wants them."""
+        """[B, H], after the target's final norm -> [B, count, H], the input of lm_head."""
         inner = torch.einsum("bh,nrh->bnr", hidden, self.down[:count])
         outer = torch.einsum("bnr,nhr->bnh", torch.nn.functional.silu(inner), self.up[:count])
         return hidden.unsqueeze(1) + outer
