@@ -300,6 +300,24 @@ def test_sm90_kernel(m: int, n: int, k: int, config: Sm90GemmConfig) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.parametrize("config", [Sm90GemmConfig(192), TritonGemmConfig(64, 128, 79)], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_argmax_flags_invalid_logits_on_a_gpu(config: GemmConfig, bad: float) -> None:
+    """Only the token whose logits are invalid; and all tokens where W is."""
+    torch.manual_seed(0)
+    problem = Problem(16, 5008, 640, torch.bfloat16, torch.device("cuda", 0))
+    want = g.gemm_argmax(problem.x, problem.w, config)
+    assert bool((want >= 0).all())
+    problem.x[5, 7] = bad
+    want[5] = -1
+    assert torch.equal(g.gemm_argmax(problem.x, problem.w, config), want)
+    problem.x[:, 3] = 1.0  # a positive factor: a logit of -inf is valid
+    problem.w.weight[4999, 3] = bad
+    assert g.gemm_argmax(problem.x, problem.w, config).tolist() == [-1] * 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
 @pytest.mark.parametrize(("m", "n", "k"), [(3000, 24576, 4096), (1024, 6160, 1024)])
 def test_silu_mul_of_large_m(m: int, n: int, k: int) -> None:
     problem = Problem(m, n, k, torch.bfloat16, torch.device("cuda", 0))
