@@ -1,20 +1,20 @@
-"""The rules of the house, each a function from a parsed file to what breaks it.
+"""Architecture rules, each a function from a parsed file to what breaks it.
 
-They are run over the whole package by `test_architecture.py`, which also feeds each of them a
-snippet that it must refuse.
+`test_architecture.py` runs them over the whole package, and feeds each of them a snippet that it
+must refuse.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-# An import only goes down. Packages on one line share a floor and may import each other.
-HOUSE = (
+# An import only goes down. Packages of the first and of the last layer may import each other.
+LAYERS = (
     ("core", "config", "platform", "assets"),
     ("kernels",),
     ("kvcache",),
@@ -27,16 +27,16 @@ HOUSE = (
     ("executor",),
     ("engine",),
     ("llm",),
-    ("cli", "server", "bench", "evals"),
+    ("cli", "bench", "evals"),
 )
-FLOORS = {package: floor for floor, packages in enumerate(HOUSE) for package in packages}
-FRONT = len(HOUSE) - 1  # `forerun/__init__.py` is a front door too
+LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
+TOP = len(LAYERS) - 1  # entry points; `forerun/__init__.py` is one too
 
 NO_TORCH = (
     "core/", "config/", "scheduler/", "engine/", "kvcache/pages.py", "kvcache/prefix_cache.py",
     "kvcache/radix_cache.py",
 )  # fmt: skip
-# May name algorithms: the table, an algorithm's own files (by their stem), and front doors,
+# May name algorithms: the table, an algorithm's own files (by their stem), and entry points,
 # where naming one is the user's choice.
 NAMES = re.compile(
     r"dflash|ddtree|eagle|n_?gram|medusa|next_?n|dspark|(?<![a-z])mtp(?![a-z])", re.IGNORECASE
@@ -44,17 +44,30 @@ NAMES = re.compile(
 NAMES_ALLOWED = ("speculative/registry.py",)
 OWN_FILES = ("speculative/", "models/", "kernels/")
 BUILT_ON = {"ddtree": "dflash"}  # an algorithm made from another names it
-NAMES_FRONT = ("cli/", "bench/", "evals/")
+NAMES_ENTRY = ("cli/", "bench/", "evals/")
 
 NO_PROBING = (
     "engine/", "executor/", "scheduler/", "speculative/", "sampling/", "attention/", "kvcache/",
     "layers/",
     "models/", "llm/",
 )  # fmt: skip
-STEP_CODE = ("attention/", "layers/", "models/", "sampling/", "speculative/")
-STEP_EXEMPT = ("models/loader.py", "speculative/registry.py")
-STARTUP = re.compile(r"resolve|load|_?load_\w+|_?check\w*|__init__|why_not|from_\w+")
-HOST_SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "masked_select")
+STEP_CODE = (
+    "attention/", "engine/", "executor/", "kernels/", "kvcache/", "layers/", "models/",
+    "sampling/", "speculative/",
+)  # fmt: skip
+HOST_SYNCS = (
+    "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique",
+    "unique_consecutive", "equal", "allclose", "synchronize",
+)  # fmt: skip
+# Functions of step code that wait for the device or read from it, and why they may.
+HOST_READS = {
+    "executor/device_executor.py:PendingDeviceStep.result": "fetches a step's tokens, a step later",
+    "executor/device_executor.py:StepClock.wait": "called by `result`",
+    "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
+    "executor/step_costs.py:_wait": "measures step costs at start",
+    "executor/memory.py:_reserved": "measures memory at start",
+}
+MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count
 UNSAFE_MODULES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
 
@@ -68,6 +81,12 @@ class Module:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
+
+    @property
+    def name(self) -> str:
+        """As it is imported."""
+        parts = ["forerun", *PurePosixPath(self.path).with_suffix("").parts]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
     def package(self) -> str:
@@ -90,9 +109,22 @@ class Module:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         }
 
-    def imports(self) -> Iterator[tuple[int, str]]:
+    @cached_property
+    def type_checking(self) -> set[int]:
+        """ids of the nodes under `if TYPE_CHECKING:`."""
+        blocks = (
+            statement
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            for statement in node.body
+        )
+        return {id(node) for block in blocks for node in ast.walk(block)}
+
+    def imports(self, type_checking: bool = True) -> Iterator[tuple[int, str]]:
         """(line, dotted name) of everything imported, in functions and by string as well."""
         for node in ast.walk(self.tree):
+            if not type_checking and id(node) in self.type_checking:
+                continue
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     yield node.lineno, alias.name
@@ -102,7 +134,7 @@ class Module:
                     yield node.lineno, f"{base}.{alias.name}"
             elif isinstance(node, ast.Constant) and id(node) not in self.docstrings:
                 match = re.fullmatch(r"(forerun\.(\w+)[\w.]*)(:\w+)?", str(node.value))
-                if match and match[2] in FLOORS:
+                if match and match[2] in LAYER_OF:
                     yield node.lineno, match[1]
 
     def _absolute(self, node: ast.ImportFrom) -> str:
@@ -118,26 +150,26 @@ Rule = Callable[[Module], Iterator[str]]
 
 def imports_go_down(module: Module) -> Iterator[str]:
     """DESIGN: cli … llm, engine, scheduler, speculative, sampling, models, …, core."""
-    if module.package and module.package not in FLOORS:
-        yield f"{module.path}: package {module.package!r} has no floor; add it to HOUSE"
+    if module.package and module.package not in LAYER_OF:
+        yield f"{module.path}: package {module.package!r} has no layer; add it to LAYERS"
         return
-    floor = FLOORS[module.package] if module.package else FRONT
+    layer = LAYER_OF[module.package] if module.package else TOP
     for line, name in module.imports():
         root, _, rest = name.partition(".")
         if root != "forerun":
             continue
         target = rest.partition(".")[0]
-        if target not in FLOORS:  # `from forerun import LLM`: the front
-            if target != "__version__" and floor < FRONT:
-                yield f"{module.path}:{line}: imports the package's front ({name})"
-        elif FLOORS[target] > floor or (
-            FLOORS[target] == floor and target != module.package and floor not in (0, FRONT)
+        if target not in LAYER_OF:  # `from forerun import LLM`
+            if target != "__version__" and layer < TOP:
+                yield f"{module.path}:{line}: imports an entry point ({name})"
+        elif LAYER_OF[target] > layer or (
+            LAYER_OF[target] == layer and target != module.package and layer not in (0, TOP)
         ):
             yield f"{module.path}:{line}: {module.package} may not import {target}"
 
 
 def no_torch(module: Module) -> Iterator[str]:
-    """The scheduler's side of the house decides with integers."""
+    """Host-side decisions are made with integers."""
     if module.under(NO_TORCH):
         for line, name in module.imports():
             if name.partition(".")[0] in ("torch", "triton"):
@@ -146,7 +178,7 @@ def no_torch(module: Module) -> Iterator[str]:
 
 def no_algorithm_names(module: Module) -> Iterator[str]:
     """No algorithm's name outside its own files and the registry's table."""
-    if module.path in NAMES_ALLOWED or module.under(NAMES_FRONT):
+    if module.path in NAMES_ALLOWED or module.under(NAMES_ENTRY):
         return
     own = module.stem.lower() if module.under(OWN_FILES) else ""
     own += BUILT_ON.get(own, "")
@@ -209,18 +241,100 @@ def _does_nothing(node: ast.stmt) -> bool:
 
 
 def no_host_sync(module: Module) -> Iterator[str]:
-    """Nothing in a step reads from the device; what runs once at start may."""
-    if module.under(STEP_CODE) and module.path not in STEP_EXEMPT:
-        yield from _syncs(module, module.tree)
+    """Step code neither waits for the device nor reads from it, except in `HOST_READS`."""
+    if module.under(STEP_CODE):
+        for name, line, call in host_syncs(module):
+            if name not in HOST_READS:
+                yield f"{module.path}:{line}: {call} in {name}"
 
 
-def _syncs(module: Module, node: ast.AST) -> Iterator[str]:
+def host_syncs(module: Module) -> Iterator[tuple[str, int, str]]:
+    """(path:qualified name of the function, line, call) of every host sync in a file."""
+    yield from _syncs(module.tree, f"{module.path}:")
+
+
+def _syncs(node: ast.AST, scope: str) -> Iterator[tuple[str, int, str]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef) and STARTUP.fullmatch(child.name):
+        inner = scope
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            inner = f"{scope}{'' if scope.endswith(':') else '.'}{child.name}"
+        if isinstance(child, ast.Call) and (_called(child) in HOST_SYNCS or _moves_to_cpu(child)):
+            yield scope, child.lineno, f".{_called(child)}()"
+        yield from _syncs(child, inner)
+
+
+def _moves_to_cpu(call: ast.Call) -> bool:
+    """`.to("cpu")`, by position or by keyword."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return _called(call) == "to" and any(
+        isinstance(value, ast.Constant) and value.value == "cpu" for value in given
+    )
+
+
+def small_functions(module: Module) -> Iterator[str]:
+    """A function fits a screen and takes few values; more of them are a dataclass.
+
+    Triton kernels are exempt, and so are the parameters of commands.
+    """
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_kernel(node):
             continue
-        if _called(child) in HOST_SYNCS:
-            yield f"{module.path}:{child.lineno}: .{_called(child)}()"
-        yield from _syncs(module, child)
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        first = node.body[0]
+        if ast.get_docstring(node) is not None:
+            lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+        if lines > MAX_LINES:
+            yield f"{module.path}:{node.lineno}: {node.name} has {lines} lines"
+        count = len(_parameters(node))
+        if count > MAX_PARAMETERS:
+            yield f"{module.path}:{node.lineno}: {node.name} has {count} parameters"
+
+
+def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Decorated with `jit` or `jit_no_specialize(...)` of `kernels/runtime/jit.py`."""
+    return any(
+        _names_in(decorator) & {"jit", "jit_no_specialize"} for decorator in node.decorator_list
+    )
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Without `self` and `cls`. Those of a command are options of the command line: none."""
+    args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    if any("Annotated" in _names_in(arg.annotation) for arg in args if arg.annotation):
+        return []
+    names = [arg.arg for arg in args]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def import_cycles(modules: Iterable[Module]) -> Iterator[str]:
+    """Cycles among modules, imports in functions included and those for type checking not."""
+    by_name = {module.name: module for module in modules}
+    graph = {name: _imported(module, by_name) for name, module in by_name.items()}
+    while graph:  # modules that import no other one, again and again
+        leaves = {name for name, targets in graph.items() if not targets}
+        if not leaves:
+            yield " -> ".join(_cycle(graph))
+            return
+        graph = {name: targets - leaves for name, targets in graph.items() if name not in leaves}
+
+
+def _imported(module: Module, known: Iterable[str]) -> set[str]:
+    """Modules that `module` imports; of a package, its `__init__`."""
+    found = set()
+    for _, name in module.imports(type_checking=False):
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        if name and name != module.name:
+            found.add(name)
+    return found
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Some cycle of a graph in which every module imports another one."""
+    path = [min(graph)]
+    while (target := min(graph[path[-1]])) not in path:
+        path.append(target)
+    return [*path[path.index(target) :], target]
 
 
 def no_unsafe_loading(module: Module) -> Iterator[str]:
@@ -258,4 +372,5 @@ RULES: tuple[Rule, ...] = (
     no_swallowed_errors,
     no_host_sync,
     no_unsafe_loading,
+    small_functions,
 )

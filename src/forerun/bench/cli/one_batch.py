@@ -48,10 +48,7 @@ def one_batch_command(
     repetitions: Annotated[int, typer.Option(help="Runs of each batch, both ways")] = 3,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write traces, figures and kernel tables of some decode steps (GPU)",
-        ),
+        typer.Option(metavar="DIR", help="Write traces and kernel tables of some steps (GPU)"),
     ] = None,
     as_json: AsJson = False,
     engine: Values,
@@ -98,10 +95,8 @@ def one_batch_command(
     console.print(ceilings.line(), style="dim", soft_wrap=True)
     console.print(table(results, settings.get("speculative_algorithm")))
     console.print(made_with(where), style="dim", soft_wrap=True)
-    for result in results:
-        remark = too_few(result)
-        if remark is not None:
-            console.print(remark, style="yellow", soft_wrap=True)
+    for remark in filter(None, map(too_few, results)):
+        console.print(remark, style="yellow", soft_wrap=True)
 
 
 def too_few(result: OneBatch) -> str | None:

@@ -82,36 +82,18 @@ def normal(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
-def kernel_cases(tokens: int) -> dict[str, tuple[Run, Run, int]]:
-    """Name -> (kernel, reference, bytes moved)."""
+Cases = dict[str, tuple[Run, Run, int]]  # name -> (kernel, reference, bytes moved)
+
+
+def kernel_cases(tokens: int) -> Cases:
+    """Kernels of a decode step."""
+    return _norm_cases(tokens) | _qkv_cases(tokens) | _step_cases(tokens)
+
+
+def _norm_cases(tokens: int) -> Cases:
     x, residual, weight = normal(tokens, H), normal(tokens, H), normal(H)
     partials = normal(4, tokens, H, dtype=torch.float32)
-    gate_up, qkv_out = normal(tokens, 2 * INNER), normal(tokens, (HEADS + 2 * KV_HEADS) * DIM)
-    context = normal(tokens, 2 * DRAFT_LAYERS * KV_HEADS * DIM)
-    logits = normal(tokens, VOCAB)
-    table = Rope(RopeConfig(theta=1e6), DIM, 2048, DTYPE, DEVICE).table
-    positions = torch.randint(0, 2048, (tokens,), device=DEVICE, dtype=torch.int32)
-    pages = -(-tokens // PAGE) + 1
-    kv_slots = torch.randperm(pages * PAGE, device=DEVICE)[:tokens]
-    pool = torch.zeros(2, DRAFT_LAYERS, pages, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE)
-    keys = normal(DRAFT_LAYERS, DIM)
-    norms, layer_norms = qkv.HeadNorms(keys[0], keys[1], EPS), qkv.HeadNorms(keys[0], keys, EPS)
-    rope = qkv.RopePositions(table, positions)
-    one_layer = (HEADS, norms, rope, kv_slots, pool[0, 0], pool[1, 0])
-    all_layers = (layer_norms, rope, kv_slots, pool)
-    batch = max(1, tokens // WIDTH)
-    sampled = torch.zeros(batch, WIDTH, dtype=torch.int64, device=DEVICE)
-    slots = torch.arange(batch, device=DEVICE)
-    start = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-    state = accept.SlotState(
-        torch.zeros(batch + 1, dtype=torch.int32, device=DEVICE),
-        torch.zeros(batch + 1, dtype=torch.int64, device=DEVICE),
-        torch.zeros(batch + 1, 4096, dtype=torch.int32, device=DEVICE),
-    )
-    step = (sampled[:, 1:], sampled, slots, start, state)
-    simulated = SimulatedAcceptance.of(6.5, WIDTH, batch + 1, DEVICE)
-    page_table = torch.zeros(batch + 1, 2560, dtype=torch.int32, device=DEVICE)
-    tables = (slots, state.kv_len, state.last_token, page_table, WIDTH, PAGE, 2560 * PAGE)
+    gate_up = normal(tokens, 2 * INNER)
     return {
         "norm": (
             lambda: norm.rms_norm(x, weight, EPS),
@@ -133,6 +115,23 @@ def kernel_cases(tokens: int) -> dict[str, tuple[Run, Run, int]]:
             lambda: activation.silu_mul_ref(gate_up, DTYPE),
             gate_up.nbytes * 3 // 2,
         ),
+    }
+
+
+def _qkv_cases(tokens: int) -> Cases:
+    qkv_out = normal(tokens, (HEADS + 2 * KV_HEADS) * DIM)
+    context = normal(tokens, 2 * DRAFT_LAYERS * KV_HEADS * DIM)
+    table = Rope(RopeConfig(theta=1e6), DIM, 2048, DTYPE, DEVICE).table
+    positions = torch.randint(0, 2048, (tokens,), device=DEVICE, dtype=torch.int32)
+    pages = -(-tokens // PAGE) + 1
+    kv_slots = torch.randperm(pages * PAGE, device=DEVICE)[:tokens]
+    pool = torch.zeros(2, DRAFT_LAYERS, pages, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE)
+    keys = normal(DRAFT_LAYERS, DIM)
+    norms, layer_norms = qkv.HeadNorms(keys[0], keys[1], EPS), qkv.HeadNorms(keys[0], keys, EPS)
+    rope = qkv.RopePositions(table, positions)
+    one_layer = (HEADS, norms, rope, kv_slots, pool[0, 0], pool[1, 0])
+    all_layers = (layer_norms, rope, kv_slots, pool)
+    return {
         "QK-norm + RoPE + write": (
             lambda: qkv.qk_norm_rope_write(qkv_out, *one_layer),
             lambda: qkv.qk_norm_rope_write_ref(qkv_out, *one_layer),
@@ -143,6 +142,25 @@ def kernel_cases(tokens: int) -> dict[str, tuple[Run, Run, int]]:
             lambda: qkv.kv_norm_rope_write_ref(context, *all_layers),
             2 * context.nbytes,
         ),
+    }
+
+
+def _step_cases(tokens: int) -> Cases:
+    logits = normal(tokens, VOCAB)
+    batch = max(1, tokens // WIDTH)
+    sampled = torch.zeros(batch, WIDTH, dtype=torch.int64, device=DEVICE)
+    slots = torch.arange(batch, device=DEVICE)
+    start = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+    state = accept.SlotState(
+        torch.zeros(batch + 1, dtype=torch.int32, device=DEVICE),
+        torch.zeros(batch + 1, dtype=torch.int64, device=DEVICE),
+        torch.zeros(batch + 1, 4096, dtype=torch.int32, device=DEVICE),
+    )
+    step = (sampled[:, 1:], sampled, slots, start, state)
+    simulated = SimulatedAcceptance.of(6.5, WIDTH, batch + 1, DEVICE)
+    page_table = torch.zeros(batch + 1, 2560, dtype=torch.int32, device=DEVICE)
+    tables = (slots, state.kv_len, state.last_token, page_table, WIDTH, PAGE, 2560 * PAGE)
+    return {
         "argmax": (
             lambda: argmax.argmax(logits),
             lambda: argmax.argmax_ref(logits),

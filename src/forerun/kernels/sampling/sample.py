@@ -93,11 +93,7 @@ def sample_tokens(
     def scratch(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=logits.device)
 
-    group_max = scratch(num_groups, torch.float32)
-    _group_max[grid](
-        logits, group_max, vocab, logits.stride(0), num_groups, parts.part_size,
-        GROUP_SIZE=GROUP_SIZE, BLOCK=BLOCK, num_warps=warps, **options,
-    )  # fmt: skip
+    group_max = _group_maxima(logits, parts)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     max_logit, threshold = scratch(1, torch.float32), scratch(2, torch.int32)
     search = TopPScratch.of(logits, parts.num_parts) if top_p else None
@@ -136,6 +132,19 @@ def sample_tokens(
         PENDING=PENDING, FILTERED=filtered, BLOCK=parts.max_parts, num_warps=1, **options,
     )  # fmt: skip
     return out
+
+
+def _group_maxima(logits: Tensor, parts: RowParts) -> Tensor:
+    """[R, groups of `GROUP_SIZE` tokens] float32, the largest logit of each."""
+    rows, vocab = logits.shape
+    num_groups = triton.cdiv(vocab, GROUP_SIZE)
+    maxima = torch.empty(rows, num_groups, dtype=torch.float32, device=logits.device)
+    _group_max[rows, parts.num_parts](
+        logits, maxima, vocab, logits.stride(0), num_groups, parts.part_size,
+        GROUP_SIZE=GROUP_SIZE, BLOCK=BLOCK, num_warps=vector_warps(BLOCK, logits),
+        **pdl_options(logits),
+    )  # fmt: skip
+    return maxima
 
 
 @jit
