@@ -1,0 +1,91 @@
+"""What the documentation names exists: flags, parameters, figures, errors, links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import typer
+
+from forerun import SamplingParams
+from forerun.cli.flags import engine_flags
+from forerun.cli.main import COMMANDS, build_app, run
+from forerun.core.request import Request
+from forerun.llm.output import meta_info
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def listed(first_word: str) -> list[str]:
+    """The words of the README's lists in backticks that begin with `first_word`."""
+    paragraph = README[README.index(f"{first_word}: `") :].partition("\n\n")[0]
+    return [word for span in re.findall(r"`(.*?)`", paragraph, re.DOTALL) for word in span.split()]
+
+
+def flags_of(command: str) -> set[str]:
+    def walk(node: object) -> Iterator[str]:
+        yield from (name for p in vars(node)["params"] for name in p.opts if name[:2] == "--")
+        for child in vars(node).get("commands", {}).values():
+            yield from walk(child)
+
+    return set(walk(typer.main.get_command(build_app(command))))
+
+
+def test_the_readme_lists_every_engine_flag() -> None:
+    spelled = {f"--no-{f.spelling[2:]}" if f.is_on else f.spelling for f in engine_flags()}
+    assert sorted(listed("Flags")) == sorted(spelled)
+
+
+def test_the_readme_lists_every_sampling_parameter() -> None:
+    names = listed("Sampling parameters")
+    assert sorted(names) == sorted(spec.name for spec in fields(SamplingParams))
+
+
+def test_the_readme_lists_the_keys_of_meta_info() -> None:
+    request = Request("r", (1,), SamplingParams(), seed=0, stop_ids=frozenset())
+    assert sorted(listed("`meta_info`")) == sorted(["meta_info", *meta_info(request)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_flags_in_commands_exist(page: Path) -> None:
+    """Lines that begin with `forerun <command>`, in blocks, tables and sentences."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    known = {command: flags_of(command) for command in COMMANDS}
+    for command, rest in re.findall(r"\bforerun (\w+)\b([^`\n#|]*)", text):
+        if command in known and "--page-siz 4" not in rest:
+            unknown = set(re.findall(r"(?<!\S)--[\w-]+", rest)) - known[command] - {"--help"}
+            plugins = {flag for flag in unknown if "-suffix-" in flag}  # of the example package
+            assert not unknown - plugins, f"forerun {command}{rest}"
+
+
+def test_errors_in_the_readme_are_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    for part in block.removeprefix("$ forerun ").split("$ forerun "):
+        line, _, printed = part.partition("\n")
+        assert run(line.split()) == 2
+        assert capsys.readouterr().err == printed
+
+
+def anchors(page: Path) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
