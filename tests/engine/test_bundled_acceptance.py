@@ -10,7 +10,7 @@ from forerun.evals.word_problems import extract_answer, problems
 # Shares of verify steps that accepted draft 1, 2, 3 ... (157 and 330 steps, float32, greedy).
 WORDS = (0.975, 0.962, 0.936, 0.892, 0.885, 0.841, 0.803, 0.764)
 PYTHON = (0.582, 0.355, 0.212, 0.106, 0.045)
-SLACK = 0.02  # another CPU may round a near tie the other way: a few steps of some hundred
+TOLERANCE = 0.02  # another CPU may round a near tie differently in a few steps of some hundred
 
 
 def shares(outputs: list[RequestOutput], positions: int) -> list[float]:
@@ -20,7 +20,7 @@ def shares(outputs: list[RequestOutput], positions: int) -> list[float]:
 
 
 def close(got: list[float], pinned: tuple[float, ...]) -> bool:
-    return all(abs(a - b) <= SLACK for a, b in zip(got, pinned, strict=True))
+    return all(abs(a - b) <= TOLERANCE for a, b in zip(got, pinned, strict=True))
 
 
 def test_acceptance_and_answers_of_the_bundled_pair() -> None:

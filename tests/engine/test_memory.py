@@ -12,7 +12,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor import attention_setup, build, memory
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.memory import SLACK, KVDemand, MemoryLog, ProfilingRun, kv_budget
+from forerun.executor.memory import RESERVED_BYTES, KVDemand, MemoryLog, ProfilingRun, kv_budget
 from forerun.kvcache.layouts import ModelLayout
 from tests.golden_engine import CASES, golden_llm
 
@@ -21,7 +21,7 @@ LAYOUTS = [
     ModelLayout.dense(36, 8, 128, torch.bfloat16),
     ModelLayout.dense(5, 8, 128, torch.bfloat16),
 ]
-DEMAND = KVDemand(LAYOUTS, 16, tokens_wanted=10**9, tokens_least=17)
+DEMAND = KVDemand(LAYOUTS, 16, max_tokens=10**9, min_tokens=17)
 CELL = DEMAND.token_bytes
 
 
@@ -43,7 +43,7 @@ def test_steps_and_graphs_get_what_they_need(monkeypatch: pytest.MonkeyPatch) ->
     seen = ProfilingRun(activations=12 * GIB, graphs=3 * GIB)
     for share in (0.85, 0.95):
         got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=share)
-        assert got * CELL == pytest.approx(45 * GIB - SLACK, abs=33 * CELL)
+        assert got * CELL == pytest.approx(45 * GIB - RESERVED_BYTES, abs=33 * CELL)
     with pytest.raises(ConfigError, match=r"holds 0 tokens .* raise mem_fraction_static"):
         tokens(15 * GIB, 80 * GIB, seen, monkeypatch)
 
@@ -139,7 +139,7 @@ def test_room_for_graphs_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "profile_run", spy)
     with golden_llm("DFLASH", device="cuda", max_running_requests=64) as llm:
         took = llm.explain()["memory_bytes"]["graphs"]
-    assert took - SLACK < seen[0].graphs < 2 * took + SLACK
+    assert took - RESERVED_BYTES < seen[0].graphs < 2 * took + RESERVED_BYTES
 
 
 @pytest.mark.gpu

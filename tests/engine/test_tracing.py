@@ -194,8 +194,8 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ("http://a.example/otlp/v1/traces", "http://a.example/otlp/v1/traces"),
     ],
 )
-def test_http_wants_a_whole_url(endpoint: str, url: str) -> None:
-    assert tracing.whole_url(endpoint) == url
+def test_http_wants_a_traces_url(endpoint: str, url: str) -> None:
+    assert tracing.traces_url(endpoint) == url
 
 
 def test_the_offset_is_the_least_of_two_windows() -> None:

@@ -1,6 +1,6 @@
-"""The engine's settings: one frozen dataclass, from which the command-line flags are made.
+"""The engine's settings: one frozen dataclass, from which command-line flags are generated.
 
-Every field is a keyword of `LLM(...)` and, with dashes, a flag. Names are SGLang's.
+Every field is a keyword of `LLM(...)` and, with dashes, a flag. Names follow SGLang.
 """
 
 from __future__ import annotations
@@ -21,107 +21,109 @@ def _setting(default: Any, help: str, choices: tuple[Any, ...] = ()) -> Any:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """As the user gave it; what depends on the model or the machine is resolved by the engine."""
+    """Settings as given by the user. `executor/resolve.py` fills in what depends on the model or
+    the machine."""
 
     model_path: str | None = _setting(
         None,
-        "Target: a Hugging Face folder, or org/name[@revision] on the Hub; none: the bundled one",
+        "Target model: a folder or org/name[@revision] on the Hugging Face Hub; default: the"
+        " bundled model",
     )
     tokenizer_path: str | None = _setting(
-        None, "Folder or org/name[@revision] of the tokenizer, if not the model's"
+        None, "Tokenizer: a folder or org/name[@revision]; default: the model's"
     )
-    skip_tokenizer_init: bool = _setting(False, "Work on token ids alone")
+    skip_tokenizer_init: bool = _setting(False, "Load no tokenizer; input and output are token ids")
     load_format: str = _setting(
         "auto",
-        "Weights from safetensors, or random where a config is enough (dummy: as SGLang and vLLM"
-        " fill theirs; dummy_normal: like an untrained model)",
+        "auto: safetensors; dummy: random weights as in SGLang and vLLM; dummy_normal: random"
+        " weights like those of an untrained model",
         ("auto", "dummy", "dummy_normal"),
     )
     dtype: str = _setting(
         "auto",
-        "Of weights and K/V; auto: the checkpoint's, float32 where the CPU lacks fast bfloat16",
+        "Dtype of weights; auto: the checkpoint's, or float32 where bfloat16 is slow",
         ("auto", "bfloat16", "float32"),
     )
     kv_cache_dtype: str = _setting(
         "auto",
-        "Of stored K/V, target and draft; auto: dtype's. fp8_e4m3 holds twice the tokens",
+        "Dtype of the K/V cache, target and draft; auto: as dtype. fp8_e4m3 holds twice the tokens"
+        " of bfloat16",
         ("auto", "bfloat16", "float32", "fp8_e4m3"),
     )
-    device: str = _setting("auto", "auto, cpu, or cuda (NVIDIA and AMD), with an index if wanted")
-    context_length: int | None = _setting(None, "Tokens of prompt and output; none: the model's")
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:N (NVIDIA and AMD)")
+    context_length: int | None = _setting(
+        None, "Maximum tokens of prompt and output; default: the model's"
+    )
     page_size: int | None = _setting(
         None,
-        "Tokens per K/V page; none: what the attention backend prefers",
+        "Tokens per K/V page; default: the attention backends' preference",
         (1, 16, 32, 64, 128, 256),
     )
     mem_fraction_static: float = _setting(
-        0.85,
-        "Fraction of the device's memory for weights and K/V (on a CPU, K/V takes at most 4 GiB)",
+        0.85, "Fraction of device memory for weights and K/V cache (at most 4 GiB of K/V on a CPU)"
     )
-    max_total_tokens: int | None = _setting(
-        None, "Capacity of the K/V pools in tokens; none: from memory"
-    )
-    max_running_requests: int | None = _setting(None, "Slots; none: 256 on a GPU, 32 on a CPU")
-    chunked_prefill_size: int = _setting(2048, "Prompt tokens per step, over all requests")
-    disable_radix_cache: bool = _setting(False, "Do not share the K/V of common prefixes")
+    max_total_tokens: int | None = _setting(None, "Tokens in the K/V cache; default: from memory")
+    max_running_requests: int | None = _setting(None, "Default: 256 on a GPU, 32 on a CPU")
+    chunked_prefill_size: int = _setting(2048, "Maximum prompt tokens per step")
+    disable_radix_cache: bool = _setting(False, "Disable the prefix cache")
     max_state_snapshots: int | None = _setting(
-        None, "Recurrent states the prefix cache keeps; none: from memory. 0: no prefix is shared"
+        None, "Recurrent states in the prefix cache; default: from memory. 0: no prefix is shared"
     )
-    attention_backend: str | None = _setting(
-        None, "Of the target; none: the fastest that supports it"
-    )
+    attention_backend: str | None = _setting(None, "For the target; default: the fastest supported")
     prefill_attention_backend: str | None = _setting(
-        None, "Of the target's prompts; none: attention_backend"
+        None, "For the target's prefill; default: attention_backend"
     )
     decode_attention_backend: str | None = _setting(
-        None, "Of the target's decode and verify steps; none: attention_backend"
+        None, "For the target's decode and verify steps; default: attention_backend"
     )
-    disable_cuda_graph: bool = _setting(False, "Launch the kernels of a step one by one")
+    disable_cuda_graph: bool = _setting(False, "Run steps without CUDA graphs")
     cuda_graph_max_bs: int | None = _setting(
-        None, "Largest batch size captured as a CUDA graph; none: max_running_requests, at most 256"
+        None, "Largest captured batch size; default: max_running_requests, at most 256"
     )
-    cpu_graph: bool = _setting(False, "On a CPU: compile the decode step (needs a C++ compiler)")
+    cpu_graph: bool = _setting(False, "Compile decode steps on a CPU (needs a C++ compiler)")
     disable_overlap_schedule: bool = _setting(
-        False, "Wait for each step's result before the next is scheduled"
+        False, "Wait for the result of each step before scheduling the next one"
     )
-    enable_trace: bool = _setting(False, "OpenTelemetry spans of requests and their steps")
+    enable_trace: bool = _setting(False, "Export OpenTelemetry spans of requests and steps")
     otlp_traces_endpoint: str = _setting(
-        "localhost:4317", "OTLP collector that spans are sent to (gRPC)"
+        "localhost:4317", "OTLP collector (gRPC, unless OTEL_EXPORTER_OTLP_PROTOCOL says HTTP)"
     )
-    random_seed: int = _setting(0, "Seeds the requests without a sampling_seed")
+    random_seed: int = _setting(0, "Seed of requests without a sampling_seed")
     log_level: str = _setting(
-        "warning", "Python's logging level", ("debug", "info", "warning", "error", "critical")
+        "warning", "Level of Python's logging", ("debug", "info", "warning", "error", "critical")
     )
-    speculative_algorithm: str | None = _setting(None, "How to draft; none: plain decoding")
+    speculative_algorithm: str | None = _setting(
+        None, "Drafting algorithm; default: plain decoding"
+    )
     speculative_draft_model_path: str | None = _setting(
-        None, "Folder or org/name[@revision] of the draft model"
+        None, "Draft model: a folder or org/name[@revision]"
     )
     speculative_num_draft_tokens: int | None = _setting(
-        None, "Tokens verified per request and step: drafts + 1; none: the draft's own"
+        None, "Tokens verified per request and step (drafts + 1); default: the algorithm's"
     )
     speculative_draft_window_size: int | None = _setting(
-        None, "Context positions the draft attends to; none: all"
+        None, "Context tokens that the draft attends to; default: all"
     )
     speculative_draft_attention_backend: str | None = _setting(
-        None, "Of the draft; none: the fastest that supports it"
+        None, "For the draft; default: the fastest supported"
     )
     speculative_simulate_accept_length: float | None = _setting(
         None, "Benchmarks only: simulate this mean accept length; drafts and verification still run"
     )
     speculative_adaptive: bool = _setting(
-        True, "Choose for every step how many tokens it verifies, down to plain decoding"
+        True, "Choose the number of verified tokens per step by expected throughput"
     )
     speculative_fallback: bool = _setting(
-        False, "Go on with plain decoding when the algorithm fails; otherwise its requests end"
+        False, "Continue with plain decoding if the algorithm fails, instead of aborting requests"
     )
-    # Options that algorithms declare themselves, by name.
+    # Options declared by the algorithm, by name.
     algorithm_options: Mapping[str, Any] = field(default_factory=dict, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e5m2":
             raise ConfigError(
-                "kv_cache_dtype fp8_e5m2 is not supported: two bits of mantissa lose more of K/V"
-                " than its range wins; use fp8_e4m3."
+                "kv_cache_dtype fp8_e5m2 is not supported: its two mantissa bits are too few for"
+                " K/V; use fp8_e4m3."
             )
         self._check_types()
         for spec in self.settings():
@@ -159,15 +161,15 @@ class EngineConfig:
 
     @classmethod
     def settings(cls) -> list[Field[Any]]:
-        """The fields that are keywords and flags."""
+        """Fields that are keywords and flags."""
         return [f for f in fields(cls) if not f.metadata.get("hidden")]
 
     @classmethod
     def of(cls, values: Mapping[str, Any], options: Mapping[str, Any]) -> EngineConfig:
-        """Sorts keywords into settings and algorithm options (name → default).
+        """From keywords, each a setting or one of the algorithm's options (name → default).
 
         Raises:
-            ConfigError: an unknown keyword, with the nearest known one.
+            ConfigError: unknown keyword; the message suggests the nearest known one.
         """
         known = [f.name for f in cls.settings()]
         chosen = dict(options)

@@ -1,4 +1,4 @@
-"""A model's shape, read once from its Hugging Face `config.json`."""
+"""Model configs, read from Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding; `scaling` as in transformers ("default", "linear", "llama3")."""
+    """Rotary embedding. `scaling` is "default", "linear" or "llama3", as in transformers."""
 
     theta: float = 10000.0
     scaling: str = "default"
@@ -25,7 +25,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What every layer needs to know, the same fields for every family."""
+    """Fields that all model families share."""
 
     architecture: str
     vocab_size: int
@@ -44,13 +44,17 @@ class ModelConfig:
     mlp_bias: bool
     dtype: str  # of the checkpoint: "bfloat16", "float16", "float32"
     eos_token_ids: tuple[int, ...]
-    # One entry a layer: None is full attention, a number is a sliding window (HF's count).
+    # Per layer: None for full attention, else the sliding window as Hugging Face counts it.
     windows: tuple[int | None, ...]
-    raw: Mapping[str, Any]  # the file itself, for families with keys of their own
+    raw: Mapping[str, Any]  # the whole file, for keys of one family
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from disk; ConfigError names the file when it is missing or broken."""
+    """Reads a JSON object.
+
+    Raises:
+        ConfigError: the file is missing, unreadable or not a JSON object.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -63,7 +67,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Reads `config.json` (and the EOS ids of `generation_config.json`, which win if present)."""
+    """Reads `config.json`; EOS ids of `generation_config.json` take precedence.
+
+    Raises:
+        ConfigError: a file is missing or invalid.
+    """
     raw = read_json(folder / "config.json")
     eos = raw.get("eos_token_id")
     generation = folder / "generation_config.json"
@@ -75,7 +83,15 @@ def load_model_config(folder: Path) -> ModelConfig:
 def parse_model_config(
     raw: Mapping[str, Any], eos: Any = None, where: str = "config"
 ) -> ModelConfig:
-    """The common fields of a Llama-shaped config; `where` is named in errors."""
+    """The common fields of a Llama-like config.
+
+    Args:
+        eos: EOS id or ids that replace those of `raw`.
+        where: named in error messages.
+
+    Raises:
+        ConfigError: a key is missing or a value is not supported.
+    """
 
     def need(key: str) -> Any:
         if raw.get(key) is None:
@@ -150,5 +166,5 @@ def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int
         return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
     if not raw.get("use_sliding_window", False) or not window:
         return (None,) * layers
-    first = int(raw.get("max_window_layers", 28))  # Qwen2: layers below it attend fully
+    first = int(raw.get("max_window_layers", 28))  # Qwen2: full attention below this layer
     return tuple(int(window) if i >= first else None for i in range(layers))

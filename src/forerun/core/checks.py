@@ -1,8 +1,8 @@
-"""Checks of the types of values that users give.
+"""Type checks of user input.
 
-Each takes the name of the value and the class of the error to raise, and returns the value as
-Python's own type. NumPy's integers and floats are taken. A float is not an integer, and a bool is
-neither an integer nor a number.
+Each check takes the name of the value and the error class to raise, and returns the value as a
+built-in Python type. NumPy integers and floats are accepted. A float is not an integer, and a bool
+is neither an integer nor a number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def integer(name: str, value: Any, error: Error) -> int:
 
 
 def number(name: str, value: Any, error: Error) -> float:
-    """Also finite."""
+    """A finite int or float, as a float."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise error(f"{name} must be a number, got {shown(value)}.")
     try:

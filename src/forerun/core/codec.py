@@ -1,4 +1,4 @@
-"""Plans and results as bytes (MessagePack), for executors in another process. No pickle."""
+"""MessagePack encoding of plans and results, for an executor in another process. No pickle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def encode(value: StepPlan | StepResult | ExecutorInfo) -> bytes:
 def decode_plan(data: bytes) -> StepPlan:
     """
     Raises:
-        msgspec.ValidationError: the bytes do not hold a plan.
+        msgspec.ValidationError: the bytes are not a plan.
     """
     return _plan.decode(data)
 
@@ -30,7 +30,7 @@ def decode_plan(data: bytes) -> StepPlan:
 def decode_result(data: bytes) -> StepResult:
     """
     Raises:
-        msgspec.ValidationError: the bytes do not hold a result.
+        msgspec.ValidationError: the bytes are not a result.
     """
     return _result.decode(data)
 
@@ -38,6 +38,6 @@ def decode_result(data: bytes) -> StepResult:
 def decode_info(data: bytes) -> ExecutorInfo:
     """
     Raises:
-        msgspec.ValidationError: the bytes do not hold an executor's info.
+        msgspec.ValidationError: the bytes are not an `ExecutorInfo`.
     """
     return _info.decode(data)

@@ -1,4 +1,4 @@
-"""Errors a user can fix. Every message says what is wrong and what to do about it."""
+"""Exceptions of Forerun. Messages for users say what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 
 
 class ForerunError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of all errors that Forerun raises."""
 
 
 class ConfigError(ForerunError, ValueError):
-    """A setting, checkpoint or combination that cannot work; found at start. Exit code 2."""
+    """An invalid setting, checkpoint or combination, found at start. Exit code 2."""
 
 
 class RequestError(ForerunError, ValueError):
-    """A request that cannot be served; found before it is queued."""
+    """A request that cannot be served; raised before it is queued."""
 
 
 class EngineClosedError(ForerunError, RuntimeError):
-    """An `LLM` that was closed is used again."""
+    """An `LLM` was used after `close()`."""
 
 
 class AlgorithmError(ForerunError, RuntimeError):
-    """A drafting algorithm raised or returned an invalid draft during a step."""
+    """A drafting algorithm raised an exception or returned an invalid draft during a step."""
 
 
 class ExecutorError(ForerunError, RuntimeError):
@@ -35,20 +35,20 @@ class InternalError(ForerunError, AssertionError):
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as error messages show it: on one line, and cut where it is long."""
+    """A value for error messages: its repr on one line, cut to `limit` characters."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001  anybody's class; Python's limit for huge integers
+    except Exception as error:  # noqa: BLE001  a user's class; Python's limit for huge integers
         text = f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the closest known word, or the empty string."""
+    """`" Did you mean 'x'?"` with the closest known word, or an empty string."""
     names = list(known)
     match = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if not match:  # users type names in any case
+    if not match:  # case-insensitive
         folded = {name.lower(): name for name in names}
         match = [folded[m] for m in difflib.get_close_matches(word.lower(), folded, n=1)]
     return f" Did you mean {match[0]!r}?" if match else ""

@@ -1,4 +1,4 @@
-"""The interface between engine and executor: a plan in, a result out. Plain data, no torch."""
+"""The interface between engine and executor: step plans in, step results out. No torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from forerun.core.plan import Limits, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What an engine must know of its executor; fixed once the executor is ready."""
+    """What the engine needs to know about its executor; fixed once that is built."""
 
     limits: Limits
-    num_pages: int  # of every pool, the null page included
-    # Recurrent states that the prefix cache may keep; None: the target has none.
+    num_pages: int  # per pool, including the null page
+    # Recurrent states that the prefix cache can keep; None: the target has none.
     num_snapshots: int | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    prefix_lookahead: int  # 1 where draft K/V at a position depends on the next token
+    prefix_lookahead: int  # 1 if draft K/V at a position depends on the next token, else 0
     verify_widths: tuple[int, ...]  # values that `StepPlan.num_verify_tokens` may take
-    # Seconds of a decode step by batch size, one for every width; None: the width is not adaptive.
+    # Seconds of a decode step by batch size, one for every width; None: fixed width.
     step_costs: dict[int, list[float]] | None = None
-    tree_depth: int | None = None  # drafts on the longest path of a draft tree, if fewer than W - 1
-    explain: dict[str, Any] = field(default_factory=dict)  # what was chosen at start, and why
+    tree_depth: int | None = None  # drafts on the longest path of a draft tree; None: W - 1
+    explain: dict[str, Any] = field(default_factory=dict)  # choices made at start, and why
 
 
 class PendingStep(Protocol):
-    """A step that was launched."""
+    """A launched step whose result has not been read."""
 
     def result(self) -> StepResult:
-        """Waits until the step is done.
+        """Waits for the step to complete.
 
         Raises:
             Exception: the executor failed; its state is undefined.
@@ -38,23 +38,23 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """Executes plans in the order in which they are launched.
+    """Executes plans in launch order.
 
-    The device tables are its own: requests are known to it by slot, from the admission on.
+    It owns the device tables and identifies requests by slot, from their admission on.
     """
 
     @property
     def info(self) -> ExecutorInfo: ...
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Queues a step; does not wait for the device.
+        """Launches a step without waiting for the device.
 
         Raises:
             Exception: the step could not be launched; a part of it may have run.
         """
 
     def disable_drafts(self) -> None:
-        """The algorithm is not called any more. Plans ask for plain steps from now on."""
+        """Stops calling the algorithm. All later plans must have `num_verify_tokens` = 1."""
 
     def close(self) -> None:
-        """Frees what it holds; it cannot be used any more."""
+        """Releases all resources; the executor cannot be used afterwards."""

@@ -1,7 +1,7 @@
-"""What the scheduler asks of an executor in one step, and what comes back. Plain data, no torch.
+"""Step plans (scheduler to executor) and step results (executor to scheduler). No torch.
 
-A plan holds ints, floats, strings and tuples only. So it can be serialised (`core/codec.py`) and
-executed in this process, in another one, or by several ranks alike.
+A plan consists of ints, floats, strings, lists and tuples only. So it can be serialised
+(`core/codec.py`) and executed in this process, in another one, or by several ranks.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The numbers that scheduler and executor share; fixed once an engine has started."""
+    """Limits that scheduler and executor share; fixed once the engine has started."""
 
     slots: int
     page_size: int
-    max_verify_tokens: int  # W: tokens that a decode step verifies for a request, at most
-    kv_reserve: int  # KV slots past the committed length that a step may write
-    chunked_prefill_size: int  # prompt tokens a step, over all requests
+    max_verify_tokens: int  # largest W: tokens that a decode step verifies per request
+    kv_reserve: int  # KV slots beyond the committed length that a step may write
+    chunked_prefill_size: int  # prompt tokens per step, over all requests
     context_length: int
     overlap_depth: int  # steps that may be in flight when the next one is scheduled
-    max_pending_observe: int = 0  # plain steps whose observe may be deferred; 0: none
+    max_pending_observe: int = 0  # plain steps per request whose observe may be deferred
 
     def pages(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages needed for this many tokens."""
         return -(-tokens // self.page_size)
 
     @property
     def overshoot(self) -> int:
-        """KV slots past its last token that a request can touch before the host sees its end."""
+        """KV slots beyond its last token that a request may touch before the host knows its end."""
         return self.kv_reserve + self.overlap_depth * self.max_verify_tokens
 
     @property
     def max_positions(self) -> int:
-        """Positions a request can touch, and one more for the token sampled last."""
+        """Positions that a request may touch, plus one for the last sampled token."""
         return self.context_length + self.overshoot + 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSampling:
-    """Sampling parameters of one request as the device tables hold them."""
+    """Sampling parameters of one request, as stored in the device tables."""
 
     temperature: float  # 0: greedy
     top_k: int  # -1: off
     top_p: float
     min_p: float
     seed: int  # signed, 64 bits
-    # Stop ids are masked at positions below `min_position`; () and 0: nothing is masked.
+    # Stop ids are masked at positions below `min_position`; () and 0: no masking.
     stop_ids: tuple[int, ...] = ()
     min_position: int = 0
 
@@ -57,13 +57,13 @@ class SlotSampling:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A slot changes hands: the device rows of `slot` are set for request `rid`."""
+    """Assigns a slot to a request: its rows of the device tables are initialised."""
 
     slot: int
     rid: str
-    tokens: tuple[int, ...]  # the prompt, and after a preemption also the output so far
-    cached_len: int  # of them, tokens whose K/V came from the prefix cache
-    max_drafts: int  # drafts a step that this request accepts, at most
+    tokens: tuple[int, ...]  # the prompt; after a preemption also the output so far
+    cached_len: int  # number of tokens whose K/V is in the prefix cache
+    max_drafts: int  # drafts that this request may accept per step
     sampling: SlotSampling
 
 
@@ -86,15 +86,15 @@ class PageWrite:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """One request of the fixed-width decode step."""
+    """One request of a decode step."""
 
     slot: int
-    kv_len_ub: int  # upper bound of the committed length when the step runs
+    kv_len_ub: int  # upper bound of the committed length when the step starts
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredCount:
-    """The newest `count` tokens of a slot, which the algorithm observes before this step."""
+    """Deferred observe: the last `count` tokens of a slot, observed before this step."""
 
     slot: int
     count: int
@@ -102,7 +102,7 @@ class DeferredCount:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Tokens [start, start + num_tokens) of a slot; after the last chunk one token is sampled."""
+    """Prompt tokens [start, start + num_tokens) of a slot; the last chunk samples one token."""
 
     slot: int
     start: int
@@ -119,7 +119,7 @@ class StepPlan:
     """One step, executed in this order: cleared pages, admissions, snapshots loaded, page-table
     writes, deferred observes, the decode step, prefill chunks, snapshots saved."""
 
-    # Pages that a failed request wrote: NaN in K/V would reach others even where it is masked.
+    # K/V pages of failed requests, to be zeroed: NaN would reach other requests even if masked.
     cleared_pages: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     load_snapshots: list[SnapshotCopy] = field(default_factory=list)  # of admitted requests
@@ -133,13 +133,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, on the host."""
+    """The outcome of a step, on the host."""
 
-    decode: list[list[int]]  # accepted drafts and the bonus token of each request, in order
-    prefill: list[int | None]  # the sampled token of each chunk; None: not the last chunk
-    seconds: float = 0.0  # how long the executor was busy with the step
-    error: str | None = None  # the algorithm failed in this step; the tokens are still right
-    # (slot, reason) of requests that cannot go on; those after them in the step are not affected.
+    decode: list[list[int]]  # per request: accepted drafts and the bonus token
+    prefill: list[int | None]  # per chunk: the sampled token, None unless it is the last chunk
+    seconds: float = 0.0  # time that the device spent on the step
+    error: str | None = None  # the algorithm failed in this step; the tokens are valid
+    # (slot, reason) of requests that cannot continue; other requests are not affected.
     failed: tuple[tuple[int, str], ...] = ()
-    # Unix ns of the boundaries begin, proposed, verified, committed; where steps are traced.
+    # Unix ns of the phase boundaries begin, proposed, verified, committed, if tracing is on.
     phase_times: tuple[int, ...] | None = None

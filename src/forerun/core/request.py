@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it, and what the user gets back. No torch."""
+"""The scheduler's state of a request. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from forerun.core.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why generation ended: `type` is "stop" (with what matched), "length" or "abort"."""
+    """Why generation ended: `type` is "stop" (`matched`: token id or stop string), "length" or
+    "abort"."""
 
     type: str
     matched: int | str | None = None
@@ -28,14 +29,14 @@ class FinishReason:
 
 class State(Enum):
     WAITING = "waiting"  # in the queue: no slot, no pages
-    PREFILL = "prefill"  # has a slot; its tokens are being run through the target
+    PREFILL = "prefill"  # has a slot; chunks of its tokens are being launched
     DECODE = "decode"
-    FINISHED = "finished"  # its slot and pages go back when no step in flight can write them
+    FINISHED = "finished"  # slot and pages are released once no step in flight can write them
 
 
 @dataclass(eq=False)
 class Request:
-    """One sequence. Lengths with `_ub` are the host's upper bounds of what the device holds."""
+    """One sequence. Lengths ending in `_ub` are the host's upper bounds of device lengths."""
 
     rid: str
     prompt: tuple[int, ...]
@@ -44,44 +45,44 @@ class Request:
     stop_ids: frozenset[int]  # EOS (unless ignored) and stop_token_ids
     arrival: float = field(default_factory=time.monotonic)
 
-    output: list[int] = field(default_factory=list)  # returned so far: nothing past a stop
+    output: list[int] = field(default_factory=list)  # nothing past a stop
     finish: FinishReason | None = None
     state: State = State.WAITING
-    failed: bool = False  # its logits were NaN or infinite, so its newest K/V may be too
+    failed: bool = False  # its logits were NaN or infinite, and its newest K/V may be as well
 
     # Owned while admitted.
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    node: Any = None  # of the prefix cache, locked while admitted
+    node: Any = None  # node of the prefix cache, locked while admitted
     cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
-    prefill_tokens: tuple[int, ...] = ()  # prompt, and after a preemption also the output
-    prefill_done: int = 0  # tokens launched
-    snapshot_at: int = 0  # length at which prefill leaves a snapshot of recurrent state; 0: none
-    snapshot: int | None = None  # its row, until it goes to the prefix cache
+    prefill_tokens: tuple[int, ...] = ()  # prompt; after a preemption also the output
+    prefill_done: int = 0  # of them, launched
+    snapshot_at: int = 0  # length at which prefill saves a snapshot of recurrent state; 0: none
+    snapshot: int | None = None  # its row, until the prefix cache owns it
     kv_len: int = 0  # committed KV slots, as of the last result
     pending: list[int] = field(default_factory=list)  # tokens of each step in flight
-    pending_observe: int = 0  # newest tokens that the algorithm has not observed yet
+    pending_observe: int = 0  # last tokens, whose observe is deferred
 
     # Of the width policy; None: no verify step yet.
     acceptance: Any = None  # acceptance rates so far
     expected_tokens: tuple[float, ...] | None = None  # per step, for every width
 
-    # Figures.
-    cached_tokens: int = 0  # of the prompt, at the first admission
+    # Statistics.
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     preemptions: int = 0
     verify_ct: int = 0
     proposed: int = 0
-    accept_lengths: list[int] = field(default_factory=list)  # tokens kept of each verify step
-    correct_drafts: list[int] = field(default_factory=list)  # of those, drafts (not the bonus)
+    accept_lengths: list[int] = field(default_factory=list)  # tokens kept per verify step
+    correct_drafts: list[int] = field(default_factory=list)  # of them, drafts (not the bonus)
     first_token_at: float | None = None
     finished_at: float | None = None
 
     def trim(self, num_tokens: int) -> None:
-        """Cuts the output to its first `num_tokens` tokens, and the figures of its steps alike."""
+        """Cuts the output and the statistics of its steps to the first `num_tokens` tokens."""
         cut = len(self.output) - num_tokens
         del self.output[num_tokens:]
         self.accept_lengths = drop_last(self.accept_lengths, cut)
-        # Of the tokens that a step keeps, the drafts come first.
+        # Among the tokens of a step, the drafts come first.
         self.correct_drafts = [
             min(pair) for pair in zip(self.correct_drafts, self.accept_lengths, strict=True)
         ]
@@ -96,7 +97,7 @@ class Request:
 
     @property
     def sampling(self) -> SlotSampling:
-        """What the device tables hold of its sampling parameters."""
+        """Its sampling parameters for the device tables."""
         params = self.params
         masks = params.min_new_tokens > 0 and bool(self.stop_ids)
         return SlotSampling(
@@ -106,13 +107,13 @@ class Request:
             min_p=params.min_p,
             seed=self.seed,
             stop_ids=tuple(sorted(self.stop_ids)) if masks else (),
-            # The first new token stands at position len(prompt).
+            # The first new token has position len(prompt).
             min_position=len(self.prompt) + params.min_new_tokens if masks else 0,
         )
 
 
 def drop_last(lengths: Sequence[int], count: int) -> list[int]:
-    """Lengths of runs of tokens after the last `count` tokens are dropped; none is removed."""
+    """Lengths of consecutive runs after the last `count` tokens are dropped; runs may become 0."""
     out = list(lengths)
     for i in reversed(range(len(out))):
         if count <= 0:

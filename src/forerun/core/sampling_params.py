@@ -10,10 +10,10 @@ from forerun.core.checks import boolean, integer, number
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.unsupported import refusal
 
-MAX_STOP_IDS = 16  # columns of the device table that `min_new_tokens` reads
+MAX_STOP_IDS = 16  # columns of the device table used by `min_new_tokens`
 MAX_STOP_TOKENS = 1024
-MAX_STOPS, MAX_STOP_LENGTH = 32, 1024  # stop strings are looked for at every token
-MAX_SAMPLES = 1024  # of one prompt
+MAX_STOPS, MAX_STOP_LENGTH = 32, 1024  # stop strings are matched after every token
+MAX_SAMPLES = 1024  # per prompt
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
@@ -27,7 +27,7 @@ class SamplingParams:
     any drafter or none; a request without a seed gets one from the engine's `random_seed`.
 
     Raises:
-        RequestError: a value out of range or a contradiction, saying the fix.
+        RequestError: a value is out of range, or two values contradict each other.
     """
 
     temperature: float = 1.0
@@ -42,8 +42,8 @@ class SamplingParams:
     n: int = 1
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
-    speculative: bool = True  # False: this request takes no drafts, whatever the engine does
-    max_draft_tokens: int | None = None  # verified per step; None: the engine's
+    speculative: bool = True  # False: no drafts for this request
+    max_draft_tokens: int | None = None  # drafts verified per step; None: the engine's limit
 
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
@@ -54,7 +54,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 self._set(name, integer(name, value, RequestError))
-        for name in _SWITCHES:
+        for name in _BOOLEANS:
             boolean(name, getattr(self, name), RequestError)
         for problem in self._problems():
             raise RequestError(problem)
@@ -66,11 +66,12 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
 
-    def draft_limit(self, drafts: int) -> int:
-        """Drafts per step that this request accepts, of the `drafts` that the engine makes."""
+    def draft_limit(self, num_drafts: int) -> int:
+        """How many of a step's `num_drafts` drafts this request may accept."""
         if not self.speculative:
             return 0
-        return drafts if self.max_draft_tokens is None else min(self.max_draft_tokens, drafts)
+        limit = self.max_draft_tokens
+        return num_drafts if limit is None else min(limit, num_drafts)
 
     @classmethod
     def of(cls, value: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
@@ -94,7 +95,7 @@ class SamplingParams:
         return cls(**value)
 
     def _problems(self) -> Iterator[str]:
-        """Values that the device tables cannot hold, and contradictions."""
+        """Values out of range or of the device tables' dtypes, and contradictions."""
         if not 0 <= self.temperature <= MAX_FLOAT32:
             yield f"temperature must be >= 0 (0 is greedy), in float32, got {self.temperature}."
         if not 0 < self.top_p <= 1:
@@ -119,11 +120,11 @@ class SamplingParams:
             yield f"n must be >= 1 and at most {MAX_SAMPLES}, got {shown(self.n)}."
         if self.n > 1 and self.temperature == 0.0:
             yield "n > 1 with temperature 0 gives n equal texts; raise temperature or use n=1."
-        drafts, seed = self.max_draft_tokens, self.sampling_seed
-        if drafts is not None and not 0 <= drafts <= MAX_INT32:
+        max_drafts, seed = self.max_draft_tokens, self.sampling_seed
+        if max_drafts is not None and not 0 <= max_drafts <= MAX_INT32:
             yield (
                 f"max_draft_tokens must be >= 0 (0: no drafts) and fit in 32 bits, got"
-                f" {shown(drafts)}."
+                f" {shown(max_drafts)}."
             )
         if seed is not None and not -(2**63) <= seed < 2**63:
             yield f"sampling_seed must fit in 64 bits, got {shown(seed)}."
@@ -132,11 +133,11 @@ class SamplingParams:
 _NUMBERS = ("temperature", "top_p", "min_p")
 _INTEGERS = ("top_k", "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "max_draft_tokens")
 _OPTIONAL = ("sampling_seed", "max_draft_tokens")
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "speculative")
+_BOOLEANS = ("ignore_eos", "skip_special_tokens", "speculative")
 
 
 def _stop_strings(given: Any) -> tuple[str, ...]:
-    """Users give a string, a list or None."""
+    """From a string, a list of strings, or None."""
     stops = (given,) if isinstance(given, str) else () if given is None else given
     if not isinstance(stops, list | tuple):
         raise RequestError(f"stop must be a string or a list of strings, got {shown(given)}.")
@@ -163,7 +164,7 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 
 
 def check_stop_ids(params: SamplingParams, stop_ids: Collection[int]) -> None:
-    """A request's stop ids (EOS and its own) must fit into the device table if they are masked.
+    """Checks that stop ids (EOS and the request's own) fit the device table if they are masked.
 
     Raises:
         RequestError: `min_new_tokens` together with more than MAX_STOP_IDS stop ids.

@@ -1,7 +1,7 @@
-"""Token ids with a meaning of their own. No torch."""
+"""Special token ids. No torch."""
 
 from __future__ import annotations
 
-# Sampled from a row of logits that has a NaN or +inf, or is -inf alone. The host sees it in a
-# step's result and ends the request; on the device it is stored as 0 wherever it is read as an id.
+# Sampled where logits hold a NaN or +inf, or only -inf. The host finds it in the step's result and
+# ends the request; on the device, token 0 is stored instead wherever an id is read.
 INVALID_TOKEN = -1

@@ -1,4 +1,4 @@
-"""Parameters of other engines that users try: why they are refused, and what to do instead."""
+"""Parameters of other engines: why they are refused, and what to use instead."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in na
 
 
 def refusal(name: str, known: Iterable[str] = ()) -> str | None:
-    """Why a parameter that is none is refused, where it is another engine's; `known`: names that
-    may be given in its place."""
+    """Why another engine's parameter is refused; None if `name` is not known as one.
+
+    Args:
+        known: parameters that exist here; a new name is suggested only if it is among them.
+    """
     if name in RENAMED and (RENAMED[name] in known or not known):
         return f"{name} is called {RENAMED[name]} here."
     if name in UNSUPPORTED:

@@ -1,4 +1,4 @@
-"""The engine: requests, and one loop over `schedule → launch → complete`. No device code.
+"""The engine: a loop over `schedule → launch → complete`. No device code.
 
 Steps run on an executor (`core/executor.py`), which may be in another process.
 """
@@ -31,9 +31,9 @@ log = logging.getLogger("forerun")
 
 
 class Engine:
-    """Serves requests on one executor, from token ids to token ids.
+    """Serves requests on one executor; input and output are token ids.
 
-    Not thread-safe, except for `make_request`: one thread steps it.
+    Not thread-safe: one thread calls it, except for `make_request`.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -41,7 +41,7 @@ class Engine:
         self.executor = executor
         self.info = info = executor.info
         self.limits = info.limits
-        self._in_flight: deque[tuple[PendingStep, float]] = deque()  # and when it was launched
+        self._in_flight: deque[tuple[PendingStep, float]] = deque()  # and launch times
         allocator = PageAllocator(info.num_pages)
         self.scheduler = Scheduler(
             info.limits,
@@ -66,9 +66,9 @@ class Engine:
         rid: str | None = None,
         seed_offset: int = 0,
     ) -> Request:
-        """Checks a request without queueing it, so that a list is refused as a whole.
+        """Validates a request without queueing it, so that a list can be refused as a whole.
 
-        Stop strings are not looked at: who reads text finds them, and calls `finish`.
+        Stop strings are ignored: the text layer finds them and calls `finish`.
 
         Raises:
             RequestError: it cannot be served.
@@ -90,7 +90,9 @@ class Engine:
         check_stop_ids(params, stop_ids)
         seed = params.sampling_seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
-        seed = (seed + seed_offset + 2**63) % 2**64 - 2**63  # samples of a prompt differ by one
+        seed = (
+            seed + seed_offset + 2**63
+        ) % 2**64 - 2**63  # consecutive for the samples of a prompt
         request = Request(rid, tuple(prompt), params, seed, stop_ids)
         self.scheduler.check(request)
         return request
@@ -99,7 +101,7 @@ class Engine:
         """Queues a request made by `make_request`.
 
         Raises:
-            RequestError: another with its id is running.
+            RequestError: a request with this id is running.
         """
         if request.rid in self._requests:
             raise RequestError(f"A request with id {request.rid!r} is running already.")
@@ -109,7 +111,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, rid: str, message: str = "aborted by the user") -> None:
-        """Ends a request; unknown ids (it may have just ended) are ignored."""
+        """Ends a request. Unknown ids are ignored: the request may have just ended."""
         request = self._requests.get(rid)
         if request is not None:
             self.scheduler.abort(request, message)
@@ -122,13 +124,13 @@ class Engine:
     def finish(self, request: Request, reason: FinishReason, num_tokens: int) -> None:
         """Ends a request with its first `num_tokens` output tokens: a stop string was found.
 
-        What steps in flight still commit is dropped. A request that ended by itself in the step
-        just booked may be finished, too, until it is closed.
+        Tokens of steps in flight are dropped. A request that has ended already may be finished too,
+        until `close_request`.
         """
         self.scheduler.finish(request, reason, num_tokens)
 
     def close_request(self, request: Request) -> None:
-        """Forgets an ended request; its figures are final."""
+        """Removes an ended request; its statistics are final."""
         self._requests.pop(request.rid, None)
         request.finished_at = time.monotonic()
         if self._tracing is not None:
@@ -141,7 +143,7 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[Request]:
-        """Launches the next step and books the one `overlap_depth` before it.
+        """Launches the next step and processes the result of the one `overlap_depth` before it.
 
         Returns the requests that got tokens or ended.
         """
@@ -159,14 +161,14 @@ class Engine:
             raise
         now = time.monotonic()
         done = self.scheduler.complete(result)
-        self._book(done, launched, now)
+        self._record(done, launched, now)
         for request in done.changed:
             if request.first_token_at is None:
                 request.first_token_at = now
         return done.changed
 
     def _launch(self, plan: StepPlan) -> None:
-        """A step that raises ends its own requests and no others."""
+        """A step that cannot be launched ends its own requests only."""
         launched = time.monotonic()
         try:
             self._in_flight.append((self.executor.launch(plan), launched))
@@ -180,7 +182,7 @@ class Engine:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
         self._in_flight.clear()
 
-    def _book(self, done: CompletedStep, launched: float, now: float) -> None:
+    def _record(self, done: CompletedStep, launched: float, now: float) -> None:
         plan, result = done.step.plan, done.result
         self._stats.count(done)
         if plan.decode and not plan.prefill:
@@ -188,13 +190,13 @@ class Engine:
                 len(plan.decode), plan.num_verify_tokens, result.seconds
             )
         if self._tracing is not None:
-            self._tracing.book(done, launched, now)
+            self._tracing.record(done, launched, now)
         if result.error is not None:
             self._drafts_failed(done.step, result.error)
 
     def _drafts_failed(self, step: ScheduledStep, error: str) -> None:
-        """The step itself is sound: drafts decide nothing but its speed."""
-        self._stats.failures += 1
+        """The step's tokens are valid: drafts only affect speed."""
+        self._stats.num_failures += 1
         if self.config.speculative_fallback:
             log.warning("Plain decoding from now on: %s", error)
             self.executor.disable_drafts()
@@ -204,10 +206,10 @@ class Engine:
             if request.params.draft_limit(self.limits.max_verify_tokens) > 0:
                 self.scheduler.abort(request, error)
 
-    # --- care -----------------------------------------------------------------------------------
+    # --- maintenance ----------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Forgets all cached prefixes.
+        """Empties the prefix cache.
 
         Raises:
             RequestError: requests are running.
@@ -218,27 +220,27 @@ class Engine:
         self.scheduler.prefix.clear()
 
     def close(self) -> None:
-        """Sends the spans that wait, and ends the executor."""
+        """Flushes spans and closes the executor."""
         if self._tracing is not None:
             self._tracing.flush()
         self.executor.close()
 
     def check(self) -> None:
-        """Invariants that hold when idle: every page is free or cached, every slot is free."""
+        """Checks invariants of an idle engine: all pages free or cached, all slots free."""
         self.drain()
         self.scheduler.check_idle()
 
     def drain(self) -> None:
-        """Books the steps in flight that only requests which ended still wait for."""
+        """Completes the steps in flight if all their requests have ended."""
         while self._in_flight and not (self.scheduler.running or self.scheduler.waiting):
             self.step()
 
     def explain(self) -> dict[str, Any]:
-        """What was chosen at start, and why."""
+        """Choices made at start, and why."""
         return self.info.explain
 
     def stats(self) -> dict[str, Any]:
-        """Counters of speculation (see `SpecStats`), and what widths are chosen by."""
+        """Counters of speculation (see `SpecStats`) and the state of the width policy."""
         return {**self._stats.as_dict(), "width": self.scheduler.widths.as_dict()}
 
 

@@ -1,7 +1,7 @@
-"""Counters of speculation since the engine was made: plain integers, counted as results are booked.
+"""Counters of speculation since the start of the engine.
 
-The names are those of other servers' metrics (`NAMES`). The counters behind them only grow; the two
-gauges are means over all that was counted.
+Names follow the metrics of vLLM and SGLang (`NAMES`). Counters only grow; `spec_accept_length` and
+`spec_accept_rate` are means over all steps so far.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.scheduler.scheduler import CompletedStep
 
-NAMES = {  # of `SpecStats.as_dict()` -> in vLLM's or SGLang's metrics
+NAMES = {  # key of `SpecStats.as_dict()` -> metric of vLLM or SGLang
     "spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
     "spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
     "spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
@@ -22,52 +22,55 @@ NAMES = {  # of `SpecStats.as_dict()` -> in vLLM's or SGLang's metrics
 
 
 class SpecStats:
-    """What the drafts of one engine's algorithm were worth.
+    """Acceptance counters of one engine.
 
-    A draft token counts as accepted when the target drew it too, also where a stop in the same
-    step cut it off again; what a request is told (`meta_info`) counts what it got.
+    A draft counts as accepted if the target sampled the same token, even if a stop earlier in the
+    same step cut it off; a request's own `meta_info` only counts tokens that it returned.
     """
 
-    def __init__(self, algorithm: str, drafts: int) -> None:
-        """`drafts`: the most that a step verifies for a request."""
+    def __init__(self, algorithm: str, max_drafts: int) -> None:
+        """`max_drafts`: drafts that a step verifies per request, at most."""
         self.algorithm = algorithm
-        self.steps = 0  # decode steps, whatever their width
-        self.rows = 0  # requests in them, added up
-        self.tokens = 0  # committed by them
-        self.num_drafts = 0  # rows that had drafts
+        self.num_steps = 0  # decode steps of any width
+        self.num_request_steps = 0  # sum of their batch sizes
+        self.num_tokens = 0  # committed
+        self.num_drafts = 0  # requests with drafts, summed over steps
         self.num_draft_tokens = 0
-        self.failures = 0  # steps in which the algorithm failed
-        self._accepted = [0] * (drafts + 1)  # rows with drafts by how many of them were right
+        self.num_failures = 0  # steps in which the algorithm failed
+        # Index: accepted drafts; value: how often, over requests with drafts and steps.
+        self._accepted = [0] * (max_drafts + 1)
 
     def count(self, done: CompletedStep) -> None:
-        """Books a step; requests that had ended before are left out."""
+        """Counts a completed step, without requests that had ended before it."""
         plan = done.step.plan
-        self.steps += bool(plan.decode)
-        rows = zip(done.step.decode, done.result.decode, done.live_decode, strict=True)
-        for request, tokens, live in rows:
+        self.num_steps += bool(plan.decode)
+        entries = zip(done.step.decode, done.result.decode, done.live_decode, strict=True)
+        for request, tokens, live in entries:
             if not live:
                 continue
-            self.rows += 1
-            self.tokens += len(tokens)
-            drafts = request.params.draft_limit(plan.num_verify_tokens - 1)
-            if drafts:
+            self.num_request_steps += 1
+            self.num_tokens += len(tokens)
+            num_drafts = request.params.draft_limit(plan.num_verify_tokens - 1)
+            if num_drafts:
                 self.num_drafts += 1
-                self.num_draft_tokens += drafts
-                self._accepted[max(min(len(tokens) - 1, drafts), 0)] += 1
+                self.num_draft_tokens += num_drafts
+                self._accepted[max(min(len(tokens) - 1, num_drafts), 0)] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        # Draft k was accepted wherever k or more were.
+        # Draft k was accepted whenever k or more were.
         per_position = list(accumulate(reversed(self._accepted[1:])))[::-1]
         accepted = sum(per_position)
         return {
             "algorithm": self.algorithm,
-            "decode_steps": self.steps,
-            "decode_tokens": self.tokens,
+            "decode_steps": self.num_steps,
+            "decode_tokens": self.num_tokens,
             "spec_decode_num_drafts": self.num_drafts,
             "spec_decode_num_draft_tokens": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens": accepted,
             "spec_decode_num_accepted_tokens_per_pos": per_position,
-            "spec_accept_length": self.tokens / self.rows if self.rows else None,
+            "spec_accept_length": self.num_tokens / self.num_request_steps
+            if self.num_request_steps
+            else None,
             "spec_accept_rate": accepted / self.num_draft_tokens if self.num_drafts else None,
-            "algorithm_failures": self.failures,
+            "algorithm_failures": self.num_failures,
         }

@@ -1,13 +1,13 @@
-"""OpenTelemetry spans of requests, made when a step's result is booked; off by default.
+"""OpenTelemetry spans of requests, created when a step completes; off by default.
 
     request
-    ├── prefill                     one an admission: a preempted request has several
-    ├── spec_draft · spec_verify · spec_accept      the phases of each step that had drafts for it
-    └── decode                      each step that had none
+    ├── prefill                                 one per admission (several after preemptions)
+    ├── spec_draft · spec_verify · spec_accept  phases of each step with drafts for the request
+    └── decode                                  each step without
 
-All times are explicit, and those of the phases come from the device (`executor/step_timing.py`):
-spans are right although the host is a step ahead. OpenTelemetry is imported here only, and only
-when asked for.
+Start and end times are explicit, and those of phases come from the device
+(`executor/step_timing.py`), so spans are correct although the host runs a step ahead. OpenTelemetry
+is imported only here, and only if `enable_trace` is set.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ MISSING = (
 
 @dataclass
 class _Open:
-    """A request that runs."""
+    """A running request."""
 
     root: Span
-    steps: int = 0  # verify steps that have spans
-    prefill: float | None = None  # time.monotonic() at which its first chunk was launched
+    steps: int = 0  # decode steps that have spans
+    prefill: float | None = None  # time.monotonic() when its first chunk was launched
 
 
 class Tracing:
-    """The spans of one engine's requests."""
+    """Creates the spans of one engine's requests."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
 
         self._provider = provider
         self._tracer = provider.get_tracer("forerun")
-        self._under = trace.set_span_in_context
+        self._context_of = trace.set_span_in_context
         self._open: dict[str, _Open] = {}
         self._unix = time.time_ns() - time.monotonic_ns()
 
@@ -60,8 +60,8 @@ class Tracing:
         root = self._tracer.start_span("request", start_time=self._at(request.arrival))
         self._open[request.rid] = _Open(root)
 
-    def book(self, done: CompletedStep, launched: float, now: float) -> None:
-        """The spans of a step whose result the scheduler has booked.
+    def record(self, done: CompletedStep, launched: float, now: float) -> None:
+        """Creates the spans of a completed step.
 
         Args:
             launched: time.monotonic() before the step was launched.
@@ -79,10 +79,10 @@ class Tracing:
                 self._span(known, "prefill", self._at(known.prefill), self._at(now), attributes)
                 known.prefill = None
         if step.decode:
-            self._book_decode(done, launched, now)
+            self._record_decode(done, launched, now)
 
     def close(self, request: Request) -> None:
-        """It has ended, and its figures are final."""
+        """Ends the span of a finished request."""
         known = self._open.pop(request.rid, None)
         if known is None:
             return
@@ -105,19 +105,19 @@ class Tracing:
         known.root.end(self._at(time.monotonic()))
 
     def flush(self) -> None:
-        """Sends what is waiting."""
+        """Exports all ended spans."""
         self._provider.force_flush()
 
-    def _book_decode(self, done: CompletedStep, launched: float, now: float) -> None:
+    def _record_decode(self, done: CompletedStep, launched: float, now: float) -> None:
         plan = done.step.plan
         times = done.result.phase_times
-        if times is None:  # phases are not timed
+        if times is None:  # no phase times: host times of the whole step
             times = (self._at(launched), self._at(launched), self._at(now), self._at(now))
         begin, proposed, verified, committed = times
         common = {"width": plan.num_verify_tokens, "batch_size": len(plan.decode)}
         for request in done.step.decode:
             known = self._open.get(request.rid)
-            if known is None or request.verify_ct == known.steps:  # it had ended before
+            if known is None or request.verify_ct == known.steps:  # it ended before this step
                 continue
             known.steps = request.verify_ct
             drafted = request.params.draft_limit(plan.num_verify_tokens - 1)
@@ -133,7 +133,7 @@ class Tracing:
     def _span(
         self, known: _Open, name: str, begin: int, end: int, attributes: dict[str, int]
     ) -> None:
-        context = self._under(known.root)
+        context = self._context_of(known.root)
         self._tracer.start_span(name, context, attributes=attributes, start_time=begin).end(end)
 
     def _at(self, monotonic: float) -> int:
@@ -141,10 +141,10 @@ class Tracing:
 
 
 def start_tracing(config: EngineConfig) -> TracerProvider | None:
-    """Where spans go, if they are wanted. Called before anything is loaded.
+    """The provider of spans, or None if tracing is off. Called before any model is loaded.
 
     Raises:
-        ConfigError: OpenTelemetry is missing, or the protocol is unknown.
+        ConfigError: OpenTelemetry is not installed, or the protocol is unknown.
     """
     if not config.enable_trace:
         return None
@@ -163,7 +163,7 @@ def start_tracing(config: EngineConfig) -> TracerProvider | None:
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """OTLP over gRPC, or over HTTP where OpenTelemetry's own variables say so.
+    """OTLP over gRPC, or over HTTP if OpenTelemetry's environment variables say so.
 
     Raises:
         ConfigError: they name another protocol.
@@ -171,20 +171,20 @@ def make_exporter(endpoint: str) -> SpanExporter:
     protocol = next((os.environ[v] for v in VARIABLES if os.environ.get(v)), PROTOCOLS[0])
     if protocol not in PROTOCOLS:
         raise ConfigError(f"{VARIABLES[0]} is {protocol!r}; known: {', '.join(PROTOCOLS)}.")
-    made: SpanExporter
+    exporter: SpanExporter
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc
 
         secure = endpoint.startswith("https://")
-        made = grpc.OTLPSpanExporter(endpoint, insecure=not secure)
+        exporter = grpc.OTLPSpanExporter(endpoint, insecure=not secure)
     else:
         from opentelemetry.exporter.otlp.proto.http import trace_exporter as http
 
-        made = http.OTLPSpanExporter(whole_url(endpoint))
-    return made
+        exporter = http.OTLPSpanExporter(traces_url(endpoint))
+    return exporter
 
 
-def whole_url(endpoint: str) -> str:
-    """`host:4318` as HTTP wants it: with a scheme, and the path of traces."""
+def traces_url(endpoint: str) -> str:
+    """Completes `host:4318` to a URL with scheme and path for OTLP over HTTP."""
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
     return url if "/" in url.partition("://")[2] else f"{url}/v1/traces"

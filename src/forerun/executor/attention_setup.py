@@ -1,4 +1,4 @@
-"""Which attention backends serve the target and the draft, chosen before any weight is read."""
+"""Chooses the attention backends of target and draft, before any weight is read."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ DRAFT_FLAG = "speculative_draft_attention_backend"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs, and in which dtypes."""
+    """Device and dtypes of a model."""
 
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    graphs: bool  # decode steps are captured
+    graphs: bool  # decode steps are captured as CUDA graphs
 
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """Of the target or the draft: what it keeps, and who serves each phase."""
+    """KV layout and attention backends of the target or the draft."""
 
     layout: ModelLayout
     prefill: BackendChoice
@@ -40,11 +40,11 @@ class AttentionSetup:
 
     @property
     def needs_exact_lengths(self) -> bool:
-        """Whether the host must have the result of a step before it can launch the next."""
+        """Whether the next step can only be launched with the result of the last one."""
         return self.decode.backend.capabilities.host_lengths is HostLengths.EXACT
 
     def build(self, shape: PoolShape, device: torch.device) -> ModelAttention:
-        """Allocates the pools."""
+        """Allocates the KV pools and creates the backends."""
         pools = ModelPools(self.layout, shape, device)
         decode = self.decode.backend(self.decode.need, pools)
         if self.prefill.backend is self.decode.backend:
@@ -58,14 +58,14 @@ class AttentionSetup:
 def choose_attention(
     config: EngineConfig, model: CausalLM, caps: SpecCaps, where: Placement
 ) -> list[AttentionSetup]:
-    """The target's and, where there is one, the draft's.
+    """Of the target and, if it has attention, of the draft.
 
     Args:
-        model: the target; its weights are not looked at (they may be on the meta device).
+        model: the target; its weights may be on the meta device.
 
     Raises:
-        ConfigError: a backend that is named, or every backend, refuses; or a tree is to be
-            verified by a model with recurrent state.
+        ConfigError: the selected backend, or every backend, cannot serve the model; or the
+            algorithm drafts trees for a model with recurrent state.
     """
     layout = model.kv_layout(where.kv_dtype)
     if caps.makes_trees and layout.has_recurrent_state:
@@ -106,7 +106,7 @@ def choose_attention(
 
 
 def _flags(config: EngineConfig) -> dict[Phase, str]:
-    """The setting that names the target's backend in each phase."""
+    """The setting that selects the target's backend, by phase."""
     return {
         Phase.PREFILL: "attention_backend"
         if config.prefill_attention_backend is None
@@ -125,7 +125,7 @@ def _choice(config: EngineConfig, need: AttentionNeed, flags: Mapping[Phase, str
 def _need(
     layout: ModelLayout, heads: int, masks: Sequence[LayerMask], where: Placement
 ) -> AttentionNeed:
-    """Of decode steps. Where layers differ, of the first that keeps something per token."""
+    """The need of decode steps, with the dimensions of the first dense layer if there is one."""
     kinds = list(dict.fromkeys(layout.paged))
     dense = [kind for kind in kinds if isinstance(kind, DenseKV)]
     return AttentionNeed(

@@ -1,4 +1,4 @@
-"""Builds an executor: the model, the algorithm, their memory, and what runs their steps."""
+"""Builds the executor: target, algorithm, slot tables, KV pools, and captured or eager steps."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ MAX_GRAPH_BATCH = 256
 def build_executor(
     config: EngineConfig, model_path: Path, overlap_depth: int | None = None
 ) -> DeviceExecutor:
-    """Cheap checks first: what cannot work fails before any weight is read.
+    """Validates the settings before any weight is read, then builds the executor.
 
     Args:
         model_path: folder of the target.
-        overlap_depth: 0 or 1, instead of what suits the device; for tests.
+        overlap_depth: 0 or 1 instead of the device's default; for tests.
 
     Raises:
-        ConfigError: settings that cannot work, a broken folder, too little memory.
+        ConfigError: invalid settings or checkpoint, or not enough memory.
     """
     algorithm = get_algorithm(config.speculative_algorithm)()
     settings = resolve(config, model_path, algorithm, overlap_depth)
@@ -79,18 +79,18 @@ class _Builder:
             tables = self._tables()
             deferred = self._deferred()
 
-        def over(pages: int, snapshots: int = 0) -> DeviceStep:
+        def make_step(pages: int, snapshots: int = 0) -> DeviceStep:
             step = self._step(model, tables, pages, snapshots)
             step.deferred = deferred
             return step
 
-        profiled = self._profile(over)
+        profiled = self._profile(make_step)
         limits = settings.limits
         budget = kv_budget(config, self._demand(), settings.device, profiled)
         with self.memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
-            step = over(budget.num_pages, budget.num_snapshots)
+            step = make_step(budget.num_pages, budget.num_snapshots)
         step.simulate = self._simulated()
-        # A compiled step would keep the time at which it was compiled.
+        # A compiled step would contain the timestamps of its tracing as constants.
         if config.enable_trace and not config.cpu_graph:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step))
@@ -164,11 +164,11 @@ class _Builder:
         return KVDemand(
             layouts=[each.layout for each in settings.attention],
             page_size=limits.page_size,
-            tokens_wanted=limits.slots * (limits.context_length + limits.overshoot),
-            tokens_least=1 + limits.overshoot,
+            max_tokens=limits.slots * (limits.context_length + limits.overshoot),
+            min_tokens=1 + limits.overshoot,
             num_slots=limits.slots + 1,
             num_verify_tokens=limits.max_verify_tokens,
-            snapshots_wanted=2 * limits.slots if snapshots is None else snapshots,
+            max_snapshots=2 * limits.slots if snapshots is None else snapshots,
         )
 
     def _step(self, model: CausalLM, tables: SlotTables, pages: int, snapshots: int) -> DeviceStep:
@@ -177,23 +177,25 @@ class _Builder:
             pages, limits.page_size, limits.slots + 1, limits.max_verify_tokens, snapshots
         )
         target, *draft = (each.build(shape, settings.device) for each in settings.attention)
-        own = draft[0] if draft else None
-        return DeviceStep(model, self.algorithm, self.settings.caps, tables, target, own)
+        draft_attention = draft[0] if draft else None
+        return DeviceStep(
+            model, self.algorithm, self.settings.caps, tables, target, draft_attention
+        )
 
-    def _profile(self, over: Callable[[int], DeviceStep]) -> ProfilingRun:
-        """On a GPU, with K/V of one page."""
+    def _profile(self, make_step: Callable[[int], DeviceStep]) -> ProfilingRun:
+        """On a GPU: measures activation and graph memory, with KV pools of one page."""
         settings = self.settings
         if settings.device.type != "cuda":
             return ProfilingRun()
         fix = "lower chunked_prefill_size, max_running_requests or cuda_graph_max_bs"
         with self.memory.stage("profiling run", fix), progress("profiling run"):
-            step = over(1)
+            step = make_step(1)
             return profile_run(
                 DeviceExecutor(step), settings.limits, settings.widths, self._graphs(step)
             )
 
     def _graphs(self, step: DeviceStep) -> CudaGraphSteps | None:
-        """Of `step`, not captured yet."""
+        """The graphs of `step`, to be captured; None if graphs are disabled."""
         settings = self.settings
         if not settings.graphs:
             return None
@@ -219,7 +221,7 @@ class _Builder:
         settings = self.settings
         if not settings.config.speculative_adaptive or len(settings.widths) == 1:
             return None
-        # Compiled steps are made when first needed, so eager ones stand in for them.
+        # Steps are compiled on first use; measure eager ones instead.
         measured = DeviceExecutor(executor.step) if settings.config.cpu_graph else executor
         with progress("measuring step costs"):
             return measure_step_costs(measured, settings.widths, settings.limits.slots)
@@ -237,7 +239,7 @@ class _Builder:
 
 
 def _explain(
-    settings: Settings, budget: KVBudget, memory: MemoryLog, seen: ProfilingRun
+    settings: Settings, budget: KVBudget, memory: MemoryLog, profiled: ProfilingRun
 ) -> dict[str, Any]:
     limits, (target, *draft) = settings.limits, settings.attention
     tokens = budget.num_pages * limits.page_size
@@ -265,5 +267,5 @@ def _explain(
         "kv": budget.describe(limits.page_size),
         "kv_bytes_per_token": budget.token_bytes,
         "state_snapshots": budget.num_snapshots,
-        "memory_bytes": kv | memory.report(seen),
+        "memory_bytes": kv | memory.report(profiled),
     }

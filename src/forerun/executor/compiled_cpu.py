@@ -1,8 +1,8 @@
-"""Decode steps compiled for a CPU by Inductor.
+"""Decode steps compiled for a CPU by TorchInductor.
 
-As with a CUDA graph, a step is traced on the padding slot for one batch size, W and bucket of
-lengths. Writes to shared tensors happen in place, and oneDNN keeps some weights in a layout of its
-own: these operations stay as they are, and what lies between them is compiled.
+Like a CUDA graph, a step is traced on the padding slot for one batch size, W and bucket of lengths.
+In-place writes to shared tensors and oneDNN operations on weights in an opaque layout run eagerly;
+the subgraphs between them are compiled.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
-OPAQUE = ("mkldnn",)  # namespaces of operations on tensors that only they can read
-SLOW = ("aten::cumsum",)  # what reads a scan is compiled to loops within loops: minutes a step
-WORTH = 2  # operations from which on a piece is compiled
+OPAQUE_NAMESPACES = ("mkldnn",)  # operations on tensors with an opaque layout
+SLOW_TO_COMPILE = ("aten::cumsum",)  # its consumers become nested loops: minutes per step
+MIN_OPERATIONS = 2  # smallest subgraph that is compiled
 
 
 def check_usable(device: torch.device) -> None:
-    """Compiles a line, past all caches.
+    """Compiles a small function, bypassing all caches.
 
     Raises:
-        ConfigError: not a CPU, or no C++ compiler works.
+        ConfigError: the device is not a CPU, or there is no working C++ compiler.
     """
     if device.type != "cpu":
         raise ConfigError(f"cpu_graph compiles steps for a CPU, and this is {device}; drop it.")
     x = torch.ones(64)
-    line = make_fx(lambda x: x.sin() + x)(x)
+    graph = make_fx(lambda x: x.sin() + x)(x)
     try:
         with inductor.patch(force_disable_caches=True):
-            torch._inductor.compile(line, [x])(x)
+            torch._inductor.compile(graph, [x])(x)
     except (RuntimeError, OSError) as error:
-        reason = [text for text in str(error).splitlines() if text.strip()] or ["no reason given"]
+        reason = [line for line in str(error).splitlines() if line.strip()] or ["no reason given"]
         raise ConfigError(
             f"cpu_graph needs a working C++ compiler ({type(error).__name__}: {reason[0]});"
             " install g++ or name one in CXX, or drop cpu_graph."
@@ -52,12 +52,12 @@ def check_usable(device: torch.device) -> None:
 
 
 class CompiledCpuSteps:
-    """The compiled decode steps of one executor, each made when it is first needed."""
+    """The compiled decode steps of one executor; each is compiled on first use."""
 
     captured = False
 
     def __init__(self, step: DeviceStep, kv_len_ub: int) -> None:
-        """`kv_len_ub`: KV slots that any request can have."""
+        """`kv_len_ub`: largest number of KV slots of a request."""
         self.step = step
         self._kv_len_ub = kv_len_ub
         self._eager = EagerSteps(step)
@@ -66,7 +66,7 @@ class CompiledCpuSteps:
         self._buffers: dict[_Key, StepBuffers | None] = {}
 
     def measured_batches(self, largest: int) -> list[int]:
-        """None: steps are compiled when first needed, which is too slow to measure at start."""
+        """Empty: steps are compiled on first use, which is too slow for measuring at start."""
         return []
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
@@ -93,27 +93,27 @@ class CompiledCpuSteps:
         return self._eager.prefill(chunks, flags)
 
     def _bucket(self, kv_len_ub: int) -> int:
-        """Powers of two, so that few steps are compiled; attention reads as many KV slots."""
+        """The next power of two, so that few steps are compiled; attention reads up to there."""
         return min(max(64, 1 << (kv_len_ub - 1).bit_length()), self._kv_len_ub)
 
     def _compile(self, key: _Key, draft: Draft | None) -> Callable[..., Any]:
         buffers = self._buffers[key] = self.step.plan_buffers(key.batch)
 
         def decode(slots: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-            outside = Draft(*given) if given else None
-            out = self.step.decode(slots, key.shape, outside, buffers)
+            eager_draft = Draft(*given) if given else None
+            out = self.step.decode(slots, key.shape, eager_draft, buffers)
             return out.sampled, out.num_committed
 
         tables = self.step.tables
         slots = tables.upload([tables.padding_slot] * key.batch, torch.int64)
         self.step.dummy = True
-        if buffers is not None:  # allocates them: the trace shall only read them
+        if buffers is not None:  # allocates them, so that the trace only reads them
             decode(slots, *_tensors(draft))
         traced = make_fx(decode)(slots, *_tensors(draft))
         self.step.dummy = False
         if error := self.step.algorithm.take_error():
             raise error
-        return _pieces(traced, self._compiled_graphs)
+        return _compile_subgraphs(traced, self._compiled_graphs)
 
 
 @dataclass(frozen=True)
@@ -130,48 +130,52 @@ def _tensors(draft: Draft | None) -> list[Tensor]:
     return [draft.tokens] if draft.parents is None else [draft.tokens, draft.parents]
 
 
-def _pieces(traced: fx.GraphModule, made: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The trace, cut where it must not be compiled; pieces are compiled when they first run."""
+def _compile_subgraphs(
+    traced: fx.GraphModule, cache: dict[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Splits the trace at operations that must not be compiled; compiles the rest on first use."""
     shared = _lift_tensors(traced)
-    owned = _outside(traced.graph)
-    piece, last = 0, False
-    place: dict[fx.Node, int] = {}
+    inputs_and_views = _inputs_and_views(traced.graph)
+    index, last = 0, False
+    partition: dict[fx.Node, int] = {}  # odd: not compiled
     for node in traced.graph.nodes:
-        stays = node.op == "call_function" and _stays(node, owned)
-        if stays != last and node.op == "call_function":
-            piece, last = piece + 1, stays
-        place[node] = 2 * piece + stays
-    whole = split_module(traced, nn.Module(), lambda node: place[node], keep_original_order=True)
-    for name, part in list(whole.named_children()):
+        eager = node.op == "call_function" and _must_run_eagerly(node, inputs_and_views)
+        if eager != last and node.op == "call_function":
+            index, last = index + 1, eager
+        partition[node] = 2 * index + eager
+    module = split_module(
+        traced, nn.Module(), lambda node: partition[node], keep_original_order=True
+    )
+    for name, part in list(module.named_children()):
         assert isinstance(part, fx.GraphModule)
-        if int(name.removeprefix("submod_")) % 2 == 0 and _worth(part):
-            whole.set_submodule(name, _Piece(part, made))
-    return lambda *inputs: whole(*inputs, *shared)
+        if int(name.removeprefix("submod_")) % 2 == 0 and _worth_compiling(part):
+            module.set_submodule(name, _Subgraph(part, cache))
+    return lambda *inputs: module(*inputs, *shared)
 
 
-class _Piece(nn.Module):
-    """Compiled for the shapes of its first call, which are those of all.
+class _Subgraph(nn.Module):
+    """Compiled for the shapes of its first call; all later calls have the same.
 
-    Most layers of a model give the same pieces: `made` holds one of each.
+    Most layers of a model have equal subgraphs, so `cache` shares what is compiled.
     """
 
-    def __init__(self, graph: fx.GraphModule, made: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, graph: fx.GraphModule, cache: dict[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self._graph, self._made = graph, made
+        self._graph, self._cache = graph, cache
         self._compiled: Callable[..., Any] | None = None
 
     def forward(self, *inputs: Tensor) -> Any:
         if self._compiled is None:
             shapes = [(x.dtype, x.shape, x.stride()) for x in inputs]
-            key = f"{_spelled(self._graph.graph)} {shapes}"
-            if key not in self._made:
-                self._made[key] = torch._inductor.compile(self._graph, list(inputs))
-            self._compiled = self._made[key]
+            key = f"{_canonical(self._graph.graph)} {shapes}"
+            if key not in self._cache:
+                self._cache[key] = torch._inductor.compile(self._graph, list(inputs))
+            self._compiled = self._cache[key]
         return self._compiled(*inputs)
 
 
-def _spelled(graph: fx.Graph) -> str:
-    """The operations with numbers for names."""
+def _canonical(graph: fx.Graph) -> str:
+    """The operations of a graph as text, with numbered nodes instead of names."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
     for node in graph.nodes:
@@ -181,26 +185,26 @@ def _spelled(graph: fx.Graph) -> str:
 
 
 def _lift_tensors(traced: fx.GraphModule) -> list[Tensor]:
-    """Makes inputs of all tensors the trace found outside (weights, pools, tables); lists them."""
-    held = dict(traced.named_buffers(remove_duplicate=False))
+    """Turns tensors that the trace holds (weights, pools, tables) into inputs; returns them."""
+    buffers = dict(traced.named_buffers(remove_duplicate=False))
     nodes = [node for node in traced.graph.nodes if node.op == "get_attr"]
-    behind = [node for node in traced.graph.nodes if node.op == "placeholder"][-1]
+    last = [node for node in traced.graph.nodes if node.op == "placeholder"][-1]
     tensors: list[Tensor] = []
-    made: dict[str, fx.Node] = {}
+    placeholders: dict[str, fx.Node] = {}
     for node in nodes:
         name = str(node.target)
-        if name not in made:
-            with traced.graph.inserting_after(behind):
-                behind = made[name] = traced.graph.placeholder(f"shared_{len(made)}")
-            tensors.append(held[name])
-        node.replace_all_uses_with(made[name])
+        if name not in placeholders:
+            with traced.graph.inserting_after(last):
+                last = placeholders[name] = traced.graph.placeholder(f"shared_{len(placeholders)}")
+            tensors.append(buffers[name])
+        node.replace_all_uses_with(placeholders[name])
         traced.graph.erase_node(node)
     traced.recompile()
     return tensors
 
 
-def _outside(graph: fx.Graph) -> set[fx.Node]:
-    """Inputs and views of them."""
+def _inputs_and_views(graph: fx.Graph) -> set[fx.Node]:
+    """Inputs of the graph, and views of them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         views = node.op == "call_function" and _aliases(node) and node.args[0] in found
@@ -214,27 +218,27 @@ def _schema(node: fx.Node) -> Any:
 
 
 def _aliases(node: fx.Node) -> bool:
-    """Whether its result may be a view of its first argument, or that itself."""
+    """Whether its result may be its first argument or a view of it."""
     schema = _schema(node)
     return schema is None or _views(schema)
 
 
-def _stays(node: fx.Node, outside: set[fx.Node]) -> bool:
-    """Whether it is to run as it is: it writes to what is shared, or is opaque."""
+def _must_run_eagerly(node: fx.Node, shared: set[fx.Node]) -> bool:
+    """Whether it writes to a shared tensor or reads an opaque layout."""
     schema = _schema(node)
     if schema is None:
         return False
-    writes = schema.is_mutable and node.args[0] in outside
-    return writes or schema.name.partition("::")[0] in OPAQUE
+    writes = schema.is_mutable and node.args[0] in shared
+    return writes or schema.name.partition("::")[0] in OPAQUE_NAMESPACES
 
 
-def _worth(part: fx.GraphModule) -> bool:
-    """Whether compiling a piece can gain something."""
+def _worth_compiling(part: fx.GraphModule) -> bool:
+    """Whether a subgraph computes enough to be compiled, and compiles quickly."""
     schemas = [_schema(node) for node in part.graph.nodes if node.op == "call_function"]
-    if any(schema is not None and schema.name in SLOW for schema in schemas):
+    if any(schema is not None and schema.name in SLOW_TO_COMPILE for schema in schemas):
         return False
     computing = [s for s in schemas if s is not None and (s.is_mutable or not _views(s))]
-    return len(computing) >= WORTH
+    return len(computing) >= MIN_OPERATIONS
 
 
 def _views(schema: Any) -> bool:

@@ -1,8 +1,8 @@
-"""CUDA graphs: a whole decode step, from the draft to the slot update, as one launch.
+"""CUDA graphs: a whole decode step, from proposing to committing, as one launch.
 
 A graph is captured per batch bucket and W, greedy and sampled separately. A batch takes the
-smallest bucket that holds it; the rest is filled with the padding slot. An algorithm whose drafts
-have no fixed shape proposes and observes eagerly, before and after a captured verify pass.
+smallest bucket that holds it and is filled up with the padding slot. An algorithm whose drafts have
+no fixed shape proposes and observes eagerly, before and after a captured verify pass.
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
 kernels one by one takes the host longer than the GPU needs to run them.
@@ -33,7 +33,7 @@ WARM_UPS = 2
 
 
 def batch_buckets(largest: int) -> list[int]:
-    """Batch sizes to capture: dense where one request more costs most, then every 8, 16, 32."""
+    """Batch sizes to capture: 1, 2 and 4, then in steps of 8, 16 (from 64) and 32 (from 128)."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, largest + 1, 32), largest}
     return sorted(size for size in sizes if size <= largest)
 
@@ -42,11 +42,11 @@ def batch_buckets(largest: int) -> list[int]:
 class _DecodeGraph:
     graph: torch.cuda.CUDAGraph
     slots: Tensor  # [bucket] int64, static
-    draft: Draft | None  # [bucket, W - 1], static, where it is made outside of the graph
+    draft: Draft | None  # [bucket, W - 1], static, if drafts are proposed outside of the graph
     output: DecodeOutput  # static
     whole: bool  # drafts are captured too; otherwise `observe` runs after every replay
-    buffers: StepBuffers | None  # what attention plans on the host
-    last: tuple[int, ...] | None = None  # what `slots` holds
+    buffers: StepBuffers | None  # of attention backends that plan on the host
+    last_slots: tuple[int, ...] | None = None  # contents of `slots`
 
 
 @dataclass
@@ -58,20 +58,20 @@ class _PrefillGraph:
 
 
 class CudaGraphSteps:
-    """The captured steps of one executor; what no graph holds is run eagerly."""
+    """The captured steps of one executor. Steps without a graph run eagerly."""
 
     captured = True
 
     def __init__(
         self, step: DeviceStep, kv_len_ub: int, largest: int, widths: Sequence[int]
     ) -> None:
-        """`kv_len_ub`: KV slots that any request can have; lengths are read on the device."""
+        """`kv_len_ub`: largest number of KV slots of a request; lengths are read on the device."""
         self.step = step
         self.kv_len_ub = kv_len_ub
         self.sizes = batch_buckets(largest)
         self.widths = tuple(widths)
         self._eager = EagerSteps(step)
-        # A padded prompt runs as one long verify: a recurrent state would end past the prompt.
+        # Padding would advance a recurrent state past the end of the prompt.
         padded = not step.attention.plans_on_host and not step.keeps_recurrent_state
         self._prefill_buckets = PREFILL_BUCKETS if padded else ()
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
@@ -82,21 +82,21 @@ class CudaGraphSteps:
 
     @property
     def count(self) -> int:
-        """Graphs that `capture` makes."""
+        """Number of graphs that `capture` records."""
         return 2 * (len(self.sizes) * len(self.widths) + len(self._prefill_buckets))
 
     @torch.inference_mode()
     def capture(
         self, progress: Callable[[str], Any] | None = None, sizes: Sequence[int] | None = None
     ) -> None:
-        """Captures all graphs, the largest first so that the others fit into its memory.
+        """Captures all graphs, the largest first, so that smaller ones reuse its memory.
 
         Args:
             progress: called with the name of each graph before it is captured.
-            sizes: only decode steps of these batch sizes, to measure what they take.
+            sizes: capture only decode steps of these batch sizes, to measure their memory.
 
         Raises:
-            ConfigError: the algorithm does what cannot be captured.
+            ConfigError: the algorithm uses operations that cannot be captured.
         """
         self._pool = torch.cuda.graph_pool_handle()
         report = progress or (lambda name: None)
@@ -151,19 +151,19 @@ class CudaGraphSteps:
         try:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
+            with torch.cuda.stream(stream):  # lazy initialisation must not be captured
                 for _ in range(WARM_UPS):
                     run()
             torch.cuda.current_stream(device).wait_stream(stream)
             with torch.cuda.graph(graph, pool=self._pool):
                 output = run()
-        except RuntimeError as error:  # what broke the capture may have been an algorithm's error
+        except RuntimeError as error:  # may be caused by an error of the algorithm
             failed = error
         self._raise(self.step.algorithm.take_error() or failed)
         return graph, output
 
     def _compile_deferred(self) -> None:
-        """Runs deferred observes, so that nothing of them is compiled when first needed."""
+        """Runs deferred observes of all batch sizes, so that their kernels compile at start."""
         for size in self.sizes:
             slots = self._padding(size)
             counts = slots.new_zeros(size, dtype=torch.int32)
@@ -206,10 +206,10 @@ class CudaGraphSteps:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
         captured = self._decode[len(slots), batch.num_verify_tokens, batch.flags.widened()]
-        if slots != captured.last:
+        if slots != captured.last_slots:
             tables = self.step.tables
             captured.slots.copy_(tables.upload(slots, torch.int64), non_blocking=True)
-            captured.last = slots
+            captured.last_slots = slots
         if captured.draft is not None:
             self._fill_draft(captured.draft, self._eager.propose(batch), count)
         if captured.buffers is not None:
@@ -246,12 +246,12 @@ class CudaGraphSteps:
         if len(chunks) > 1 or not chunk.last or at == len(PREFILL_BUCKETS):
             return None
         count = PREFILL_BUCKETS[at]
-        if chunk.start + count >= self.kv_len_ub:  # padding would lie past the tables
+        if chunk.start + count >= self.kv_len_ub:  # padding would exceed the page table
             return None
         return self._prefill.get((count, flags.widened()))
 
     def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """The slots of a bucket, if one holds the batch: the padding slot at the end."""
+        """The slots, padded to the next bucket; unchanged if the batch exceeds the largest one."""
         if len(slots) > self.sizes[-1]:
             return tuple(slots)
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]

@@ -1,8 +1,8 @@
-"""Deferred observe: the target's hidden states of plain steps, kept until the algorithm drafts.
+"""Deferred observe: stores the target's hidden states of plain steps until the algorithm drafts.
 
-A draft model that reads the target's hidden states has to observe every committed token, and one
-call costs about as much for one token as for sixteen: it reads the same weights. While nothing is
-proposed, these states are kept in a ring buffer per slot and observed together later.
+A draft model that reads the target's hidden states must observe every committed token, and one call
+costs about as much for one token as for sixteen, because it reads the same weights. So the states
+of plain steps are stored in a ring buffer per slot and observed together later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from forerun.kernels.speculation.ring_buffer import ring_buffer_write
 
 
 class DeferredObserve:
-    """Per slot the newest `capacity` states; that of position p lies at index p mod `capacity`."""
+    """The last `capacity` states per slot; that of position p is at index p mod `capacity`."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class DeferredObserve:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`slots`: the padding slot included; `num_aux_layers`: layers whose output is captured."""
+        """`slots`: number of slots with the padding slot; `num_aux_layers`: captured layers."""
         self.capacity = capacity
 
         def buffer(size: int) -> Tensor:
@@ -37,7 +37,7 @@ class DeferredObserve:
     def keep(
         self, slots: Tensor, positions: Tensor, hidden_states: Tensor, aux: Tensor | None
     ) -> None:
-        """Stores the states [B, ·] of the tokens of slots [B] at positions [B]."""
+        """Stores states [B, ·] of the tokens at positions [B] of slots [B]."""
         ring_buffer_write(self.hidden_states, slots, positions, hidden_states)
         if self.aux_hidden_states is not None and aux is not None:
             ring_buffer_write(self.aux_hidden_states, slots, positions, aux)
@@ -49,8 +49,8 @@ class DeferredObserve:
         """
 
         def read(kept: Tensor) -> Tensor:
-            rows = kept[slots.unsqueeze(1), positions % self.capacity]
-            return rows.masked_fill(empty.unsqueeze(2), 0).flatten(0, 1)
+            states = kept[slots.unsqueeze(1), positions % self.capacity]
+            return states.masked_fill(empty.unsqueeze(2), 0).flatten(0, 1)
 
         aux = None if self.aux_hidden_states is None else read(self.aux_hidden_states)
         return read(self.hidden_states), aux

@@ -1,4 +1,4 @@
-"""The executor of this process: `launch(plan)` queues a step on the device and never waits."""
+"""The executor for a device of this process. `launch` queues a step without waiting."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NOT_FINITE = "the target produced NaN or infinite logits; check its weights and 
 
 @dataclass
 class _Slot:
-    """What the host knows of the request in a slot."""
+    """Host state of the request in a slot."""
 
     rid: str
     sampling: SlotSampling
-    tokens: list[int] | None  # where the algorithm reads tokens on the host
+    tokens: list[int] | None  # if the algorithm reads tokens on the host
 
 
 class DeviceExecutor:
@@ -55,7 +55,7 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
-        """Queues the whole step on the device and returns at once (on a CPU: computes it)."""
+        """Queues the whole step on the device and returns (on a CPU: computes it)."""
         with self._current_device():
             clock = StepClock.start(self.tables.device)
             if plan.cleared_pages:
@@ -66,7 +66,7 @@ class DeviceExecutor:
             sampled = num_committed = None
             if plan.decode:
                 out = self.steps.decode(self._batch(plan))
-                # A graph's outputs live until its next replay; these copies are queued before it.
+                # Copies queued before the next replay overwrites the graph's outputs.
                 sampled, num_committed = (
                     self._to_host(out.sampled),
                     self._to_host(out.num_committed),
@@ -96,16 +96,16 @@ class DeviceExecutor:
         self.step.algorithm.disable()
 
     def close(self) -> None:
-        """Pools and weights are freed with the last reference to this object."""
+        """Does nothing: pools and weights are freed with the last reference to this object."""
 
     def flags(self, slots: Sequence[int]) -> SamplingFlags:
-        """What sampling has to do for these slots."""
+        """The sampling operations that these slots need."""
         flags = SamplingFlags.of(self._slots[slot].sampling for slot in slots)
-        # On a GPU only two kinds of sampling are compiled at start.
+        # On a GPU, only two sets of operations are compiled at start.
         return flags.widened() if self.tables.device.type == "cuda" else flags
 
     def keep_tokens(self, plan: StepPlan, result: StepResult) -> None:
-        """What an algorithm that reads tokens on the host will see in the next step."""
+        """Appends a step's tokens to the host copies, for algorithms that read tokens there."""
         if not self._keeps_tokens:
             return
         for request, tokens in zip(plan.decode, result.decode, strict=True):
@@ -155,8 +155,8 @@ class DeviceExecutor:
 
     def _deferred(self, plan: StepPlan) -> DeferredBatch:
         slots = [deferred.slot for deferred in plan.deferred]
-        known = {request.slot: request.kv_len_ub for request in plan.decode}
-        before = [known.get(d.slot, d.count) - d.count for d in plan.deferred]
+        bounds = {request.slot: request.kv_len_ub for request in plan.decode}
+        before = [bounds.get(d.slot, d.count) - d.count for d in plan.deferred]
         return DeferredBatch(
             slots=slots,
             counts=[deferred.count for deferred in plan.deferred],
@@ -180,7 +180,7 @@ class DeviceExecutor:
 
 
 class StepClock:
-    """How long a device is busy with a step, whenever the host asks for the result."""
+    """Measures the time of a step on its device, independent of when the host reads the result."""
 
     def __init__(self, begin: float, events: tuple[torch.cuda.Event, torch.cuda.Event] | None):
         self._begin, self._events = begin, events
@@ -188,7 +188,7 @@ class StepClock:
 
     @classmethod
     def start(cls, device: torch.device) -> StepClock:
-        """On the current device."""
+        """Starts timing on the current device."""
         events = None
         if device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -196,13 +196,13 @@ class StepClock:
         return cls(time.monotonic(), events)
 
     def stop(self) -> None:
-        """All of the step was launched."""
+        """Called after the whole step was launched."""
         if self._events is not None:
             self._events[1].record()
         self._seconds = time.monotonic() - self._begin
 
     def wait(self) -> float:
-        """Seconds, once the step is done."""
+        """Waits for the step; returns its time in seconds."""
         if self._events is None:
             return self._seconds
         begin, end = self._events
@@ -212,7 +212,7 @@ class StepClock:
 
 @dataclass
 class PendingDeviceStep:
-    """The tokens of a launched step, on their way to the host."""
+    """A launched step whose tokens are being copied to the host."""
 
     executor: DeviceExecutor
     plan: StepPlan
@@ -221,11 +221,11 @@ class PendingDeviceStep:
     first: Tensor | None  # [last prefill chunks] int64
     clock: StepClock
     error: str | None  # the algorithm failed in this step
-    timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, where steps are traced
-    not_admitted: list[tuple[int, str]]  # slots and reasons
+    timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, if tracing is on
+    not_admitted: list[tuple[int, str]]  # (slot, reason)
 
     def result(self) -> StepResult:
-        """Waits for the device."""
+        """Waits for the step and reads its tokens."""
         seconds = self.clock.wait()
         decode: list[list[int]] = []
         if self.sampled is not None and self.num_committed is not None:
@@ -252,10 +252,10 @@ class PendingDeviceStep:
 
 
 def device_step(executor: Executor) -> DeviceStep:
-    """The step of an executor of this process, for benchmarks and tests.
+    """The `DeviceStep` of an executor in this process, for benchmarks and tests.
 
     Raises:
-        TypeError: the executor is in another process.
+        TypeError: the executor is not a `DeviceExecutor`.
     """
     if not isinstance(executor, DeviceExecutor):
         raise TypeError(f"{type(executor).__name__} has no step in this process.")

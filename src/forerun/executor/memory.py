@@ -1,4 +1,4 @@
-"""Memory budget: a profiling run of the largest steps, memory for graphs, and K/V in the rest."""
+"""Memory budget: a profiling run measures steps and graphs; KV pools get what remains."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import pages_for
 from forerun.platform.device import memory
 
-CPU_BUDGET = 4 << 30  # bytes; a CPU shares its memory with everything else
-SNAPSHOT_SHARE = 0.1  # of K/V memory, for snapshots of recurrent states
-SLACK = 256 << 20  # bytes; fragments, and what a driver takes late
+MAX_CPU_KV_BYTES = 4 << 30  # main memory is shared with other processes
+SNAPSHOT_FRACTION = 0.1  # of K/V memory, for snapshots of recurrent states
+RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the driver
 GIB = 2**30
-# Prompt tokens for which there are other kernels than for many, or which take more memory.
-FEW_TOKENS = (1, 32, 64, 128, LARGE_M - 1)
+# Prompt lengths below the largest that use other kernels, or more memory.
+SHORT_PROMPTS = (1, 32, 64, 128, LARGE_M - 1)
 
 
 @dataclass(frozen=True)
 class ProfilingRun:
-    """Bytes that steps need besides weights and K/V, as measured before the pools are made."""
+    """Bytes that steps need besides weights and K/V, measured before the pools are allocated."""
 
-    activations: int = 0  # the peak of one step
-    graphs: int = 0  # of all captured steps, estimated from two of them
+    activations: int = 0  # peak of one step
+    graphs: int = 0  # all captured steps, estimated from those of two batch sizes
 
 
 @dataclass(frozen=True)
 class KVDemand:
-    """What the models keep, and how much of it can be used."""
+    """What target and draft store in pools, and how much of it they can use."""
 
     layouts: Sequence[ModelLayout]
     page_size: int
-    tokens_wanted: int  # every slot at the full context
-    tokens_least: int  # one request of one token
-    num_slots: int = 0  # the padding slot included
+    max_tokens: int  # all slots at full context length
+    min_tokens: int  # one request of one token
+    num_slots: int = 0  # including the padding slot
     num_verify_tokens: int = 1
-    snapshots_wanted: int = 0  # recurrent states for the prefix cache, at most
+    max_snapshots: int = 0  # recurrent states for the prefix cache
 
     @property
     def token_bytes(self) -> int:
-        """Per KV slot, over all models."""
+        """Per token, target and draft."""
         return sum(layout.token_bytes for layout in self.layouts)
 
     @property
@@ -69,14 +69,14 @@ class KVDemand:
 
     @property
     def state_bytes(self) -> int:
-        """Of one snapshot."""
+        """Per snapshot."""
         return sum(layout.state_bytes for layout in self.layouts)
 
 
 @dataclass(frozen=True)
 class KVBudget:
-    num_pages: int  # the null page included
-    token_bytes: int  # per KV slot, over all models
+    num_pages: int  # including the null page
+    token_bytes: int  # per token, target and draft
     num_snapshots: int = 0  # recurrent states that the prefix cache can keep
 
     def describe(self, page_size: int) -> str:
@@ -85,58 +85,58 @@ class KVBudget:
 
 
 def kv_budget(
-    config: EngineConfig, demand: KVDemand, device: torch.device, seen: ProfilingRun
+    config: EngineConfig, demand: KVDemand, device: torch.device, profiled: ProfilingRun
 ) -> KVBudget:
-    """Pages from what memory is left, never more than can be used.
+    """Divides the free memory into pages and snapshots, never more than can be used.
 
-    Of a GPU the share `mem_fraction_static` is for weights and K/V; where steps and graphs need
-    more than the rest, they get it. Recurrent states of all slots come first, then at most
-    `SNAPSHOT_SHARE` of the rest for snapshots of them.
+    On a GPU, the fraction `mem_fraction_static` is for weights and K/V, or less if steps and graphs
+    need more than the rest. Recurrent states of all slots are subtracted first, then snapshots of
+    them, by default at most `SNAPSHOT_FRACTION` of what remains.
 
     Raises:
         ConfigError: not even one request fits.
     """
-    page, most = demand.page_size, -(-demand.tokens_wanted // demand.page_size)
+    page, max_pages = demand.page_size, -(-demand.max_tokens // demand.page_size)
     free, total = memory(device)
     if device.type == "cpu":
-        budget = min(int(free * config.mem_fraction_static), CPU_BUDGET)
+        budget = min(int(free * config.mem_fraction_static), MAX_CPU_KV_BYTES)
     else:
-        steps = seen.activations + seen.graphs + SLACK
+        steps = profiled.activations + profiled.graphs + RESERVED_BYTES
         budget = free - max(int(total * (1 - config.mem_fraction_static)), steps)
     if demand.slots_bytes > max(budget, 0):
         raise ConfigError(
             f"The recurrent states of {demand.num_slots - 1} requests take"
-            f" {demand.slots_bytes / GIB:.1f} GiB and {max(budget, 0) / GIB:.1f} are there;"
-            " lower max_running_requests or raise mem_fraction_static."
+            f" {demand.slots_bytes / GIB:.1f} GiB, and {max(budget, 0) / GIB:.1f} GiB are"
+            " available; lower max_running_requests or raise mem_fraction_static."
         )
     budget = max(budget - demand.slots_bytes, 0)
-    snapshots = demand.snapshots_wanted if demand.state_bytes else 0
+    snapshots = demand.max_snapshots if demand.state_bytes else 0
     if snapshots and config.max_state_snapshots is None:
-        snapshots = min(snapshots, int(budget * SNAPSHOT_SHARE) // demand.state_bytes)
+        snapshots = min(snapshots, int(budget * SNAPSHOT_FRACTION) // demand.state_bytes)
     if config.max_total_tokens is not None:
-        pages = min(-(-config.max_total_tokens // page), most)
+        pages = min(-(-config.max_total_tokens // page), max_pages)
     else:
         budget = max(budget - snapshots * demand.state_bytes, 0)
-        pages = min(pages_for(budget, demand.layouts, page) - 1, most)  # the null page comes on top
-    if pages * page < demand.tokens_least:
+        pages = min(pages_for(budget, demand.layouts, page) - 1, max_pages)  # without the null page
+    if pages * page < demand.min_tokens:
         raise ConfigError(
             f"K/V memory holds {max(pages, 0) * page} tokens and one request needs"
-            f" {demand.tokens_least}; raise mem_fraction_static or max_total_tokens, or lower"
+            f" {demand.min_tokens}; raise mem_fraction_static or max_total_tokens, or lower"
             " page_size, chunked_prefill_size or max_running_requests."
         )
     return KVBudget(pages + 1, demand.token_bytes, snapshots)
 
 
-# --- measuring, on a GPU ------------------------------------------------------------------------
+# --- profiling run, on a GPU --------------------------------------------------------------------
 
 
 def profile_run(
     executor: DeviceExecutor, limits: Limits, widths: Sequence[int], graphs: CudaGraphSteps | None
 ) -> ProfilingRun:
-    """Runs the largest prefill and steps of many shapes, and captures a few of the graphs.
+    """Runs the largest prefill and steps of many shapes, and captures some graphs.
 
-    All of it runs on the padding slot, so one page of K/V is enough. Kernels are loaded and the
-    libraries' workspaces allocated afterwards; everything else is given back.
+    Everything runs on the padding slot, so one page of K/V is enough. Loaded kernels and library
+    workspaces remain allocated; all other memory is released.
     """
     device, step = executor.tables.device, executor.step
     before = _reserved(device)
@@ -152,15 +152,15 @@ def profile_run(
 
 
 def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) -> Iterator[StepPlan]:
-    """Prefills of as many tokens as a step takes and of few; decode steps of all slots and of one.
+    """Prefills of `chunked_prefill_size` tokens and fewer; decode steps with all slots and one.
 
-    Decode steps come last: they leave the padding slot's length at 0.
+    Decode steps come last, because they reset the padding slot's length to 0.
     """
     greedy = SlotSampling(0.0, -1, 1.0, 0.0, 0)
     sampled = SlotSampling(1.0, 9, 0.9, 0.1, 0, stop_ids=(0,), min_position=1)
-    most = limits.chunked_prefill_size
-    counts = [*(few for few in FEW_TOKENS if few < most), most]
-    for sampling in (sampled, greedy):  # the padding slot is greedy afterwards
+    max_tokens = limits.chunked_prefill_size
+    counts = [*(n for n in SHORT_PROMPTS if n < max_tokens), max_tokens]
+    for sampling in (sampled, greedy):  # the padding slot must be greedy afterwards
         admission = Admission(padding_slot, "profiling run", (0,), 0, 0, sampling)
         for i, tokens in enumerate(counts):
             admitted = [] if i else [admission]
@@ -176,7 +176,7 @@ def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) ->
 
 
 def _chunks(limits: Limits, slot: int, tokens: int) -> list[PrefillChunk]:
-    """So many tokens in prompts as long as can be, as far as there are slots."""
+    """Splits `tokens` into prompts of at most the context length and at most one per slot."""
     lengths = [limits.context_length] * (tokens // limits.context_length)
     if tokens % limits.context_length:
         lengths.append(tokens % limits.context_length)
@@ -184,50 +184,51 @@ def _chunks(limits: Limits, slot: int, tokens: int) -> list[PrefillChunk]:
 
 
 def _graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
-    """What all graphs will take, from those of the largest and those of the smallest batch.
+    """Estimates the memory of all graphs from those of the largest and of the smallest batch size.
 
-    The largest come first and bring the shared pool; every other adds about what the smallest do.
+    The largest are captured first and allocate the shared pool; the graphs of any other batch size
+    add about as much as those of the smallest.
     """
     sizes = sorted({graphs.sizes[0], graphs.sizes[-1]})
     free: list[int] = []
     graphs.capture(lambda _: free.append(_free(device)), sizes)
     free.append(_free(device))
     graphs.clear()
-    each = (len(free) - 1) // len(sizes)
-    more = max(0, free[each] - free[-1]) * (len(graphs.sizes) - 1)
-    return max(0, free[0] - free[each]) + more
+    per_size = (len(free) - 1) // len(sizes)  # graphs of one batch size
+    smaller = max(0, free[per_size] - free[-1]) * (len(graphs.sizes) - 1)
+    return max(0, free[0] - free[per_size]) + smaller
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes of a GPU that PyTorch holds, once it has given back what is not in use."""
+    """Bytes of GPU memory that PyTorch reserves, after it has emptied its cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)
 
 
 def _free(device: torch.device) -> int:
-    """Bytes free on the device, those that PyTorch holds idle counted in."""
+    """Free bytes on the device, including PyTorch's unused reserves."""
     if device.type == "cuda":
         _reserved(device)
     return memory(device)[0]
 
 
 class MemoryLog:
-    """Bytes taken by what a start does, by name of the stage.
+    """Memory that each stage of the start allocates on a GPU, in bytes.
 
-    On a CPU nothing is booked: what a process takes there is not exact.
+    On a CPU nothing is recorded, because a process's memory is not known exactly.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.taken: dict[str, int] = {}
+        self.allocated: dict[str, int] = {}
 
     @contextmanager
     def stage(self, name: str, fix: str) -> Iterator[None]:
-        """Books what the block takes under `name`.
+        """Records the memory that the block allocates as `name`.
 
         Raises:
-            ConfigError: it runs out of memory; `fix` says what to change.
+            ConfigError: out of memory; `fix` says what to change.
         """
         free, total = _free(self.device), memory(self.device)[1]
         try:
@@ -240,24 +241,24 @@ class MemoryLog:
                 f" {total / GIB:.1f} GiB were free; {fix}."
             ) from None
         if self.device.type == "cuda":
-            self.taken[name] = max(0, free - _free(self.device))
+            self.allocated[name] = max(0, free - _free(self.device))
 
-    def report(self, seen: ProfilingRun) -> dict[str, int]:
-        """Bytes by use, K/V left out; `activations` come and go, `free` has room for them."""
+    def report(self, profiled: ProfilingRun) -> dict[str, int]:
+        """Bytes by use, without K/V. `activations` are temporary and allocated from `free`."""
         if self.device.type != "cuda":
             return {}
         return {
-            "weights": self.taken["weights"],
-            "slots": self.taken["slot tables"],
-            "workspaces": self.taken["profiling run"],  # what it leaves allocated
-            "graphs": self.taken.get("graphs", 0),
-            "activations": seen.activations,
+            "weights": self.allocated["weights"],
+            "slots": self.allocated["slot tables"],
+            "workspaces": self.allocated["profiling run"],  # what remains allocated
+            "graphs": self.allocated.get("graphs", 0),
+            "activations": profiled.activations,
             "free": _free(self.device),
         }
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """PyTorch, its libraries, Triton and the host's allocator each say it in their own way."""
+    """PyTorch, its libraries, Triton and the host allocator report it in different ways."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     words = str(error).lower()

@@ -1,7 +1,7 @@
-"""An executor in a process of its own: plans go there as bytes, results come back as bytes.
+"""An executor in a separate process: plans and results are sent as bytes over a pipe.
 
-Messages are a tag byte and MessagePack (`core/codec.py`), over a pipe. The child launches a plan as
-soon as it arrives, so that steps overlap as they do in one process.
+A message is a tag byte and MessagePack (`core/codec.py`). The child launches a plan as soon as it
+arrives, so steps overlap as in one process.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from forerun.core.plan import StepPlan, StepResult
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
 INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
-CLOSE_SECONDS = 10.0  # for the child to end by itself
+CLOSE_SECONDS = 10.0  # until a child that does not exit is killed
 
 
 class ProcessExecutor:
-    """The parent's side. Results arrive in the order of the plans."""
+    """The engine's side. Results arrive in the order of the plans."""
 
     def __init__(self, connection: Connection, process: BaseProcess) -> None:
         """Waits until the child is ready.
 
         Raises:
-            ConfigError: the child refuses the settings.
-            ExecutorError: it failed to start.
+            ConfigError: the settings are invalid.
+            ExecutorError: the child failed to start.
         """
         self._connection, self._process = connection, process
         self._pending: deque[_RemoteStep] = deque()
@@ -42,16 +42,18 @@ class ProcessExecutor:
     def start(
         cls, config: EngineConfig, model_path: Path, overlap_depth: int | None = None
     ) -> ProcessExecutor:
-        """See `build_executor`; the child is started with `spawn`, which CUDA needs."""
+        """Starts `build_executor` in a child process, with `spawn`, which CUDA requires."""
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        connection, child_connection = context.Pipe()
         process = context.Process(
-            target=_serve, args=(theirs, config, str(model_path), overlap_depth), daemon=True
+            target=_serve,
+            args=(child_connection, config, str(model_path), overlap_depth),
+            daemon=True,
         )
         process.start()
-        theirs.close()  # so that the child's end of the pipe closes with the child
+        child_connection.close()  # so that the child's end of the pipe closes with the child
         try:
-            return cls(ours, process)
+            return cls(connection, process)
         except BaseException:
             process.kill()
             process.join()
@@ -71,7 +73,7 @@ class ProcessExecutor:
         self._send(DISABLE_DRAFTS)
 
     def close(self) -> None:
-        """Ends the child. Twice is fine."""
+        """Ends the child process; repeated calls do nothing."""
         if not self._connection.closed:
             if self._process.is_alive():
                 self._send(CLOSE)
@@ -124,7 +126,7 @@ class _RemoteStep:
         return self.executor.wait(self)
 
 
-# --- the child ----------------------------------------------------------------------------------
+# --- the child process --------------------------------------------------------------------------
 
 
 def _serve(
@@ -141,7 +143,7 @@ def _serve(
     try:
         _run_plans(connection, executor)
     except (EOFError, BrokenPipeError):
-        return  # the parent is gone
+        return  # the parent has exited
     except Exception as error:
         connection.send_bytes(FAILED + f"{type(error).__name__}: {error}".encode())
         raise
@@ -152,7 +154,7 @@ def _serve(
 def _run_plans(connection: Connection, executor: Executor) -> None:
     pending: deque[PendingStep] = deque()
     while True:
-        # A plan that waits is launched before the result of an older one is waited for.
+        # Launch available plans before waiting for the result of an older one.
         if pending and not connection.poll():
             connection.send_bytes(RESULT + encode(pending.popleft().result()))
             continue

@@ -1,4 +1,4 @@
-"""What was asked for, and what it means for this model on this machine: resolved once, at start."""
+"""Resolves the settings for this model on this machine, once, at start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_PENDING_OBSERVE = 16  # plain steps of a request whose observe may be deferr
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for, and what it means for this model on this machine."""
+    """The user's config and all that follows from it for this model and machine."""
 
     config: EngineConfig
     target: ModelConfig
@@ -34,16 +34,16 @@ class Settings:
     kv_dtype: torch.dtype
     caps: SpecCaps
     limits: Limits
-    attention: list[AttentionSetup]  # of the target; of the draft, where it has K/V
+    attention: list[AttentionSetup]  # of the target and, if it has K/V, of the draft
 
     @property
     def graphs(self) -> bool:
-        """Whether steps are captured."""
+        """Whether steps are captured as CUDA graphs."""
         return captures_graphs(self.config, self.device)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Values of W that steps may have."""
+        """The possible numbers of verified tokens per request and step."""
         return verify_widths(
             self.caps.num_verify_tokens, self.caps.flexible and self.config.speculative_adaptive
         )
@@ -71,7 +71,7 @@ def resolve(
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
     _check_draft_settings(config, caps)
-    # A model without memory behind it: what it keeps and how it attends is known from its config.
+    # On the meta device: its KV layout and attention follow from the config.
     meta = WeightPlacement(dtype, torch.device("meta"))
     model = model_class(target)(target, meta, max_positions=1)
     where = Placement(device, dtype, kv_dtype, captures_graphs(config, device))
@@ -81,11 +81,11 @@ def resolve(
 
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
-    """Draft settings without a draft are a mistake, not a wish."""
+    """Refuses draft settings without a draft."""
     if config.speculative_algorithm is None:
         for name in ("speculative_draft_model_path", "speculative_num_draft_tokens"):
             if getattr(config, name) is not None:
-                raise ConfigError(f"{name} is set without speculative_algorithm; name one.")
+                raise ConfigError(f"{name} is set without speculative_algorithm; set it too.")
     if caps.draft_kv is None:
         for name in ("speculative_draft_attention_backend", "speculative_draft_window_size"):
             if getattr(config, name) is not None:
@@ -109,12 +109,12 @@ def _limits(
             f"context_length {context} is over the model's max_position_embeddings"
             f" {target.max_position}; lower it."
         )
-    # Eager CPU steps cannot overlap with the host: launching early would only waste steps.
+    # CPU steps do not overlap with the host: launching early would only waste steps.
     on_cpu = device.type == "cpu"
     exact = any(setup.needs_exact_lengths for setup in attention)
-    waits = config.disable_overlap_schedule or caps.needs_host_tokens or exact
+    no_overlap = config.disable_overlap_schedule or caps.needs_host_tokens or exact
     choices = [choice for setup in attention for choice in (setup.decode, setup.prefill)]
-    depth = 0 if waits or on_cpu else 1
+    default_depth = 0 if no_overlap or on_cpu else 1
     return Limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),
         page_size=choose_page_size(choices, config.page_size),
@@ -122,7 +122,7 @@ def _limits(
         kv_reserve=caps.kv_reserve,
         chunked_prefill_size=config.chunked_prefill_size,
         context_length=context,
-        overlap_depth=depth if waits or overlap_depth is None else overlap_depth,
+        overlap_depth=(default_depth if no_overlap or overlap_depth is None else overlap_depth),
         max_pending_observe=(
             min(caps.num_verify_tokens, MAX_PENDING_OBSERVE) if caps.deferred_observe else 0
         ),

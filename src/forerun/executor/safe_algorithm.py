@@ -1,6 +1,6 @@
-"""Calls an algorithm, which may be a plugin: its errors are reported and the step goes on.
+"""Calls an algorithm, which may be a plugin, and catches its exceptions.
 
-It can go on because the text is the target's own, whatever is proposed.
+The step continues: the text does not depend on the drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SafeAlgorithm:
     """An algorithm whose exceptions do not leave `propose` and `observe`."""
 
     def __init__(self, algorithm: SpeculativeAlgorithm, trees: bool) -> None:
-        """`trees`: drafts may have parents."""
+        """`trees`: drafts are trees, that is, have parents."""
         self.algorithm = algorithm
         self.observes = type(algorithm).observe is not SpeculativeAlgorithm.observe
         self.fixed_shape = algorithm.supports_target_verify_for_draft()
@@ -30,38 +30,38 @@ class SafeAlgorithm:
         self._disabled = False
 
     def take_error(self) -> AlgorithmError | None:
-        """The first error since the last call, if there was one."""
+        """The first error since the last call of this method, or None."""
         error, self._error = self._error, None
         return error
 
     def disable(self) -> None:
-        """The algorithm is not called again: every step is plain from now on."""
+        """Stops calling the algorithm."""
         self._disabled = True
 
     def propose(self, step: ProposeInput) -> Draft:
-        """Its draft; `last_token` repeated where it fails."""
+        """The algorithm's draft; repetitions of `last_token` if it fails."""
         shape = (step.slots.shape[0], step.num_verify_tokens - 1)
         if not self._disabled:
             try:
                 return self._checked(self.algorithm.propose(step), shape, step.slots.device)
-            except Exception as error:  # noqa: BLE001  anybody's code, and the text is not at risk
+            except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
                 self._report("propose", error)
         tokens = step.last_token.unsqueeze(1).expand(shape).contiguous()
-        # The same kind of draft as always: a compiled or captured step is specialised to it.
+        # A tree if the algorithm drafts trees: captured steps are specialised to it.
         return Draft(tokens, torch.zeros_like(tokens) if self._trees else None)
 
     def observe(self, step: ObserveInput) -> None:
         if not self._disabled:
             try:
                 self.algorithm.observe(step)
-            except Exception as error:  # noqa: BLE001  anybody's code, and the text is not at risk
+            except Exception as error:  # noqa: BLE001  a plugin's code; the text is not affected
                 self._report("observe", error)
 
     def _report(self, method: str, error: Exception) -> None:
         name = type(self.algorithm).__name__
         message = f"{name}.{method}: {type(error).__name__}: {error}"
         seen = (method, type(error).__name__)
-        if seen not in self._logged:  # once is enough: it may fail in every step
+        if seen not in self._logged:  # log once: it may fail in every step
             self._logged.add(seen)
             log.error("%s.%s failed", name, method, exc_info=error)
         if self._error is None:
@@ -78,15 +78,15 @@ class SafeAlgorithm:
             return Draft(tokens)
         if draft.parents is not None:
             return Draft(tokens, _checked_ids("parents", draft.parents, shape, device))
-        # A chain is a tree without branches: every step of the algorithm has the same inputs.
+        # A chain is a tree without branches; captured steps need the same inputs every time.
         return Draft(tokens, torch.arange(shape[1], device=device).repeat(shape[0], 1))
 
 
 def _checked_ids(name: str, ids: object, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """`ids`, with the elements of each request next to each other in memory.
+    """Validates `ids` and makes the elements of each request contiguous.
 
     Raises:
-        TypeError: not a dense int64 tensor of that shape on that device.
+        TypeError: not a dense int64 tensor of this shape on this device.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"Draft.{name} must be a tensor, got {type(ids).__name__}")

@@ -1,6 +1,6 @@
-"""Device rows of the slots: what step n writes, step n + 1 gathers. Nothing is merged or moved.
+"""Device tables with one row per slot: step n + 1 gathers what step n has written.
 
-There is one row more than slots: the last is the padding slot, which fills up batch buckets.
+The last row is the padding slot, which fills up batch buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ANY_SAMPLING = SlotSampling(temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0, see
 
 
 class SlotTables:
-    """Everything a step needs to know about running requests, on the device."""
+    """The device state of running requests."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         rows, positions = limits.slots + 1, limits.max_positions
@@ -31,35 +31,35 @@ class SlotTables:
         self.padding_slot = limits.slots
         self.device = device
         self.kv_len = torch.zeros(rows, dtype=torch.int32, device=device)  # committed KV slots
-        # The newest sampled token; it stands at position kv_len.
+        # The newest sampled token, at position kv_len.
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
-        # Tokens by position, known up to kv_len; what a step sampled and rejected stands after it.
+        # Tokens by position, valid up to kv_len; after it, rejected tokens of the last step.
         self.history = torch.zeros(rows, positions, dtype=torch.int32, device=device)
-        self.max_drafts = torch.zeros(rows, dtype=torch.int32, device=device)  # accepted a step
+        self.max_drafts = torch.zeros(rows, dtype=torch.int32, device=device)  # per step
         self.sampling = SamplingTable(rows, device)
-        self.states: list[Tensor] = []  # rows that the algorithm keeps
+        self.states: list[Tensor] = []  # of the algorithm
         self._host_pages: dict[int, list[int]] | None = None  # page ids by slot
 
     def mirror_pages(self) -> None:
-        """Keeps page ids on the host too, for attention backends that plan there."""
+        """Keeps a host copy of the page tables, for attention backends that plan on the host."""
         self._host_pages = {}
 
     def host_pages_of(self, slots: Sequence[int]) -> list[list[int]] | None:
-        """Page ids of slots, where they are kept on the host."""
+        """Page ids of slots; None without a host copy."""
         if self._host_pages is None:
             return None
         return [self._host_pages.get(slot) or [NULL_PAGE] for slot in slots]
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
-        """Host integers to the device, without waiting for it."""
+        """Copies host integers to the device asynchronously."""
         return upload(torch.tensor(values, dtype=dtype), self.device)
 
     def admit(self, admissions: Sequence[Admission]) -> list[tuple[int, str]]:
-        """Sets the rows of slots that change hands.
+        """Initialises the rows of slots for new requests.
 
-        Returns (slot, reason) of admissions whose values do not fit the tables. These alone fail:
-        their slots get rows that are valid, and what the step gives for them is dropped.
+        Returns (slot, reason) of admissions whose values do not fit the tables. Only these fail:
+        their slots get valid rows, and their results of the step are dropped.
         """
         if self._host_pages is not None:
             self._host_pages |= {a.slot: [] for a in admissions}
@@ -67,7 +67,7 @@ class SlotTables:
         for admission in admissions:
             try:
                 rows.append(_HostRow.of(admission))
-            except Exception as error:  # whatever it is, the rest of the step goes on
+            except Exception as error:  # the rest of the step goes on
                 log.error("a request could not be admitted", exc_info=error)
                 failed.append((admission.slot, f"{type(error).__name__}: {error}"))
                 blank = (0,) * len(admission.tokens)
@@ -79,8 +79,8 @@ class SlotTables:
         slots = self.upload([row.slot for row in rows], torch.int64)
         lengths = upload(torch.stack([row.lengths for row in rows]), self.device)
         self.kv_len[slots], self.max_drafts[slots] = lengths.unbind(1)
-        self.page_table.index_fill_(0, slots, 0)  # entries past its pages may be read, masked
-        for state in self.states:  # a request never sees what the slot's last one left
+        self.page_table.index_fill_(0, slots, 0)  # masked reads may go past the request's pages
+        for state in self.states:  # of the slot's last request
             state.index_fill_(0, slots, 0)
         for row in rows:
             self.history[row.slot, : row.tokens.shape[0]] = upload(row.tokens, self.device)
@@ -101,8 +101,8 @@ class SlotTables:
         self.page_table[index[0], index[1]] = self.upload(values, torch.int32)
 
     def set_first_tokens(self, slots: Tensor, positions: Tensor, sampled: Tensor) -> None:
-        """The tokens [n] that were sampled after prompts, at positions [n] int64 of slots [n]."""
-        ids = sampled.clamp_min(0)  # INVALID_TOKEN is read as an id on the device
+        """Stores the first sampled tokens [n] of slots [n], at positions [n] int64."""
+        ids = sampled.clamp_min(0)  # INVALID_TOKEN becomes token 0 on the device
         self.last_token[slots] = ids
         self.history[slots, positions] = ids.int()
 

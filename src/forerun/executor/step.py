@@ -1,9 +1,9 @@
-"""The device side of a step: decode steps of fixed width, and prompt chunks.
+"""The device side of a step: decode steps with W tokens per request, and prompt chunks.
 
     propose  →  verify  →  commit  →  observe
 
-Nothing here reads a device value on the host, and the shapes of a decode step depend on (B, W)
-only: the whole of it can be captured as one graph.
+Nothing here reads device values on the host, and the shapes of a decode step depend on (B, W) only,
+so that a whole step can be captured as one graph.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class StepShape:
     """What a decode step is specialised to."""
 
     num_verify_tokens: int  # W
-    kv_len_ub: int  # host bound of every committed length plus the KV slots a step may write
+    kv_len_ub: int  # upper bound of committed lengths plus the KV slots a step may write
     flags: SamplingFlags  # which sampling operations run
 
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """What a decode step gave, and what the algorithm may still have to observe of it."""
+    """The result of a decode step, and the input of an observe that has not run yet."""
 
     sampled: Tensor  # [B, W] int64: the token sampled after each verified one
-    num_committed: Tensor  # [B] int32: the first so many of `sampled` are committed
-    # None: observed already, or deferred. A replay overwrites the tensors: made anew for each.
+    num_committed: Tensor  # [B] int32: how many of `sampled` are committed
+    # None: already observed, or deferred. Built per replay, which overwrites the tensors.
     observe: Callable[[], ObserveInput] | None = None
 
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """What a padded prefill gave, and what the algorithm still has to observe of it."""
+    """The result of a padded prefill, and the input of its observe."""
 
     sampled: Tensor  # [B] int64: the first token of each request
     observe: Callable[[], ObserveInput] | None = None  # as in `DecodeOutput`
@@ -93,13 +93,13 @@ class _Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class _DecodeTokens(_Tokens):
-    """W tokens a request."""
+    """W tokens per request."""
 
     num_verify_tokens: int
     kv_slots: Tensor  # [B * W] int64
     last_token: Tensor  # [B] int64
     positions: Tensor  # [B * W] int32
-    next_positions: Tensor  # [B * W] int32: of the tokens that are sampled
+    next_positions: Tensor  # [B * W] int32: of the sampled tokens
 
     def attention(self, q_len: int | None, offset: int = 0) -> AttentionBatch:
         batch = super().attention(q_len, offset)
@@ -109,7 +109,7 @@ class _DecodeTokens(_Tokens):
 
 
 class _DraftAttention:
-    """Attention over the draft's pool, planned once for each shape."""
+    """Attention over the draft's pool, planned once per shape."""
 
     def __init__(
         self, attention: ModelAttention, tokens: _Tokens, buffers: StepBuffers | None
@@ -126,7 +126,7 @@ class _DraftAttention:
 
 
 class DeviceStep:
-    """The target, the algorithm, their attention, and the slot tables they work on."""
+    """Target, algorithm, their attention and the slot tables."""
 
     def __init__(
         self,
@@ -143,11 +143,11 @@ class DeviceStep:
         self.tables = tables
         self.attention = attention
         self.draft_attention = draft_attention
-        # Set by whoever builds the step; None: not wanted.
+        # Set by `executor/build.py` if enabled.
         self.simulate: SimulatedAcceptance | None = None
         self.timer: StepTimer | None = None
         self.deferred: DeferredObserve | None = None
-        self.dummy = False  # what runs now has no request behind it
+        self.dummy = False  # profiling or capture: no real requests
         if any(each.needs_host_pages for each in self._attentions):
             tables.mirror_pages()
 
@@ -157,7 +157,7 @@ class DeviceStep:
         return self.algorithm.fixed_shape and not self.caps.needs_host_tokens
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes the K/V of pages in the pools of target and draft."""
+        """Zeroes the K/V of these pages in the pools of target and draft."""
         index = self.tables.upload(pages, torch.int64)
         for attention in self._attentions:
             attention.pools.clear_pages(index)
@@ -172,7 +172,7 @@ class DeviceStep:
         return any(each.pools.layout.has_recurrent_state for each in self._attentions)
 
     def plan_buffers(self, batch_size: int) -> StepBuffers | None:
-        """For decode steps of this batch size; None where no backend plans on the host."""
+        """Buffers for decode steps of this batch size; None if no backend plans on the host."""
         if not any(each.plans_on_host for each in self._attentions):
             return None
         return StepBuffers(batch_size, self.tables.history.shape[1])
@@ -210,10 +210,10 @@ class DeviceStep:
 
         Args:
             slots: [B] int64.
-            draft: what was proposed before the step, where that is not part of it.
+            draft: proposed by `propose`; None: this step proposes.
             buffers: of `plan_buffers`, prepared for this step.
         """
-        if draft is None:  # otherwise the step began when it was proposed
+        if draft is None:  # otherwise `propose` marked it
             self._mark(PhaseBoundary.BEGIN)
         tokens, attention = self._decode_tokens(slots, shape, buffers)
         if draft is None:
@@ -229,7 +229,7 @@ class DeviceStep:
         host: HostTokens | None = None,
         buffers: StepBuffers | None = None,
     ) -> Draft | None:
-        """The first part of a step whose drafts are not captured; None where W is 1."""
+        """The first part of a step whose drafts are not captured; None if W is 1."""
         if shape.num_verify_tokens == 1:
             return None
         self._mark(PhaseBoundary.BEGIN)
@@ -259,7 +259,7 @@ class DeviceStep:
     def observe_deferred(
         self, slots: Tensor, counts: Tensor, kv_len_ub: int, buffers: StepBuffers | None = None
     ) -> None:
-        """The algorithm observes the newest `counts` [B] int32 tokens of slots [B], kept so far."""
+        """The algorithm observes the last `counts` [B] int32 tokens of slots [B]."""
         assert self.deferred is not None
         tables, width = self.tables, self.deferred.capacity
         before = tables.kv_len.index_add(0, slots, counts, alpha=-1)
@@ -267,8 +267,8 @@ class DeviceStep:
         tokens, attention = self._decode_tokens(slots, shape, buffers, before)
         at = tokens.positions.view(-1, width).long()
         empty = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)
-        known = (tables.history[slots.unsqueeze(1), at + i].long() for i in (0, 1))
-        ids, next_ids = (each.masked_fill(empty, 0) for each in known)
+        history = (tables.history[slots.unsqueeze(1), at + i].long() for i in (0, 1))
+        ids, next_ids = (each.masked_fill(empty, 0) for each in history)
         hidden_states, aux_hidden_states = self.deferred.take(slots, at, empty)
         self.algorithm.observe(
             ObserveInput(
@@ -289,7 +289,7 @@ class DeviceStep:
         )
 
     def empty_draft(self, slots: Tensor, num_verify_tokens: int) -> Draft:
-        """Placeholder drafts, where some must be given."""
+        """A placeholder draft."""
         tokens = slots.new_zeros(slots.shape[0], num_verify_tokens - 1)
         tree = self.caps.makes_trees and num_verify_tokens > 1
         return Draft(tokens, torch.zeros_like(tokens) if tree else None)
@@ -305,22 +305,22 @@ class DeviceStep:
         buffers: StepBuffers | None,
         kv_len: Tensor | None = None,
     ) -> tuple[_DecodeTokens, _DraftAttention | None]:
-        """`kv_len` [S]: lengths to start from, instead of the tables'."""
+        """`kv_len` [slots + 1]: lengths to start from, instead of those of the tables."""
         tables, page, width = self.tables, self.attention.pools.page_size, shape.num_verify_tokens
         lengths = tables.kv_len if kv_len is None else kv_len
-        head = build_decode_inputs(
+        inputs = build_decode_inputs(
             slots, lengths, tables.last_token, tables.page_table, width, page, shape.kv_len_ub
         )
         tokens = _DecodeTokens(
             slots=slots,
-            page_table=head.page_table,
-            start=head.start,
+            page_table=inputs.page_table,
+            start=inputs.start,
             kv_len_ub=shape.kv_len_ub,
             num_verify_tokens=width,
-            kv_slots=head.kv_slots,
-            last_token=head.last_token,
-            positions=head.positions,
-            next_positions=head.next_positions,
+            kv_slots=inputs.kv_slots,
+            last_token=inputs.last_token,
+            positions=inputs.positions,
+            next_positions=inputs.next_positions,
         )
         return tokens, self._draft_attention(tokens, buffers)
 
@@ -360,9 +360,11 @@ class DeviceStep:
         params = self.tables.sampling.gather(slots)
         if token_ids is None or not flags.sampled:
             return sample(logits, positions, params, replace(flags, min_tokens=False), invalid=0)
-        # Filters would keep other tokens of a pruned vocabulary: temperature only.
-        warm = params.temperature.clamp_min(1e-6)[:, None, None]
-        sampled = gumbel_argmax(logits.float() / warm, params.key[:, None], positions, token_ids)
+        # Filters would select other tokens in a pruned vocabulary, so only apply temperature.
+        temperature = params.temperature.clamp_min(1e-6)[:, None, None]
+        sampled = gumbel_argmax(
+            logits.float() / temperature, params.key[:, None], positions, token_ids
+        )
         return torch.where(params.temperature[:, None] > 0, sampled, logits.argmax(-1))
 
     def _verify_and_commit(
@@ -432,7 +434,7 @@ class DeviceStep:
         flags: SamplingFlags,
         buffers: StepBuffers | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The target over ids [B * W]: (hidden states, aux hidden states, sampled [B, W])."""
+        """Runs the target on ids [B * W]: hidden states, aux hidden states, sampled [B, W]."""
         batch = tokens.attention(tokens.num_verify_tokens)
         positions, next_positions = tokens.positions, tokens.next_positions
         if tree is not None:
@@ -447,16 +449,16 @@ class DeviceStep:
     def _sample(
         self, hidden_states: Tensor, positions: Tensor, slots: Tensor, flags: SamplingFlags
     ) -> Tensor:
-        """hidden_states [B * W, H] -> tokens sampled for positions [B, W]."""
+        """Samples from hidden states [B * W, H]; tokens for positions [B, W]."""
         if not (flags.sampled or flags.min_tokens):
             return self.model.compute_argmax(hidden_states).view(positions.shape)
         logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
         return sample(logits, positions, self.tables.sampling.gather(slots), flags)
 
     def _compact_tree(self, path: Tensor, tokens: _DecodeTokens) -> Tensor:
-        """Moves K/V of a tree's accepted path to where a chain would have left it.
+        """Moves K/V of a tree's accepted path to the KV slots that a chain would have used.
 
-        Returns index [B * W] int64: the token of the verify pass for each place of the path.
+        Returns the path as indices [B * W] int64 into the tokens of the verify pass.
         """
         batch, width = path.shape
         first = torch.arange(0, batch * width, width, device=path.device).unsqueeze(1)
@@ -466,7 +468,7 @@ class DeviceStep:
     # --- prefill --------------------------------------------------------------------------------
 
     def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        """Prompt chunks; samples the first token of requests whose last chunk is among them."""
+        """Runs prompt chunks; samples the first token after each last chunk of a prompt."""
         tables = self.tables
         slots = tables.upload([c.slot for c in chunks], torch.int64)
         start = tables.upload([c.start for c in chunks], torch.int32)
@@ -493,7 +495,7 @@ class DeviceStep:
                     input_ids=ids,
                     hidden_states=hidden_states,
                     aux_hidden_states=aux,
-                    # After the last token of a prompt stands the one just sampled.
+                    # After the last prompt token comes the one just sampled.
                     next_ids=tables.history[owner, positions + 1].long(),
                     num_committed=tables.upload([c.num_tokens for c in chunks], torch.int32),
                     history=tables.history,
@@ -504,10 +506,10 @@ class DeviceStep:
         return sampled
 
     def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
-        """The rest of prompts of few tokens, padded to W tokens: shapes depend on (B, W) only.
+        """Prefill of the rest of short prompts, padded to W tokens: shapes depend on (B, W) only.
 
-        Padding comes after the prompt, where causal attention does not see it. Its K/V goes to the
-        null page or to KV slots that the next step writes.
+        Causal attention of the prompt does not see the padding after it. The padding's K/V goes to
+        the null page or to KV slots that the next step overwrites.
 
         Args:
             slots: [B] int64.
@@ -516,9 +518,9 @@ class DeviceStep:
         tables, width = self.tables, shape.num_verify_tokens
         tokens, _ = self._decode_tokens(slots, shape, None)
         at = tokens.positions.view(-1, width).long()
-        # What a slot's last request left after this prompt may be anything.
-        most = self.model.config.vocab_size - 1
-        ids = tables.history[slots.unsqueeze(1), at].long().flatten().clamp(0, most)
+        # After the prompt, the history holds arbitrary values of the slot's last request.
+        max_id = self.model.config.vocab_size - 1
+        ids = tables.history[slots.unsqueeze(1), at].long().flatten().clamp(0, max_id)
         context = self.attention.context(tokens.attention(width))
         hidden_states, aux = self.model.forward(
             ids, tokens.positions, context, self.caps.target_layers
@@ -533,7 +535,7 @@ class DeviceStep:
         tables.set_first_tokens(slots, end.long(), sampled)
         if not self.algorithm.observes:
             return PrefillOutput(sampled)
-        next_ids = tables.history[slots.unsqueeze(1), at + 1].long().flatten().clamp(0, most)
+        next_ids = tables.history[slots.unsqueeze(1), at + 1].long().flatten().clamp(0, max_id)
 
         def observe() -> ObserveInput:
             return ObserveInput(
@@ -592,7 +594,7 @@ def _slots_and_rows(copies: Sequence[SnapshotCopy]) -> list[list[int]]:
 def _planned(
     attention: _DraftAttention | None, q_len: int | None
 ) -> Callable[[int | None], AttentionContext] | None:
-    """For `ObserveInput`: None: all tokens, q_len a request (None: ragged); i: token i only."""
+    """`ObserveInput.make_attention`: argument None plans all tokens, i only token i per request."""
     if attention is None:
         return None
     return lambda i: attention(q_len) if i is None else attention(1, i)

@@ -1,4 +1,4 @@
-"""Seconds of a decode step by batch size and width, measured at start on the padding slot."""
+"""Measures the time of decode steps by batch size and width, at start, on the padding slot."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from forerun.sampling.sampler import SamplingFlags
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much time measuring may take."""
+class MeasurementBudget:
+    """Limits of the measurement."""
 
-    seconds: float  # in all; larger batches are extrapolated
-    consecutive: int  # steps in a row, as they follow each other when the host runs ahead
+    seconds: float  # in total; larger batch sizes are extrapolated
+    consecutive: int  # steps launched back to back, as with overlap scheduling
     repetitions: int
 
 
-CAPTURED, EAGER = Effort(5.0, 2, 3), Effort(2.0, 1, 2)
+CAPTURED, EAGER = MeasurementBudget(5.0, 2, 3), MeasurementBudget(2.0, 1, 2)
 
 
 @torch.inference_mode()
@@ -32,20 +32,20 @@ def measure_step_costs(
 ) -> dict[int, list[float]]:
     """Seconds of a decode step of every width, by batch size up to `largest`.
 
-    Stops at the batch size where time runs out: costs are taken to be in proportion beyond it.
+    Stops at the batch size where time runs out; costs are extrapolated in proportion beyond it.
     """
-    effort = CAPTURED if executor.steps.captured else EAGER
-    costs, end = {}, time.monotonic() + effort.seconds
+    budget = CAPTURED if executor.steps.captured else EAGER
+    costs, end = {}, time.monotonic() + budget.seconds
     executor.step.dummy = True
     for batch in executor.steps.measured_batches(largest):
-        costs[batch] = [_cost(executor, batch, width, effort) for width in widths]
+        costs[batch] = [_cost(executor, batch, width, budget) for width in widths]
         if time.monotonic() > end:
             break
     executor.step.dummy = False
     return costs
 
 
-def _cost(executor: DeviceExecutor, batch: int, width: int, effort: Effort) -> float:
+def _cost(executor: DeviceExecutor, batch: int, width: int, budget: MeasurementBudget) -> float:
     caps = executor.step.caps
     slots = [executor.tables.padding_slot] * batch
     lengths = HostBatch.padding(batch)
@@ -54,13 +54,13 @@ def _cost(executor: DeviceExecutor, batch: int, width: int, effort: Effort) -> f
     def seconds() -> float:
         _wait(executor)
         begin = time.monotonic()
-        for _ in range(effort.consecutive):
+        for _ in range(budget.consecutive):
             executor.steps.decode(step)
         _wait(executor)
-        return (time.monotonic() - begin) / effort.consecutive
+        return (time.monotonic() - begin) / budget.consecutive
 
     executor.steps.decode(step)  # warm-up
-    return min(seconds() for _ in range(effort.repetitions))
+    return min(seconds() for _ in range(budget.repetitions))
 
 
 def _wait(executor: DeviceExecutor) -> None:

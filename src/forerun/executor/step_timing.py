@@ -1,10 +1,10 @@
-"""When the phases of a step began and ended on the device. Only where requests are traced.
+"""Device timestamps of the phases of a step, if requests are traced.
 
     begin · propose · PROPOSED · verify · VERIFIED · commit, observe · COMMITTED
 
-A step is one graph and the host runs a step ahead, so host time says nothing about the phases. A
-one-thread kernel stores the device's clock at each phase boundary, and the timestamps travel to
-the host with the tokens.
+A step is one graph and the host runs a step ahead, so phases cannot be timed on the host. A kernel
+of one thread stores the device's clock at each phase boundary, and the timestamps are copied to the
+host with the tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from forerun.kernels.runtime.timestamp import tick_ns, write_timestamp
 
-WINDOW = 30 * 10**9  # ns within which the two clocks drift too little to matter
+WINDOW = 30 * 10**9  # ns in which the drift between the two clocks is negligible
 CALIBRATION_ROUNDS = 5
 
 
@@ -41,18 +41,18 @@ class StepTimer:
             self.unix(self._timestamps)  # waits
 
     def mark(self, boundary: PhaseBoundary) -> None:
-        """Queues a timestamp after what was launched."""
+        """Queues a timestamp after the work launched so far."""
         write_timestamp(self._timestamps, boundary)
 
     def take(self) -> Tensor:
-        """Timestamps of the step just launched [4] int64; their copy to the host is queued."""
+        """Queues the copy of the step's timestamps [4] int64 to the host."""
         if self.device.type != "cuda":
             return self._timestamps.clone()
         host = torch.empty(len(PhaseBoundary), dtype=torch.int64, pin_memory=True)
         return host.copy_(self._timestamps, non_blocking=True)
 
     def unix(self, timestamps: Tensor) -> tuple[int, ...]:
-        """Nanoseconds since 1970 of a step's phase boundaries; its result has just arrived."""
+        """Unix ns of a step's phase boundaries; called when its result has just arrived."""
         ticks: list[int] = timestamps.tolist()
         ns = [tick * self._tick for tick in ticks]
         offset = self._offset.update(ns[PhaseBoundary.COMMITTED], time.time_ns())
@@ -62,8 +62,8 @@ class StepTimer:
 class ClockOffset:
     """Unix time minus device time.
 
-    A timestamp is older than its arrival on the host, so the smallest difference seen is the best
-    estimate: that of this window and of the one before, so that it follows clocks that drift.
+    A timestamp is older than its arrival on the host, so the smallest difference is the best
+    estimate. It is taken over the current and the previous window, because the clocks drift.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ClockOffset:
         self._previous: int | None = None
 
     def update(self, device_ns: int, unix_ns: int) -> int:
-        """A timestamp that was on the host by `unix_ns`; returns the offset in ns."""
+        """Adds a timestamp that arrived on the host by `unix_ns`; returns the offset in ns."""
         if unix_ns - self._window_start > WINDOW:
             self._window_start, self._previous, self._smallest = unix_ns, self._smallest, None
         known = [unix_ns - device_ns, *(x for x in (self._smallest,) if x is not None)]

@@ -1,4 +1,4 @@
-"""How decode steps and prompt chunks are run: the interface, and the eager implementation.
+"""Step executors: the interface that runs decode steps and prompt chunks, and the eager one.
 
 `cuda_graphs.py` replays captured steps on a GPU, `compiled_cpu.py` runs compiled ones on a CPU.
 """
@@ -22,14 +22,14 @@ from forerun.speculative.base import Draft, HostTokens
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """One decode step, as the host knows it."""
+    """Host-side description of one decode step."""
 
     slots: Sequence[int]
     num_verify_tokens: int  # W
-    kv_len_ub: int  # of every committed length plus the KV slots the step may write
+    kv_len_ub: int  # upper bound of committed lengths plus the KV slots the step may write
     flags: SamplingFlags
-    lengths: HostBatch  # what attention backends may plan with on the host
-    host: HostTokens | None = None  # where the algorithm reads tokens on the host
+    lengths: HostBatch  # for attention backends that plan on the host
+    host: HostTokens | None = None  # if the algorithm reads tokens on the host
 
     @property
     def shape(self) -> StepShape:
@@ -38,40 +38,40 @@ class DecodeBatch:
 
 @dataclass(frozen=True)
 class DeferredBatch:
-    """A deferred observe, as the host knows it."""
+    """Host-side description of a deferred observe."""
 
     slots: Sequence[int]
-    counts: Sequence[int]  # tokens of each slot
+    counts: Sequence[int]  # tokens per slot
     kv_len_ub: int
     lengths: HostBatch  # before those tokens
 
 
 class StepExecutor(Protocol):
-    """Runs the steps of one `DeviceStep`. What it returns may be overwritten by the next step."""
+    """Runs the steps of one `DeviceStep`. The next step may overwrite the tensors it returns."""
 
-    captured: bool  # steps are graphs, made before the first request
+    captured: bool  # steps are graphs, captured at start
 
     def measured_batches(self, largest: int) -> list[int]:
-        """Batch sizes whose cost is worth measuring, up to `largest`."""
+        """Batch sizes up to `largest` at which step costs are measured."""
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
-        """A decode step of B requests: `sampled` [B, W] and `num_committed` [B]."""
+        """Runs a decode step of B requests."""
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
-        """The algorithm observes the newest tokens of each slot, which were deferred."""
+        """The algorithm observes tokens of earlier plain steps."""
 
     def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        """Prompt chunks; [n] int64, the first tokens of requests whose last chunk is among them."""
+        """Runs prompt chunks; returns the first tokens [n] int64 after last chunks, if any."""
 
 
 class EagerSteps:
-    """Every kernel is launched by itself."""
+    """Launches every kernel separately."""
 
     captured = False
 
     def __init__(self, step: DeviceStep) -> None:
         self.step = step
-        # By (batch size, W); W is 0 for deferred observes. None: nothing is planned on the host.
+        # By (batch size, W), W = 0 for deferred observes. None: no backend plans on the host.
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
 
     def measured_batches(self, largest: int) -> list[int]:
@@ -84,12 +84,12 @@ class EagerSteps:
         return self.step.decode(slots, batch.shape, draft, buffers)
 
     def propose(self, batch: DecodeBatch) -> Draft | None:
-        """Drafts that are made outside of the captured step; None: `decode` makes them."""
+        """Proposes drafts if that is not part of the captured step; None: `decode` proposes."""
         width, caps = batch.num_verify_tokens, self.step.caps
         if width == 1 or self.step.captures_drafts:
             return None
         slots = self.step.tables.upload(batch.slots, torch.int64)
-        if caps.needs_host_tokens and batch.host is None:  # a measurement
+        if caps.needs_host_tokens and batch.host is None:  # measuring step costs
             return self.step.empty_draft(slots, width)
         buffers = self._prepared(len(batch.slots), width, batch.lengths)
         return self.step.propose(slots, batch.shape, batch.host, buffers)
@@ -105,7 +105,7 @@ class EagerSteps:
         return self.step.prefill(chunks, flags)
 
     def _prepared(self, batch_size: int, width: int, lengths: HostBatch) -> StepBuffers | None:
-        """What attention plans on the host for a step that is not captured."""
+        """Buffers prepared by backends that plan on the host, for an eager step."""
         key = (batch_size, width)
         if key not in self._buffers:
             self._buffers[key] = self.step.plan_buffers(batch_size)

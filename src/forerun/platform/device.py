@@ -1,6 +1,6 @@
-"""The machine: which device, which dtypes are fast on it, how much memory it has.
+"""Device, dtypes and memory of this machine.
 
-AMD GPUs answer to "cuda" as well (PyTorch's ROCm build); `is_rocm` tells them apart.
+AMD GPUs are "cuda" devices as well (PyTorch's ROCm build); `is_rocm` tells them apart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def resolve_device(name: str) -> torch.device:
     """The device for a setting "auto", "cpu", "cuda" or "cuda:N".
 
     Raises:
-        ConfigError: no such device on this machine, or no such kind of device.
+        ConfigError: unknown device, or not available on this machine.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -63,12 +63,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def is_rocm() -> bool:
-    """Whether "cuda" means AMD here."""
+    """Whether this is PyTorch's ROCm build, so that "cuda" means AMD."""
     return torch.version.hip is not None
 
 
 def why_no_gpu() -> str | None:
-    """What to do about a GPU that cannot be used; None where one can."""
+    """Why no GPU can be used and how to fix it; None if one can."""
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and not is_rocm():
@@ -77,7 +77,7 @@ def why_no_gpu() -> str | None:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 run in hardware; elsewhere float32 is faster.
+    """Whether the device has bfloat16 GEMM instructions; otherwise float32 is faster.
 
     CPU: AVX512-BF16, AMX, or Arm's bf16. GPU: NVIDIA from sm_80 on, and AMD under ROCm.
     """
@@ -87,13 +87,13 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and of all products for a `dtype` setting.
+    """The dtype of weights and activations for a `dtype` setting.
 
-    "auto" takes the checkpoint's; half precision of either kind becomes bfloat16 where that is
-    fast and float32 elsewhere.
+    "auto" is the checkpoint's dtype, where float16 and bfloat16 become bfloat16 if the device is
+    fast at it and float32 otherwise.
 
     Raises:
-        ConfigError: a dtype Forerun does not compute in.
+        ConfigError: the dtype is not supported.
     """
     if name == "auto":
         if checkpoint_dtype not in DTYPES:
@@ -110,15 +110,15 @@ def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> tor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without the module: "bfloat16" for `torch.bfloat16`."""
+    """`"bfloat16"` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype K/V is stored in for a `kv_cache_dtype` setting; "auto" is `dtype`, the model's.
+    """The dtype of the K/V cache for a `kv_cache_dtype` setting; "auto" is the model's `dtype`.
 
     Raises:
-        ConfigError: a dtype no pool is kept in.
+        ConfigError: the dtype is not supported.
     """
     if name == "auto":
         return dtype
@@ -129,7 +129,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes. On a CPU: what this process may use, containers' limits included."""
+    """(free, total) memory in bytes; on a CPU within the limits of the process's cgroup."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
@@ -141,14 +141,14 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on `device`; on a GPU through pinned memory, without waiting."""
+    """Copies a host tensor to `device`; to a GPU from pinned memory, asynchronously."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """The vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     for line in _read(_CPUINFO).splitlines():
@@ -159,7 +159,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of the CPU as Linux names them; empty elsewhere."""
+    """CPU features by their Linux names; empty on other systems."""
     for line in _read(_CPUINFO).splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -168,7 +168,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that matter; None: not installed. Imports none of them."""
+    """Versions of Python and of relevant packages (None: not installed), without importing them."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -184,11 +184,11 @@ def _host_memory() -> tuple[int, int]:
         total = int(sizes["MemTotal"])
         return int(sizes.get("MemAvailable", total)) * 1024, total * 1024
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total, total  # macOS does not say what is free
+    return total, total  # macOS reports no free memory
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
-    """(limit, used) of a container, v2 or v1; (None, 0) where there is none."""
+    """(limit, used) bytes of the cgroup, v2 or v1; (None, 0) without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

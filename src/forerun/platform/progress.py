@@ -1,6 +1,6 @@
-"""Progress of what takes long at start: a bar on a terminal, else a line every few seconds.
+"""Progress of long operations at start: a bar on a terminal, else a line every few seconds.
 
-Both go to standard error. Nothing is shown for what is done quickly.
+Written to standard error. Operations that finish quickly show nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _REFRESH = 0.2  # seconds between two updates of a bar
 
 @dataclass(eq=False)
 class Stage:
-    """What is under way. Written by the thread that works, read by the one that shows it."""
+    """A running operation; updated by the thread that executes it, read by the display thread."""
 
     name: str
     total: float | None = None  # None: unknown
-    unit: str = ""  # "B": bytes; else what is counted
+    unit: str = ""  # "B" for bytes
     done: float = 0
     detail: str = ""
-    inner: list[Stage] = field(default_factory=list)  # stages within this one, innermost last
+    inner: list[Stage] = field(default_factory=list)  # nested stages, innermost last
 
     def advance(self, count: float = 1, detail: str = "") -> None:
         self.done += count
@@ -47,21 +47,22 @@ class Stage:
         return f"{text} ({detail})" if detail else text
 
 
-_active: list[Stage] = []  # the stage that is shown, if any
+_active: list[Stage] = []  # the outermost running stage, if any
 
 
 @contextmanager
 def progress(
     name: str, total: float | None = None, unit: str = "", console: Console | None = None
 ) -> Iterator[Stage]:
-    """Shows a stage while the block runs; its `advance` says how far it is.
+    """Shows the progress of the block; its `advance` updates it.
 
-    A stage within another is shown as a part of the outer one's line.
+    A nested stage is shown within the line of the outer one.
 
     Args:
-        name: what is done, such as "capturing graphs".
-        total: what `advance` adds up to, where that is known.
-        console: None: standard error.
+        name: of the operation, such as "capturing graphs".
+        total: sum of all `advance` calls, if known.
+        unit: of `total`; "B" for bytes.
+        console: default: standard error.
     """
     stage = Stage(name, total, unit)
     if _active:
@@ -73,32 +74,32 @@ def progress(
             outer.inner.remove(stage)
         return
     console = console or Console(stderr=True, soft_wrap=True, highlight=False)
-    over = threading.Event()
-    thread = threading.Thread(target=_show, args=(stage, console, over), daemon=True)
+    finished = threading.Event()
+    thread = threading.Thread(target=_show, args=(stage, console, finished), daemon=True)
     _active.append(stage)
     thread.start()
     try:
         yield stage
     finally:
         _active.remove(stage)
-        over.set()
+        finished.set()
         thread.join()
 
 
-def _show(stage: Stage, console: Console, over: threading.Event) -> None:
+def _show(stage: Stage, console: Console, finished: threading.Event) -> None:
     if console.is_terminal:
-        if not over.wait(BAR_AFTER):
-            _draw(stage, console, over)
+        if not finished.wait(BAR_AFTER):
+            _draw(stage, console, finished)
         return
     begin = time.monotonic()
-    while not over.wait(SECONDS_PER_LINE):
+    while not finished.wait(SECONDS_PER_LINE):
         seconds = time.monotonic() - begin
         console.print(f"forerun: {stage.line()}, {seconds:.0f} s", markup=False)
 
 
-def _draw(stage: Stage, console: Console, over: threading.Event) -> None:
+def _draw(stage: Stage, console: Console, finished: threading.Event) -> None:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(stage.line(), total=stage.total)
-        while not over.wait(_REFRESH):
+        while not finished.wait(_REFRESH):
             bar.update(task, completed=stage.done, description=stage.line())

@@ -108,7 +108,7 @@ class AdaptiveWidth(WidthPolicy):
         """
         Args:
             costs: seconds of a step by batch size, one for every width.
-            tree_depth: drafts on the longest path of a draft tree; None: drafts are chains.
+            tree_depth: drafts on the longest path of a draft tree; None: the largest width - 1.
         """
         super().__init__(widths)
         self._max_accepted = self.widths[-1] - 1 if tree_depth is None else tree_depth
