@@ -518,9 +518,9 @@ class DeviceStep:
         tables, width = self.tables, shape.num_verify_tokens
         tokens, _ = self._decode_tokens(slots, shape, None)
         at = tokens.positions.view(-1, width).long()
-        # After the prompt, the history holds arbitrary values of the slot's last request.
-        max_id = self.model.config.vocab_size - 1
-        ids = tables.history[slots.unsqueeze(1), at].long().flatten().clamp(0, max_id)
+        # After the prompt, the history holds arbitrary values of the slot's last request: id 0.
+        padding = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)
+        ids = tables.history[slots.unsqueeze(1), at].long().masked_fill(padding, 0).flatten()
         context = self.attention.context(tokens.attention(width))
         hidden_states, aux = self.model.forward(
             ids, tokens.positions, context, self.caps.target_layers
@@ -535,7 +535,8 @@ class DeviceStep:
         tables.set_first_tokens(slots, end.long(), sampled)
         if not self.algorithm.observes:
             return PrefillOutput(sampled)
-        next_ids = tables.history[slots.unsqueeze(1), at + 1].long().flatten().clamp(0, max_id)
+        following = tables.history[slots.unsqueeze(1), at + 1].long()
+        next_ids = following.masked_fill(padding, 0).flatten()
 
         def observe() -> ObserveInput:
             return ObserveInput(

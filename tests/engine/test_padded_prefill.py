@@ -1,0 +1,69 @@
+"""Short prompts padded to a bucket of tokens, as captured prefill runs them, without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM
+from forerun.core.plan import PrefillChunk
+from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.step import StepShape
+from forerun.executor.steps import EagerSteps
+from forerun.sampling.sampler import SamplingFlags
+from tests.golden_engine import CASES, golden_llm
+
+BUCKET = 64
+PROMPTS = [
+    case["prompt"][:length] for case, length in zip(CASES, (1, 15, 16, 40, 64), strict=False)
+]
+PARAMS = [
+    {"temperature": 0.0, "max_new_tokens": 20, "ignore_eos": True},
+    {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 1, "max_new_tokens": 20},
+]
+
+
+class PaddedSteps(EagerSteps):
+    """What `CudaGraphSteps.prefill` replays, for one request at a time."""
+
+    padded = 0
+
+    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
+        (chunk,) = chunks
+        if not chunk.last or chunk.num_tokens > BUCKET:
+            return super().prefill(chunks, flags)
+        self.padded += 1
+        tables = self.step.tables
+        slots = tables.upload([chunk.slot], torch.int64)
+        counts = tables.upload([chunk.num_tokens], torch.int32)
+        bound = tables.history.shape[1]
+        out = self.step.prefill_padded(slots, counts, StepShape(BUCKET, bound, flags))
+        self.step.observe_prefill(out)
+        return out.sampled
+
+
+@pytest.mark.parametrize("name", [None, "DFLASH", "NGRAM", "EAGLE3", "STANDALONE"], ids=str)
+def test_text_and_accept_lengths_do_not_change(
+    name: str | None, chain_llm: Callable[..., LLM]
+) -> None:
+    make = chain_llm if name in ("EAGLE3", "STANDALONE") else golden_llm
+    seen = []
+    for padded in (False, True):
+        with make(name, max_running_requests=2, page_size=16) as llm:
+            executor = llm.engine.executor
+            assert isinstance(executor, DeviceExecutor)
+            steps = PaddedSteps(executor.step)
+            if padded:
+                executor.steps = steps
+            outs = [
+                llm.generate(input_ids=prompt, sampling_params=params)
+                for prompt in PROMPTS
+                for params in PARAMS  # the second time with a prefix hit
+            ]
+            llm.engine.check()
+        seen.append([(out.output_ids, out.meta_info["spec_accept_lengths"]) for out in outs])
+        assert steps.padded == (len(outs) if padded else 0)
+    assert seen[0] == seen[1]
