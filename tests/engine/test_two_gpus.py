@@ -1,0 +1,50 @@
+"""A device that is not the current one: launches, events and captures go where the engine is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.golden_engine import CASES, golden_llm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+PROMPTS = [case["prompt"] for case in CASES[:4]]
+WANT = [case["output"][:24] for case in CASES[:4]]
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"], ids=str)
+def test_text_on_the_second_gpu(algorithm: str | None, graph: bool) -> None:
+    torch.cuda.set_device(0)
+    before = torch.cuda.memory_allocated(0)
+    settings = {"device": "cuda:1", "disable_cuda_graph": not graph, "max_running_requests": 4}
+    with golden_llm(algorithm, **settings) as llm:
+        assert torch.cuda.current_device() == 0
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        assert torch.cuda.memory_allocated(0) == before  # nothing of it lies on the first GPU
+    assert [out.output_ids for out in outs] == WANT
+
+
+def test_an_engine_on_each_gpu_in_one_process() -> None:
+    got: dict[int, list[list[int]]] = {}
+    engines = [golden_llm("DFLASH", device=f"cuda:{i}", max_running_requests=4) for i in range(2)]
+
+    def run(i: int) -> None:
+        outs = engines[i].generate(input_ids=PROMPTS, sampling_params=GREEDY)
+        got[i] = [out.output_ids for out in outs]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for engine in engines:
+        engine.close()
+    assert got == {0: WANT, 1: WANT}
