@@ -155,6 +155,25 @@ class Eager(Learner):
             self.last_token[slot] = token
 
 
+class EagerTrees(Trees):
+    """The same with trees: parents are made on the host, too."""
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return False
+
+    def load(self, ctx: DraftContext) -> None:
+        super().load(ctx)
+        self.committed = 0
+
+    def propose(self, step: ProposeInput) -> Draft:
+        draft = super().propose(step)
+        parents = torch.tensor([self.parents] * len(step.slots), device=self.device)
+        return Draft(torch.tensor(draft.tokens.tolist(), device=self.device), parents)
+
+    def observe(self, step: ObserveInput) -> None:
+        self.committed += 0 if step.dummy else int(step.num_committed.sum())
+
+
 class Faulty(Toy):
     """Does what `fault` says once `after` proposals are made."""
 
@@ -185,6 +204,20 @@ class Faulty(Toy):
         return wrong[self.fault]
 
 
+class FaultyTrees(OracleTrees):
+    """Fails in its third proposal, and only there."""
+
+    def load(self, ctx: DraftContext) -> None:
+        super().load(ctx)
+        self.count = 0
+
+    def propose(self, step: ProposeInput) -> Draft:
+        self.count += 1
+        if self.count == 3:
+            raise ZeroDivisionError("somebody else's bug")
+        return super().propose(step)
+
+
 class FaultyObserver(Toy):
     def observe(self, step: ObserveInput) -> None:
         if step.phase is Phase.VERIFY:
@@ -198,7 +231,9 @@ TOYS = {
     "TOY-LEARNER": Learner,
     "TOY-SAMPLER": Sampler,
     "TOY-EAGER": Eager,
+    "TOY-EAGER-TREES": EagerTrees,
     "TOY-FAULTY": Faulty,
+    "TOY-FAULTY-TREES": FaultyTrees,
     "TOY-FAULTY-OBSERVER": FaultyObserver,
 }
 

@@ -1,18 +1,23 @@
-"""The extension point, from outside: trees, host tokens, rows of its own, and algorithms that fail.
+"""Plugins: trees, host tokens, state per slot, eager and captured ones, and algorithms that fail.
 
 Whatever is proposed, the text is that of plain decoding.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
+from forerun.executor.compiled_cpu import CompiledCpuSteps
+from forerun.executor.safe_algorithm import SafeAlgorithm
+from forerun.speculative.base import Draft, ProposeInput
 from tests.golden_engine import CASES, golden_llm
-from tests.toy_algorithms import DRAFTS, Faulty, Oracle, register_toys
+from tests.toy_algorithms import DRAFTS, Faulty, Oracle, Toy, register_toys
 
 register_toys()
 PROMPTS = [c["prompt"] for c in CASES[:5]]
@@ -43,7 +48,11 @@ def oracle(plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    "name", ["TOY-TREES", "TOY-ORACLE", "TOY-ORACLE-TREES", "TOY-LEARNER", "TOY-SAMPLER"]
+    "name",
+    [
+        *("TOY-TREES", "TOY-ORACLE", "TOY-ORACLE-TREES", "TOY-LEARNER", "TOY-SAMPLER"),
+        *("TOY-EAGER", "TOY-EAGER-TREES"),
+    ],
 )
 def test_text_is_that_of_plain_decoding(
     name: str, page_size: int, depth: int, plain: list[list[list[int]]], oracle: None
@@ -63,7 +72,7 @@ def test_text_is_that_of_plain_decoding(
         llm.engine.check()
 
 
-@pytest.mark.parametrize("fault", ["raise", "shape", "dtype", "kind", "tree"])
+@pytest.mark.parametrize("fault", ["raise", "shape", "dtype", "kind", "tree", "meta", "sparse"])
 @pytest.mark.parametrize("fallback", [False, True])
 def test_an_algorithm_that_fails(
     fault: str, fallback: bool, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
@@ -87,13 +96,60 @@ def test_an_algorithm_that_fails(
         llm.engine.check()
 
 
-def test_ids_outside_the_vocabulary_are_only_wrong(
-    plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("harmless", ["range", "strides"])
+def test_ids_outside_the_vocabulary_and_strides_do_no_harm(
+    harmless: str, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Faulty, "fault", "range")
+    monkeypatch.setattr(Faulty, "fault", harmless)
     with golden_llm("TOY-FAULTY", disable_cuda_graph=True) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
     assert [o.output_ids for o in outs] == plain[0]
+
+
+def test_the_verify_pass_gets_the_ids_of_a_request_side_by_side() -> None:
+    """Kernels take any stride between requests, and 1 between the drafts of one."""
+    drafts = torch.arange(12).view(4, 3).t()  # [3, 4]
+
+    class Strided(Toy):
+        def propose(self, step: ProposeInput) -> Draft:
+            return Draft(drafts, torch.zeros(1, 1, dtype=torch.int64).expand(3, 4))
+
+    algorithm = Strided()
+    step = SimpleNamespace(slots=torch.arange(3), num_verify_tokens=5)
+    got = SafeAlgorithm(algorithm, trees=True).propose(step)  # type: ignore[arg-type]
+    assert got.parents is not None
+    assert got.tokens.tolist() == drafts.tolist() and got.parents.tolist() == [[0] * 4] * 3
+    assert got.tokens.stride() == got.parents.stride() == (4, 1)
+
+
+def test_a_traceback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with golden_llm("TOY-FAULTY", disable_cuda_graph=True) as llm:
+        for _ in range(3):
+            outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(False))
+            assert all(o.finish_reason["type"] == "abort" for o in outs)
+    logged = [r for r in caplog.records if r.exc_info]
+    assert [r.getMessage() for r in logged] == ["Faulty.propose failed"]
+    assert "somebody else's bug" in caplog.text
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)  # a compiler, on a machine that may be busy
+def test_a_tree_that_fails_fits_the_compiled_step(
+    plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is verified in its place is a tree too."""
+    monkeypatch.setattr(Oracle, "answers", {tuple(PROMPTS[0]): plain[0][0]})
+    short = {**GREEDY, "max_new_tokens": 12}
+    with golden_llm("TOY-FAULTY-TREES", cpu_graph=True) as llm:
+        out = llm.generate(input_ids=PROMPTS[0], sampling_params=short)
+        assert out.finish_reason["type"] == "abort"
+        assert "FaultyTrees.propose: ZeroDivisionError" in out.finish_reason["message"]
+        again = llm.generate(input_ids=PROMPTS[0], sampling_params=short)
+        assert again.output_ids == plain[0][0][:12]
+        assert max(again.meta_info["spec_accept_lengths"]) == 4
+        llm.engine.check()
+        steps = llm.engine.executor.steps
+        assert isinstance(steps, CompiledCpuSteps) and len(steps._steps) == 1
 
 
 def test_an_observer_that_fails(plain: list[list[list[int]]]) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.device_executor import DeviceExecutor, device_step
 from forerun.executor.steps import DeferredBatch, EagerSteps
+from forerun.speculative import registry
 from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_algorithms import GREEDY, PROMPTS
 from tests.golden_engine import golden_llm
@@ -98,6 +99,48 @@ def test_drafts_are_those_of_an_engine_that_defers_nothing(
         at_once = conversation(llm)
     for got, want in zip(deferred, at_once, strict=True):
         assert got[2] and got == want
+
+
+def run_eagerly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`propose` and `observe` outside of the captured step."""
+    cls = registry.get_algorithm(name)
+    monkeypatch.setattr(cls, "supports_target_verify_for_draft", lambda self: False)
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_drafts_are_those_of_captured_ones(
+    name: str, depth: int, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nothing is captured: this is about how the step is cut, not about graphs."""
+    found = []
+    for eager in (False, True):
+        if eager:
+            run_eagerly(name, monkeypatch)
+        with engine(name, chain_llm, overlap_depth=depth) as llm:
+            assert device_step(llm.engine.executor).captures_drafts != eager
+            found.append(conversation(llm))
+    assert found[0][0][2] and found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deferred", [False, True], ids=["at-once", "deferred"])
+@pytest.mark.parametrize("name", NAMES)
+def test_eager_drafts_around_captured_verify_passes(
+    name: str, deferred: bool, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accept lengths too: a draft model that reads another step's state would lose them."""
+    if not deferred:
+        monkeypatch.setattr("forerun.executor.resolve.MAX_PENDING_OBSERVE", 0)
+    found = []
+    for eager in (False, True):
+        if eager:
+            run_eagerly(name, monkeypatch)
+        # 7: batches that fill no bucket
+        with engine(name, chain_llm, overlap_depth=1, max_running_requests=7) as llm:
+            assert llm.engine.executor.steps.captured  # type: ignore[attr-defined]
+            found.append([turn[:2] for turn in conversation(llm)])
+    assert found[0] == found[1]
 
 
 class PaddedSteps(EagerSteps):

@@ -11,7 +11,7 @@ from tests.toy_algorithms import register_toys
 
 pytestmark = pytest.mark.gpu
 register_toys()
-ALGORITHMS = [None, "DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER"]
+ALGORITHMS = [None, "DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER", "TOY-EAGER", "TOY-EAGER-TREES"]
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
