@@ -77,6 +77,7 @@ class CudaGraphSteps:
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     # --- capture --------------------------------------------------------------------------------
 
@@ -149,13 +150,15 @@ class CudaGraphSteps:
         device = self.step.tables.device
         graph, output = torch.cuda.CUDAGraph(), None
         try:
-            stream = torch.cuda.Stream(device)
+            # PyTorch's default capture stream belongs to the first device that captured. One stream
+            # for all graphs: memory that one of them freed is reused on the same stream only.
+            stream = self._stream = self._stream or torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):  # lazy initialisation must not be captured
                 for _ in range(WARM_UPS):
                     run()
             torch.cuda.current_stream(device).wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 output = run()
         except RuntimeError as error:  # may be caused by an error of the algorithm
             failed = error
