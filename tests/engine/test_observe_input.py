@@ -37,7 +37,7 @@ from forerun.speculative.base import (
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import DRAFTS, Toy
 
-KEY = 8  # tokens by which a prompt is told from the others
+KEY = 8  # first tokens of a prompt, by which it is identified
 PROMPTS = [c["prompt"] for c in CASES if len(c["prompt"]) >= KEY][:5]
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 40}
 LAYERS = (0, 1)
