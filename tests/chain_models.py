@@ -1,4 +1,4 @@
-"""Drafts of every kind for the golden target, made where they are needed: none was trained."""
+"""Creates chain drafts for the golden target, without training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.golden_engine import CASES, GOLDEN
 TARGET = GOLDEN / "target"
 CONFIG: dict[str, Any] = json.loads((TARGET / "config.json").read_text())
 HIDDEN, VOCAB, LAYERS = CONFIG["hidden_size"], CONFIG["vocab_size"], CONFIG["num_hidden_layers"]
-LAST = f"model.layers.{LAYERS}."  # of the layer that predicts further ahead
+LAST = f"model.layers.{LAYERS}."  # prefix of the MTP layer
 AUX = "eagle_aux_hidden_state_layer_ids"
-PRUNED = 200  # tokens of the pruned vocabulary
+PRUNED = 200  # size of the pruned vocabulary
 
 EAGLE3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -66,7 +66,7 @@ def hugging_face(folder: Path = TARGET) -> Any:
 
 @torch.inference_mode()
 def states() -> list[tuple[Tensor, list[Tensor]]]:
-    """What the target's layers give for the golden texts: (ids, Hugging Face's hidden states)."""
+    """For every golden text: ids [n], and the target's hidden states [n, H] of all layers."""
     model, out = hugging_face(), []
     for case in CASES:
         ids = torch.tensor(case["prompt"] + case["output"])
@@ -76,16 +76,19 @@ def states() -> list[tuple[Tensor, list[Tensor]]]:
 
 
 def fitted(x: list[Tensor], y: list[Tensor]) -> Tensor:
-    """The matrix W [out, in] for which x Wᵀ is nearest to y, by least squares with a ridge."""
-    rows, wanted = torch.cat(x).double(), torch.cat(y).double()
-    ridge = torch.eye(rows.shape[1], dtype=torch.float64)
-    return torch.linalg.solve(rows.T @ rows + ridge, rows.T @ wanted).T.float().contiguous()
+    """W [out, in] that minimises |x Wᵀ - y|² + |W|² (ridge regression)."""
+    inputs, targets = torch.cat(x).double(), torch.cat(y).double()
+    ridge = torch.eye(inputs.shape[1], dtype=torch.float64)
+    return torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ targets).T.float().contiguous()
 
 
 def eagle3(folder: Path, whole: bool = False) -> Path:
-    """Tokens but each third; `fc` guesses the target's last hidden state one further, the layer
-    adds a little at random. So the first draft is right now and then. `whole`: with the target's
-    vocabulary and head, in speculators' format."""
+    """An EAGLE-3 draft whose first draft token is sometimes correct.
+
+    `fc` is fitted to predict the target's last hidden state of the next token, and the layer adds
+    small random values. The vocabulary has no multiples of 3. With `whole`: the target's vocabulary
+    and LM head, in speculators' format.
+    """
     wide, layers = EAGLE3["intermediate_size"], EAGLE3["eagle_config"][AUX]
     heads, kv_heads = 4 * 16, 2 * 16
     shapes = {
@@ -105,9 +108,9 @@ def eagle3(folder: Path, whole: bool = False) -> Path:
         f"{name}.weight": torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)
         for name, shape in shapes.items()
     }
-    target, seen = load_file(TARGET / "model.safetensors"), states()
-    features = [torch.cat([h[i + 1] for i in layers], 1)[:-1] for _, h in seen]
-    weights["fc.weight"] = fitted(features, [h[-1][1:] for _, h in seen])
+    target, texts = load_file(TARGET / "model.safetensors"), states()
+    aux = [torch.cat([h[i + 1] for i in layers], 1)[:-1] for _, h in texts]
+    weights["fc.weight"] = fitted(aux, [h[-1][1:] for _, h in texts])
     weights["norm.weight"] = torch.ones(HIDDEN)
     if whole:
         renamed = {name.replace("midlayer.", "layers.0."): w for name, w in weights.items()}
@@ -119,22 +122,25 @@ def eagle3(folder: Path, whole: bool = False) -> Path:
 
 
 def nextn(folder: Path) -> Path:
-    """The target with one layer more: a copy of its last, behind a projection that guesses that
-    layer's input at p + 1 from the token there and the hidden state at p."""
-    weights, seen = load_file(TARGET / "model.safetensors"), states()
+    """The target with an MTP layer: a copy of its last layer after a fitted projection.
+
+    The projection predicts that layer's input at position p + 1 from the token at p + 1 and the
+    hidden state at p.
+    """
+    weights, texts = load_file(TARGET / "model.safetensors"), states()
     table = weights["model.embed_tokens.weight"]
-    rows = [torch.cat((unit(table[ids[1:]]), unit(h[-1][:-1])), 1) for ids, h in seen]
-    weights[f"{LAST}eh_proj.weight"] = fitted(rows, [h[-2][1:] for _, h in seen])
+    inputs = [torch.cat((unit(table[ids[1:]]), unit(h[-1][:-1])), 1) for ids, h in texts]
+    weights[f"{LAST}eh_proj.weight"] = fitted(inputs, [h[-2][1:] for _, h in texts])
     weights[f"{LAST}enorm.weight"] = weights[f"{LAST}hnorm.weight"] = torch.ones(HIDDEN)
     weights[f"{LAST}shared_head.norm.weight"] = weights["model.norm.weight"]
     copied = f"model.layers.{LAYERS - 1}."
     for name in list(weights):
         if name.startswith(copied):
             weights[LAST + name.removeprefix(copied)] = weights[name]
-    # Copies of what it shares with the target, as in DeepSeek's files.
+    # Copies of the tensors that it shares with the target, as in DeepSeek's checkpoints.
     weights[f"{LAST}embed_tokens.weight"] = weights[f"{LAST}shared_head.head.weight"] = table
-    apart = {name: tensor.clone() for name, tensor in weights.items()}  # as the format wants them
-    return write(folder, {**CONFIG, "num_nextn_predict_layers": 1}, apart)
+    unshared = {name: tensor.clone() for name, tensor in weights.items()}  # for safetensors
+    return write(folder, {**CONFIG, "num_nextn_predict_layers": 1}, unshared)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -143,7 +149,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def standalone(folder: Path, noise: float = 0.1) -> Path:
-    """The target, its weights a little off."""
+    """The target with noise on its weights."""
     shutil.copytree(TARGET, folder)
     weights = load_file(TARGET / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

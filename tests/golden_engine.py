@@ -1,4 +1,4 @@
-"""Engines over the golden pair, and poison for what they give back."""
+"""Engines with the golden pair; slots and pages are poisoned on release."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from forerun.executor.device_executor import DeviceExecutor
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "zlab-llama-b10"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
-POISON = 3e4  # finite: masked rows are multiplied by 0
+POISON = 3e4  # finite, because masked K/V is multiplied by 0
 
 
 def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
-    """The golden target in float32, on token ids, with poison on release."""
+    """The golden target in float32, with token ids as input and output."""
     if algorithm in ("DFLASH", "DDTREE"):
         settings.setdefault("speculative_draft_model_path", str(GOLDEN / "draft"))
-    settings.setdefault("speculative_adaptive", False)  # steps of one width, the same every time
+    settings.setdefault("speculative_adaptive", False)  # a fixed width, independent of timing
     settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
     llm = LLM(GOLDEN / "target", speculative_algorithm=algorithm, **settings)
     poison_on_release(llm)
@@ -31,9 +31,9 @@ def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
 
 
 def poison_on_release(llm: LLM) -> None:
-    """Slots and pages that are given back get values that cannot be mistaken for data.
+    """Overwrites released slots and pages with values that would change the output if read.
 
-    What replaces a method does not hold its object: in a cycle, K/V would stay until a collection.
+    The replaced methods hold weak references: a reference cycle would keep K/V memory alive.
     """
     scheduler, executor = llm.engine.scheduler, llm.engine.executor
     assert isinstance(executor, DeviceExecutor)

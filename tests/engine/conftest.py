@@ -1,4 +1,4 @@
-"""Drafts for the golden target, made once."""
+"""Drafts for the golden target, created once per session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.golden_engine import golden_llm
 
 @pytest.fixture(scope="session")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folder by algorithm."""
+    """Draft folders by algorithm."""
     folder = tmp_path_factory.mktemp("drafts")
     makers: dict[str, Callable[[Path], Path]] = {
         "EAGLE3": models.eagle3,
@@ -27,7 +27,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def chain_llm(drafts: dict[str, Path]) -> Callable[..., LLM]:
-    """`golden_llm` with one of them."""
+    """`golden_llm` with one of these drafts."""
 
     def make(name: str, **settings: Any) -> LLM:
         settings.setdefault("speculative_draft_model_path", str(drafts[name]))

@@ -1,6 +1,6 @@
-"""Plugins: trees, host tokens, state per slot, eager and captured ones, and algorithms that fail.
+"""Custom algorithms: trees, host tokens, state per slot, eager and captured ones, and failures.
 
-Whatever is proposed, the text is that of plain decoding.
+Whatever they propose, the output is that of plain decoding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def oracle(plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
     "name",
@@ -54,18 +54,18 @@ def oracle(plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> Non
         *("TOY-EAGER", "TOY-EAGER-TREES"),
     ],
 )
-def test_text_is_that_of_plain_decoding(
-    name: str, page_size: int, depth: int, plain: list[list[list[int]]], oracle: None
+def test_output_equals_plain_decoding(
+    name: str, page_size: int, overlap_depth: int, plain: list[list[list[int]]], oracle: None
 ) -> None:
     settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": 16}
-    with golden_llm(name, overlap_depth=depth, max_running_requests=4, **settings) as llm:
+    with golden_llm(name, overlap_depth=overlap_depth, max_running_requests=4, **settings) as llm:
         if "ORACLE" in name:
-            assert llm.engine.limits.overlap_depth == 0  # it reads tokens on the host
+            assert llm.engine.limits.overlap_depth == 0  # needs host tokens
         for sampled in (False, True):
             for _ in ("cold", "warm"):
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
                 assert [o.output_ids for o in outs] == plain[sampled]
-            if "ORACLE" in name and sampled:  # the answers known are the sampled ones
+            if "ORACLE" in name and sampled:  # its answers are the sampled ones
                 best = 4 if "TREES" in name else DRAFTS + 1
                 steps = [n for o in outs for n in o.meta_info["spec_accept_lengths"][:-1]]
                 assert set(steps) == {best}
@@ -97,7 +97,7 @@ def test_an_algorithm_that_fails(
 
 
 @pytest.mark.parametrize("harmless", ["range", "strides"])
-def test_ids_outside_the_vocabulary_and_strides_do_no_harm(
+def test_draft_ids_outside_the_vocabulary_and_strides_are_harmless(
     harmless: str, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Faulty, "fault", harmless)
@@ -164,7 +164,7 @@ def test_an_observer_that_fails(plain: list[list[list[int]]]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM"])
-def test_requests_choose_how_many_drafts_they_take(
+def test_max_draft_tokens_limits_the_drafts_of_a_request(
     algorithm: str, plain: list[list[list[int]]]
 ) -> None:
     limits = [None, 0, 1, 2, 100]
@@ -174,10 +174,10 @@ def test_requests_choose_how_many_drafts_they_take(
         outs = llm.generate(input_ids=PROMPTS, sampling_params=kinds)
         assert [o.output_ids for o in outs] == plain[0]
         for out, limit in zip(outs, limits, strict=True):
-            most = drafts if limit is None else min(limit, drafts)
-            assert max(out.meta_info["spec_accept_lengths"]) <= most + 1
-        none = outs[1].meta_info
-        assert none["spec_num_proposed_drafts"] == 0 and none["spec_verify_ct"] == 23
+            expected = drafts if limit is None else min(limit, drafts)
+            assert max(out.meta_info["spec_accept_lengths"]) <= expected + 1
+        no_drafts = outs[1].meta_info
+        assert no_drafts["spec_num_proposed_drafts"] == 0 and no_drafts["spec_verify_ct"] == 23
         chosen = llm.engine.scheduler.widths.chosen
         chosen.clear()
         llm.generate(input_ids=PROMPTS[0], sampling_params={**GREEDY, "speculative": False})
@@ -185,15 +185,18 @@ def test_requests_choose_how_many_drafts_they_take(
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
-def test_adaptive_width_changes_no_text(
-    algorithm: str, depth: int, plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_the_width_does_not_change_the_output(
+    algorithm: str,
+    overlap_depth: int,
+    plain: list[list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with golden_llm(algorithm, speculative_adaptive=True, overlap_depth=depth) as llm:
+    with golden_llm(algorithm, speculative_adaptive=True, overlap_depth=overlap_depth) as llm:
         widths = llm.engine.scheduler.widths
-        turns = iter(range(10**6))
+        steps = iter(range(10**6))
         monkeypatch.setattr(
-            widths, "_choose", lambda requests, most: widths.widths[next(turns) % (most + 1)]
+            widths, "_choose", lambda _, max_index: widths.widths[next(steps) % (max_index + 1)]
         )
         for sampled in (False, True):
             for _ in ("cold", "warm"):
@@ -219,7 +222,7 @@ def _no_tree(need: Any) -> list[str]:
     return ["no custom mask"] if any(m.mask.value == "custom" for m in need.masks) else []
 
 
-def test_params_of_drafts_are_checked() -> None:
+def test_draft_parameters_of_requests_are_validated() -> None:
     for bad in ({"speculative": 1}, {"max_draft_tokens": -1}, {"max_draft_tokens": True}):
         with pytest.raises(ValueError, match=r"speculative|max_draft_tokens"):
             SamplingParams.of(bad)

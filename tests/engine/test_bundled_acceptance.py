@@ -1,4 +1,4 @@
-"""Acceptance of the bundled pair, pinned per position: a draft that got worse is seen here."""
+"""Acceptance rates of the bundled pair per draft position, to detect a draft that got worse."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import held_out
 from forerun.evals.word_problems import extract_answer, problems
 
-# Shares of verify steps that accepted draft 1, 2, 3 ... (157 and 330 steps, float32, greedy).
+# Fractions of verify steps that accepted draft 1, 2, 3 ... (157 and 330 steps, float32, greedy).
 WORDS = (0.975, 0.962, 0.936, 0.892, 0.885, 0.841, 0.803, 0.764)
 PYTHON = (0.582, 0.355, 0.212, 0.106, 0.045)
 TOLERANCE = 0.02  # another CPU may round a near tie differently in a few steps of some hundred
 
 
-def shares(outputs: list[RequestOutput], positions: int) -> list[float]:
+def acceptance_by_position(outputs: list[RequestOutput], positions: int) -> list[float]:
     counts = [Acceptance.of(out.meta_info).histogram for out in outputs]
     steps = sum(map(sum, counts))
     return [sum(sum(h[k:]) for h in counts) / steps for k in range(1, positions + 1)]
@@ -33,5 +33,5 @@ def test_acceptance_and_answers_of_the_bundled_pair() -> None:
         python = llm.generate(texts, params)
     right = sum(extract_answer(o.text) == p.answer for o, p in zip(words, asked, strict=True))
     assert right >= 23
-    assert close(shares(words, len(WORDS)), WORDS)
-    assert close(shares(python, len(PYTHON)), PYTHON)
+    assert close(acceptance_by_position(words, len(WORDS)), WORDS)
+    assert close(acceptance_by_position(python, len(PYTHON)), PYTHON)

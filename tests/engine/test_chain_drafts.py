@@ -1,4 +1,4 @@
-"""Chain drafts in the engine: what they propose is what a chain without a cache gives, the text is
+"""Chain drafts in the engine propose what a chain without a K/V cache proposes, and the output is
 that of plain decoding."""
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def plain() -> list[list[list[int]]]:
     return [[out.output_ids for out in run] for run in runs]
 
 
-# --- what is proposed -----------------------------------------------------------------------
+# --- proposals ------------------------------------------------------------------------------
 
-Draw = Callable[[Tensor, int], Any]  # (logits, the position to draw for) -> a column
-Chain = Callable[[Tensor, int, Draw], list[int]]  # (ids, drafts, draw) -> tokens
+Sample = Callable[[Tensor, int], Any]  # (logits, position to sample for) -> index into them
+Chain = Callable[[Tensor, int, Sample], list[int]]  # (ids, number of drafts, sample) -> tokens
 
 
 class Oracles:
-    """The drafts after ids [n], of which the target has run all but the last."""
+    """The drafts after ids [n], where the target has run on all but the last id."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.target = models.hugging_face()
@@ -63,26 +63,26 @@ class Oracles:
         states = self.target(ids[None, :-1], output_hidden_states=True).hidden_states
         return tuple(state[0] for state in states)
 
-    def eagle3(self, ids: Tensor, count: int, draw: Draw) -> list[int]:
+    def eagle3(self, ids: Tensor, count: int, sample: Sample) -> list[int]:
         states = self.hidden(ids)
         layers = models.EAGLE3["eagle_config"][models.AUX]
         h = self.head.fuse(torch.cat([states[i + 1] for i in layers], 1))
         tokens, drafts = ids[1:], []
         for i in range(count):
             normed, further = self.head.rows(tokens, h)
-            column = draw(normed[-1] @ self.head.weights["lm_head.weight"].T, len(ids) + i)
+            column = sample(normed[-1] @ self.head.weights["lm_head.weight"].T, len(ids) + i)
             drafts.append(int(self.tokens[column]))
             tokens = torch.cat((tokens, tokens.new_tensor(drafts[-1:])))
             h = torch.cat((h, further[-1:]))
         return drafts
 
-    def nextn(self, ids: Tensor, count: int, draw: Draw) -> list[int]:
-        return self.layer.chain(ids, self.hidden(ids)[-1], draw, count)
+    def nextn(self, ids: Tensor, count: int, sample: Sample) -> list[int]:
+        return self.layer.chain(ids, self.hidden(ids)[-1], sample, count)
 
-    def standalone(self, ids: Tensor, count: int, draw: Draw) -> list[int]:
+    def standalone(self, ids: Tensor, count: int, sample: Sample) -> list[int]:
         tokens = ids
         for _ in range(count):
-            token = draw(self.small(tokens[None]).logits[0, -1], len(tokens))
+            token = sample(self.small(tokens[None]).logits[0, -1], len(tokens))
             tokens = torch.cat((tokens, token.view(1)))
         return [int(token) for token in tokens[len(ids) :]]
 
@@ -93,7 +93,7 @@ def oracles(drafts: dict[str, Path]) -> Oracles:
 
 
 def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Of every step with one request: where its newest token stands, and what was proposed."""
+    """Position of the last token and the proposed drafts, for every step with one request."""
     algorithm, seen = llm.engine.executor.step.algorithm.algorithm, []
     propose = algorithm.propose
 
@@ -109,7 +109,7 @@ def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[
 @pytest.mark.parametrize(("sampled", "chunk"), [(False, 512), (True, 7)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
-def test_drafts_are_those_of_a_chain_without_a_cache(
+def test_drafts_equal_a_chain_without_a_cache(
     name: str,
     sampled: bool,
     chunk: int,
@@ -117,11 +117,11 @@ def test_drafts_are_those_of_a_chain_without_a_cache(
     oracles: Oracles,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Step by step, cold and on a warm prefix, with the noise of the positions drawn for."""
+    """Step by step, without and with a cached prefix, with the noise of the sampled positions."""
     columns = oracles.tokens if name == "EAGLE3" else None
     key = torch.tensor(seed_key(SEED))
 
-    def draw(logits: Tensor, position: int) -> Tensor:
+    def sample(logits: Tensor, position: int) -> Tensor:
         if not sampled:
             return logits.argmax()
         return gumbel_argmax(logits / 0.8, key, torch.tensor(position), columns)
@@ -137,7 +137,7 @@ def test_drafts_are_those_of_a_chain_without_a_cache(
     assert len(seen) == 2 * len(lengths[0]) and max(lengths[0]) > 1
     text = torch.tensor(LONGEST + outs[0].output_ids)
     for start, tokens in seen[: len(lengths[0])]:
-        assert tokens == chain(text[: start + 1], 3, draw), start
+        assert tokens == chain(text[: start + 1], 3, sample), start
     assert seen[len(lengths[0]) :] == seen[: len(lengths[0])]
 
 
@@ -154,9 +154,9 @@ def test_the_target_as_its_own_draft_is_always_right(plain: list[list[list[int]]
         llm.engine.check()
 
 
-# --- the text -------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------
 
-CELLS = [  # (page size, chunk, depth, tight): every pair of values is among them
+CELLS = [  # (page size, chunk, overlap depth, tight): every pair of values occurs
     (1, 4, 1, True),
     (16, 512, 1, False),
     (256, 512, 0, True),
@@ -171,33 +171,35 @@ CELLS = [  # (page size, chunk, depth, tight): every pair of values is among the
     [("EAGLE3", cell) for cell in CELLS]
     + [(name, cell) for name in ("NEXTN", "STANDALONE") for cell in CELLS[:3]],
 )
-def test_text_is_that_of_plain_decoding(
+def test_output_equals_plain_decoding(
     name: str, cell: tuple[int, int, int, bool], drafts: dict[str, Path]
 ) -> None:
     hold(name, *cell, speculative_draft_model_path=str(drafts[name]))
 
 
-WIDTHS = (1, 4, 6)  # of 5 drafts, where the width adapts
+WIDTHS = (1, 4, 6)  # adaptive widths for 5 drafts
 
 
-def take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of every width, one after another."""
-    widths, turns = llm.engine.scheduler.widths, iter(range(10**6))
+def alternate_widths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cycles through all widths, step by step."""
+    widths, steps = llm.engine.scheduler.widths, iter(range(10**6))
     assert widths.widths == WIDTHS
-    monkeypatch.setattr(widths, "_choose", lambda _, most: WIDTHS[next(turns) % (most + 1)])
+    monkeypatch.setattr(
+        widths, "_choose", lambda _, max_index: WIDTHS[next(steps) % (max_index + 1)]
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_widths_change_no_draft(
+def test_the_width_does_not_change_the_drafts(
     name: str, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain steps among the others keep the draft's K/V current."""
+    """The draft's K/V is complete after plain steps in between."""
     drafts: list[dict[int, list[int]]] = []
     for adaptive in (False, True):
         own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive}
         with chain_llm(name, **own) as llm:
             if adaptive:
-                take_turns(llm, monkeypatch)
+                alternate_widths(llm, monkeypatch)
             seen = recorded(llm, monkeypatch)
             llm.generate(input_ids=LONGEST, sampling_params={**GREEDY, "max_new_tokens": 64})
             drafts.append(dict(seen))
@@ -207,28 +209,28 @@ def test_widths_change_no_draft(
     assert all(some[start] == full[start][: len(some[start])] for start in common)
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
-def test_widths_change_no_text(
+def test_the_width_does_not_change_the_output(
     name: str,
-    depth: int,
+    overlap_depth: int,
     plain: list[list[list[int]]],
     chain_llm: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = {"speculative_num_steps": 5, "speculative_adaptive": True}
-    with chain_llm(name, overlap_depth=depth, **own) as llm:
-        take_turns(llm, monkeypatch)
+    with chain_llm(name, overlap_depth=overlap_depth, **own) as llm:
+        alternate_widths(llm, monkeypatch)
         for sampled in (False, True):
             for _ in ("cold", "warm"):
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=rules(sampled))
                 assert [o.output_ids for o in outs] == plain[sampled]
         assert set(llm.engine.scheduler.widths.chosen) == set(WIDTHS)
-        llm.close()  # a step may still be under way
+        llm.close()  # a step may still be in flight
         llm.engine.check()
 
 
-def test_a_checkpoint_drafts_for_itself(
+def test_the_targets_own_checkpoint_provides_the_nextn_layer(
     drafts: dict[str, Path], plain: list[list[list[int]]]
 ) -> None:
     settings: dict[str, Any] = {
@@ -250,7 +252,7 @@ def test_a_checkpoint_drafts_for_itself(
 
 
 def test_the_bundled_head() -> None:
-    """Trained, so that a mistake in the rows shows; see its card for the figures of whole sets."""
+    """Its acceptance is high enough to show mistakes in its inputs."""
     question = (
         "Diana is 11 years older than Kenji. Felix is twice as old as Diana. If Kenji is 8 years"
         " old, how old are the three of them together?"
@@ -269,8 +271,8 @@ def test_the_bundled_head() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_head_of_the_whole_vocabulary(tmp_path: Path, plain: list[list[list[int]]]) -> None:
-    """speculators' format, which also says how many drafts; head and embedding the target's."""
+def test_a_draft_with_the_full_vocabulary(tmp_path: Path, plain: list[list[list[int]]]) -> None:
+    """speculators' format, which gives the number of drafts; LM head of the target."""
     folder = models.eagle3(tmp_path / "draft", whole=True)
     with golden_llm("EAGLE3", speculative_draft_model_path=str(folder)) as llm:
         assert llm.engine.limits.max_verify_tokens == 3
@@ -296,8 +298,8 @@ def test_text_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_never_waits_for_the_device(name: str, chain_llm: Callable[..., LLM]) -> None:
-    """Nor do plain steps of one request among those of others; graphs or not."""
+def test_launching_a_step_does_not_synchronize(name: str, chain_llm: Callable[..., LLM]) -> None:
+    """With and without graphs, and with requests without drafts in the batch."""
     kinds = [{**kind, "speculative": i % 2 == 0} for i, kind in enumerate(rules(True))]
     for graph in (True, False):
         with chain_llm(

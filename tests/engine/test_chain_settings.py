@@ -1,4 +1,4 @@
-"""Chain drafts at start: how long a chain is, and what cannot work is refused with the fix."""
+"""Settings of chain drafts: chain lengths, and errors for settings that cannot work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EMBEDDING = "model.embed_tokens.weight"
         ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}, 2),
     ],
 )
-def test_the_length_of_a_chain(
+def test_num_verify_tokens_follow_from_the_settings(
     name: str, settings: dict[str, Any], drafted: int | None, chain_llm: Callable[..., LLM]
 ) -> None:
     defaults = {"EAGLE3": 5, "NEXTN": 3, "STANDALONE": 4}
@@ -75,12 +75,12 @@ def test_settings_that_cannot_work_are_refused(
         ("NEXTN", "no layer that predicts further ahead"),  # nor has the target one
     ],
 )
-def test_a_draft_is_needed(name: str, words: str) -> None:
+def test_a_missing_draft_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         golden_llm(name)
 
 
-MISFITS = [
+MISMATCHED = [
     ("EAGLE3", {"target_hidden_size": 64}, "target hidden size is 64, the target's 160"),
     ("EAGLE3", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),
     ("EAGLE3", {"eagle_config": {models.AUX: [1, 3, 6]}}, "has 6 layers"),
@@ -93,7 +93,7 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "words"), MISFITS)
+@pytest.mark.parametrize(("name", "changes", "words"), MISMATCHED)
 def test_a_draft_for_another_target_is_refused(
     name: str, changes: dict[str, Any], words: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_draft_for_another_target_is_refused(
 
 
 def with_tokenizer(folder: Path, source: Path, words: list[str], size: int | None = None) -> str:
-    """A copy of a model with a tokenizer of these words, and if asked with a smaller embedding."""
+    """A copy of a model with a tokenizer of these words and, given `size`, a smaller embedding."""
     shutil.copytree(source, folder)
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=words[0]))
@@ -117,7 +117,7 @@ def with_tokenizer(folder: Path, source: Path, words: list[str], size: int | Non
 
 
 def test_vocabularies_are_compared(drafts: dict[str, Path], tmp_path: Path) -> None:
-    """Where there are tokenizers: the same tokens under the same ids. Padding may differ."""
+    """Tokenizers must assign the same ids to the same tokens; padding ids may differ."""
     words = [f"w{i}" for i in range(300)]
     target = with_tokenizer(tmp_path / "target", models.TARGET, words)
     small = drafts["STANDALONE"]
@@ -136,7 +136,7 @@ def test_vocabularies_are_compared(drafts: dict[str, Path], tmp_path: Path) -> N
     unpadded = with_tokenizer(tmp_path / "c", small, words, size=300)
     with pytest.raises(ConfigError, match="vocabularies must be of one size"):
         llm(unpadded, skip_tokenizer_init=True)
-    prompt = [*CASES[0]["prompt"], 319]  # the target's padding is no token of the draft's
+    prompt = [*CASES[0]["prompt"], 319]  # a padding id of the target that the draft does not have
     with golden_llm() as plain:
         want = plain.generate(input_ids=prompt, sampling_params=GREEDY).output_ids
     with llm(unpadded, speculative_adaptive=False) as padded:

@@ -1,4 +1,4 @@
-"""`cpu_graph`: compiled steps give what eager ones give."""
+"""`cpu_graph`: compiled steps equal eager ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": 
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}
 
 
-@pytest.mark.timeout(900)  # a compiler, on a machine that may be busy
-def test_text_of_the_golden_pair() -> None:
-    """Compiles one step: a batch of one, sampled greedily."""
+@pytest.mark.timeout(900)  # compilation takes long on a busy machine
+def test_output_of_the_golden_pair() -> None:
+    """Compiles a single step: batch size 1, greedy."""
     case = CASES[1]
     params = {**GREEDY, "max_new_tokens": case["max_new_tokens"]}
     with golden_llm("DFLASH", cpu_graph=True) as llm:
@@ -35,7 +35,7 @@ def test_text_of_the_golden_pair() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
-def test_text_of_the_bundled_pair_is_that_of_eager_steps(algorithm: str | None) -> None:
+def test_output_of_the_bundled_pair_equals_eager_steps(algorithm: str | None) -> None:
     prompts = ["A box holds 6 pens. Tom has 3 boxes.", "def add(a, b):"]
     got, lengths = [], []
     for compiled in (False, True):
@@ -58,7 +58,7 @@ def test_a_gpu_is_refused() -> None:
         check_usable(torch.device("cuda", 0))
 
 
-def test_without_a_compiler_the_start_is_refused() -> None:
+def test_a_missing_compiler_is_refused_at_start() -> None:
     with (
         inductor.patch({"cpp.cxx": ("/no/such/compiler",)}),
         pytest.raises(ConfigError, match=r"needs a working C\+\+ compiler .* install g\+\+") as e,

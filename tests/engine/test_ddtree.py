@@ -1,4 +1,4 @@
-"""DDTREE in the engine: the text of plain decoding, budgets and blocks, and what it refuses."""
+"""DDTREE in the engine: output, budgets, block sizes and refused settings."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def total(outs: list[Any]) -> Acceptance:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 4)])
-def test_text_is_that_of_plain_decoding(
-    page_size: int, chunk: int, tight: bool, depth: int
+def test_output_equals_plain_decoding(
+    page_size: int, chunk: int, tight: bool, overlap_depth: int
 ) -> None:
-    budget = {"speculative_ddtree_budget": 12}  # rows that fit where it is tight
-    hold("DDTREE", page_size, chunk, depth, tight, **budget)
+    budget = {"speculative_ddtree_budget": 12}  # small enough for the tight pool
+    hold("DDTREE", page_size, chunk, overlap_depth, tight, **budget)
 
 
-def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
+def test_a_tree_accepts_more_than_a_chain() -> None:
     chain, tree = total(run("DFLASH")), total(run())
     assert tree.proposed == 32 * tree.verify_ct
     assert tree.correct / tree.verify_ct > 1.1 * chain.correct / chain.verify_ct
@@ -65,7 +65,7 @@ def test_a_tree_accepts_what_its_chain_would_and_more() -> None:
         ({"speculative_draft_window_size": 16}, 32),
     ],
 )
-def test_budgets_blocks_and_windows_change_the_pace_only(
+def test_budgets_blocks_and_windows_do_not_change_the_output(
     settings: dict[str, Any], drafts: int
 ) -> None:
     whole = total(run(**settings))
@@ -78,7 +78,7 @@ def test_sampling_from_the_anchor(tmp_path: Path) -> None:
     run(speculative_draft_model_path=edited_draft(tmp_path, speculators(anchor=True)))
 
 
-def test_requests_limit_the_depth() -> None:
+def test_max_draft_tokens_limits_the_tree_depth() -> None:
     limits = [None, 0, 1, 2, 100]
     kinds = [{**greedy(c), "max_draft_tokens": n} for c, n in zip(CASES, limits, strict=False)]
     with golden_llm("DDTREE") as llm:
@@ -88,18 +88,20 @@ def test_requests_limit_the_depth() -> None:
         assert max(out.meta_info["spec_accept_lengths"]) <= (9 if limit is None else limit) + 1
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
-def test_any_width_gives_the_same_text(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_the_width_does_not_change_the_output(
+    overlap_depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kinds = [{**SEEDED, "sampling_seed": i, "max_new_tokens": 24} for i in range(5)]
     prompts = [c["prompt"] for c in CASES[:5]]
     with golden_llm() as llm:
         want = [o.output_ids for o in llm.generate(input_ids=prompts, sampling_params=kinds)]
-    with golden_llm("DDTREE", speculative_adaptive=True, overlap_depth=depth) as llm:
+    with golden_llm("DDTREE", speculative_adaptive=True, overlap_depth=overlap_depth) as llm:
         widths = llm.engine.scheduler.widths
         assert widths.widths == (1, 33)
-        turns = iter(range(10**6))
+        steps = iter(range(10**6))
         monkeypatch.setattr(
-            widths, "_choose", lambda requests, most: widths.widths[next(turns) % (most + 1)]
+            widths, "_choose", lambda _, max_index: widths.widths[next(steps) % (max_index + 1)]
         )
         for _ in ("cold", "warm"):
             outs = llm.generate(input_ids=prompts, sampling_params=kinds)
@@ -109,7 +111,7 @@ def test_any_width_gives_the_same_text(depth: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_bundled_pair() -> None:
-    """Its text, and its accept length beside the chain's over all verify steps."""
+    """The output of plain decoding, and a higher accept length than the chain's."""
     words = [p.question for p in problems(6)]
     python = [row["prompt"] for row in held_out()[:6]]
     seeds = [{**SEEDED, "sampling_seed": i} if i % 2 else {"temperature": 0} for i in range(6)]
@@ -141,6 +143,6 @@ def test_the_bundled_pair() -> None:
         ({"speculative_draft_model_path": "/no/such/folder"}, "not a folder"),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         golden_llm("DDTREE", **settings)

@@ -17,7 +17,7 @@ from tests.engine.test_algorithms import GREEDY, PROMPTS
 from tests.golden_engine import golden_llm
 
 NAMES = ["DFLASH", "DDTREE", "EAGLE3", "NEXTN", "STANDALONE"]
-Proposals = dict[tuple[int, int], list[int]]  # (request, position) -> what was drafted there
+Proposals = dict[tuple[int, int], list[int]]  # (request, position) -> drafts
 
 
 def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
@@ -26,18 +26,19 @@ def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
     return make(name, **settings)
 
 
-def follow(
+def record(
     llm: LLM, prompts: list[list[int]], seed: int
 ) -> tuple[list[list[int]], list[list[int]], Proposals]:
     """Texts, accept lengths and drafts, with widths that depend on the seed alone."""
     widths, step = llm.engine.scheduler.widths, llm.engine.executor.step
     rng, proposals = random.Random(seed), {}
-    turns: list[int] = []
+    indices: list[int] = []
 
-    def choose(requests: list[Any], most: int) -> int:
-        if not turns:  # stretches of plain steps, longer than what can be kept
-            turns.extend([0] * rng.choice([1, 2, 7, 16, 17, 40]) + [most] * rng.choice([1, 2]))
-        return widths.widths[turns.pop(0)]
+    def choose(requests: list[Any], max_index: int) -> int:
+        if not indices:  # runs of plain steps, also longer than the ring buffer
+            plain, drafted = rng.choice([1, 2, 7, 16, 17, 40]), rng.choice([1, 2])
+            indices.extend([0] * plain + [max_index] * drafted)
+        return widths.widths[indices.pop(0)]
 
     widths._choose = choose  # type: ignore[method-assign, assignment]
     propose = step.algorithm.propose
@@ -61,35 +62,35 @@ def follow(
 
 
 def conversation(llm: LLM) -> list[tuple[list[list[int]], list[list[int]], Proposals]]:
-    """The second turn finds its past in the prefix cache."""
+    """Two turns; the second finds the first in the prefix cache."""
     turns, prompts = [], PROMPTS
     for seed in range(2):
-        turns.append(follow(llm, prompts, seed))
+        turns.append(record(llm, prompts, seed))
         prompts = [p + text for p, text in zip(prompts, turns[-1][0], strict=True)]
     return turns
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_captured_steps_do_as_eager_ones(name: str, chain_llm: Callable[..., LLM]) -> None:
+def test_captured_steps_equal_eager_steps(name: str, chain_llm: Callable[..., LLM]) -> None:
     seen = []
-    for disabled in (False, True):  # 7: batches that fill no bucket
+    for disabled in (False, True):  # 7: batches that are padded to a bucket
         settings = {"disable_cuda_graph": disabled, "max_running_requests": 7}
         with engine(name, chain_llm, overlap_depth=1, **settings) as llm:
             seen.append([turn[:2] for turn in conversation(llm)])
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize(("depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
+@pytest.mark.parametrize(("overlap_depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_are_those_of_an_engine_that_defers_nothing(
+def test_drafts_equal_those_without_deferring(
     name: str,
-    depth: int,
+    overlap_depth: int,
     page_size: int,
     chain_llm: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = {"overlap_depth": depth, "page_size": page_size, "disable_cuda_graph": True}
+    settings = {"overlap_depth": overlap_depth, "page_size": page_size, "disable_cuda_graph": True}
     with engine(name, chain_llm, **settings) as llm:
         assert llm.engine.limits.max_pending_observe == min(16, llm.engine.limits.max_verify_tokens)
         deferred = conversation(llm)
@@ -154,7 +155,7 @@ class PaddedSteps(EagerSteps):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_slots_change_nothing(name: str, chain_llm: Callable[..., LLM]) -> None:
+def test_padding_slots_do_not_change_the_output(name: str, chain_llm: Callable[..., LLM]) -> None:
     found = []
     for padded in (False, True):
         with engine(name, chain_llm) as llm:

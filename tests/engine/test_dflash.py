@@ -1,4 +1,4 @@
-"""DFLASH in the engine: start-up checks, both checkpoint formats, blocks and windows."""
+"""DFLASH in the engine: validation at start, both checkpoint formats, blocks and windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def greedy(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def edited_draft(folder: Path, edit: Edit) -> str:
-    """The golden draft with another `config.json`."""
+    """A copy of the golden draft with an edited `config.json`."""
     draft = folder / "draft"
     shutil.copytree(GOLDEN / "draft", draft)
     config = json.loads((draft / "config.json").read_text())
@@ -32,7 +32,7 @@ def edited_draft(folder: Path, edit: Edit) -> str:
 
 
 def speculators(anchor: bool) -> Edit:
-    """Rewrites z-lab's config as speculators'."""
+    """Converts z-lab's config to speculators' format."""
 
     def edit(config: dict[str, Any]) -> None:
         inner = dict(config)
@@ -68,8 +68,8 @@ def test_speculators_format_gives_the_same_steps(tmp_path: Path) -> None:
         assert lengths[:-1] == case["accept"][: max(len(lengths) - 1, 0)]
 
 
-def test_sampling_from_the_anchor_verifies_a_row_more(tmp_path: Path) -> None:
-    """These weights were not trained for it, so little is accepted; the text stays."""
+def test_sampling_from_the_anchor_verifies_one_token_more(tmp_path: Path) -> None:
+    """The weights were not trained for it, so little is accepted; the output is the same."""
     folder = edited_draft(tmp_path, speculators(anchor=True))
     outs = run(speculative_draft_model_path=folder)
     assert [o.output_ids for o in outs] == [c["output"] for c in CASES]
@@ -86,7 +86,7 @@ def test_sampling_from_the_anchor_verifies_a_row_more(tmp_path: Path) -> None:
         ({"speculative_dflash_block_size": 2, "speculative_num_draft_tokens": 2}, 1),
     ],
 )
-def test_blocks_and_windows_change_the_pace_only(settings: dict[str, Any], drafts: int) -> None:
+def test_blocks_and_windows_do_not_change_the_output(settings: dict[str, Any], drafts: int) -> None:
     outs = run(**settings)
     assert [o.output_ids for o in outs] == [c["output"] for c in CASES]
     info = outs[4].meta_info

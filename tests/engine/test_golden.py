@@ -28,13 +28,12 @@ def params(case: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_outputs_and_accept_lengths_are_the_reference_s(dflash: LLM, index: int) -> None:
+def test_outputs_and_accept_lengths_equal_the_reference(dflash: LLM, index: int) -> None:
     case = CASES[index]
     out = dflash.generate(input_ids=case["prompt"], sampling_params=params(case))
     assert out.output_ids == case["output"]
     ours, theirs = out.meta_info["spec_accept_lengths"], case["accept"]
-    # The reference runs on to the end of its last block and may add one more; here the last step
-    # ends with the text.
+    # The reference also counts accepted tokens past the end of the output in its last step.
     assert ours[:-1] == theirs[: max(len(ours) - 1, 0)]
     assert sum(ours) == len(out.output_ids) - 1 <= sum(theirs[: len(ours)])
 
@@ -46,7 +45,7 @@ def test_all_cases_in_one_batch(dflash: LLM) -> None:
     assert [o.output_ids for o in outs] == [c["output"] for c in CASES]
 
 
-def test_plain_decoding_gives_the_same(dflash: LLM) -> None:
+def test_plain_decoding_gives_the_same_output(dflash: LLM) -> None:
     with golden_llm() as llm:
         outs = llm.generate(
             input_ids=[c["prompt"] for c in CASES], sampling_params=[params(c) for c in CASES]
@@ -54,8 +53,8 @@ def test_plain_decoding_gives_the_same(dflash: LLM) -> None:
         assert [o.output_ids for o in outs] == [c["ar"] for c in CASES]
 
 
-def test_acceptance_on_a_warm_prefix_equals_the_cold_one(dflash: LLM) -> None:
-    """Cached tokens must bring their draft K/V with them (vllm issue 47930)."""
+def test_acceptance_with_a_cached_prefix_equals_that_without(dflash: LLM) -> None:
+    """Cached pages must include the draft's K/V (vLLM issue 47930)."""
     case = max(CASES, key=lambda c: len(c["prompt"]))
     dflash.engine.flush_cache()
     cold = dflash.generate(input_ids=case["prompt"], sampling_params=params(case))

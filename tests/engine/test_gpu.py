@@ -25,17 +25,17 @@ def greedy(case: dict[str, Any]) -> dict[str, Any]:
     return {"temperature": 0.0, "ignore_eos": True, **{k: case[k] for k in keys}}
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
-def test_golden_outputs(algorithm: str | None, graph: bool, depth: int) -> None:
+def test_golden_outputs(algorithm: str | None, graph: bool, overlap_depth: int) -> None:
     with golden_llm(
         algorithm,
         device="cuda",
         disable_cuda_graph=not graph,
         max_running_requests=8,
         max_total_tokens=8192,
-        overlap_depth=depth,
+        overlap_depth=overlap_depth,
     ) as llm:
         for _ in ("cold", "warm"):
             outs = llm.generate(
@@ -45,7 +45,7 @@ def test_golden_outputs(algorithm: str | None, graph: bool, depth: int) -> None:
         llm.engine.check()
 
 
-def test_seeded_text_is_that_of_plain_decoding() -> None:
+def test_seeded_output_equals_plain_decoding() -> None:
     texts = []
     for algorithm in (None, "DFLASH", "NGRAM"):
         with golden_llm(algorithm, device="cuda", max_running_requests=8) as llm:
@@ -57,7 +57,7 @@ def test_seeded_text_is_that_of_plain_decoding() -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_step_never_waits_for_the_device() -> None:
+def test_launching_a_step_does_not_synchronize() -> None:
     with golden_llm("DFLASH", device="cuda", max_running_requests=4) as llm:
         engine = llm.engine
         launch = engine.executor.launch
@@ -76,12 +76,12 @@ def test_a_step_never_waits_for_the_device() -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of kernels, as they are compiled or read from disk; all are forgotten before."""
+    """Names of kernels compiled or loaded from disk, after in-memory caches are cleared."""
     triton = pytest.importorskip("triton")
     names: list[str] = []
 
-    def hook(**said: Any) -> None:
-        names.append(said["fn"].name)
+    def hook(**info: Any) -> None:
+        names.append(info["fn"].name)
 
     load = nvrtc.load_kernel
 
@@ -102,10 +102,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "EAGLE3", "NGRAM"])
-def test_nothing_is_compiled_once_it_runs(
+def test_no_kernel_is_compiled_after_the_start(
     algorithm: str | None, dtype: str, compiled: list[str]
 ) -> None:
-    """Else requests that come first, or are the first of their length, wait for a compiler."""
+    """Otherwise the first requests, or the first of a length, would wait for a compiler."""
     rng = random.Random(0)
     with LLM(speculative_algorithm=algorithm, dtype=dtype, max_running_requests=8) as llm:
         assert "_build_decode_inputs" in compiled

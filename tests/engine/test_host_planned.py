@@ -71,7 +71,7 @@ def need_device() -> torch.device:
 @pytest.mark.parametrize(
     "algorithm", [None, "NGRAM", "TOY-LEARNER", "TOY-TREES", "TOY-ORACLE-TREES", "DFLASH"]
 )
-def test_text_is_that_of_plain_decoding(
+def test_output_equals_plain_decoding(
     algorithm: str | None, page_size: int, chunk: int, tight: bool
 ) -> None:
     # Overlap is asked for, and exact lengths do without.
@@ -89,5 +89,5 @@ def test_exact_lengths_mean_no_overlap() -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_phases_may_have_backends_of_their_own(phase: str) -> None:
+def test_phases_may_have_different_backends(phase: str) -> None:
     hold("NGRAM", 16, 4, 1, True, **{f"{phase}_attention_backend": NAME})

@@ -1,4 +1,4 @@
-"""`kv_cache_dtype`: K/V of fewer bits changes the text a little, never with the drafter."""
+"""`kv_cache_dtype`: the output may depend on the dtype of K/V, but not on the drafter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9}
 
 
 def texts(algorithm: str | None, kv: str, **settings: Any) -> list[list[int]]:
-    """Greedy and seeded outputs, cold and with a warm prefix cache."""
+    """Greedy and seeded outputs, the same without and with cached prefixes."""
     params = [GREEDY] * len(PROMPTS) + [{**SEEDED, "sampling_seed": i} for i in range(len(PROMPTS))]
     with golden_llm(algorithm, kv_cache_dtype=kv, **settings) as llm:
         cold, warm = (
@@ -47,7 +47,7 @@ def plain(kv: str) -> list[list[int]]:
         ("bfloat16", "DFLASH", 16, 1),
     ],
 )
-def test_text_is_that_of_plain_decoding(
+def test_output_equals_plain_decoding(
     kv: str, algorithm: str | None, chunk: int, page_size: int
 ) -> None:
     got = texts(algorithm, kv, chunked_prefill_size=chunk, page_size=page_size)
@@ -73,12 +73,12 @@ def test_the_setting_reaches_both_pools_and_the_budget() -> None:
     }
 
 
-def test_eight_bits_are_really_stored() -> None:
-    """Where float32 and float8 gave the same text everywhere, nothing would be shown by it."""
+def test_fp8_changes_the_output() -> None:
+    """Otherwise the tests above would not show that K/V is stored in fp8."""
     assert plain("fp8_e4m3") != plain("float32")
 
 
-def test_acceptance_of_the_bundled_pair_stays() -> None:
+def test_fp8_does_not_reduce_acceptance() -> None:
     asked = problems(12)
     chats = [[{"role": "user", "content": problem.question}] for problem in asked]
     mean = {}
@@ -101,7 +101,7 @@ def test_refusals() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_text_is_that_of_plain_decoding_on_a_gpu(graph: bool) -> None:
+def test_output_equals_plain_decoding_on_a_gpu(graph: bool) -> None:
     settings = {"device": "cuda", "max_running_requests": 16, "max_total_tokens": 8192}
     want = texts(None, "fp8_e4m3", disable_cuda_graph=True, **settings)
     for algorithm in (None, "DFLASH", "NGRAM"):

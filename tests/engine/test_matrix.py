@@ -1,4 +1,4 @@
-"""The equality matrix: every algorithm, under every condition, gives the text of plain decoding."""
+"""The equality matrix: under all conditions, every algorithm gives the output of plain decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
 
 @cache
 def prompts(page_size: int, tight: bool) -> list[list[int]]:
-    """Five prompts, three with a common prefix of some pages (when tight: that end below one)."""
+    """Five prompts, three of which share a prefix of some pages (if tight, of less than a page)."""
     texts = sorted((c["prompt"] for c in CASES), key=len, reverse=True)
     stem = (texts[0] + texts[1][1:] + texts[2][1:] + texts[3][1:])[:400]
     lengths = (240, 238, 239) if tight else (300, 280, 297)
@@ -35,7 +35,7 @@ def params(kind: dict[str, Any], index: int) -> dict[str, Any]:
 
 @cache
 def reference(page_size: int, tight: bool, sampled: bool) -> list[list[int]]:
-    """Plain decoding, one prompt at a time, nothing shared."""
+    """Plain decoding, one prompt at a time, without prefix cache."""
     kind = SEEDED if sampled else GREEDY
     with golden_llm(disable_radix_cache=True) as llm:
         return [
@@ -50,31 +50,36 @@ def tight(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("page_size", [1, 16, 256])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
-def test_text_is_that_of_plain_decoding(
-    algorithm: str | None, page_size: int, chunk: int, depth: int, tight: bool
+def test_output_equals_plain_decoding(
+    algorithm: str | None, page_size: int, chunk: int, overlap_depth: int, tight: bool
 ) -> None:
-    hold(algorithm, page_size, chunk, depth, tight)
+    hold(algorithm, page_size, chunk, overlap_depth, tight)
 
 
 def hold(
-    algorithm: str | None, page_size: int, chunk: int, depth: int, tight: bool, **settings: Any
+    algorithm: str | None,
+    page_size: int,
+    chunk: int,
+    overlap_depth: int,
+    tight: bool,
+    **settings: Any,
 ) -> None:
     """One cell of the matrix."""
     settings |= {"page_size": page_size, "chunked_prefill_size": chunk}
-    if tight:  # little room beyond one request
+    if tight:  # hardly more pages than one request needs
         settings["max_total_tokens"] = {1: 120, 16: 128, 256: 1280}[page_size]
-    with golden_llm(algorithm, overlap_depth=depth, **settings) as llm:
+    with golden_llm(algorithm, overlap_depth=overlap_depth, **settings) as llm:
         preempted = 0
         for sampled, kind in enumerate((GREEDY, SEEDED)):
             want = reference(page_size, tight, bool(sampled))
             asked = prompts(page_size, tight)
             kinds = [params(kind, i) for i in range(len(asked))]
             llm.engine.flush_cache()
-            for warm in (False, True):  # the same five again: prefix hits
+            for warm in (False, True):  # the same prompts again: prefix hits
                 got = generate(llm, asked, kinds, tight)
                 assert [o[0] for o in got] == want
                 preempted += sum(o[1] for o in got)
@@ -91,7 +96,7 @@ def generate(
 ) -> list[tuple[list[int], int, int]]:
     """Output ids, preemptions and cached tokens of each request.
 
-    When tight, the youngest is also thrown out every third step, as if the pages had run out.
+    If tight, every third step also preempts the youngest, as if the pages had run out.
     """
     engine, requests = llm.engine, []
     for ids, kind in zip(asked, kinds, strict=True):

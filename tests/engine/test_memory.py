@@ -1,4 +1,4 @@
-"""Where the memory goes at start, and what is said when it does not suffice."""
+"""The memory budget, and errors when memory does not suffice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = [
     ModelLayout.dense(5, 8, 128, torch.bfloat16),
 ]
 DEMAND = KVDemand(LAYOUTS, 16, max_tokens=10**9, min_tokens=17)
-CELL = DEMAND.token_bytes
+TOKEN_BYTES = DEMAND.token_bytes
 
 
 def tokens(free: int, total: int, seen: ProfilingRun, monkeypatch: Any, **settings: Any) -> int:
@@ -31,33 +31,35 @@ def tokens(free: int, total: int, seen: ProfilingRun, monkeypatch: Any, **settin
     return (budget.num_pages - 1) * 16
 
 
-def test_the_static_share_is_kept_where_steps_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mem_fraction_static_applies_if_steps_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = ProfilingRun(activations=2 * GIB, graphs=GIB)
     got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch)
-    assert got * CELL == pytest.approx(48 * GIB, abs=33 * CELL)  # 60 - 15 % of 80
+    assert got * TOKEN_BYTES == pytest.approx(48 * GIB, abs=33 * TOKEN_BYTES)  # 60 - 15 % of 80
     more = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=0.9)
-    assert (more - got) * CELL == pytest.approx(4 * GIB, abs=17 * CELL)
+    assert (more - got) * TOKEN_BYTES == pytest.approx(4 * GIB, abs=17 * TOKEN_BYTES)
 
 
-def test_steps_and_graphs_get_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_and_graphs_take_precedence_over_the_fraction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen = ProfilingRun(activations=12 * GIB, graphs=3 * GIB)
-    for share in (0.85, 0.95):
-        got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=share)
-        assert got * CELL == pytest.approx(45 * GIB - RESERVED_BYTES, abs=33 * CELL)
+    for fraction in (0.85, 0.95):
+        got = tokens(60 * GIB, 80 * GIB, seen, monkeypatch, mem_fraction_static=fraction)
+        assert got * TOKEN_BYTES == pytest.approx(45 * GIB - RESERVED_BYTES, abs=33 * TOKEN_BYTES)
     with pytest.raises(ConfigError, match=r"holds 0 tokens .* raise mem_fraction_static"):
         tokens(15 * GIB, 80 * GIB, seen, monkeypatch)
 
 
 def test_the_pools_fit_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The null page counts too."""
-    monkeypatch.setattr(memory, "memory", lambda device: (100 * CELL * 16 * 2, 2**40))
+    """Including the null page."""
+    monkeypatch.setattr(memory, "memory", lambda device: (100 * TOKEN_BYTES * 16 * 2, 2**40))
     config = EngineConfig(mem_fraction_static=0.5)
     budget = kv_budget(config, DEMAND, torch.device("cpu"), ProfilingRun())
     assert budget.num_pages == 100
 
 
 def test_the_profiling_run_needs_one_page() -> None:
-    """Prompts longer than the context are spread; the padding slot is as before."""
+    """Prompts are at most as long as the context; the padding slot is reset."""
     with golden_llm("DFLASH", context_length=64, chunked_prefill_size=200) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, DeviceExecutor)
@@ -85,7 +87,7 @@ def test_the_profiling_run_needs_one_page() -> None:
         MemoryError(),
     ],
 )
-def test_running_out_is_one_line_with_the_mend(
+def test_out_of_memory_is_a_one_line_error(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -99,7 +101,7 @@ def test_running_out_is_one_line_with_the_mend(
     assert "\n" not in str(e.value)
 
 
-def test_other_errors_pass() -> None:
+def test_other_errors_are_not_changed() -> None:
     with (
         pytest.raises(RuntimeError, match="shape"),
         MemoryLog(torch.device("cpu")).stage("weights", "buy"),
@@ -109,27 +111,27 @@ def test_other_errors_pass() -> None:
 
 alone = pytest.mark.skipif(
     "PYTEST_XDIST_WORKER" in os.environ,
-    reason="other processes take and give memory meanwhile; run without -n",
+    reason="other processes allocate memory meanwhile; run without -n",
 )
 
 
 @pytest.mark.gpu
 @alone
 def test_memory_is_accounted_for() -> None:
-    """What the stages took is what is gone, and the estimate for the graphs covers them."""
+    """The memory of the stages adds up to the memory used."""
     free = torch.cuda.mem_get_info()[0]
     with golden_llm("DFLASH", device="cuda", max_running_requests=32) as llm:
-        took = llm.explain()["memory_bytes"]
-        gone = sum(took[name] for name in took if name not in ("activations", "free"))
+        sizes = llm.explain()["memory_bytes"]
+        used = sum(sizes[name] for name in sizes if name not in ("activations", "free"))
         torch.cuda.synchronize()
-        assert free - took["free"] == pytest.approx(gone, abs=64 << 20)
-        share = took["free"] / torch.cuda.mem_get_info()[1]
-        assert share > 0.14  # mem_fraction_static is 0.85
+        assert free - sizes["free"] == pytest.approx(used, abs=64 << 20)
+        fraction = sizes["free"] / torch.cuda.mem_get_info()[1]
+        assert fraction > 0.14  # mem_fraction_static is 0.85
 
 
 @pytest.mark.gpu
 @alone
-def test_room_for_graphs_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_graphs_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ProfilingRun] = []
 
     def spy(*args: Any) -> ProfilingRun:
@@ -138,12 +140,12 @@ def test_room_for_graphs_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(build, "profile_run", spy)
     with golden_llm("DFLASH", device="cuda", max_running_requests=64) as llm:
-        took = llm.explain()["memory_bytes"]["graphs"]
-    assert took - RESERVED_BYTES < seen[0].graphs < 2 * took + RESERVED_BYTES
+        graphs = llm.explain()["memory_bytes"]["graphs"]
+    assert graphs - RESERVED_BYTES < seen[0].graphs < 2 * graphs + RESERVED_BYTES
 
 
 @pytest.mark.gpu
-def test_a_gpu_without_room_says_so() -> None:
+def test_out_of_memory_on_a_gpu_is_a_config_error() -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-5)
     try:

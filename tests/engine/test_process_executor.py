@@ -69,25 +69,31 @@ def texts(engine: Engine) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize(("algorithm", "depth"), [(None, 1), ("DFLASH", 1), ("NGRAM", 0)], ids=str)
-def test_text_is_that_of_an_executor_in_this_process(algorithm: str | None, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "overlap_depth"), [(None, 1), ("DFLASH", 1), ("NGRAM", 0)], ids=str
+)
+def test_output_equals_an_executor_in_this_process(
+    algorithm: str | None, overlap_depth: int
+) -> None:
     settings = {"page_size": 16, "chunked_prefill_size": 20, "max_total_tokens": 512}
-    with remote_engine(config(algorithm, **settings), depth) as engine:
+    with remote_engine(config(algorithm, **settings), overlap_depth) as engine:
         remote = texts(engine), texts(engine)  # the second time with prefix hits
-        assert engine.info.limits.overlap_depth == depth
+        assert engine.info.limits.overlap_depth == overlap_depth
         if algorithm is not None:
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
-    with golden_llm(algorithm, overlap_depth=depth, max_running_requests=3, **settings) as llm:
+    with golden_llm(
+        algorithm, overlap_depth=overlap_depth, max_running_requests=3, **settings
+    ) as llm:
         local = texts(llm.engine), texts(llm.engine)
     assert remote == local
 
 
-def test_settings_that_cannot_work_are_refused_in_the_parent() -> None:
+def test_invalid_settings_raise_in_the_parent() -> None:
     with pytest.raises(ConfigError, match="context_length 99999 is over the model's"):
         ProcessExecutor.start(config(None, context_length=99999), GOLDEN / "target")
 
 
-def test_a_process_that_ends_ends_its_requests_with_an_error() -> None:
+def test_a_killed_process_aborts_its_requests() -> None:
     with remote_engine(config(None), 1) as engine:
         request = engine.make_request(list(PROMPTS[0]), SamplingParams(temperature=0.0))
         engine.submit(request)
@@ -137,10 +143,10 @@ results = st.builds(
 
 
 @given(plans)
-def test_plans_survive_the_codec(plan: StepPlan) -> None:
+def test_plans_round_trip(plan: StepPlan) -> None:
     assert codec.decode_plan(codec.encode(plan)) == plan
 
 
 @given(results)
-def test_results_survive_the_codec(result: StepResult) -> None:
+def test_results_round_trip(result: StepResult) -> None:
     assert codec.decode_result(codec.encode(result)) == result

@@ -1,4 +1,4 @@
-"""Refusals, streams, samples, and that nothing is lost when a request goes wrong."""
+"""Validation of requests, streams, several samples, and no leaks after errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def llm() -> Iterator[LLM]:
         ([1], {"sampling_seed": 2**64}, "64 bits"),
     ],
 )
-def test_bad_requests_are_refused_with_the_fix(
+def test_invalid_requests_are_refused_with_the_fix(
     llm: LLM, ids: list[int], params: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(RequestError, match=words) as caught:
@@ -67,7 +67,7 @@ def test_text_without_a_tokenizer_is_refused(llm: LLM) -> None:
         llm.generate("hello", input_ids=[1])
 
 
-def test_stream_grows_to_the_same_output(llm: LLM) -> None:
+def test_a_stream_ends_with_the_same_output(llm: LLM) -> None:
     whole = llm.generate(input_ids=PROMPT, sampling_params=GREEDY)
     parts = list(llm.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True))
     assert parts[-1].output_ids == whole.output_ids and parts[-1].finished
@@ -76,7 +76,7 @@ def test_stream_grows_to_the_same_output(llm: LLM) -> None:
         assert after.output_ids[: len(before.output_ids)] == before.output_ids
 
 
-def test_leaving_a_stream_gives_everything_back(llm: LLM) -> None:
+def test_closing_a_stream_releases_the_request(llm: LLM) -> None:
     stream = llm.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
     next(stream)
     stream.close()
@@ -86,7 +86,7 @@ def test_leaving_a_stream_gives_everything_back(llm: LLM) -> None:
     assert not llm.engine._requests
 
 
-def test_two_streams_at_once_both_arrive(llm: LLM) -> None:
+def test_two_streams_at_once(llm: LLM) -> None:
     alone = [llm.generate(input_ids=c["prompt"], sampling_params=GREEDY) for c in CASES[:2]]
     streams = [
         llm.generate(input_ids=c["prompt"], sampling_params=GREEDY, stream=True) for c in CASES[:2]
@@ -99,12 +99,12 @@ def test_two_streams_at_once_both_arrive(llm: LLM) -> None:
     assert [last[0], last[1]] == [o.output_ids for o in alone]
 
 
-def test_a_stream_that_was_never_read_costs_nothing(llm: LLM) -> None:
+def test_a_stream_that_is_never_read_starts_no_request(llm: LLM) -> None:
     llm.generate(input_ids=PROMPT, sampling_params=GREEDY, stream=True)
     assert not llm.engine.has_work and not llm.engine._requests
 
 
-def test_streamed_outputs_say_whose_they_are(llm: LLM) -> None:
+def test_streamed_outputs_have_prompt_and_sample_indices(llm: LLM) -> None:
     prompts = [c["prompt"] for c in CASES[:3]]
     params = {"temperature": 1.0, "n": 2, "max_new_tokens": 4, "ignore_eos": True}
     stream = llm.generate(input_ids=prompts, sampling_params=params, stream=True)
@@ -113,7 +113,7 @@ def test_streamed_outputs_say_whose_they_are(llm: LLM) -> None:
     assert all(done[p, 0].prompt_token_ids == prompts[p] for p in range(3))
 
 
-def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(llm: LLM) -> None:
+def test_samples_differ_and_are_reproducible(llm: LLM) -> None:
     params = {"temperature": 1.5, "n": 3, "sampling_seed": 2**63 - 2, "max_new_tokens": 16}
     first = llm.generate(input_ids=PROMPT, sampling_params={**params, "ignore_eos": True})
     again = llm.generate(input_ids=PROMPT, sampling_params={**params, "ignore_eos": True})
@@ -122,29 +122,29 @@ def test_samples_of_a_prompt_differ_and_repeat_with_their_seed(llm: LLM) -> None
     assert len({tuple(o.output_ids) for o in first}) == 3
 
 
-def test_unseeded_requests_draw_their_own_seed(llm: LLM) -> None:
+def test_requests_without_a_seed_get_different_seeds(llm: LLM) -> None:
     params = {"temperature": 1.5, "max_new_tokens": 16, "ignore_eos": True}
     outs = llm.generate(input_ids=[PROMPT] * 3, sampling_params=params)
     assert len({tuple(o.output_ids) for o in outs}) == 3
 
 
-def test_min_new_tokens_holds_stops_back_and_changes_nothing_else(llm: LLM) -> None:
+def test_min_new_tokens_masks_stop_ids_only(llm: LLM) -> None:
     base = {"temperature": 0.0, "max_new_tokens": 20}
     free = llm.generate(input_ids=PROMPT, sampling_params={**base, "ignore_eos": True})
     stop = free.output_ids[3]
-    held = llm.generate(
+    masked = llm.generate(
         input_ids=PROMPT, sampling_params={**base, "stop_token_ids": [stop], "min_new_tokens": 10}
     )
-    assert stop not in held.output_ids[:10]
+    assert stop not in masked.output_ids[:10]
     with golden_llm(context_length=256) as plain:
         params = {**base, "stop_token_ids": [stop], "min_new_tokens": 10}
         assert (
-            plain.generate(input_ids=PROMPT, sampling_params=params).output_ids == held.output_ids
+            plain.generate(input_ids=PROMPT, sampling_params=params).output_ids == masked.output_ids
         )
 
 
-def test_mixed_batch_is_each_request_alone(llm: LLM) -> None:
-    """Greedy, seeded, filtered and stopped requests side by side do not see each other."""
+def test_requests_of_a_batch_are_independent(llm: LLM) -> None:
+    """Greedy, seeded, filtered and stopped requests in one batch."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0, "sampling_seed": 1},
@@ -164,20 +164,24 @@ def test_mixed_batch_is_each_request_alone(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "depth", "count"),
+    ("algorithm", "overlap_depth", "count"),
     [
-        *((algorithm, depth, 200) for algorithm in (None, "DFLASH", "NGRAM") for depth in (0, 1)),
+        *(
+            (algorithm, overlap_depth, 200)
+            for algorithm in (None, "DFLASH", "NGRAM")
+            for overlap_depth in (0, 1)
+        ),
         pytest.param("DFLASH", 1, 2000, marks=pytest.mark.exhaustive),
     ],
 )
-def test_random_requests_with_aborts_lose_no_page(
-    algorithm: str | None, depth: int, count: int
+def test_random_requests_with_aborts_leak_no_pages(
+    algorithm: str | None, overlap_depth: int, count: int
 ) -> None:
-    """The real engine under a random workload: free + cached = all at the end."""
+    """A random workload on the real engine: at the end all pages are free or cached."""
     rng = random.Random(11)
     with golden_llm(
         algorithm,
-        overlap_depth=depth,
+        overlap_depth=overlap_depth,
         context_length=64,
         max_total_tokens=400,
         page_size=16,
@@ -228,14 +232,12 @@ def test_random_requests_with_aborts_lose_no_page(
         ({"device": "cuda:99"}, "cuda"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_start(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_invalid_settings_are_refused_at_start(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LLM(GOLDEN / "target", skip_tokenizer_init=True, **settings)
 
 
-def test_idle_after_every_request() -> None:
+def test_check_and_flush_complete_the_steps_in_flight() -> None:
     with golden_llm("DFLASH", overlap_depth=1) as llm:
         for _ in range(3):
             llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
@@ -243,9 +245,11 @@ def test_idle_after_every_request() -> None:
             llm.engine.check()
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
-def test_a_request_that_cannot_be_admitted_ends_alone(algorithm: str | None, depth: int) -> None:
+def test_a_request_that_cannot_be_admitted_ends_alone(
+    algorithm: str | None, overlap_depth: int
+) -> None:
     """Values that do not fit the device tables, past all checks: no other request is affected."""
     params = [
         GREEDY,
@@ -253,14 +257,14 @@ def test_a_request_that_cannot_be_admitted_ends_alone(algorithm: str | None, dep
         {**GREEDY, "max_new_tokens": 30},
     ]
     prompts = [c["prompt"][:20] for c in CASES[:3]]
-    with golden_llm(algorithm, overlap_depth=depth, max_running_requests=4) as llm:
+    with golden_llm(algorithm, overlap_depth=overlap_depth, max_running_requests=4) as llm:
         want = llm.generate(input_ids=prompts, sampling_params=params)
         llm.engine.flush_cache()
         streams = [
             llm.generate(input_ids=p, sampling_params=k, stream=True)
             for p, k in zip(prompts, params, strict=True)
         ]
-        first = [next(stream) for stream in streams]  # they run
+        first = [next(stream) for stream in streams]  # starts them
         for name, bad in (("top_k", 2**63), ("temperature", "hot"), ("sampling_seed", None)):
             bent = SamplingParams(temperature=1.0, max_new_tokens=5)
             object.__setattr__(bent, name, bad)

@@ -1,4 +1,4 @@
-"""Counters of speculation: they add up to what requests are told."""
+"""Counters of speculation are consistent with the `meta_info` of requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PROMPTS = [c["prompt"] for c in CASES[:5]]
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 21}
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("overlap_depth", [0, 1])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", None])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_they_add_up(algorithm: str | None, depth: int, adaptive: bool) -> None:
+def test_counters_add_up(algorithm: str | None, overlap_depth: int, adaptive: bool) -> None:
     limits = [None, 2, 0, None, 100]
     kinds = [{**GREEDY, "max_draft_tokens": n} for n in limits]
     settings = {"speculative_adaptive": adaptive, "max_running_requests": 3}
-    with golden_llm(algorithm, overlap_depth=depth, **settings) as llm:
+    with golden_llm(algorithm, overlap_depth=overlap_depth, **settings) as llm:
         assert llm.stats()["decode_steps"] == 0
         assert llm.stats()["spec_accept_length"] is llm.stats()["spec_accept_rate"] is None
         infos = [o.meta_info for o in llm.generate(input_ids=PROMPTS, sampling_params=kinds)] + [
@@ -35,9 +35,9 @@ def test_they_add_up(algorithm: str | None, depth: int, adaptive: bool) -> None:
     )
     steps = sum(i["spec_verify_ct"] for i in infos)
     assert stats["spec_accept_length"] == stats["decode_tokens"] / steps
-    # A request's last step may have brought more than it took.
-    told = sum(i["spec_num_correct_drafts"] for i in infos)
-    assert told <= stats["spec_decode_num_accepted_tokens"] <= told + 15 * len(infos)
+    # The last step of a request may accept drafts past its end.
+    correct = sum(i["spec_num_correct_drafts"] for i in infos)
+    assert correct <= stats["spec_decode_num_accepted_tokens"] <= correct + 15 * len(infos)
     per_position = stats["spec_decode_num_accepted_tokens_per_pos"]
     assert sum(per_position) == stats["spec_decode_num_accepted_tokens"]
     assert per_position == sorted(per_position, reverse=True)
@@ -48,8 +48,8 @@ def test_they_add_up(algorithm: str | None, depth: int, adaptive: bool) -> None:
     assert set(NAMES) <= set(stats)
 
 
-def test_positions() -> None:
-    """Not a single stop in the way: counters are exactly what requests saw."""
+def test_counters_per_position() -> None:
+    """Without a stop in between, the counters are those of the request."""
     kind: dict[str, Any] = {**GREEDY, "max_new_tokens": 40}
     with golden_llm("DFLASH") as llm:
         info = llm.generate(input_ids=PROMPTS[0], sampling_params=kind).meta_info

@@ -1,4 +1,4 @@
-"""Step seconds are the executor's: how fast results are fetched does not change them."""
+"""Step times are measured by the executor: a slow consumer does not change them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.golden_engine import CASES, golden_llm
 
 
 class Clock:
-    """Stands in for the `time` module: every look at it takes 2^-10 s, so sums are exact."""
+    """Replaces the `time` module: every call advances it by 2^-10 s, so sums are exact."""
 
     def __init__(self) -> None:
         self.now = 0.0

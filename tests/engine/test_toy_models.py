@@ -1,4 +1,4 @@
-"""A recurrent and a latent-KV target, which the tests bring along, in the equality matrix."""
+"""A recurrent and a latent-KV target, defined by the tests, in the equality matrix."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def toy_llm(kind: type[ToyModel], algorithm: str | None = None, **settings: Any)
 
 @cache
 def prompts() -> list[list[int]]:
-    """Three with a common prefix of some pages, two short ones."""
+    """Three prompts with a common prefix of some pages, and two short ones."""
     draw = random.Random(3)
     stem = [draw.randrange(VOCAB) for _ in range(60)]
     return [stem[:54], stem[:37], stem[:50], stem[5:8], stem[9:10]]
@@ -66,7 +66,7 @@ def prompts() -> list[list[int]]:
 
 @cache
 def reference(kind: type[ToyModel], sampled: bool) -> list[list[int]]:
-    """Plain decoding, one prompt at a time, nothing shared."""
+    """Plain decoding, one prompt at a time, without prefix cache."""
     with toy_llm(kind, disable_radix_cache=True) as llm:
         chosen = SEEDED if sampled else GREEDY
         return [
@@ -76,7 +76,7 @@ def reference(kind: type[ToyModel], sampled: bool) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", TOY_MODELS.values())
-def test_plain_decoding_is_the_oracles(kind: type[ToyModel]) -> None:
+def test_plain_decoding_equals_the_reference(kind: type[ToyModel]) -> None:
     model, outputs = toy_model(kind, FOLDERS[kind]), reference(kind, False)
     for prompt, output in zip(prompts(), outputs, strict=True):
         assert output == model.oracle(prompt, len(output))
@@ -85,23 +85,23 @@ def test_plain_decoding_is_the_oracles(kind: type[ToyModel]) -> None:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("kind", "algorithm"), CASES)
-def test_text_is_that_of_plain_decoding(
+def test_output_equals_plain_decoding(
     kind: type[ToyModel],
     algorithm: str | None,
     page_size: int,
     chunk: int,
-    depth: int,
+    overlap_depth: int,
     tight: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
     if tight:
         settings["max_total_tokens"] = 96
-    with toy_llm(kind, algorithm, overlap_depth=depth, **settings) as llm:
+    with toy_llm(kind, algorithm, overlap_depth=overlap_depth, **settings) as llm:
         preempted = 0
         for sampled, chosen in enumerate((GREEDY, SEEDED)):
             want, asked = reference(kind, bool(sampled)), prompts()
@@ -120,7 +120,7 @@ def test_text_is_that_of_plain_decoding(
 
 
 def test_long_paths_are_accepted() -> None:
-    """The matrix would pass with drafts that are never right."""
+    """Otherwise the matrix would pass with drafts that are never accepted."""
     for kind, algorithm in (
         (ToyRecurrentForCausalLM, "TOY-ORACLE"),
         (ToyLatentForCausalLM, TREES[1]),
@@ -143,7 +143,7 @@ def run(llm: LLM, tokens: list[int]) -> tuple[list[int], int]:
     return out[0], out[2]
 
 
-def test_a_prefix_is_cut_to_where_a_snapshot_is() -> None:
+def test_a_cached_prefix_ends_at_a_snapshot() -> None:
     kind, stem = ToyRecurrentForCausalLM, prompts()[0]
     with toy_llm(kind, page_size=16) as llm, toy_llm(kind, disable_radix_cache=True) as plain:
         assert run(llm, stem[:40]) == (run(plain, stem[:40])[0], 0)
@@ -179,7 +179,7 @@ def test_trees_are_refused() -> None:
         toy_llm(ToyRecurrentForCausalLM, "TOY-TREES")
 
 
-def test_states_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.executor import memory
 
     monkeypatch.setattr(memory, "memory", lambda device: (100_000, 2**40))

@@ -1,4 +1,4 @@
-"""Spans of requests: parents, times and counts, with overlap and without; nothing when off."""
+"""Spans of requests: parents, times and counts, with and without overlap; none by default."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Spans = dict[str, list[Any]]
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    made = InMemorySpanExporter()
-    monkeypatch.setattr(tracing, "make_exporter", lambda endpoint: made)
-    return made
+    memory = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "make_exporter", lambda endpoint: memory)
+    return memory
 
 
 def by_request(exporter: InMemorySpanExporter) -> dict[str, tuple[Any, Spans]]:
-    """request id -> its root, and its other spans by name."""
+    """Request id -> its root span and its other spans by name."""
     finished = exporter.get_finished_spans()
     roots = {s.context.span_id: s for s in finished if s.parent is None}
     children: dict[int, Spans] = defaultdict(lambda: defaultdict(list))
@@ -51,19 +51,19 @@ def by_request(exporter: InMemorySpanExporter) -> dict[str, tuple[Any, Spans]]:
     return {r.attributes["request.id"]: (r, children[i]) for i, r in roots.items()}
 
 
-def adds_up(root: Any, spans: Spans, info: dict[str, Any]) -> None:
-    """Counts of the spans are those of the request."""
-    told = root.attributes
-    assert told["prompt_tokens"] == info["prompt_tokens"]
-    assert told["completion_tokens"] == info["completion_tokens"]
-    assert told["finish_reason"] == info["finish_reason"]["type"]
-    assert told["spec_accept_length"] == info["spec_accept_length"]
+def check_spans(root: Any, spans: Spans, info: dict[str, Any]) -> None:
+    """Counts and times of the spans agree with `meta_info`."""
+    attributes = root.attributes
+    assert attributes["prompt_tokens"] == info["prompt_tokens"]
+    assert attributes["completion_tokens"] == info["completion_tokens"]
+    assert attributes["finish_reason"] == info["finish_reason"]["type"]
+    assert attributes["spec_accept_length"] == info["spec_accept_length"]
     drafts, verifies, accepts = (spans[f"spec_{name}"] for name in ("draft", "verify", "accept"))
     assert len(drafts) == len(verifies) == len(accepts)
     assert len(verifies) + len(spans["decode"]) == info["spec_verify_ct"]
-    rows = [s.attributes for s in accepts]
-    assert sum(r["drafted_tokens"] for r in rows) == info["spec_num_proposed_drafts"]
-    assert sum(r["accepted_tokens"] for r in rows) == info["spec_num_correct_drafts"]
+    steps = [s.attributes for s in accepts]
+    assert sum(r["drafted_tokens"] for r in steps) == info["spec_num_proposed_drafts"]
+    assert sum(r["accepted_tokens"] for r in steps) == info["spec_num_correct_drafts"]
     steps = sorted([*accepts, *spans["decode"]], key=lambda s: s.start_time)
     assert [s.attributes["new_tokens"] for s in steps] == info["spec_accept_lengths"]
     for draft, verify, accept in zip(drafts, verifies, accepts, strict=True):
@@ -72,21 +72,21 @@ def adds_up(root: Any, spans: Spans, info: dict[str, Any]) -> None:
         assert accept.attributes["width"] > 1 and 1 <= accept.attributes["batch_size"] <= 5
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", "TOY-ORACLE", None])
-def test_spans_tell_what_requests_are_told(
-    algorithm: str | None, depth: int, exporter: InMemorySpanExporter
+def test_spans_agree_with_meta_info(
+    algorithm: str | None, overlap_depth: int, exporter: InMemorySpanExporter
 ) -> None:
     before = time.time_ns()
     kinds = [{**GREEDY, "max_draft_tokens": n} for n in (None, 0, 2, None, None)]
-    settings = {"overlap_depth": depth, "enable_trace": True, "chunked_prefill_size": 16}
+    settings = {"overlap_depth": overlap_depth, "enable_trace": True, "chunked_prefill_size": 16}
     with golden_llm(algorithm, **settings) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=kinds)
     spans = by_request(exporter)
     assert len(spans) == len(outs)
     for out in outs:
         root, own = spans[out.meta_info["id"]]
-        adds_up(root, own, out.meta_info)
+        check_spans(root, own, out.meta_info)
         (prefill,) = own["prefill"]
         assert prefill.attributes["tokens"] == len(out.prompt_token_ids)
         assert before <= root.start_time and root.end_time <= time.time_ns()
@@ -96,19 +96,19 @@ def test_spans_tell_what_requests_are_told(
         assert not any(own["spec_verify"] for _, own in spans.values())
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
-def test_steps_follow_each_other(depth: int, exporter: InMemorySpanExporter) -> None:
-    """A step is launched before the last one's result is booked, yet begins when that has ended."""
-    with golden_llm("DFLASH", overlap_depth=depth, enable_trace=True) as llm:
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_spans_of_steps_do_not_overlap(overlap_depth: int, exporter: InMemorySpanExporter) -> None:
+    """Although a step is launched before the previous one has completed."""
+    with golden_llm("DFLASH", overlap_depth=overlap_depth, enable_trace=True) as llm:
         llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
     ((_, own),) = by_request(exporter).values()
     for accept, draft in zip(own["spec_accept"], own["spec_draft"][1:], strict=False):
         assert accept.end_time <= draft.start_time
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
-def test_preemption_gives_another_prefill(depth: int, exporter: InMemorySpanExporter) -> None:
-    with golden_llm("DFLASH", overlap_depth=depth, enable_trace=True) as llm:
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_preemption_adds_a_prefill_span(overlap_depth: int, exporter: InMemorySpanExporter) -> None:
+    with golden_llm("DFLASH", overlap_depth=overlap_depth, enable_trace=True) as llm:
         engine = llm.engine
         requests = [engine.make_request(p, SamplingParams.of(GREEDY)) for p in PROMPTS[:2]]
         for request in requests:
@@ -128,10 +128,12 @@ def test_preemption_gives_another_prefill(depth: int, exporter: InMemorySpanExpo
     assert len(spans[requests[0].rid][1]["prefill"]) == 1
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_aborted_requests_end_too(depth: int, steps: int, exporter: InMemorySpanExporter) -> None:
-    with golden_llm("DFLASH", overlap_depth=depth, enable_trace=True) as llm:
+def test_spans_of_aborted_requests_end(
+    overlap_depth: int, steps: int, exporter: InMemorySpanExporter
+) -> None:
+    with golden_llm("DFLASH", overlap_depth=overlap_depth, enable_trace=True) as llm:
         engine = llm.engine
         request = engine.make_request(PROMPTS[0], SamplingParams.of(GREEDY))
         engine.submit(request)
@@ -147,8 +149,8 @@ def test_aborted_requests_end_too(depth: int, steps: int, exporter: InMemorySpan
     assert len(own["spec_verify"]) == request.verify_ct
 
 
-def test_off_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one write_timestamp, so none in a captured step; on, four a step."""
+def test_no_timestamps_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also none in captured steps. With tracing: four per step."""
     calls: list[int] = []
     write_timestamp = phases.write_timestamp
     monkeypatch.setattr(
@@ -173,7 +175,7 @@ def test_opentelemetry_is_not_imported_when_off() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(endpoint: str) -> Any:
         raise ImportError("No module named 'opentelemetry.exporter'")
 
@@ -194,42 +196,42 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ("http://a.example/otlp/v1/traces", "http://a.example/otlp/v1/traces"),
     ],
 )
-def test_http_wants_a_traces_url(endpoint: str, url: str) -> None:
+def test_http_endpoints_are_completed(endpoint: str, url: str) -> None:
     assert tracing.traces_url(endpoint) == url
 
 
-def test_the_offset_is_the_least_of_two_windows() -> None:
+def test_the_offset_is_the_smallest_of_two_windows() -> None:
     offset = ClockOffset()
     assert offset.update(0, WINDOW * 2) == 2 * WINDOW
-    assert offset.update(100, WINDOW * 2 + 50) == 2 * WINDOW - 50  # it came sooner
+    assert offset.update(100, WINDOW * 2 + 50) == 2 * WINDOW - 50  # arrived sooner
     assert offset.update(200, WINDOW * 2 + 900) == 2 * WINDOW - 50
     at = 4 * WINDOW  # the device's clock falls behind
     assert offset.update(at - 2 * WINDOW - 10, at) == 2 * WINDOW - 50
     assert offset.update(at - 2 * WINDOW + 2 * WINDOW, at + 2 * WINDOW + 70) == 2 * WINDOW + 10
 
 
-def test_the_clock_tells_unix_time() -> None:
+def test_phase_times_are_unix_times() -> None:
     clock = StepTimer(torch.device("cpu"))
     before = time.time_ns()
-    for border in PhaseBoundary:
-        clock.mark(border)
+    for boundary in PhaseBoundary:
+        clock.mark(boundary)
     boundaries = clock.unix(clock.take())
-    slack = 2_000_000  # how late a calibration may come
-    assert before - slack <= boundaries[0] <= boundaries[3] <= time.time_ns()
+    tolerance = 2_000_000  # ns, of the calibration
+    assert before - tolerance <= boundaries[0] <= boundaries[3] <= time.time_ns()
     assert list(boundaries) == sorted(boundaries)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-def test_phases_inside_a_graph(graph: bool, exporter: InMemorySpanExporter) -> None:
+def test_phases_in_captured_steps(graph: bool, exporter: InMemorySpanExporter) -> None:
     own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
-    begun = time.time_ns()
+    before = time.time_ns()
     with golden_llm("DFLASH", enable_trace=True, **own) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     spans = by_request(exporter)
     for out in outs:
         root, children = spans[out.meta_info["id"]]
-        adds_up(root, children, out.meta_info)
+        check_spans(root, children, out.meta_info)
         steps = zip(children["spec_accept"], children["spec_draft"][1:], strict=False)
         assert all(accept.end_time <= draft.start_time for accept, draft in steps)
-        assert begun <= min(s.start_time for s in children["spec_draft"])
+        assert before <= min(s.start_time for s in children["spec_draft"])

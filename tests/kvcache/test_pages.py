@@ -1,4 +1,4 @@
-"""The page allocator against a plain set."""
+"""The page allocator compared with a plain set."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def test_a_fresh_allocator_gives_ascending_pages_and_never_page_zero() -> None:
     assert allocator.allocate(1) is None
 
 
-def test_what_cannot_be_served_changes_nothing() -> None:
+def test_a_failed_allocation_changes_nothing() -> None:
     allocator = PageAllocator(4)
     assert allocator.allocate(4) is None
     assert allocator.allocate(3) == [1, 2, 3]
 
 
-def test_pages_that_come_back_together_leave_together_in_order() -> None:
+def test_pages_freed_together_are_allocated_in_order() -> None:
     allocator = PageAllocator(100)
     pages = allocator.allocate(10)
     assert pages is not None
@@ -38,11 +38,11 @@ def test_pages_that_come_back_together_leave_together_in_order() -> None:
     ("wrong", "says"),
     [([2], "Page 2 was freed twice"), ([0], "Page 0 "), ([9], r"1\.\.4"), ([-1], "Page -1 ")],
 )
-def test_freeing_what_is_not_out_names_the_page(wrong: list[int], says: str) -> None:
+def test_freeing_a_page_that_is_not_allocated_is_an_error(wrong: list[int], message: str) -> None:
     allocator = PageAllocator(5)
     allocator.allocate(4)
     allocator.free([2])
-    with pytest.raises(InternalError, match=says) as caught:
+    with pytest.raises(InternalError, match=message) as caught:
         allocator.free(wrong)
     assert isinstance(caught.value, AssertionError)
 
@@ -59,14 +59,14 @@ def test_a_negative_count_is_an_internal_error() -> None:
         PageAllocator(5).allocate(-1)
 
 
-def test_no_room_for_a_page_says_what_to_raise() -> None:
+def test_a_pool_without_pages_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"at least 2 .* raise mem_fraction_static"):
         PageAllocator(1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))
-def test_against_a_set(num_pages: int, calls: list[tuple[bool, int]]) -> None:
+def test_equals_a_set(num_pages: int, calls: list[tuple[bool, int]]) -> None:
     allocator, twin = PageAllocator(num_pages), PageAllocator(num_pages)
     out: list[int] = []
     for take, n in calls:

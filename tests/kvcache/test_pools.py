@@ -1,4 +1,4 @@
-"""Pools: what a layout says is what is allocated, moved, committed and restored."""
+"""KV pools: allocation, moves, commits and snapshots follow the layout."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_a_pool_is_zero_and_can_be_written(dtype: torch.dtype) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Resident memory of this process in bytes."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_only_what_is_written_takes_memory() -> None:
-    """An engine's pool is for every slot at the full context; most of it is never used."""
+def test_only_written_pages_use_memory() -> None:
+    """A pool has room for all slots at full context length, most of which is never used."""
     before = resident()
     pools = ModelPools(ModelLayout.dense(4, 4, 64, F32), PoolShape(4096, 16), CPU)
     assert pools.dense.nbytes == 512 * MIB
@@ -59,7 +59,7 @@ def test_sizes() -> None:
     )
 
 
-def test_stored_dtype_is_of_kv_alone() -> None:
+def test_the_kv_dtype_does_not_apply_to_recurrent_state() -> None:
     stored = MIXED.with_kv_dtype(BF16)
     assert 2 * stored.token_bytes == MIXED.token_bytes
     assert stored.recurrent == MIXED.recurrent
@@ -82,7 +82,7 @@ def test_layers_of_one_layout_share_a_tensor() -> None:
     assert shared[1, 1, 1, 1].eq(7).all() and shared.sum() == 7 * 8
 
 
-def test_the_path_of_a_tree_moves_in_every_paged_layer() -> None:
+def test_tree_compaction_moves_tokens_of_every_paged_layer() -> None:
     pools = mixed()
     for data in pools.paged.values():
         data.copy_(torch.arange(data.numel()).view(data.shape))
@@ -112,7 +112,7 @@ def test_commit_takes_the_state_after_the_committed_tokens() -> None:
             assert not state[1].any() and not state[3].any()
 
 
-def test_a_snapshot_brings_a_state_back() -> None:
+def test_a_snapshot_restores_a_state() -> None:
     pools = mixed(num_slots=3, num_snapshots=2)
     for pool in pools.states:
         for state in pool.state.values():
@@ -126,7 +126,7 @@ def test_a_snapshot_brings_a_state_back() -> None:
         assert all(torch.equal(states(pools, layer)[n][2], s) for n, s in kept[layer].items())
 
 
-def test_models_without_state_pay_nothing() -> None:
+def test_models_without_recurrent_state_allocate_nothing() -> None:
     pools = ModelPools(
         ModelLayout.dense(2, 1, 4, F32), PoolShape(3, 2, num_slots=9, num_snapshots=4), CPU
     )

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for each other on two."""
+    """The matrices are so small that a second thread only adds overhead."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

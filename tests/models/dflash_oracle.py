@@ -1,4 +1,4 @@
-"""DFlash in a page of plain torch, after the paper: one request, dense masks, no cache.
+"""DFlash in plain PyTorch, after the paper: one request, dense masks, no K/V cache.
 
 Nothing of the package is used; K/V of context and block are computed anew for every block.
 """
@@ -21,8 +21,8 @@ class Oracle:
     dim: int
     theta: float
     eps: float
-    windows: tuple[int | None, ...]  # a sliding layer: the current token counted
-    sliding_block: bool = False  # sliding layers: window before the block, block seen whole
+    windows: tuple[int | None, ...]  # sliding window, including the current token
+    sliding_block: bool = False  # sliding layers: the window before the block, and the whole block
 
     def rms(self, x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
@@ -40,45 +40,45 @@ class Oracle:
         y = F.linear(x, self.weights[p + "weight"], self.weights.get(p + "bias"))
         return y.view(len(x), heads, self.dim).transpose(0, 1)
 
-    def seen(self, layer: int, start: int, rows: int) -> Tensor:
-        """bool [rows, start + rows]."""
-        kv = torch.arange(start + rows)
-        q = torch.arange(start, start + rows)[:, None]
+    def seen(self, layer: int, start: int, q_len: int) -> Tensor:
+        """bool [q_len, start + q_len]."""
+        kv = torch.arange(start + q_len)
+        q = torch.arange(start, start + q_len)[:, None]
         window = self.windows[layer]
         if window is None:
-            return torch.ones(rows, start + rows, dtype=torch.bool)
+            return torch.ones(q_len, start + q_len, dtype=torch.bool)
         if self.sliding_block:
-            return (kv >= start - window).expand(rows, -1)
+            return (kv >= start - window).expand(q_len, -1)
         return (kv <= q) & (kv > q - window)
 
-    def context(self, features: Tensor) -> Tensor:
-        return self.rms(F.linear(features, self.weights["fc.weight"]), "hidden_norm.weight")
+    def context(self, aux: Tensor) -> Tensor:
+        return self.rms(F.linear(aux, self.weights["fc.weight"]), "hidden_norm.weight")
 
-    def context_kv(self, features: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def context_kv(self, aux: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """k rotated, v: [Hkv, n, D] of positions 0 … n - 1."""
-        c = self.context(features)
+        c = self.context(aux)
         k = self.project(c, layer, "k", self.kv_heads)
         k = self.rms(k, f"layers.{layer}.self_attn.k_norm.weight")
         return self.rotate(k, torch.arange(len(c))), self.project(c, layer, "v", self.kv_heads)
 
-    def block(self, x: Tensor, features: Tensor) -> Tensor:
-        """Embedded block x [B, H] after the context `features` [start, n·H] -> hidden [B, H]."""
-        start, rows = len(features), len(x)
-        positions = torch.arange(start, start + rows)
+    def block(self, x: Tensor, aux: Tensor) -> Tensor:
+        """Embedded block x [B, H] after aux hidden states [start, n·H]; hidden states [B, H]."""
+        start, q_len = len(aux), len(x)
+        positions = torch.arange(start, start + q_len)
         for i in range(self.layers):
             name = f"layers.{i}."
             y = self.rms(x, name + "input_layernorm.weight")
             q = self.rms(self.project(y, i, "q", self.heads), name + "self_attn.q_norm.weight")
             k = self.rms(self.project(y, i, "k", self.kv_heads), name + "self_attn.k_norm.weight")
             v = self.project(y, i, "v", self.kv_heads)
-            past_k, past_v = self.context_kv(features, i)
+            past_k, past_v = self.context_kv(aux, i)
             k = torch.cat((past_k, self.rotate(k, positions)), 1)
             v = torch.cat((past_v, v), 1)
             group = self.heads // self.kv_heads
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = self.rotate(q, positions) @ k.transpose(1, 2) / self.dim**0.5
-            scores = scores.masked_fill(~self.seen(i, start, rows), -torch.inf)
-            out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(rows, -1)
+            scores = scores.masked_fill(~self.seen(i, start, q_len), -torch.inf)
+            out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(q_len, -1)
             o = name + "self_attn.o_proj."
             x = x + F.linear(out, self.weights[o + "weight"], self.weights.get(o + "bias"))
             y = self.rms(x, name + "post_attention_layernorm.weight")

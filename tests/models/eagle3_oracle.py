@@ -1,7 +1,7 @@
-"""EAGLE-3 in a page of plain torch and transformers' own Llama parts: no cache, dense masks.
+"""EAGLE-3 in plain PyTorch and transformers' Llama modules: dense masks, no K/V cache.
 
-A draft's chain is laid out as a list of rows (position, token, hidden state) and every row is
-computed anew from all rows before it, so nothing is remembered between steps.
+A draft's chain is a list of inputs (position, token, hidden state), and every step recomputes all
+of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers.models.llama.modeling_llama import (
 
 @dataclass
 class Oracle:
-    weights: dict[str, Tensor]  # all of the draft's, embedding and head too
+    weights: dict[str, Tensor]  # all of the draft's, including embedding and LM head
     config: LlamaConfig
-    prefix: str  # of the layer's tensors
+    prefix: str  # of the layer's tensor names
     norm_before_residual: bool = False
     norm_output: bool = False
     aux: int = 3
@@ -36,7 +36,7 @@ class Oracle:
         return norm(x)
 
     def heads(self, x: Tensor, name: str) -> Tensor:
-        """[1, heads, n, D], normed where the checkpoint has a norm."""
+        """[1, heads, n, D], normalised if the checkpoint has a norm."""
         p = f"{self.prefix}self_attn.{name}"
         bias = self.weights.get(f"{p}_proj.bias")
         y = F.linear(x, self.weights[f"{p}_proj.weight"], bias)
@@ -45,17 +45,17 @@ class Oracle:
             y = self.norm(y, f"{p}_norm")
         return y.transpose(1, 2)
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         if "input_norm.weight" in self.weights:
-            features = self.norm(features, "input_norm")
+            aux_hidden_states = self.norm(aux_hidden_states, "input_norm")
         if "fc_norm.0.weight" in self.weights:
-            parts = features.chunk(self.aux, -1)
+            parts = aux_hidden_states.chunk(self.aux, -1)
             normed = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)]
-            features = torch.cat(normed, -1)
-        return features @ self.weights["fc.weight"].T
+            aux_hidden_states = torch.cat(normed, -1)
+        return aux_hidden_states @ self.weights["fc.weight"].T
 
-    def rows(self, ids: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows at positions 0 … n - 1, causal -> (normed, fed back), [n, H] each."""
+    def forward(self, ids: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs at positions 0 … n - 1, causal; returns (normed, fed back), [n, H] each."""
         n, p = len(ids), self.prefix
         embedded = self.norm(self.weights["embed_tokens.weight"][ids], p + "input_layernorm")
         normed = self.norm(h, p + "hidden_norm")
@@ -81,16 +81,19 @@ class Oracle:
         return last, last if self.norm_output else residual
 
     @torch.inference_mode()
-    def chain(self, ids: Tensor, features: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-        """Drafts after ids [n], of which the target has run all but the last.
+    def chain(self, ids: Tensor, aux_hidden_states: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+        """Drafts after ids [n], where the target has run on all but the last id.
+
+        Args:
+            aux_hidden_states: [n - 1, aux * H_t].
 
         Returns:
-            (target's token ids [steps], logits [steps, V_d]); features are [n - 1, aux * H_t].
+            (target's token ids [steps], logits [steps, V_d]).
         """
-        tokens, h = ids[1:], self.fuse(features)
+        tokens, h = ids[1:], self.fuse(aux_hidden_states)
         drafts, logits = [], []
         for _ in range(steps):
-            normed, again = self.rows(tokens, h)
+            normed, again = self.forward(tokens, h)
             row = normed[-1] @ self.weights["lm_head.weight"].T
             column = row.argmax()
             token = column + self.weights["d2t"][column] if "d2t" in self.weights else column

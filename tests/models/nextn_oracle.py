@@ -1,4 +1,4 @@
-"""The MTP layer in plain torch around transformers' own decoder layer: no cache, dense masks."""
+"""The MTP layer in plain PyTorch and transformers' decoder layer: dense masks, no K/V cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 @dataclass
 class Oracle:
-    weights: dict[str, Tensor]  # the whole checkpoint's
+    weights: dict[str, Tensor]  # of the whole checkpoint
     config: PreTrainedConfig  # eager attention
 
     def __post_init__(self) -> None:
@@ -36,8 +36,8 @@ class Oracle:
         return norm(x)
 
     @torch.no_grad()
-    def rows(self, ids: Tensor, h: Tensor) -> Tensor:
-        """Rows at positions 0 … n - 1, causal: tokens and hidden states -> [n, H]."""
+    def forward(self, ids: Tensor, h: Tensor) -> Tensor:
+        """Tokens and hidden states at positions 0 … n - 1, causal; returns [n, H]."""
         n = len(ids)
         both = torch.cat((self.norm(self.table[ids], "enorm"), self.norm(h, "hnorm")), -1)
         x = (both @ self.weights[f"{self.prefix}eh_proj.weight"].T)[None]
@@ -49,15 +49,15 @@ class Oracle:
         out = out[0] if isinstance(out, tuple) else out
         return self.norm(out.view(n, -1), "shared_head.norm")
 
-    def chain(self, ids: Tensor, h: Tensor, draw: Any, steps: int) -> list[int]:
-        """Drafts after ids [n], of which the target has run all but the last: h [n - 1, H].
+    def chain(self, ids: Tensor, h: Tensor, sample: Any, steps: int) -> list[int]:
+        """Drafts after ids [n], where the target has run on all but the last id: h [n - 1, H].
 
         `draw`: (logits [V], the position to draw for) -> a token.
         """
         tokens, drafts = ids[1:], []
         for i in range(steps):
-            out = self.rows(tokens, h)
-            drafts.append(int(draw(out[-1] @ self.head.T, len(ids) + i)))
+            out = self.forward(tokens, h)
+            drafts.append(int(sample(out[-1] @ self.head.T, len(ids) + i)))
             tokens = torch.cat((tokens, tokens.new_tensor(drafts[-1:])))
             h = torch.cat((h, out[-1:]))
         return drafts

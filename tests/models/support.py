@@ -1,4 +1,4 @@
-"""Small random models, and a bare loop over pages to run them."""
+"""Small random models, and a loop that runs them on K/V pages without an engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forerun.layers.communication import WeightPlacement
 CPU = torch.device("cpu")
 CPU_F32 = WeightPlacement(torch.float32, CPU)
 PAGE = 4
-PAGES_EACH = 32  # of a request: 128 positions
+PAGES_PER_REQUEST = 32  # 128 positions
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -51,7 +51,7 @@ _LLAMA3 = {
 }
 _SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 
-# name -> (config class, what differs)
+# name -> (config class, overrides)
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
     "llama-tied-mqa": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
@@ -73,7 +73,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def random_hf(config: PreTrainedConfig, seed: int = 0) -> Any:
-    """A transformers model with every weight random, norms and biases too."""
+    """A transformers model with random weights, including norms and biases."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -89,9 +89,9 @@ def family(name: str) -> Any:
 
 @dataclass
 class Loop:
-    """K/V pages of up to `requests` requests and forwards over them."""
+    """K/V pages of up to `requests` requests, and forwards that use them."""
 
-    forward: Any  # (ids or rows, positions, ctx, ...) -> whatever the model returns
+    forward: Any  # (ids or embeddings, positions, ctx, ...) -> the model's outputs
     backend: TorchNative
     table: Tensor
 
@@ -115,11 +115,11 @@ class Loop:
             masks=frozenset(masks),
         )
         assert TorchNative.why_not(need) == []
-        pages = 1 + requests * PAGES_EACH
+        pages = 1 + requests * PAGES_PER_REQUEST
         backend = TorchNative(need, ModelPools(layout, PoolShape(pages, PAGE), CPU))
-        # Shuffled, so that a page table that is not read shows.
+        # Shuffled, so that ignoring the page table gives wrong results.
         order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
-        return cls(forward, backend, order.view(requests, PAGES_EACH).to(torch.int32))
+        return cls(forward, backend, order.view(requests, PAGES_PER_REQUEST).to(torch.int32))
 
     @classmethod
     def of_model(cls, model: Any, requests: int = 1) -> Loop:
@@ -127,7 +127,7 @@ class Loop:
         return cls.over(model.forward, layout, model.layer_masks, model.config.num_heads, requests)
 
     def ragged(self, parts: list[tuple[int, Tensor]], *args: Any) -> Any:
-        """Prefill chunks: (start, ids or rows) of request 0, 1, ..., in one forward."""
+        """Prefill chunks (start, ids or embeddings) of requests 0, 1, ... in one forward."""
         starts = [start for start, _ in parts]
         positions = [torch.arange(s, s + len(x)) for s, x in parts]
         batch = AttentionBatch(
@@ -139,7 +139,7 @@ class Loop:
         return self._run(torch.cat([x for _, x in parts]), torch.cat(positions), batch, *args)
 
     def fixed(self, starts: list[int], x: Tensor, *args: Any) -> Any:
-        """The step's shape: W rows for each request; x [B * W, ...]."""
+        """A forward with the shape of a decode step: W tokens per request, x [B * W, ...]."""
         width = len(x) // len(starts)
         start = torch.tensor(starts, dtype=torch.int32)
         batch = AttentionBatch(
@@ -172,7 +172,7 @@ ABSENT = SimpleNamespace(embed=absent, compute_logits=absent, compute_argmax=abs
 
 
 def vocab_of(table: Tensor) -> Any:
-    """A target's embedding and head, both `table` [V, H]."""
+    """A target's embedding and LM head, both `table` [V, H]."""
     return SimpleNamespace(
         embed=lambda ids: table[ids],
         compute_logits=lambda x: x @ table.T,

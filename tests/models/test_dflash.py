@@ -1,4 +1,4 @@
-"""The DFlash draft against a plain re-implementation, in both checkpoint formats."""
+"""The DFlash draft compared with a plain reference implementation, in both checkpoint formats."""
 
 from __future__ import annotations
 
@@ -111,20 +111,20 @@ class Case:
         loop = Loop.over(draft.forward, layout, draft.layer_masks, HEADS, requests)
         return cls(draft, oracle, loop)
 
-    def observe(self, features: list[Tensor], first: int = 0) -> None:
-        """Context K/V of every request's features, from position `first` on, into the pages."""
-        spans = tuple((first, len(f)) for f in features)
+    def observe(self, aux_states: list[Tensor], first: int = 0) -> None:
+        """Writes context K/V of every request's aux hidden states, from position `first` on."""
+        spans = tuple((first, len(f)) for f in aux_states)
         batch = AttentionBatch(
-            page_table=self.loop.table[: len(features)],
-            start=torch.full((len(features),), first, dtype=torch.int32),
-            kv_len_ub=first + max(map(len, features)),
+            page_table=self.loop.table[: len(aux_states)],
+            start=torch.full((len(aux_states),), first, dtype=torch.int32),
+            kv_len_ub=first + max(map(len, aux_states)),
             ragged=spans,
         )
         plan = self.loop.backend.plan(batch)
         positions = torch.cat([torch.arange(s, s + n) for s, n in spans])
         with torch.inference_mode():
             context = AttentionContext(self.loop.backend, plan, batch)
-            self.draft.write_context_kv(torch.cat(features), positions, context, None)
+            self.draft.write_context_kv(torch.cat(aux_states), positions, context, None)
 
 
 def oracle(weights: dict[str, Tensor], **changes: Any) -> Oracle:
@@ -132,12 +132,12 @@ def oracle(weights: dict[str, Tensor], **changes: Any) -> Oracle:
     return Oracle(weights, LAYERS, HEADS, KV_HEADS, DIM, 10000.0, 1e-6, **values)
 
 
-def features(length: int, seed: int = 1) -> Tensor:
+def aux_states(length: int, seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(length, len(TARGET_LAYERS) * HIDDEN, generator=generator)
 
 
-def rows(seed: int = 2, count: int = BLOCK) -> Tensor:
+def embeddings(seed: int = 2, count: int = BLOCK) -> Tensor:
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
@@ -179,43 +179,48 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
 
 
 def test_context_kv(case: Case) -> None:
-    f = features(9)
+    f = aux_states(9)
     close(case.draft.combine_hidden_states(f), case.oracle.context(f))
     case.observe([f])
     pool, at = case.loop.backend.pools, torch.arange(9)
-    rows = case.loop.table[0, at // pool.page_size].long() * pool.page_size + at % pool.page_size
+    kv_slots = (
+        case.loop.table[0, at // pool.page_size].long() * pool.page_size + at % pool.page_size
+    )
     for layer in range(LAYERS):
         want_k, want_v = case.oracle.context_kv(f, layer)
-        close(pool.k(layer).flatten(0, 1)[rows], want_k.transpose(0, 1))
-        close(pool.v(layer).flatten(0, 1)[rows], want_v.transpose(0, 1))
+        close(pool.k(layer).flatten(0, 1)[kv_slots], want_k.transpose(0, 1))
+        close(pool.v(layer).flatten(0, 1)[kv_slots], want_v.transpose(0, 1))
 
 
 def test_blocks_of_two_requests(case: Case) -> None:
     """Context arrives in pieces; each block overwrites the scratch K/V of the one before."""
     lengths = [20, 11]
-    given = [features(30, seed=i) for i in range(2)]
+    given = [aux_states(30, seed=i) for i in range(2)]
     case.observe([f[:8] for f in given])
-    case.loop.fixed([8, 8], torch.cat([rows(7), rows(8)]))  # scratch at 8 … 12
+    case.loop.fixed([8, 8], torch.cat([embeddings(7), embeddings(8)]))  # scratch at 8 … 12
     case.observe([f[8:n] for f, n in zip(given, lengths, strict=True)], first=8)
-    x = [rows(3), rows(4)]
+    x = [embeddings(3), embeddings(4)]
     got = case.loop.fixed(lengths, torch.cat(x))
     for i, n in enumerate(lengths):
         close(got[i * BLOCK : (i + 1) * BLOCK], case.oracle.block(x[i], given[i][:n]))
 
 
 def test_no_context_and_a_shorter_block(case: Case) -> None:
-    close(case.loop.fixed([0], rows(count=3)), case.oracle.block(rows(count=3), features(0)))
+    close(
+        case.loop.fixed([0], embeddings(count=3)),
+        case.oracle.block(embeddings(count=3), aux_states(0)),
+    )
 
 
 def test_draft_window(tmp_path: Path) -> None:
-    """`--speculative-draft-window-size`: full layers see that much context and the whole block."""
+    """`--speculative-draft-window-size`: full layers use that much context and the whole block."""
     weights = random_weights()
     expected = oracle(weights, windows=(6,) * LAYERS, sliding_block=True)
     case = Case.of(write(tmp_path, ZLAB, weights), expected, window=6)
-    case.observe([features(20)])
-    got = case.loop.fixed([20], rows())
-    close(got, expected.block(rows(), features(20)))
-    assert not torch.allclose(got, oracle(weights).block(rows(), features(20)), atol=1e-3)
+    case.observe([aux_states(20)])
+    got = case.loop.fixed([20], embeddings())
+    close(got, expected.block(embeddings(), aux_states(20)))
+    assert not torch.allclose(got, oracle(weights).block(embeddings(), aux_states(20)), atol=1e-3)
 
 
 def test_layer_masks() -> None:
@@ -233,7 +238,7 @@ def test_layer_masks() -> None:
     assert free.layer_masks() == (near, LayerMask(block), near)
 
 
-def test_both_formats_say_the_same() -> None:
+def test_both_formats_give_the_same_config() -> None:
     one, two = parse_dflash_config(ZLAB), parse_dflash_config(SPECULATORS)
     for config in (one, two):
         assert config.target_layer_ids == TARGET_LAYERS
@@ -257,7 +262,7 @@ def test_variants_of_the_config() -> None:
 
 
 def pruned(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A draft that says every third token of the target's vocabulary, with its own head."""
+    """A draft with every third token of the target's vocabulary and its own LM head."""
     ids = torch.arange(0, VOCAB, 3)
     weights = random_weights() | {
         "embed_tokens.weight": torch.randn(VOCAB, HIDDEN),

@@ -1,4 +1,4 @@
-"""The EAGLE-3 draft against transformers' parts without a cache, in both checkpoint formats."""
+"""The EAGLE-3 draft compared with a reference implementation, in both checkpoint formats."""
 
 from __future__ import annotations
 
@@ -156,15 +156,15 @@ class Case:
         loop = Loop.over(forward, layout, draft.layer_masks, HEADS, requests)
         return cls(draft, expected(config, prefix, weights), loop)
 
-    def extend(self, starts: list[int], ids: list[Tensor], features: list[Tensor]) -> list[Any]:
-        """Rows that the target has run, from positions `starts` on, ragged; results by request."""
-        h = self.draft.combine_hidden_states(torch.cat(features))
+    def extend(self, starts: list[int], ids: list[Tensor], aux_states: list[Tensor]) -> list[Any]:
+        """Runs the draft on committed tokens from `starts` on, ragged; outputs by request."""
+        h = self.draft.combine_hidden_states(torch.cat(aux_states))
         results = self.loop.ragged(list(zip(starts, ids, strict=True)), h)
         sizes = [len(x) for x in ids]
         return list(zip(*(r.split(sizes) for r in results), strict=True))
 
     def chain(self, starts: list[int], normed: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        """`STEPS` drafts from the last rows [B, H] of every request; the next row is at `starts`.
+        """`STEPS` drafts from the last outputs [B, H] of every request; next positions `starts`.
 
         Returns:
             (target's ids [STEPS, B], logits [STEPS, B, V_d]).
@@ -178,7 +178,7 @@ class Case:
 
 
 def text(length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """ids [length] and the target's features of all but the last."""
+    """ids [length], and aux hidden states of all but the last."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (length,), generator=generator)
     return ids, torch.randn(length - 1, AUX * TARGET_HIDDEN, generator=generator)
@@ -190,49 +190,49 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_chains_of_two_requests(tmp_path: Path, name: str) -> None:
-    """Prompt rows in two pieces, a chain, its verified rows over the chain's, another chain."""
+    """A prompt in two chunks, a chain, the verified tokens in place of the chain, another chain."""
     case = Case.of(tmp_path, name)
     texts = [text(24, seed=1), text(17, seed=2)]
-    known = [14, 9]  # ids of the first chain's context; the target has run all but the last
+    known = [14, 9]  # ids before the first chain; the target has run on all but the last
     first = [5, 3]
     case.extend([0, 0], [t[1 : n + 1] for (t, _), n in zip(texts, first, strict=True)],
                 [f[:n] for (_, f), n in zip(texts, first, strict=True)])  # fmt: skip
     for ends in (known, [24, 17]):
-        rows = case.extend(
+        outputs = case.extend(
             first,
             [t[s + 1 : e] for (t, _), s, e in zip(texts, first, ends, strict=True)],
             [f[s : e - 1] for (_, f), s, e in zip(texts, first, ends, strict=True)],
         )
-        normed, h = (torch.stack([r[i][-1] for r in rows]) for i in (0, 1))
+        normed, h = (torch.stack([out[i][-1] for out in outputs]) for i in (0, 1))
         drafts, logits = case.chain([e - 1 for e in ends], normed, h)
-        for i, ((ids, features), end) in enumerate(zip(texts, ends, strict=True)):
-            want, rows_want = case.oracle.chain(ids[:end], features[: end - 1], STEPS)
-            close(logits[:, i], rows_want)
+        for i, ((ids, aux_states), end) in enumerate(zip(texts, ends, strict=True)):
+            want, want_logits = case.oracle.chain(ids[:end], aux_states[: end - 1], STEPS)
+            close(logits[:, i], want_logits)
             assert torch.equal(drafts[:, i], want)
         first = [e - 1 for e in ends]
 
 
-def test_fixed_rows_equal_ragged_rows(tmp_path: Path) -> None:
-    """Verified rows may come at a fixed width too, junk behind the accepted ones."""
-    case, (ids, features) = Case.of(tmp_path, "specforge", requests=1), text(20, seed=3)
-    want, _ = case.oracle.rows(ids[1:], case.oracle.fuse(features))
-    case.extend([0], [ids[1:13]], [features[:12]])
+def test_a_fixed_q_len_equals_ragged_tokens(tmp_path: Path) -> None:
+    """Verified tokens may have a fixed q_len, with arbitrary values after the accepted ones."""
+    case, (ids, aux_states) = Case.of(tmp_path, "specforge", requests=1), text(20, seed=3)
+    want, _ = case.oracle.forward(ids[1:], case.oracle.fuse(aux_states))
+    case.extend([0], [ids[1:13]], [aux_states[:12]])
     junk = torch.randn(4, AUX * TARGET_HIDDEN)
-    h = case.draft.combine_hidden_states(torch.cat((features[12:15], junk)))
+    h = case.draft.combine_hidden_states(torch.cat((aux_states[12:15], junk)))
     got, _ = case.loop.fixed([12], torch.cat((ids[13:16], ids[:4])), h)
     close(got[:3], want[12:15])
-    got, _ = case.loop.fixed([15], ids[16:20], case.draft.combine_hidden_states(features[15:19]))
+    got, _ = case.loop.fixed([15], ids[16:20], case.draft.combine_hidden_states(aux_states[15:19]))
     close(got, want[15:19])
 
 
 def test_combine_hidden_states(tmp_path: Path) -> None:
     for name in FORMS:
         case = Case.of(tmp_path / name, name)
-        features = torch.randn(6, AUX * TARGET_HIDDEN)
-        close(case.draft.combine_hidden_states(features), case.oracle.fuse(features))
+        aux_states = torch.randn(6, AUX * TARGET_HIDDEN)
+        close(case.draft.combine_hidden_states(aux_states), case.oracle.fuse(aux_states))
 
 
-def test_both_formats_say_the_same() -> None:
+def test_both_formats_give_the_same_config() -> None:
     aux = {"eagle_aux_hidden_state_layer_ids": [1, 5, 8]}
     one = parse_eagle3_config({**SPECFORGE, "eagle_config": aux})
     two = parse_eagle3_config(SPECULATORS)
@@ -270,7 +270,7 @@ def test_pruned_vocabulary(tmp_path: Path) -> None:
     assert torch.equal(draft.target_token_ids, torch.arange(PRUNED) * 3)
 
 
-def test_the_targets_embedding_and_head_serve(tmp_path: Path) -> None:
+def test_the_targets_embedding_and_lm_head_are_used(tmp_path: Path) -> None:
     config = {**SPECFORGE, "draft_vocab_size": None, "target_hidden_size": HIDDEN}
     weights = random_weights(config, "midlayer.")
     for name in ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d"):

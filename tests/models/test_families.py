@@ -1,4 +1,4 @@
-"""Every family against transformers on small random configs."""
+"""Every model family compared with transformers, on small random configs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from tests.models.support import CPU, FAMILIES, Loop, family, save
 
-LENGTH = 30  # beyond the sliding windows and several pages
+LENGTH = 30  # more than the sliding windows and several pages
 
 
 @dataclass
 class Pair:
     model: CausalLM
     ids: Tensor  # [LENGTH]
-    logits: Tensor  # [LENGTH, V], transformers'
+    logits: Tensor  # [LENGTH, V], of transformers
     hidden: tuple[Tensor, ...]  # of every layer, [LENGTH, H]
 
 
@@ -63,19 +63,19 @@ def test_chunked_prefill(pair: Pair, chunks: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_decode_in_a_batch(pair: Pair, width: int) -> None:
-    """Two requests of different lengths, prefilled in one forward, step on side by side."""
+    """Two requests of different lengths, prefilled in one forward, decode in one batch."""
     loop = Loop.of_model(pair.model, requests=2)
     starts = [5, 13]
     loop.ragged([(0, pair.ids[:s]) for s in starts])
     for _ in range(3):
-        rows = torch.cat([pair.ids[s : s + width] for s in starts])
-        logits = pair.model.compute_logits(loop.fixed(starts, rows)[0])
+        ids = torch.cat([pair.ids[s : s + width] for s in starts])
+        logits = pair.model.compute_logits(loop.fixed(starts, ids)[0])
         close(logits, torch.cat([pair.logits[s : s + width] for s in starts]))
         starts = [s + width for s in starts]
 
 
 def test_tokens_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
-    """Rejected drafts leave K/V behind; the next step must not read it."""
+    """Rejected drafts have written K/V that the next step must not read."""
     loop = Loop.of_model(pair.model)
     loop.ragged([(0, pair.ids[:8])])
     loop.fixed([8], (pair.ids[8:12] + 1) % 96)
@@ -103,5 +103,5 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         exact = hf.float()(ids[None]).logits[0]
     got = model.compute_logits(Loop.of_model(model).ragged([(0, ids)])[0])
     assert got.dtype == torch.bfloat16
-    # As near to the same weights in float32 as transformers' own bfloat16 is, give or take.
+    # About as close to float32 with the same weights as transformers in bfloat16.
     assert (got.float() - exact).abs().mean() < 1.5 * (want - exact).abs().mean()

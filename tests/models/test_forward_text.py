@@ -1,4 +1,4 @@
-"""A model file reads as the model: a forward calls its own parts and nothing inside them."""
+"""The forward of a model calls its own submodules, and nothing inside them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORWARDS = ("__call__", "forward", "embed", "combine_hidden_states", "write_cont
 
 
 def reaches_inside(source: str) -> Iterator[str]:
-    """What a forward takes out of a part of a part, or out of a layer of a loop."""
+    """Accesses in `forward` to attributes of a submodule's submodules, or of a layer in a loop."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef) or function.name not in FORWARDS:
             continue
@@ -31,7 +31,7 @@ def reaches_inside(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_forward_stays_outside_its_parts(name: str) -> None:
+def test_a_forward_uses_its_own_submodules_only(name: str) -> None:
     assert not list(reaches_inside((FOLDER / f"{name}.py").read_text(encoding="utf-8")))
 
 
@@ -39,6 +39,6 @@ def test_a_forward_stays_outside_its_parts(name: str) -> None:
     "line",
     ["x = self.mlp.gate_up_proj.gemm(x)", "for layer in self.layers: x = layer.self_attn(x)"],
 )
-def test_what_reaches_inside_is_seen(line: str) -> None:
+def test_nested_accesses_are_found(line: str) -> None:
     assert list(reaches_inside(f"def forward(self, x):\n    {line}"))
     assert not list(reaches_inside(f"def prepare(self, x):\n    {line}"))

@@ -1,4 +1,4 @@
-"""The golden pair through a bare greedy loop: models and masks alone, without the engine."""
+"""The golden pair in a greedy loop of models and masks, without the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = [
 
 
 class Pair:
-    """One request, positions 0 … 127; `start` is the position of the newest token."""
+    """One request, positions 0 … 127; `start` is the position of the last token."""
 
     def __init__(self) -> None:
         self.target = load_target(FOLDER / "target", torch.float32, CPU)
@@ -35,15 +35,15 @@ class Pair:
         layout = ModelLayout.dense(
             config.num_layers, config.num_kv_heads, config.head_dim, torch.float32
         )
-        self.rows = Loop.of_model(self.target)
+        self.loop = Loop.of_model(self.target)
         self.blocks = Loop.over(
             self.draft.forward, layout, self.draft.layer_masks, config.num_heads, requests=1
         )
 
     def verify(self, start: int, ids: Tensor) -> Tensor:
-        """Greedy tokens after every row; the rows' features become draft context."""
+        """Greedy token after each of `ids`; their aux hidden states become draft context."""
         layers = self.draft.config.target_layer_ids
-        hidden, features = self.rows.ragged([(start, ids)], layers)
+        hidden, aux = self.loop.ragged([(start, ids)], layers)
         span = AttentionBatch(
             page_table=self.blocks.table,
             start=torch.tensor([start], dtype=torch.int32),
@@ -53,14 +53,14 @@ class Pair:
         plan = self.blocks.backend.plan(span)
         positions = torch.arange(start, start + len(ids))
         context = AttentionContext(self.blocks.backend, plan, span)
-        self.draft.write_context_kv(features, positions, context, None)
+        self.draft.write_context_kv(aux, positions, context, None)
         return self.target.compute_logits(hidden).argmax(-1)
 
-    def propose(self, start: int, newest: Tensor) -> Tensor:
+    def propose(self, start: int, last_token: Tensor) -> Tensor:
         config = self.draft.config
         assert config.mask_token_id is not None
         block = torch.full((config.block_size,), config.mask_token_id)
-        block[0] = newest
+        block[0] = last_token
         hidden = self.blocks.fixed([start], self.target.embed(block))
         return self.target.compute_logits(hidden[1:]).argmax(-1)
 
@@ -74,10 +74,10 @@ class Pair:
         while len(ids) - 1 < len(prompt) + limit and not stops & set(ids[len(prompt) :]):
             start = len(ids) - 1
             drafts = self.propose(start, torch.tensor(ids[-1]))
-            drawn = self.verify(start, torch.cat((torch.tensor(ids[-1:]), drafts)))
-            right = int((drafts == drawn[:-1]).long().cumprod(0).sum())
-            ids += drawn[: right + 1].tolist()
-            accept.append(right + 1)
+            sampled = self.verify(start, torch.cat((torch.tensor(ids[-1:]), drafts)))
+            accepted = int((drafts == sampled[:-1]).long().cumprod(0).sum())
+            ids += sampled[: accepted + 1].tolist()
+            accept.append(accepted + 1)
         return ids[len(prompt) :], accept
 
 

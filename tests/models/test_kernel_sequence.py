@@ -1,4 +1,4 @@
-"""Which GEMMs and norms a forward runs, in order: what is fused where, by device and tokens.
+"""The sequence of GEMMs and norms in a forward: what is fused, by device and number of tokens.
 
 A Qwen3-8B of meta tensors stands for one on an H200: dispatch is the GPU's own, the kernels'
 reference implementations give shapes.
@@ -40,7 +40,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "head_dim
 
 
 class Recorder:
-    """Notes calls by name. Stands for the attention context too."""
+    """Records calls by name. Also serves as the attention context."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -50,28 +50,28 @@ class Recorder:
             (norm, ("rms_norm", "add_rms_norm")),
         ):
             for name in names:
-                monkeypatch.setattr(owner, name, self.noted(name, vars(owner)[name]))
+                monkeypatch.setattr(owner, name, self.recorded(name, vars(owner)[name]))
         for kind, method, label in (
             (gemm.LibraryGemm, "__call__", "library"),
             (gemm.OneDnnGemm, "__call__", "onednn"),
             (gemm.OneDnnGemm, "add", "onednn_add"),
         ):
-            monkeypatch.setattr(kind, method, self.noted(label, vars(kind)[method]))
+            monkeypatch.setattr(kind, method, self.recorded(label, vars(kind)[method]))
 
-    def noted(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any) -> Any:
+    def recorded(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def recording(*args: Any) -> Any:
             self.calls.append(label)
             return function(*args)
 
-        return noting
+        return recording
 
     def run(self, layer: int, spec: object, qkv: Tensor, *_: object) -> Tensor:
-        """The queries, as what attention gives."""
+        """Returns the queries as the output of attention."""
         self.calls.append("attention")
         return qkv[:, : self.width].unsqueeze(1)
 
     def sequence(self, raw: dict[str, Any], place: WeightPlacement, tokens: int) -> list[str]:
-        """Of a forward that captures a layer, and the greedy head."""
+        """Of a forward that captures a layer, and the LM head with argmax."""
         config = parse_model_config(raw)
         self.width = config.num_heads * config.head_dim
         model = model_class(config)(config, place, max_positions=8)
@@ -136,7 +136,7 @@ def test_on_a_cpu_in_float32(
     monkeypatch: pytest.MonkeyPatch, architecture: str, tokens: int
 ) -> None:
     recorder = Recorder(monkeypatch)
-    plain_norm = recorder.noted("norm", norm.RMSNorm.__call__)
+    plain_norm = recorder.recorded("norm", norm.RMSNorm.__call__)
     monkeypatch.setattr(norm.RMSNorm, "__call__", plain_norm)
     attention = ["onednn", "attention", "onednn_add", "norm"]
     mlp = ["onednn", "silu_mul", "onednn_add", "norm"]

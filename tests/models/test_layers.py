@@ -1,4 +1,4 @@
-"""Layers against plain formulas and transformers' own."""
+"""Layers compared with plain formulas and with transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_onednn_gemm_equals_f_linear(tokens: int, size_in: int, size_out: int, b
     layer = Linear.of(weight.clone(), b)
     layer.prepare()
     packed = layer.gemm
-    assert isinstance(packed, OneDnnGemm) and layer.weight.numel() == 0  # the plain matrix is gone
+    assert isinstance(packed, OneDnnGemm) and layer.weight.numel() == 0  # the plain matrix is freed
     want = F.linear(x, weight, b)
     kept = residual.clone()
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
@@ -86,7 +86,7 @@ def test_norm_equals_transformers(dtype: torch.dtype, scale: float) -> None:
     theirs.weight.data.normal_(1, 0.3)
     x = (torch.randn(7, 48) * scale).to(dtype)
     ours = RMSNorm.of(theirs.weight.data, 1e-5)
-    torch.testing.assert_close(ours(x), theirs(x).data)  # the dtype's own tolerance
+    torch.testing.assert_close(ours(x), theirs(x).data)  # the default tolerance of the dtype
     y = torch.randn(7, 48).to(dtype)
     normed, total = ours.add(x, y)
     assert torch.equal(total, y + x)
@@ -144,8 +144,8 @@ def test_rope_equals_transformers(name: str) -> None:
     q, k = torch.randn(5, 3, 128), torch.randn(5, 2, 128)
     cos, sin = embedding(q, positions[None].long())
     want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    rows = rope.rows(positions).cos_sin
-    both = rotate(torch.cat((q, k), 1), rows)
+    cos_sin = rope.rows(positions).cos_sin
+    both = rotate(torch.cat((q, k), 1), cos_sin)
     torch.testing.assert_close(both[:, :3], want[0][0].transpose(0, 1))
     torch.testing.assert_close(both[:, 3:], want[1][0].transpose(0, 1))
-    torch.testing.assert_close(rotate(k, rows), both[:, 3:])  # keys alone
+    torch.testing.assert_close(rotate(k, cos_sin), both[:, 3:])  # keys alone

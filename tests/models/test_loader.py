@@ -1,4 +1,4 @@
-"""What a folder may look like, and what is said when it is broken."""
+"""Checkpoint folders that load, and the errors for broken ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of the checkpoint that tests may modify."""
     for file in original.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -57,7 +57,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
 
 
 def shard(folder: Path) -> list[Path]:
-    """Splits the single file in two with an index."""
+    """Splits the single file into two with an index."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
     weight_map = {}
@@ -77,7 +77,7 @@ def test_shards_load_as_one_file(original: Path, folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_floats_are_converted(folder: Path, dtype: torch.dtype) -> None:
-    """A half-precision checkpoint is the float32 one of the rounded weights."""
+    """A half-precision checkpoint equals a float32 one with rounded weights."""
 
     def to(kind: torch.dtype) -> Callable[[dict[str, Tensor]], None]:
         return lambda tensors: tensors.update({n: t.to(kind) for n, t in tensors.items()})
@@ -138,7 +138,7 @@ def test_progress_of_a_long_load(
         monkeypatch.setenv("FORCE_COLOR", "1")  # rich: treat it as one
     capsys.readouterr()
     assert torch.equal(logits(original), want)
-    assert capsys.readouterr().err == ""  # loaded at once
+    assert capsys.readouterr().err == ""  # loaded quickly
     monkeypatch.setattr(progress, "BAR_AFTER", 0.01)
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.01)
     copy = checkpoint._copy
@@ -150,7 +150,7 @@ def test_progress_of_a_long_load(
     monkeypatch.setattr(checkpoint, "_copy", slow_copy)
     assert torch.equal(logits(original), want)
     shown = capsys.readouterr()
-    assert shown.out == ""  # standard output belongs to the user's text
+    assert shown.out == ""  # standard output is for the user's text
     assert "loading weights: 0.0 of 0.0 GB" in " ".join(shown.err.split())
     assert ("forerun: loading" in shown.err) != terminal
 
@@ -168,7 +168,7 @@ def status(name):
 
 checkpoint = Checkpoint(Path(sys.argv[1]))
 slots = {name: torch.ones(checkpoint.shape(name)) for name in checkpoint.headers}
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = status("VmRSS")
 checkpoint.read_into(slots)
 print(status("VmHWM") - before, all((slot == 2).all() for slot in slots.values()))
@@ -178,7 +178,7 @@ print(status("VmHWM") - before, all((slot == 2).all() for slot in slots.values()
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_a_load_holds_one_shard_at_a_time(stored: torch.dtype, tmp_path: Path) -> None:
-    """Pages of the mapped file count; four shards at once, or a copy of any, would show."""
+    """The peak includes mapped pages: four shards at once, or a copy of one, would exceed it."""
     shards, each, rows = 4, 4, 2048  # float32: 4 tensors of 8 MiB a shard
     weight_map = {}
     for i in range(shards):
@@ -285,7 +285,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_one_clear_line(folder: Path, name: str) -> None:
+def test_errors_are_one_line(folder: Path, name: str) -> None:
     damage, message = BROKEN[name]
     damage(folder)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -305,7 +305,7 @@ def test_every_supported_architecture_is_listed(folder: Path) -> None:
     assert all(name in str(caught.value) for name in ARCHITECTURES)
 
 
-def test_nothing_is_read_before_all_is_checked(folder: Path) -> None:
+def test_configs_are_checked_before_weights_are_read(folder: Path) -> None:
     drop(NORM)(folder)
     slot = torch.full((32, 32), 7.0)
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""The MTP layer against transformers' decoder layers, and checkpoints that bring one."""
+"""The MTP layer compared with transformers' decoder layers, and checkpoints that contain one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 23
 
 
 def checkpoint(folder: Path, name: str) -> tuple[Path, Any, dict[str, Tensor]]:
-    """A random target that brings the layer; (folder, transformers' model, all tensors)."""
+    """A random target with an MTP layer: (folder, transformers' model, all tensors)."""
     model = family(name)
     save(model, folder)
     weights = load_file(folder / "model.safetensors")
@@ -56,7 +56,7 @@ def load(folder: Path) -> NextNDraft:
 
 
 def loop(draft: NextNDraft, table: Tensor) -> Loop:
-    """Over token ids, with h as the argument."""
+    """A loop over token ids with hidden states `h` as further argument."""
 
     def forward(ids: Tensor, positions: Tensor, ctx: AttentionContext, h: Tensor) -> Tensor:
         return draft.forward(table[ids], h, positions, ctx)
@@ -67,7 +67,7 @@ def loop(draft: NextNDraft, table: Tensor) -> Loop:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
     folder, model, weights = checkpoint(tmp_path / "m", name)
     draft = load(folder)
     model.config._attn_implementation = "eager"
@@ -75,10 +75,10 @@ def test_rows_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 96, (LENGTH,), generator=generator)
     h = torch.randn(LENGTH, 32, generator=generator)
-    window = draft.config.mask.window  # the oracle has none: as many rows as it holds
+    window = draft.config.mask.window  # the reference has none: compare as many tokens as it covers
     assert (window is not None) == ("sliding" in name)
     seen = LENGTH if window is None else window
-    want = oracle.rows(ids[:seen], h[:seen])
+    want = oracle.forward(ids[:seen], h[:seen])
     run = loop(draft, weights["model.embed_tokens.weight"])
     first = run.ragged([(0, ids[:2])], h[:2])
     chunks = [run.fixed([at], ids[at : at + 1], h[at : at + 1]) for at in range(2, seen - 2)]
@@ -86,8 +86,8 @@ def test_rows_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat((first, *chunks, last)), want, rtol=1e-4, atol=1e-5)
 
 
-def test_the_target_is_what_it_was(tmp_path: Path) -> None:
-    """The layer is not the target's: with it and without, the same hidden states."""
+def test_the_target_is_unchanged(tmp_path: Path) -> None:
+    """The target's hidden states are the same with and without the MTP layer."""
     folder, model, _ = checkpoint(tmp_path / "with", "qwen3")
     plain = save(model, tmp_path / "without")
     ids = torch.arange(LENGTH)
@@ -96,12 +96,12 @@ def test_the_target_is_what_it_was(tmp_path: Path) -> None:
         for path in (folder, plain)
     ]
     assert torch.equal(*runs)
-    edit(folder, **{COUNT: 0})  # nothing says what these tensors are
+    edit(folder, **{COUNT: 0})  # unexpected tensors without the setting
     with pytest.raises(ConfigError, match=r"model\.layers\.3\..*does not have"):
         load_target(folder, torch.float32, CPU)
 
 
-def test_what_is_not_there_or_not_supported_is_refused(tmp_path: Path) -> None:
+def test_missing_or_unsupported_layers_are_refused(tmp_path: Path) -> None:
     folder, _, weights = checkpoint(tmp_path / "m", "llama")
     name = "model.layers.3.eh_proj.weight"
     for tensor, words in ((None, "lacks 1 tensor"), (torch.ones(32, 32), "has shape")):

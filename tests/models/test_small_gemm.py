@@ -1,4 +1,4 @@
-"""A whole model over the skinny GEMMs, norms and residuals fused in, against the plain layers.
+"""A whole model with small-M GEMMs and fused norms and residuals, compared with plain layers.
 
 On a CPU they run as their reference implementations; the kernels are held to those elsewhere.
 """
@@ -26,7 +26,7 @@ def test_same_logits_as_the_plain_layers(
     name: str, parts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parts:  # split-K partials of every GEMM that a norm adds up
-        monkeypatch.setattr(gemm, "choose_gemm", in_parts)
+        monkeypatch.setattr(gemm, "choose_gemm", split_k)
     folder = save(family(name), tmp_path)
     ids = torch.randint(0, 96, (60,), generator=torch.Generator().manual_seed(3))
     plain = load_target(folder, torch.float32, CPU)
@@ -38,17 +38,17 @@ def test_same_logits_as_the_plain_layers(
     for start, end in ((0, 1), (1, 17), (17, 60)):
         capture = (0, 1)
         part = [(start, ids[start:end])]
-        (want, features), (got, seen) = (loop.ragged(part, capture) for loop in loops)
+        (want, want_aux), (got, got_aux) = (loop.ragged(part, capture) for loop in loops)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
-        torch.testing.assert_close(seen, features, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(got_aux, want_aux, rtol=1e-5, atol=2e-5)
         logits = plain.compute_logits(want)
         torch.testing.assert_close(fused.compute_logits(got), logits, rtol=1e-5, atol=5e-5)
     reader = fused.model.layers[0].mlp.gate_up_proj.gemm
     assert reader.accepts_deferred_norm(16) and not reader.accepts_deferred_norm(len(ids))
 
 
-def in_parts(n: int, k: int, rows: int, gpu: GpuInfo) -> TritonGemmConfig | None:
-    return TritonGemmConfig(n, num_ctas=2, keep_partials=True) if rows <= 32 else None
+def split_k(n: int, k: int, num_tokens: int, gpu: GpuInfo) -> TritonGemmConfig | None:
+    return TritonGemmConfig(n, num_ctas=2, keep_partials=True) if num_tokens <= 32 else None
 
 
 def test_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,8 +64,8 @@ def test_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(head.argmax(x), want)
 
 
-def test_a_deferred_norm_is_refused_where_nothing_finishes_it() -> None:
+def test_a_plain_linear_refuses_a_deferred_norm() -> None:
     linear = Linear.of(torch.randn(8, 16))
-    rows = DeferredNorm(torch.randn(3, 16), torch.ones(1, 3), 1e-6)
+    deferred = DeferredNorm(torch.randn(3, 16), torch.ones(1, 3), 1e-6)
     with pytest.raises(AssertionError, match="accepts_deferred_norm"):
-        linear(rows)
+        linear(deferred)

@@ -1,4 +1,4 @@
-"""Device, dtype and memory resolution, on machines that are made up."""
+"""Resolution of device, dtype and memory, on simulated machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch):
-    """Calls make a machine with this many GPUs of this compute capability."""
+    """A function that simulates this many GPUs of a compute capability."""
 
     def make(count: int, capability: tuple[int, int] = (9, 0), hip: str | None = None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -29,7 +29,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Calls give the CPU these flags."""
+    """A function that simulates a CPU with these flags."""
 
     def make(text: str) -> None:
         path = tmp_path / "cpuinfo"
@@ -39,7 +39,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return make
 
 
-def test_auto_takes_a_gpu_if_there_is_one(gpus) -> None:
+def test_auto_prefers_a_gpu(gpus) -> None:
     gpus(0)
     assert machine.resolve_device("auto") == CPU
     gpus(2)
@@ -55,7 +55,7 @@ def test_a_gpu_by_index(gpus) -> None:
         machine.resolve_device("cuda:2")
 
 
-def test_asking_for_a_gpu_without_one_says_the_mend(gpus, monkeypatch) -> None:
+def test_a_missing_gpu_is_refused_with_the_fix(gpus, monkeypatch) -> None:
     gpus(0)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"CPU build.*--device cpu"):

@@ -1,4 +1,4 @@
-"""Progress lines where there is no terminal, a bar where there is one, nothing for quick work."""
+"""Progress lines without a terminal, a bar on a terminal, no output for quick operations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wait_for(console: Console, text: str) -> None:
         time.sleep(0.005)
 
 
-def test_a_line_says_how_far_it_is() -> None:
+def test_the_line_of_a_stage() -> None:
     stage = Stage("capturing graphs", 36)
     assert stage.line() == "capturing graphs: 0 of 36"
     stage.advance(detail="8 x 16 [sampled]")
@@ -58,7 +58,7 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(line.endswith(part) for line in lines), part
 
 
-def test_quick_work_is_silent() -> None:
+def test_quick_operations_print_nothing() -> None:
     console = pipe()
     with progress("loading weights", 10, console=console) as stage:
         stage.advance(10)
@@ -75,7 +75,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forerun:" not in written(console)
 
 
-def test_it_ends_with_an_error() -> None:
+def test_progress_ends_if_the_block_raises() -> None:
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError), progress("a", console=pipe()), progress("b"):
         1 / 0  # noqa: B018

@@ -1,4 +1,4 @@
-"""These tests are small: a second thread would only wait."""
+"""One thread: the tensors are so small that a second one only adds overhead."""
 
 from __future__ import annotations
 

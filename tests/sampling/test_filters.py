@@ -1,4 +1,4 @@
-"""Filters against transformers' logits warpers, against a plain sort, and their exactness."""
+"""Filters compared with transformers' logits warpers and with a plain sort."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def transformers_probabilities(
 def sorted_oracle(
     row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> set[int]:
-    """Kept ids of one row by definition: a stable sort, sums in float64, lower id first."""
+    """Kept ids of one row by definition: stable sort, sums in float64, lower ids first."""
     peak = max(row)
     weights = [math.exp((x - peak) / temperature) for x in row]
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
@@ -115,7 +115,7 @@ def test_ties_go_to_the_lower_token_id(
     assert kept == sorted_oracle(row, temperature, top_k, top_p, min_p)
 
 
-def test_equal_logits_lose_the_higher_ids_also_with_a_negative_zero() -> None:
+def test_ties_with_negative_zero_go_to_the_lower_token_id() -> None:
     flat = torch.zeros(1, 10)
     flat[0, 3] = -0.0
     assert weights_of(flat, 1.0, 4, 1.0, 0.0).tolist() == [[1.0] * 4 + [0.0] * 6]
@@ -133,7 +133,7 @@ def test_top_k_is_exact_among_bfloat16_ties() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 50, 6144])
-def test_off_is_exact_beside_rows_that_filter(vocabulary: int) -> None:
+def test_rows_without_filters_are_exact_in_a_batch_with_filters(vocabulary: int) -> None:
     logits = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(2)) * 20
     logits[:, ::7] = -torch.inf  # weight 0
     logits[:, 0] = 1.0
@@ -155,7 +155,7 @@ def test_off_is_exact_beside_rows_that_filter(vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1.0, 1e6, 3e38])
-def test_extreme_temperatures_and_shares_keep_the_best_token(temperature: float) -> None:
+def test_extreme_temperatures_and_top_p_keep_the_best_token(temperature: float) -> None:
     logits = torch.tensor([[-80.0, 3.0, 90.0, 90.0, -torch.inf]])
     for top_p, min_p in ((1.0, 0.0), (1e-30, 0.0), (1.0, 1.0), (0.999999, 0.999999)):
         weights = weights_of(logits, temperature, -1, top_p, min_p)

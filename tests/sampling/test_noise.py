@@ -1,4 +1,4 @@
-"""The keyed noise: the bits it is defined by, and that they look like nothing."""
+"""The keyed noise: its definition in bits, and its statistical quality."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEEDS = [*range(40), -1, -2, 42, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, -(2*
 
 
 def mix(x: int, key: int = 0) -> int:
-    """The permutation in Python's integers."""
+    """The permutation with Python integers."""
     x ^= x >> 16
     x = x * 0x21F0AAAD & MASK ^ key
     x ^= x >> 15
@@ -154,7 +154,7 @@ def test_seeds_far_and_near_give_different_noise() -> None:
 
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
-def test_gumbel_argmax_draws_from_the_softmax(vary: str) -> None:
+def test_gumbel_argmax_samples_from_the_softmax(vary: str) -> None:
     draws = 40_000
     probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.01], dtype=torch.float64)
     logits = probabilities.log().float().expand(draws, -1)
