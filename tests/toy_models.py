@@ -101,7 +101,7 @@ def heads(x: Tensor) -> Tensor:
 
 
 class ToyRecurrentForCausalLM(ToyModel):
-    """Gated linear attention behind a token shift; every third layer is ordinary attention.
+    """Gated linear attention after a token shift; every third layer is ordinary attention.
 
     x_t <- x_t + m * x_(t-1);  S_t = a_t S_(t-1) + k_t v_t^T;  o_t = q_t S_t
     """

@@ -62,7 +62,7 @@ def run(
 
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_prefill_then_blocks(page: int, device: torch.device) -> None:
-    """Prompts in two chunks, then a verify step beside a padded row, over two layers."""
+    """Prompts in two chunks, then a verify step with a padding slot, over two layers."""
     pair, table = backends(page, device), tables(page, device)
     chunks = [((0, 20), (0, 1), (0, 33)), ((20, 3), (1, 40), (33, 2))]
     for step, spans in enumerate(chunks):
@@ -88,7 +88,7 @@ def _same(
     seed: int,
 ) -> None:
     plans = [backend.plan(batch) for backend in pair]
-    real = rows if batch.q_len is None else rows - batch.q_len  # padded rows are anything
+    real = rows if batch.q_len is None else rows - batch.q_len  # padding has arbitrary values
     for layer in range(LAYERS):
         q, k, v = qkv(rows, device, seed * 10 + layer)
         for mask in masks:

@@ -38,8 +38,8 @@ def test_demo_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert sum(prompt["histogram"]) == len(prompt["accept_lengths"])
     assert out["dtype"] == "float32"
     assert out["environment"]["threads"] >= 1
-    drawn = svg.read_text(encoding="utf-8")
-    assert drawn.startswith("<svg") and "identical:" in drawn.replace("&#160;", " ")
+    picture = svg.read_text(encoding="utf-8")
+    assert picture.startswith("<svg") and "identical:" in picture.replace("&#160;", " ")
 
 
 @needs_pair

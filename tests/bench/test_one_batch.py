@@ -35,8 +35,8 @@ def test_prefill_ends_with_the_last_first_token() -> None:
     assert TRACE.decode_tok_s == pytest.approx((15 - 3) / (1.6 - 1.0))
     assert TRACE.whole_tok_s == pytest.approx((13 - 3) / (1.4 - 1.0))
     assert replace(TRACE, whole_steps=5).whole_tok_s == TRACE.decode_tok_s
-    late = replace(TRACE, whole_steps=2)  # a request ended before all had their first token
-    assert late.step_seconds == [] and late.whole_tok_s == 0
+    overlapping = replace(TRACE, whole_steps=2)  # a request ended before all had their first token
+    assert overlapping.step_seconds == [] and overlapping.whole_tok_s == 0
 
 
 def test_timing_pools_the_steps_of_all_repetitions() -> None:
@@ -96,11 +96,15 @@ def test_too_few_whole_batch_steps_are_said() -> None:
     assert table([result], None).row_count == 1
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("overlap_depth", [0, 1])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_only_steps_of_the_whole_batch_count(algorithm: str | None, depth: int) -> None:
+def test_only_steps_of_the_whole_batch_count(algorithm: str | None, overlap_depth: int) -> None:
     """Prompts of many chunks: the first request ends while the last ones prefill, or does not."""
-    settings = {"chunked_prefill_size": 16, "max_running_requests": 4, "overlap_depth": depth}
+    settings = {
+        "chunked_prefill_size": 16,
+        "max_running_requests": 4,
+        "overlap_depth": overlap_depth,
+    }
     prompts = [[7 + i] * 64 for i in range(4)]
     with golden_llm(algorithm, **settings) as llm:
         short = trace(llm.engine, prompts, 4)
@@ -162,8 +166,8 @@ def test_prompts_have_the_length_asked_for() -> None:
     assert windows([1, 2, 3], 2, 5) == [[1, 2, 3, 1, 2], [3, 1, 2, 3, 1]]
     spread = windows(list(range(100)), 4, 10)
     assert [w[0] for w in spread] == [0, 22, 44, 66]
-    drawn = random_prompts(50, 3, 7)
-    assert [len(p) for p in drawn] == [7, 7, 7]
-    assert drawn == random_prompts(50, 3, 7)
-    assert all(0 <= t < 50 for p in drawn for t in p)
-    assert len({tuple(p) for p in drawn}) == 3
+    prompts = random_prompts(50, 3, 7)
+    assert [len(p) for p in prompts] == [7, 7, 7]
+    assert prompts == random_prompts(50, 3, 7)
+    assert all(0 <= t < 50 for p in prompts for t in p)
+    assert len({tuple(p) for p in prompts}) == 3

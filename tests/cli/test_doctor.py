@@ -1,4 +1,4 @@
-"""`forerun doctor` tells what is there, and why not more."""
+"""`forerun doctor`: what is available, and reasons for what is not."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Oracles:
         h = self.head.fuse(torch.cat([states[i + 1] for i in layers], 1))
         tokens, drafts = ids[1:], []
         for i in range(count):
-            normed, further = self.head.rows(tokens, h)
+            normed, further = self.head.forward(tokens, h)
             column = sample(normed[-1] @ self.head.weights["lm_head.weight"].T, len(ids) + i)
             drafts.append(int(self.tokens[column]))
             tokens = torch.cat((tokens, tokens.new_tensor(drafts[-1:])))

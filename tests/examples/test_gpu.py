@@ -47,11 +47,11 @@ def plain() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["full", "adaptive"])
 @pytest.mark.parametrize("name", ["SUFFIX", "TWOHEAD"])
-def test_text_is_that_of_plain_decoding(
-    name: str, adaptive: bool, depth: int, graph: bool, plain: list[list[list[int]]]
+def test_output_equals_plain_decoding(
+    name: str, adaptive: bool, overlap_depth: int, graph: bool, plain: list[list[list[int]]]
 ) -> None:
     own = {"speculative_adaptive": adaptive, "disable_cuda_graph": not graph}
-    assert texts(name, overlap_depth=depth, **own) == plain
+    assert texts(name, overlap_depth=overlap_depth, **own) == plain

@@ -68,7 +68,7 @@ def test_the_script_runs(
 def test_the_test_recipe_runs() -> None:
     names: dict[str, Any] = {"__name__": "guide"}
     exec(compile(RUN[1], "guide", "exec"), names)
-    names["test_the_text_is_that_of_plain_decoding"](1)
+    names["test_output_equals_plain_decoding"](1)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
 def all_epilogues(w: GemmWeight, x: torch.Tensor, config: TritonGemmConfig) -> list[object]:
     n = w.weight.shape[0]
     residual, norm = x.new_zeros(x.shape[0], n), x.new_ones(n)
-    squares = torch.ones(1, x.shape[0], device=x.device)
+    sum_of_squares = torch.ones(1, x.shape[0], device=x.device)
     return [
         own.gemm(x, w, config),
-        own.gemm(DeferredNorm(x, squares, 1e-6), w, config),
+        own.gemm(DeferredNorm(x, sum_of_squares, 1e-6), w, config),
         own.gemm_add(x, w, residual, config),
         own.gemm_add_deferred_norm(x, w, residual, norm, 1e-6, config),
         own.gemm_silu_mul(x, w, config),

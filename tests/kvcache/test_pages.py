@@ -35,7 +35,7 @@ def test_pages_freed_together_are_allocated_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [([2], "Page 2 was freed twice"), ([0], "Page 0 "), ([9], r"1\.\.4"), ([-1], "Page -1 ")],
 )
 def test_freeing_a_page_that_is_not_allocated_is_an_error(wrong: list[int], message: str) -> None:
@@ -67,13 +67,13 @@ def test_a_pool_without_pages_is_a_config_error() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=60))
 def test_equals_a_set(num_pages: int, calls: list[tuple[bool, int]]) -> None:
-    allocator, twin = PageAllocator(num_pages), PageAllocator(num_pages)
+    allocator, other = PageAllocator(num_pages), PageAllocator(num_pages)
     out: list[int] = []
     for take, n in calls:
         if take:
             room = num_pages - 1 - len(out)
             pages = allocator.allocate(n)
-            assert pages == twin.allocate(n)  # the order depends on the calls alone
+            assert pages == other.allocate(n)  # the order depends on the calls alone
             assert (pages is None) == (n > room)
             if pages is not None:
                 assert len(pages) == n
@@ -82,7 +82,7 @@ def test_equals_a_set(num_pages: int, calls: list[tuple[bool, int]]) -> None:
             back = out[::3][:n]
             out = [page for page in out if page not in back]
             allocator.free(back)
-            twin.free(back)
+            other.free(back)
         assert len(set(out)) == len(out) and all(0 < page < num_pages for page in out)
         assert allocator.num_free == num_pages - 1 - len(out)
         assert [allocator.is_out(page) for page in range(num_pages)] == [

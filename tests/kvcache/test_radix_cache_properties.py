@@ -28,7 +28,7 @@ def wide(tokens: Tokens) -> Tokens:
     return tuple(WIDE[token] for token in tokens)
 
 
-Tokens = tuple[int, ...]  # drawn from 0, 1, 2
+Tokens = tuple[int, ...]  # of 0, 1 and 2
 Key = bytes  # one a token
 
 

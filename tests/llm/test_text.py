@@ -219,11 +219,11 @@ CUTS = st.lists(st.integers(0, 40), max_size=10)
 
 
 @settings(max_examples=400, deadline=None)
-@given(tokens=TOKENS, stops=STOPS, cuts=CUTS, least=st.integers(0, 12))
+@given(tokens=TOKENS, stops=STOPS, cuts=CUTS, min_new=st.integers(0, 12))
 def test_nothing_shown_is_taken_back_and_steps_change_nothing(
-    tokens: list[int], stops: list[str], cuts: list[int], least: int
+    tokens: list[int], stops: list[str], cuts: list[int], min_new: int
 ) -> None:
-    params = {"stop": stops, "min_new_tokens": least, "max_new_tokens": 64}
+    params = {"stop": stops, "min_new_tokens": min_new, "max_new_tokens": 64}
     request, text, streamed = run(split(tokens, cuts), **params)
     shown = [*streamed, (text, len(request.output))]
     for (before, some), (after, more) in itertools.pairwise(shown):
@@ -233,7 +233,7 @@ def test_nothing_shown_is_taken_back_and_steps_change_nothing(
     assert sum(request.accept_lengths) == len(request.output)
     if request.finish is None:
         assert text == detokenize(Bytes(), tokens, True)
-        if least <= 1:
+        if min_new <= 1:
             assert not any(stop in text for stop in stops if "\ufffd" not in stop)
     else:
         matched = str(request.finish.matched)

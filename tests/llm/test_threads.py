@@ -42,9 +42,11 @@ def kinds(thread: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
-def test_threads_get_the_outputs_of_sequential_calls(algorithm: str | None, depth: int) -> None:
-    with golden_llm(algorithm, overlap_depth=depth, max_running_requests=6) as llm:
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+def test_threads_get_the_outputs_of_sequential_calls(
+    algorithm: str | None, overlap_depth: int
+) -> None:
+    with golden_llm(algorithm, overlap_depth=overlap_depth, max_running_requests=6) as llm:
         asked = [(PROMPTS[t % len(PROMPTS)], kind) for t in range(THREADS) for kind in kinds(t)]
         want = [llm.generate(input_ids=p, sampling_params=kind).output_ids for p, kind in asked]
         start = threading.Barrier(THREADS)

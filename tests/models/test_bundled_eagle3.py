@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.loader import load_target
-from tests.models.support import CPU, CPU_F32, PAGE, PAGES_EACH, Loop
+from tests.models.support import CPU, CPU_F32, PAGE, PAGES_PER_REQUEST, Loop
 
 PAIR = Path(str(files("forerun"))) / "assets" / "pair"
 DRAFTS, NEW = 7, 48
@@ -86,7 +86,7 @@ def pair() -> Pair:
 def test_same_output_in_fewer_steps(pair: Pair, text: str, min_accept: float) -> None:
     tokenizer = Tokenizer.from_file(str(PAIR / "target" / "tokenizer.json"))
     prompt = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids)
-    assert len(prompt) + NEW + DRAFTS < PAGE * PAGES_EACH
+    assert len(prompt) + NEW + DRAFTS < PAGE * PAGES_PER_REQUEST
     plain, tokens = pair.generate(prompt, drafting=False)
     drafted, steps = pair.generate(prompt, drafting=True)
     assert drafted == plain

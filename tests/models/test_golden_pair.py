@@ -14,14 +14,14 @@ from forerun.attention.base import AttentionBatch, AttentionContext
 from forerun.kvcache.layouts import ModelLayout
 from forerun.models.dflash import load_dflash
 from forerun.models.loader import load_target
-from tests.models.support import CPU, CPU_F32, PAGE, PAGES_EACH, Loop
+from tests.models.support import CPU, CPU_F32, PAGE, PAGES_PER_REQUEST, Loop
 
 FOLDER = Path(__file__).parents[1] / "golden" / "zlab-llama-b10"
 CASES = json.loads((FOLDER / "cases.json").read_text())
 SHORT = [
     i
     for i, c in enumerate(CASES)
-    if len(c["prompt"]) + c["max_new_tokens"] + 10 < PAGE * PAGES_EACH
+    if len(c["prompt"]) + c["max_new_tokens"] + 10 < PAGE * PAGES_PER_REQUEST
 ]
 
 

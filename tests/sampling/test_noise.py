@@ -94,8 +94,8 @@ def test_bits_are_uniform_down_to_the_rare_ones() -> None:
     u = uniforms(bits)
     counts = [int(((u >= 2.0**-k) & (u < 2.0 ** (1 - k))).sum()) for k in range(1, octaves + 1)]
     counts.append(int((u < 2.0**-octaves).sum()))
-    shares = [2.0**-k for k in range(1, octaves + 1)] + [2.0**-octaves]
-    expected = [s * len(u) for s in shares]
+    fractions = [2.0**-k for k in range(1, octaves + 1)] + [2.0**-octaves]
+    expected = [s * len(u) for s in fractions]
     assert stats.chisquare(counts, expected).pvalue > 1e-4
 
 
@@ -155,15 +155,15 @@ def test_seeds_far_and_near_give_different_noise() -> None:
 
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_gumbel_argmax_samples_from_the_softmax(vary: str) -> None:
-    draws = 40_000
+    samples = 40_000
     probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.04, 0.01], dtype=torch.float64)
-    logits = probabilities.log().float().expand(draws, -1)
+    logits = probabilities.log().float().expand(samples, -1)
     if vary == "seed":
-        drawn = gumbel_argmax(logits, keys(list(range(draws))), torch.tensor(17))
+        sampled = gumbel_argmax(logits, keys(list(range(samples))), torch.tensor(17))
     else:
-        drawn = gumbel_argmax(logits, keys([3]), torch.arange(draws))
-    counts = torch.bincount(drawn, minlength=6)
-    assert stats.chisquare(counts.numpy(), (probabilities * draws).numpy()).pvalue > 1e-4
+        sampled = gumbel_argmax(logits, keys([3]), torch.arange(samples))
+    counts = torch.bincount(sampled, minlength=6)
+    assert stats.chisquare(counts.numpy(), (probabilities * samples).numpy()).pvalue > 1e-4
 
 
 def test_a_weight_of_zero_never_wins_and_a_pruned_vocabulary_keeps_its_noise() -> None:

@@ -16,7 +16,7 @@ from forerun.attention.base import AttentionContext  # noqa: E402
 from forerun.models.eagle3 import load_eagle3  # noqa: E402
 from forerun.models.eagle3_config import load_eagle3_config  # noqa: E402
 from forerun_train.accept import matches, walk  # noqa: E402
-from forerun_train.anchors import target_features  # noqa: E402
+from forerun_train.anchors import target_aux_hidden_states  # noqa: E402
 from forerun_train.eagle import (  # noqa: E402
     EagleRun,
     chain_guesses,
@@ -73,9 +73,9 @@ def test_chains_are_those_of_the_served_model(target, draft, tmp_path: Path) -> 
     )
     assert served.config.target_layers(3) == EAGLE.target_layer_ids
     ids = torch.randint(4, 64, (1, 15))
-    features = target_features(target, ids, EAGLE.target_layer_ids)
+    aux_hidden_states = target_aux_hidden_states(target, ids, EAGLE.target_layer_ids)
     anchors = torch.tensor([[3, 7, 9]])
-    chain = draft(embed(ids), features, anchors, steps)
+    chain = draft(embed(ids), aux_hidden_states, anchors, steps)
     for i, anchor in enumerate(anchors[0].tolist()):
         layout = served.config.kv_layout(torch.float32)
 
@@ -83,7 +83,7 @@ def test_chains_are_those_of_the_served_model(target, draft, tmp_path: Path) -> 
             return served.forward(ids, h, positions, ctx)
 
         loop = Loop.over(forward, layout, served.layer_masks, EAGLE.num_attention_heads, 1)
-        h = served.combine_hidden_states(features[0, :anchor])
+        h = served.combine_hidden_states(aux_hidden_states[0, :anchor])
         normed, h = loop.ragged([(0, ids[0, 1 : anchor + 1])], h)
         for j in range(steps):
             torch.testing.assert_close(normed[-1], chain[j][0, i], rtol=1e-4, atol=1e-4)
@@ -94,17 +94,17 @@ def test_chains_are_those_of_the_served_model(target, draft, tmp_path: Path) -> 
 
 
 def test_a_chain_sees_only_what_its_step_may(target, draft) -> None:  # type: ignore[no-untyped-def]
-    """Step j of the chain behind an anchor reads the tokens up to anchor + j and no others."""
+    """Step j of the chain after an anchor reads the tokens up to anchor + j and no others."""
     ids = torch.randint(4, 64, (1, 14))
     anchors, steps = torch.tensor([[4, 6]]), 4
     with torch.no_grad():
-        features = target_features(target, ids, EAGLE.target_layer_ids)
-        before = draft(target.model.embed_tokens(ids), features, anchors, steps)
+        aux_hidden_states = target_aux_hidden_states(target, ids, EAGLE.target_layer_ids)
+        before = draft(target.model.embed_tokens(ids), aux_hidden_states, anchors, steps)
         for changed in (6, 8):
             other = ids.clone()
             other[0, changed:] = (ids[0, changed:] - 3) % 60 + 4
-            features = target_features(target, other, EAGLE.target_layer_ids)
-            after = draft(target.model.embed_tokens(other), features, anchors, steps)
+            aux_hidden_states = target_aux_hidden_states(target, other, EAGLE.target_layer_ids)
+            after = draft(target.model.embed_tokens(other), aux_hidden_states, anchors, steps)
             for j in range(steps):
                 same = (before[j] - after[j]).abs().amax(-1)[0] < 1e-5
                 assert same.tolist() == [a + j < changed for a in (4, 6)]

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forerun_train.accept import matches, walk  # noqa: E402
-from forerun_train.anchors import block_labels, sample_anchors, target_features  # noqa: E402
+from forerun_train.anchors import block_labels, sample_anchors, target_aux_hidden_states  # noqa: E402
 from forerun_train.draft import (  # noqa: E402
     DraftRun,
     block_guesses,
@@ -89,7 +89,7 @@ def test_a_draft_block_cannot_see_its_own_answer(target) -> None:  # type: ignor
     anchors = torch.tensor([[6]])
     with torch.no_grad():
         a, b = (
-            draft_logits(draft, target, x, target_features(target, x, (0, 1)), anchors)
+            draft_logits(draft, target, x, target_aux_hidden_states(target, x, (0, 1)), anchors)
             for x in (ids, other)
         )
     torch.testing.assert_close(a, b)
@@ -173,8 +173,8 @@ def test_walk_is_the_step_loop(target) -> None:  # type: ignore[no-untyped-def]
     with torch.no_grad():
         while at < end - 1:
             context = text[None, : at + 1]
-            features = target_features(target, context, DRAFT.target_layer_ids)
-            guess = draft_logits(draft, target, context, features, torch.tensor([[at]]))[
+            aux_hidden_states = target_aux_hidden_states(target, context, DRAFT.target_layer_ids)
+            guess = draft_logits(draft, target, context, aux_hidden_states, torch.tensor([[at]]))[
                 0, 0
             ].argmax(-1)
             *_, x = causal_layers(target, torch.cat([context, guess[None]], dim=1))

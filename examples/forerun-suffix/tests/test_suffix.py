@@ -57,7 +57,7 @@ def test_it_comes_through_its_entry_point() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
-def test_the_text_is_that_of_plain_decoding(
+def test_output_equals_plain_decoding(
     sampled: bool, suffix: LLM, plain: list[list[list[int]]]
 ) -> None:
     for _ in ("cold", "warm"):  # the second time the same request ids and cached prompts

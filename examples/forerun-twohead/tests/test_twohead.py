@@ -65,7 +65,7 @@ def test_it_comes_through_its_entry_point() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
-def test_the_text_is_that_of_plain_decoding_in_fewer_steps(
+def test_output_equals_plain_decoding_in_fewer_steps(
     sampled: bool, twohead: LLM, plain: list[list[list[int]]]
 ) -> None:
     for _ in ("cold", "warm"):

@@ -38,7 +38,7 @@ class Phase(Enum):
 
 
 class HostLengths(Enum):
-    """What a backend must be told on the host before a decode step runs.
+    """Which lengths a backend needs on the host before a decode step runs.
 
     Lengths are committed on the device. The host knows an upper bound while steps are in flight;
     it knows them exactly only after it has the result of the step before.

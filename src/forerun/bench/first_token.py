@@ -1,4 +1,4 @@
-"""Time to the first token of one request, beside the time its kernels take on the GPU."""
+"""Time to the first token of one request, compared with the time of its kernels on the GPU."""
 
 from __future__ import annotations
 

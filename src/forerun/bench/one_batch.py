@@ -43,7 +43,7 @@ class Trace:
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens after the prefill per second after the prefill; 0 where there are none."""
+        """Tokens after the prefill per second after the prefill; 0 if there are none."""
         return self._speed(len(self.steps))
 
     @property

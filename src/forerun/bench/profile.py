@@ -22,7 +22,7 @@ WARM, STEPS = 3, 8  # steps before, and steps recorded
 def profile_steps(
     engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, trace: Path | None = None
 ) -> Timeline:
-    """Decode steps of one whole batch: none of its requests ends meanwhile.
+    """Decode steps of one batch, during which none of its requests ends.
 
     Args:
         trace: where to write the Chrome trace (`.json.gz`); None: nowhere.

@@ -27,7 +27,7 @@ from forerun.evals.acceptance import Acceptance
 
 WIDE = 100  # console columns from which the two texts are side by side
 FRAME = 1 / 25  # seconds
-REPLAY = 2.0  # least seconds that the replay of plain decoding takes
+REPLAY = 2.0  # minimum seconds of the replay of plain decoding
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Lane:
     border: str
 
     def at(self, seconds: float, console: Console, height: int | None = None) -> Panel:
-        """As it was so many seconds after the request was submitted."""
+        """The panel this many seconds after the request was submitted."""
         share = min(seconds / self.seconds, 1.0)
         shown = math.floor(share * len(self.blocks) + 1e-9)
         text = render(self.blocks[:shown], console)

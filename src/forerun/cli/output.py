@@ -38,7 +38,7 @@ def print_stream(outputs: Iterable[RequestOutput]) -> RequestOutput | None:
 
 
 def shown(output: RequestOutput) -> str:
-    """The text, or the ids where there is no tokenizer."""
+    """The text, or the ids without a tokenizer."""
     return output.text if output.text else " ".join(map(str, output.output_ids))
 
 

@@ -49,7 +49,7 @@ def problems(count: int, seed: int = TEST_SEED) -> list[Problem]:
 
 
 def extract_answer(text: str) -> int | None:
-    """The number after the last ``####``, or None where there is none."""
+    """The number after the last ``####``, or None."""
     found = _ANSWER.findall(text)
     return int(found[-1]) if found else None
 

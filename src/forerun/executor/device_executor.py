@@ -126,7 +126,7 @@ class DeviceExecutor:
                 a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None
             )
         failed = self.tables.admit(plan.admitted) if plan.admitted else []
-        for slot, _ in failed:  # it runs along in this step, and what it gives is dropped
+        for slot, _ in failed:  # it is part of this step, but its result is dropped
             self._slots[slot].sampling = ANY_SAMPLING
         if plan.admitted:
             self.step.reset_states([a.slot for a in plan.admitted], plan.load_snapshots)

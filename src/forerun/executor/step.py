@@ -379,10 +379,10 @@ class DeviceStep:
         self._mark(PhaseBoundary.PROPOSED)
         slots, width = tokens.slots, shape.num_verify_tokens
         tree = None if draft.parents is None else Tree.from_parents(draft.parents)
-        depth = None if tree is None else tree.depth[:, 1:]
+        draft_depth = None if tree is None else tree.depth[:, 1:]
         vocab, limits = self.model.config.vocab_size, self.tables.max_drafts
         ids, candidates = build_verify_inputs(
-            tokens.last_token, draft.tokens, slots, limits, depth, vocab
+            tokens.last_token, draft.tokens, slots, limits, draft_depth, vocab
         )
         hidden_states, aux, sampled = self._verify(
             tokens, ids.flatten(), tree, shape.flags, buffers

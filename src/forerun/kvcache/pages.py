@@ -1,4 +1,4 @@
-"""Who has which page. No torch: ids only, the memory behind them is in `pools`."""
+"""Allocates K/V page ids; their memory is in `pools`. No torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Iterable
 
 from forerun.core.errors import ConfigError, InternalError
 
-NULL_PAGE = 0  # null page: padded rows write there
+NULL_PAGE = 0  # written by padding slots, never allocated
 
 
 class PageAllocator:
     """Hands out page ids 1 .. num_pages - 1; page 0 stays the null page.
 
-    The free pages are a stack, so a fresh allocator gives 1, 2, 3, ... and pages that come back
-    together leave together, in the same order. O(1) a page, and the order depends on nothing but
-    the calls made.
+    The free pages are a stack, so a new allocator gives 1, 2, 3, ... and pages freed together are
+    allocated together, in the same order. O(1) per page; the order depends on the calls only.
 
     Raises:
-        ConfigError: there is no page besides the reserved one.
-        InternalError: a page that is not out comes back (freed twice, or never handed out).
+        ConfigError: there is no page except the reserved one.
+        InternalError: a freed page is not allocated (freed twice, or never allocated).
     """
 
     def __init__(self, num_pages: int) -> None:

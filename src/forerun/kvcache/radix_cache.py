@@ -108,8 +108,8 @@ class RadixCache(PrefixCache):
         node: RadixNode,
         kv_len: int | None = None,
     ) -> InsertResult:
-        rows = len(tokens) if kv_len is None else min(kv_len, len(tokens))
-        whole = max(0, min(rows, len(tokens) - self._lookahead)) // self._page_size
+        written = len(tokens) if kv_len is None else min(kv_len, len(tokens))
+        whole = max(0, min(written, len(tokens) - self._lookahead)) // self._page_size
         start = node.end
         if len(pages) < max(whole, start):
             raise InternalError(f"{len(pages)} pages cannot hold {max(whole, start)} pages of K/V.")
@@ -225,7 +225,7 @@ class RadixCache(PrefixCache):
     def _split(self, node: RadixNode, n: int) -> RadixNode:
         """Cuts an edge after n pages; returns the new upper node.
 
-        `node` itself stays the lower one, so whoever holds it still holds the same prefix; the
+        `node` itself stays the lower one, so its holders still have the same prefix; the
         upper one has no snapshot.
         """
         assert node.parent is not None and 0 < n < len(node.pages)
@@ -282,7 +282,8 @@ class RadixCache(PrefixCache):
                 stack.append(child)
         _require(len(set(queued)) == len(queued) == nodes, "the eviction queue is out of step")
         _require(
-            all(used <= node.last_access for used, _, node in self._queue), "a queue entry is late"
+            all(used <= node.last_access for used, _, node in self._queue),
+            "a queue entry is newer than its node",
         )
         _require(self._num_pages == len(seen), f"{len(seen)} pages cached, not {self._num_pages}")
         rows = [*self._free_snapshots, *self._snapshots]

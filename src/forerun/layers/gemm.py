@@ -63,7 +63,7 @@ class Gemm(ABC):
         """[T, out]."""
 
     def accepts_deferred_norm(self, num_tokens: int) -> bool:
-        """Whether it can finish an RMSNorm of so many tokens."""
+        """Whether it can finish a deferred RMSNorm of this many tokens."""
         return False
 
     def add_rms_norm(

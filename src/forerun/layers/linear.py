@@ -2,7 +2,7 @@
 
     Linear         whole on every rank
     QKVLinear      by heads (vLLM, SGLang: QKVParallelLinear)
-    MergedLinear   by output columns, every part by itself (MergedColumnParallelLinear)
+    MergedLinear   by output columns, each part separately (MergedColumnParallelLinear)
     RowLinear      by input rows; outputs are summed across ranks (RowParallelLinear)
 
 There is one rank so far. Projections of the same input are one matrix: a loader fills it part by
@@ -114,7 +114,7 @@ class MergedBase(LinearBase):
         self.parts = dict(parts)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """The parts stand in a checkpoint beside each other, where this stands."""
+        """Weights of the parts, under their own names next to this module's."""
         above = prefix[: prefix.rfind(".", 0, -1) + 1]
         out: dict[str, Tensor] = {}
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):

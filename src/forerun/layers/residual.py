@@ -54,7 +54,7 @@ class AuxHiddenStates:
     """Hidden states that a draft model reads, captured during one forward."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
-        """`layers`: decoder layers whose outputs are wanted, in this order."""
+        """`layers`: decoder layers whose outputs are captured, in this order."""
         self._layers = layers
         self._captured: dict[int, Tensor] = {}
 
@@ -64,7 +64,7 @@ class AuxHiddenStates:
             self._captured[index - 1] = residual
 
     def concatenated(self) -> Tensor | None:
-        """[T, n · H], or None where nothing is wanted."""
+        """[T, n · H], or None if no layer is captured."""
         if not self._layers:
             return None
         return torch.cat([self._captured[layer] for layer in self._layers], 1)

@@ -33,17 +33,17 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """Incremental detokenization: a character is given out when all its bytes are there."""
+    """Incremental detokenization: a character is emitted when all its bytes are known."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         # Decoders may strip or join at the start: tokens are decoded after some whose text was
-        # given out already, and what the text grows by is new.
+        # emitted already, and what the text grows by is new.
         self._window: list[int] = []
-        self._done = 0  # tokens of the window that were given out,
+        self._done = 0  # tokens of the window that were emitted,
         self._length = 0  # and characters of its text
-        self._last = 0  # where the tokens that were given out last begin
+        self._last = 0  # start of the tokens that were emitted last
 
     def push(self, token: int) -> str:
         """The characters that one more token completes."""
@@ -72,7 +72,7 @@ class Detokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        # Cleaning up would join what was given out already ("do n't").
+        # Cleaning up would join what was emitted already ("do n't").
         return self._tokenizer.decode(
             ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
@@ -150,7 +150,7 @@ class OutputText:
         self._min_tokens = params.min_new_tokens
         self._text = ""
         self._ends: list[int] = []  # characters of the text after each token
-        self._shown = 0  # characters given out
+        self._shown = 0  # characters emitted
         self._end: int | None = None  # where a stop string begins
 
     def feed(self, output: Sequence[int], stop_id: bool = False) -> tuple[str, int] | None:

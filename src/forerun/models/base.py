@@ -83,7 +83,7 @@ class CausalLM(Module, ABC):
             input_ids: [T] int64.
             positions: [T] int32 or int64, absolute, below `max_positions`.
             ctx: the attention backend with its plan for these tokens.
-            capture_layers: decoder layers whose outputs are wanted.
+            capture_layers: decoder layers whose outputs are captured.
 
         Returns:
             hidden_states [T, H] after the final norm; and aux_hidden_states [T, n · H], the outputs

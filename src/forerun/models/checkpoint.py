@@ -228,9 +228,9 @@ def fill_dummy(views: Mapping[str, Tensor], load_format: str, seed: int = 0) -> 
     """Random weights from a fixed seed.
 
     Args:
-        load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. What the
-            layers add is lost beside the embedding then, and a block's tokens are nearly equal,
-            which a GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
+        load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. Layers
+            then add little to the embedding, and the tokens of a block are nearly equal, which a
+            GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
             matrices N(0, 0.02²), like an untrained model; tokens differ as those of text do.
     """
     if not views:

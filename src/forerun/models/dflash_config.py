@@ -24,7 +24,7 @@ class DFlashConfig:
     mask_token: str | None  # for the tokenizer to look up
     num_target_layers: int | None  # layers of the target it was trained for, if stated
     target_hidden_size: int
-    draft_vocab_size: int  # less than the target's vocabulary where it is pruned
+    draft_vocab_size: int  # smaller than the target's if it is pruned
     sample_from_anchor: bool  # token 0 predicts too; then token j predicts position start + j + 1
     sliding_non_causal: bool  # sliding layers see the whole block, as full ones do
 

@@ -27,7 +27,7 @@ class Eagle3Config:
     model: ModelConfig  # one layer; its vocabulary is the target's
     aux_layer_ids: tuple[int, ...] | None  # decoder layers whose outputs it reads
     target_hidden_size: int
-    draft_vocab_size: int  # less than the target's vocabulary where it is pruned
+    draft_vocab_size: int  # smaller than the target's if it is pruned
     layer_prefix: str  # of the layer's tensors
     qk_norm: bool
     norm_before_residual: bool  # the residual is the normed hidden state

@@ -58,7 +58,7 @@ def load_target(
 
 
 def _further_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Prefixes of MTP layers, stored behind the last layer; drafts read these."""
+    """Prefixes of MTP layers, stored after the last layer; drafts read these."""
     keys = [key for key in config.raw if key.endswith("_predict_layers")]
     count = sum(int(config.raw[key] or 0) for key in keys)
     first = config.num_layers

@@ -61,9 +61,9 @@ def filtered_weights(
         weights = torch.where(_kept(bits, one.expand(bits.shape), target), weights, 0.0)
     if top_p is not None:
         fixed = (weights * _FIXED_POINT).long()
-        share = top_p.double()[..., None]
-        reached = (share * fixed.sum(-1, keepdim=True)).ceil_().long().clamp_min_(1)
-        target = torch.where(share < 1.0, reached, _UNREACHABLE)
+        mass = top_p.double()[..., None]
+        reached = (mass * fixed.sum(-1, keepdim=True)).ceil_().long().clamp_min_(1)
+        target = torch.where(mass < 1.0, reached, _UNREACHABLE)
         weights = torch.where(_kept(bits, fixed, target), weights, 0.0)
     if min_p is not None:
         weights = torch.where(weights >= min_p[..., None], weights, 0.0)

@@ -2,7 +2,7 @@
 
 A token is sampled by the Gumbel-max trick, argmax over tokens of log w + G with w the unnormalised
 probabilities. We compute it in its exponential form: the lowest -w / E with E ~ Exp(1), where
-G = -log E. It needs no logarithm of w. Because E depends on nothing but (seed, absolute position,
+G = -log E. It needs no logarithm of w. Because E depends only on (seed, absolute position,
 token id), a text does not depend on how it was computed: "drafter-invariant speculative decoding",
 Daliri, Musco and Suresh 2024.
 

@@ -35,11 +35,11 @@ OUTLIER_RATIO = 1.25  # a single step this much slower than expected is ignored
 # Drafts or plain decoding.
 MIN_GAIN = 1.02  # expected speed-up over plain steps below which drafts are not used
 UNCERTAIN_GAIN = 1.1  # below this speed-up, the cost of plain steps is measured again
-REMEASURE_INTERVAL = 50  # after so many steps in a row with drafts
+REMEASURE_INTERVAL = 50  # consecutive steps with drafts before that
 
 # Exploration: steps with drafts although plain ones are expected to be faster.
 EXPLORATION_SHARE = 0.0025  # of the time of plain steps
-MAX_EXPLORATION_SCALE = 16.0  # the share grows up to so many times after drafts that paid off
+MAX_EXPLORATION_SCALE = 16.0  # largest factor on that share, after drafts that paid off
 MIN_EXPLORATION_COST = 0.1  # of the step's time, whatever loss is expected
 
 

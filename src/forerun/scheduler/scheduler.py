@@ -454,7 +454,7 @@ class Scheduler:
             raise InternalError("check_idle while requests run.")
         self.prefix.check()
         if self.prefix.num_pending_snapshots:
-            raise InternalError(f"Snapshots: {self.prefix.num_pending_snapshots} are lost.")
+            raise InternalError(f"Snapshots: {self.prefix.num_pending_snapshots} leaked.")
         free, cached = self.allocator.num_free, self.prefix.num_pages
         if free + cached != self.allocator.capacity:
             raise InternalError(

@@ -146,11 +146,11 @@ def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
             f" disagree (expected {asked + extra}); set one of them."
         )
     block = int(asked or (tokens - extra if tokens is not None else draft.block_size))
-    least = 2 - extra
-    if not least <= block <= draft.block_size:
+    min_block = 2 - extra
+    if not min_block <= block <= draft.block_size:
         raise ConfigError(
             f"A block of {block} tokens cannot be served: the draft was trained at"
-            f" {draft.block_size}; choose {least} to {draft.block_size}."
+            f" {draft.block_size}; choose {min_block} to {draft.block_size}."
         )
     return block
 

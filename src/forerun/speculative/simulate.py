@@ -2,7 +2,7 @@
 """Simulated acceptance, for benchmarks: a chosen accept length after a real draft and verify pass.
 
 The step computes `num_committed` here instead of comparing drafts with samples; everything else
-runs as always. Text is not that of the target.
+runs as usual. The text is not that of the target.
 """
 
 from __future__ import annotations

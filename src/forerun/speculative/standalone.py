@@ -115,7 +115,7 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
 def _check_vocabulary(
     config: EngineConfig, folder: Path, draft: ModelConfig, target: ModelConfig
 ) -> None:
-    """Tokens must have the same ids. Padding may differ, where there are tokenizers to compare.
+    """Tokens must have the same ids. Padding may differ if tokenizers can be compared.
 
     Raises:
         ConfigError: they have not.

@@ -13,7 +13,9 @@ from forerun_train.generate import causal_layers
 from forerun_train.regen import Samples
 
 
-def target_features(target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> Tensor:
+def target_aux_hidden_states(
+    target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]
+) -> Tensor:
     """``[b, s, K·H]``: the outputs of the target's layers ``layer_ids``, concatenated.
 
     Hugging Face's ``hidden_states`` has the output of layer l at l + 1.

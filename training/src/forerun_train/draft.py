@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from forerun_train.accept import Guess
-from forerun_train.anchors import Mixture, accept_means, block_labels, target_features
+from forerun_train.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
 from forerun_train.draft_model import Draft
 from forerun_train.loop import Run, adamw, train
 from forerun_train.regen import Samples
@@ -37,12 +37,12 @@ def block_inputs(ids: Tensor, anchors: Tensor, block: int, mask_token: int) -> T
 
 
 def draft_logits(
-    draft: Draft, target: Qwen3ForCausalLM, ids: Tensor, features: Tensor, anchors: Tensor
+    draft: Draft, target: Qwen3ForCausalLM, ids: Tensor, aux_hidden_states: Tensor, anchors: Tensor
 ) -> Tensor:
     """``[b, n, block - 1, V]`` through the target's embedding and head."""
     s, (b, n) = draft.shape, anchors.shape
     blocks = target.model.embed_tokens(block_inputs(ids, anchors, s.block_size, s.mask_token_id))
-    hidden = draft(blocks, features, anchors).view(b, n, s.block_size, -1)[:, :, 1:]
+    hidden = draft(blocks, aux_hidden_states, anchors).view(b, n, s.block_size, -1)[:, :, 1:]
     logits: Tensor = target.lm_head(hidden)
     return logits
 
@@ -64,8 +64,8 @@ def block_guesses(draft: Draft, target: Qwen3ForCausalLM) -> Guess:
     """The draft's tokens at anchors of a text."""
 
     def guess(ids: Tensor, anchors: Tensor) -> Tensor:
-        features = target_features(target, ids, draft.shape.target_layer_ids)
-        return draft_logits(draft, target, ids, features, anchors)[0].argmax(-1)
+        aux_hidden_states = target_aux_hidden_states(target, ids, draft.shape.target_layer_ids)
+        return draft_logits(draft, target, ids, aux_hidden_states, anchors)[0].argmax(-1)
 
     return guess
 
@@ -86,8 +86,10 @@ def train_draft(
     def loss_of(ids: Tensor, anchors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             with torch.no_grad():
-                features = target_features(target, ids, draft.shape.target_layer_ids)
-            logits = draft_logits(draft, target, ids, features, anchors)
+                aux_hidden_states = target_aux_hidden_states(
+                    target, ids, draft.shape.target_layer_ids
+                )
+            logits = draft_logits(draft, target, ids, aux_hidden_states, anchors)
         labels, inside = block_labels(ids, anchors, end, draft.shape.block_size)
         losses = F.cross_entropy(
             logits.float().flatten(0, 2), labels.flatten(), reduction="none"

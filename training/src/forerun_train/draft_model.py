@@ -121,13 +121,13 @@ class Draft(nn.Module):
             if p.ndim >= 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, blocks: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, blocks: Tensor, aux_hidden_states: Tensor, anchors: Tensor) -> Tensor:
         """Hidden states ``[b, n·B, H]`` of embedded ``blocks`` [b, n·B, H].
 
-        Target ``features`` [b, c, K·H], ``anchors`` [b, n].
+        Target ``aux_hidden_states`` [b, c, K·H], ``anchors`` [b, n].
         """
-        s, c = self.shape, features.shape[1]
-        context = self.hidden_norm(self.fc(features))
+        s, c = self.shape, aux_hidden_states.shape[1]
+        context = self.hidden_norm(self.fc(aux_hidden_states))
         offset = torch.arange(s.block_size, device=anchors.device)
         rows = (anchors[:, :, None] + offset).flatten(1)
         place = torch.cat([torch.arange(c, device=rows.device).expand(len(rows), -1), rows], dim=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from forerun_train.accept import Guess
-from forerun_train.anchors import Mixture, accept_means, block_labels, target_features
+from forerun_train.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
 from forerun_train.eagle_model import Eagle
 from forerun_train.generate import causal_layers, normed
 from forerun_train.loop import Run, adamw, train
@@ -61,8 +61,8 @@ def chain_guesses(draft: Eagle, target: Qwen3ForCausalLM, steps: int) -> Guess:
     """
 
     def guess(ids: Tensor, anchors: Tensor) -> Tensor:
-        features = target_features(target, ids, draft.shape.target_layer_ids)
-        chain = draft(target.model.embed_tokens(ids), features, anchors, steps)
+        aux_hidden_states = target_aux_hidden_states(target, ids, draft.shape.target_layer_ids)
+        chain = draft(target.model.embed_tokens(ids), aux_hidden_states, anchors, steps)
         columns = torch.stack([draft.lm_head(row)[0].argmax(-1) for row in chain], dim=-1)
         return draft.ids[columns]
 
@@ -98,10 +98,12 @@ def train_eagle(
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             with torch.no_grad():
                 outputs = list(causal_layers(target, ids))
-                features = torch.cat([outputs[i] for i in draft.shape.target_layer_ids], -1)
+                aux_hidden_states = torch.cat(
+                    [outputs[i] for i in draft.shape.target_layer_ids], -1
+                )
                 last = normed(target, outputs[-1])
             embedded = target.model.embed_tokens(ids)
-            for j, row in enumerate(draft(embedded, features, anchors, run.steps)):
+            for j, row in enumerate(draft(embedded, aux_hidden_states, anchors, run.steps)):
                 place = (anchors + j).clamp(max=ids.shape[1] - 1)
                 with torch.no_grad():
                     wanted = F.linear(_at(last, place), head).float().softmax(-1)

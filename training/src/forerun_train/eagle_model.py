@@ -1,7 +1,7 @@
 """The EAGLE-3 draft in training: one decoder layer, applied again to its own hidden states.
 
-Every anchor starts a chain. Its first row reads the target's features at the position before the
-anchor, its later rows what the row before them gave: the training-time test of arXiv 2503.01840.
+Every anchor starts a chain. Its first step reads the target's aux hidden states at the position
+before the anchor, later steps the output of the step before: training-time test (arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -126,19 +126,19 @@ class Eagle(nn.Module):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, anchors: Tensor, steps: int
+        self, embedded: Tensor, aux_hidden_states: Tensor, anchors: Tensor, steps: int
     ) -> list[Tensor]:
         """Chains after ``anchors`` [b, n]: each step's hidden states after the norm, [b, n, H].
 
-        ``embedded`` [b, s, H] and ``features`` [b, s, K·H] of the whole texts. Step j reads the
-        embedding of the token at anchor + j, past the end of the text that of the last token.
+        ``embedded`` [b, s, H] and ``aux_hidden_states`` [b, s, K·H] are of the whole texts. Step j
+        reads the embedding of the token at anchor + j, or of the last token past the end.
         """
         (b, s, hidden), n = embedded.shape, anchors.shape[1]
-        rows = s - 1  # the row at p holds the features of p and the token of p + 1
+        rows = s - 1  # position p has the aux hidden states of p and the token of p + 1
         cos, sin = rope_table(
             s + steps, self.shape.head_dim, self.shape.rope_theta, embedded.device
         )
-        h = self.fc(features[:, :-1])
+        h = self.fc(aux_hidden_states[:, :-1])
         q, k, v = self.midlayer.qkv(embedded[:, 1:], h, (cos[:rows], sin[:rows]))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         h = self.midlayer.finish(h, out)

@@ -65,8 +65,8 @@ def layer_outputs(
 ) -> Iterator[Tensor]:
     """The residual stream ``[batch, n, H]`` after every layer.
 
-    ``attend(layer, q, k, v)`` supplies the attention. The same for training, features and
-    generation, so that it compiles as one graph and no caller depends on hooks.
+    ``attend(layer, q, k, v)`` supplies the attention. The same for training, aux hidden
+    states and generation, so that it compiles as one graph and no caller depends on hooks.
     """
     c, (b, n) = model.config, ids.shape
     x = model.model.embed_tokens(ids)

@@ -60,7 +60,7 @@ def algorithms_command(
             try:
                 made = LLM(**settings, speculative_algorithm=name)
                 engines[name] = stack.enter_context(made)
-            except Exception as error:  # noqa: BLE001  anybody's code; told below the table
+            except Exception as error:  # noqa: BLE001  a plugin's code; shown below the table
                 known = isinstance(error, ConfigError)
                 refused[name] = str(error) if known else f"{type(error).__name__}: {error}"
             bar.advance(task)

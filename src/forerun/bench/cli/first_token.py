@@ -29,7 +29,7 @@ def first_token_command(
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Time to the first token at batch 1, beside the time its kernels take on the GPU."""
+    """Time to the first token at batch 1, compared with the time of its kernels on the GPU."""
     if repetitions < 1 or min(input_len, default=0) < 1:
         raise ConfigError("--repetitions and --input-len must be >= 1.")
     if preset is not None:

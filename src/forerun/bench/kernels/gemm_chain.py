@@ -150,8 +150,8 @@ def candidates(report: Report, name: str, bucket: int) -> list[GemmChoice]:
     if tuned is not None:
         best = [config_of(entry) for entry in tuned["best"]]
         found += [c for c in best if c != found[0]][:NUM_CANDIDATES]
-    late = [replace(c, early_launch=False) for c in found[:2] if isinstance(c, TritonGemmConfig)]
-    return [*found, *late] if None in found else [*found, *late, None]
+    no_pdl = [replace(c, early_launch=False) for c in found[:2] if isinstance(c, TritonGemmConfig)]
+    return [*found, *no_pdl] if None in found else [*found, *no_pdl, None]
 
 
 def chain(timer: Timer, pool: ProcessPoolExecutor, sizes: list[int], report: Report) -> None:

@@ -87,7 +87,7 @@ class Report:
             self.path.write_text(json.dumps(self.found, indent=1))
 
     def floor_us(self, weight_bytes: int) -> float:
-        """Time to read so many bytes once, at the measured bandwidth."""
+        """Time to read this many bytes once, at the measured bandwidth."""
         terabytes_per_second: float = self.found["read_tbs"]
         return weight_bytes / terabytes_per_second / 1e6
 

@@ -28,7 +28,7 @@ class TileConfig:
     max_registers: int | None = None  # per thread, so that two CTAs fit on an SM
 
     def launch_options(self) -> dict[str, int]:
-        """The register limit, where there is one."""
+        """The register limit, if there is one."""
         return {} if self.max_registers is None else {"maxnreg": self.max_registers}
 
 

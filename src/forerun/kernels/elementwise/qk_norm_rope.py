@@ -30,7 +30,7 @@ FEW_TOKENS, TOKENS_BLOCK = 128, 4  # up to FEW_TOKENS: one token per CTA, else T
 class HeadNorms:
     """RMSNorm of every head before RoPE (QK-norm): one weight for all q heads, one for k's."""
 
-    q: Tensor  # [D]; unused where there are no q heads
+    q: Tensor  # [D]; unused without q heads
     k: Tensor  # [D], or [L, D] for L layers
     eps: float
 

@@ -63,7 +63,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def vector_warps(elements: int, tensor: Tensor) -> int:
-    """Warps of a CTA with so many elements, 8 per thread: 16 bytes of bfloat16."""
+    """Warps of a CTA for this many elements, 8 per thread: 16 bytes of bfloat16."""
     return min(16, max(1, elements // (8 * gpu_of(tensor.device).warp_size)))
 
 

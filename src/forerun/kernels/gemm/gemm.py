@@ -96,7 +96,7 @@ def gemm_add_deferred_norm(
         return DeferredNorm(norm_out, r.square().sum(1).unsqueeze(0), eps), out
     out, norm_out = torch.empty_like(residual), torch.empty_like(residual)
     m, n = residual.shape
-    squares = residual.new_empty(-(-n // config.block_n), m, dtype=torch.float32)
+    sum_of_squares = residual.new_empty(-(-n // config.block_n), m, dtype=torch.float32)
     args = _arguments(
         x,
         w,
@@ -104,10 +104,10 @@ def gemm_add_deferred_norm(
         norm_weight=norm_weight,
         out=out,
         norm_out=norm_out,
-        sum_of_squares_out=squares,
+        sum_of_squares_out=sum_of_squares,
     )
     _launch(config, w, args)
-    return DeferredNorm(norm_out, squares, eps), out
+    return DeferredNorm(norm_out, sum_of_squares, eps), out
 
 
 def gemm_silu_mul(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -> Tensor:

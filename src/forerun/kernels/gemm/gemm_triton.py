@@ -74,7 +74,7 @@ def max_splits(num_ctas: int, tiles: int, iters_per_tile: int) -> int:
 def reduce_argmax(tile_max: Tensor, tile_argmax: Tensor) -> Tensor:
     """[M, N tiles] maxima and their indices -> the index of each token's largest, [M] int64.
 
-    INVALID_TOKEN where the maximum is +inf (which stands for NaN too) or -inf.
+    INVALID_TOKEN where the maximum is +inf (which also represents NaN) or -inf.
     """
     m, tiles = tile_max.shape
     out = torch.empty(m, dtype=torch.int64, device=tile_max.device)

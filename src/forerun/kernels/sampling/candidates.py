@@ -24,7 +24,7 @@ GROUP_SIZE = 128  # logits that share a maximum
 MAX_CANDIDATES = 512  # that are kept in registers
 MAX_TOP_K_GROUPS = 256  # group maxima that bound the candidates of top-k, at most
 TOP_P_GROUPS = 128  # those that bound them for top-p alone
-PENDING = -2  # the token of a row that is to be drawn from the whole row
+PENDING = -2  # token of a row that is to be sampled from the whole row
 
 
 @jit
@@ -39,7 +39,7 @@ def load_params(slots, floats, ints, row, rows_per_request, floats_stride, ints_
 
 @jit
 def is_valid(max_logit):
-    """Group maxima are +inf where there is a NaN or +inf; a row of -inf alone has no token."""
+    """Group maxima are +inf if the group has a NaN or +inf; a row of -inf alone has no token."""
     return (max_logit > float("-inf")) & (max_logit < float("inf"))
 
 
@@ -173,7 +173,7 @@ def _gather_candidates(
     GROUP_SIZE: tl.constexpr, GROUPS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Writes gap bits up to `bound` and their ids, ascending, behind the groups in `scratch`.
+    """Writes gap bits up to `bound` and their ids, ascending, after the groups in `scratch`.
 
     Returns how many there are; with more than MAX_CANDIDATES not all were written.
     """

@@ -2,15 +2,15 @@
 """Samples a token from every row of logits: temperature, top-k, top-p, min-p and Gumbel-max.
 
 The rules are those of `forerun.sampling` (filters.py, noise.py), number for number: gaps to the
-largest logit, order by (gap bits, id), fixed-point weights, the same hash. A token is drawn by the
-Gumbel-max trick in its exponential form: the lowest -weight / Exp(1). The launches:
+largest logit, order by (gap bits, id), fixed-point weights, the same hash. Tokens are sampled by
+the Gumbel-max trick in its exponential form: the lowest -weight / Exp(1). The launches:
 
     _group_max                 reads all logits once; the largest of every 128.
     sum_part_weights           with top-p: the weight of each part of a row.
     sample_candidates          with top-k or top-p: greedy rows, and rows whose token can be found
                                among a few candidates (candidates.py).
     find_top_p_thresholds      with top-p: the threshold of the other rows (thresholds.py).
-    _sample_parts              draws from each part of the rows that are not done.
+    _sample_parts              samples from each part of the rows that are not done.
     _reduce_parts              the best of a row's parts.
 
 A row with a NaN or +inf, or of -inf alone, yields the `invalid` token.

@@ -20,7 +20,7 @@ class SlotState:
     """What a step advances for each of S slots. The last slot is the padding slot."""
 
     kv_len: Tensor  # [S] int32, committed tokens in the K/V cache; 0 in the padding slot
-    last_token: Tensor  # [S] int64, the newest sampled token: it stands at position kv_len
+    last_token: Tensor  # [S] int64, the newest sampled token, at position kv_len
     history: Tensor  # [S, positions] int32, token ids by position
 
 
@@ -81,7 +81,7 @@ def accept_commit(
 
     Args:
         candidates: [B, K] int64, K >= 0.
-        sampled: [B, W] int64, W = K + 1; sampled[:, i] stands at position start + i + 1.
+        sampled: [B, W] int64, W = K + 1; sampled[:, i] has position start + i + 1.
         slots: [B] int64.
         start: [B] int32, committed lengths before the step.
         state: the slots' state, updated in place.

@@ -90,7 +90,7 @@ def best_first(scores: Tensor, ids: Tensor, nodes: int) -> tuple[Tensor, Tensor]
         nodes: N <= 127; D <= 127.
 
     Returns:
-        tokens [B, N] int64: the last token of each prefix; -1 where there are fewer than N.
+        tokens [B, N] int64: the last token of each prefix; -1 if there are fewer than N.
         parents [B, N] int64: the node of the prefix one token shorter. Node 0 is the root, prefix
             n is node n + 1.
     """
