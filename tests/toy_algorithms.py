@@ -1,4 +1,4 @@
-"""Algorithms for tests, as a plugin would write them: each uses another part of the interface."""
+"""Algorithms for tests, written as plugins: each uses a different part of the interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAFTS = 5
 
 
 class Toy(SpeculativeAlgorithm):
-    """Proposes what stood a few tokens back in the request's own text: sometimes right."""
+    """Proposes earlier tokens of the request's own text, which are sometimes correct."""
 
     caps: ClassVar[SpecCaps] = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1)
 
@@ -68,7 +68,7 @@ class Trees(Toy):
 
 
 class Oracle(Toy):
-    """Reads on the host; knows the answers, so that long paths are accepted."""
+    """Reads tokens on the host and knows the output, so that long paths are accepted."""
 
     caps = SpecCaps(num_drafts=DRAFTS, kv_reserve=DRAFTS + 1, needs_host_tokens=True)
     answers: ClassVar[dict[tuple[int, ...], list[int]]] = {}  # prompt -> output
@@ -90,7 +90,7 @@ class Oracle(Toy):
 
 
 class OracleTrees(Oracle):
-    """The answer zigzags through the tree, with wrong tokens between."""
+    """A tree in which the correct path alternates with wrong tokens."""
 
     caps = SpecCaps(
         num_drafts=DRAFTS,
@@ -127,7 +127,7 @@ class Learner(Toy):
 
 
 class Sampler(Toy):
-    """Samples from made-up logits with the requests' own parameters."""
+    """Samples from artificial logits with the sampling parameters of the requests."""
 
     def propose(self, step: ProposeInput) -> Draft:
         shape = (len(step.slots), step.num_verify_tokens - 1)
@@ -175,7 +175,7 @@ class EagerTrees(Trees):
 
 
 class Faulty(Toy):
-    """Does what `fault` says once `after` proposals are made."""
+    """Fails as `fault` says after `after` proposals."""
 
     fault: ClassVar[str] = "raise"
     after: ClassVar[int] = 2
@@ -205,7 +205,7 @@ class Faulty(Toy):
 
 
 class FaultyTrees(OracleTrees):
-    """Fails in its third proposal, and only there."""
+    """Fails in its third proposal only."""
 
     def load(self, ctx: DraftContext) -> None:
         super().load(ctx)

@@ -90,7 +90,7 @@ class HostPlanned(TorchNative):
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """The backend can be named while this lasts."""
+    """Registers the backend within the block."""
     BACKENDS[NAME] = lambda: HostPlanned
     try:
         yield

@@ -29,7 +29,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 class ToyModel(CausalLM):
-    """Embedding, layers, head; weights are made, not loaded."""
+    """Embedding, layers and LM head; random weights instead of a checkpoint."""
 
     layers: ClassVar[int]
 
@@ -246,7 +246,7 @@ TOY_MODELS = {cls.__name__: cls for cls in (ToyRecurrentForCausalLM, ToyLatentFo
 
 
 def save_toy(kind: type[ToyModel], folder: Path) -> Path:
-    """A folder with the config of a toy; its weights come with the class."""
+    """A folder with the config of a toy model; its weights come with the class."""
     config: dict[str, Any] = {
         "architectures": [kind.__name__],
         "hidden_size": HIDDEN,
@@ -265,7 +265,7 @@ def save_toy(kind: type[ToyModel], folder: Path) -> Path:
 
 
 def toy_model(kind: type[ToyModel], folder: Path) -> ToyModel:
-    """The same model that the engine builds, for its oracle."""
+    """The same model as the engine builds, for its reference."""
     from forerun.config.model_config import load_model_config
 
     place = WeightPlacement(torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""As for the kernels: on the GPU where there is one, else in Triton's interpreter."""
+"""As for the kernels: on the GPU if there is one, else in Triton's interpreter."""
 
 from tests.kernels.conftest import _interpreter, device
 

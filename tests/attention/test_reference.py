@@ -1,4 +1,4 @@
-"""The plain backend against a loop: MLA rows, sinks, soft-cap, layers of several shapes."""
+"""The plain backend compared with a loop: MLA, sinks, soft-cap, layers of different shapes."""
 
 from __future__ import annotations
 

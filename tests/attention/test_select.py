@@ -1,4 +1,4 @@
-"""Which backend serves what, and what is said where none can."""
+"""The choice of attention backends, and the errors if none can serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_triton_is_the_default_on_every_gpu(
         assert select(need, None, "attention_backend").backend.name == "triton"
 
 
-def test_plain_attention_serves_cpus_and_whoever_asks() -> None:
+def test_torch_native_is_the_default_on_a_cpu_and_selectable_on_a_gpu() -> None:
     choice = select(replace(GPU, device="cpu"), None, "attention_backend")
     assert choice.backend.name == "torch_native"
     assert "triton: it needs an NVIDIA or AMD GPU, not cpu" in choice.explain()
@@ -67,7 +67,7 @@ def test_what_triton_refuses(need: AttentionNeed, reason: str) -> None:
     assert any(reason in said for said in survey(need)["triton"])
 
 
-def test_kv_of_any_kept_dtype_is_served() -> None:
+def test_all_kv_dtypes_are_supported() -> None:
     for kv in (None, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         assert survey(replace(GPU, kv_dtype=kv)) == {"triton": [], "torch_native": []}
 
@@ -88,7 +88,7 @@ def test_every_reason_is_listed() -> None:
 
 
 class Paged(AttentionBackend):
-    """Serves some page sizes alone."""
+    """Supports some page sizes only."""
 
     name = "paged"
     capabilities = Capabilities(page_sizes=(64, 128), phases=frozenset({Phase.DECODE}))

@@ -1,4 +1,4 @@
-"""The Triton backend does what the plain one does, through the same interface."""
+"""The Triton backend compared with the plain one, through the same interface."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_captured_plan_follows_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device() -> None:
+def test_plan_and_run_do_not_synchronize() -> None:
     device = torch.device("cuda")
     (triton, _), table = backends(16, device), tables(16, device)[:3]
     start = torch.zeros(3, dtype=torch.int32, device=device)

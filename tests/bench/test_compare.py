@@ -1,4 +1,4 @@
-"""Comparison and what the demo prints of it, with engines that only pretend."""
+"""Comparison and what the demo prints of it, with fake engines."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_lanes_fill_up_in_their_measured_time() -> None:
     assert words(spec.at(9.0, console)) == 5
 
 
-def test_a_difference_is_said() -> None:
+def test_a_difference_is_shown() -> None:
     console = Console(file=io.StringIO(), width=100)
     console.print(summary(Comparison((result(1.0, 0.5), result(1.0, 1.0, False))), "SOME", console))
     assert isinstance(console.file, io.StringIO)

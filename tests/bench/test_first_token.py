@@ -11,7 +11,7 @@ from forerun.cli.main import run
 from tests.golden_engine import golden_llm
 
 
-def test_requests_leave_nothing_behind() -> None:
+def test_requests_leave_no_state() -> None:
     with golden_llm() as llm:
         row = first_token(llm.engine, 5, repetitions=2)
         assert row.input_len == 5 and row.seconds > 0

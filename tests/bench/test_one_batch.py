@@ -82,7 +82,7 @@ def test_table_fits_its_columns() -> None:
     assert result.as_dict()["spec"]["ratio_to_floor"] == pytest.approx(17.52 / 15.34)
 
 
-def test_too_few_whole_batch_steps_are_said() -> None:
+def test_too_few_whole_batch_steps_are_reported() -> None:
     few, none = BatchTiming(0.1, 0.01, 0.02, 1.0, 3), BatchTiming(0.1, None, None, 1.0, 0)
     enough = BatchTiming(0.1, 0.01, 0.02, 1.0, 30)
     assert too_few(OneBatch(8, 100, 8, enough, enough)) is None
@@ -152,7 +152,7 @@ def test_what_cannot_be_measured_is_refused(
         check([shape], repetitions, False, engine)
 
 
-def test_room_is_made_for_the_largest_batch() -> None:
+def test_slots_suffice_for_the_largest_batch() -> None:
     settings = fill_in({"model_path": "m"}, [Shape(1, 900, 8), Shape(16, 8, 8)], True)
     assert settings["max_running_requests"] == 16
     assert settings["max_total_tokens"] >= 16 * (8 + 8)

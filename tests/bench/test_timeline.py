@@ -51,7 +51,7 @@ def test_gaps_lie_between_graphs() -> None:
     assert [span.name for span in timeline.between] == ["Memcpy DtoH"] * 3
 
 
-def test_without_graphs_a_step_is_what_it_launched() -> None:
+def test_without_graphs_a_step_consists_of_its_launches() -> None:
     eager = [
         {**e, "name": "cudaLaunchKernel"} if e["name"] == "cudaGraphLaunch" else e for e in TRACE
     ]
@@ -66,7 +66,7 @@ def test_steps_that_overlap_on_the_device_have_no_gap() -> None:
     assert Timeline(tuple(map(tuple, early))).gaps == [0]
 
 
-def test_too_few_steps_say_nothing() -> None:
+def test_too_few_steps_have_no_gaps() -> None:
     assert Timeline.of([]).host_gap is None
     one = Timeline.of(graph_step(1, 0, 100))
     assert (one.host_gap, one.gaps, one.periods) == (None, [], [])

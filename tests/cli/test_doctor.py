@@ -54,7 +54,7 @@ def test_dtypes(forerun, monkeypatch, fast: bool) -> None:
     assert device["auto_dtype"] == ("bfloat16" if fast else "float32")
 
 
-def test_a_missing_pair_is_said(forerun, monkeypatch, tmp_path) -> None:
+def test_a_missing_pair_is_reported(forerun, monkeypatch, tmp_path) -> None:
     from forerun.cli import doctor
 
     monkeypatch.setattr(doctor, "PAIR", tmp_path)

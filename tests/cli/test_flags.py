@@ -129,7 +129,7 @@ def test_help_names_the_algorithms_and_the_options_of_packages(monkeypatch, caps
     assert "THEIRS" in line and "NONE" in line and "BROKEN" not in line
 
 
-def test_a_broken_package_stops_only_who_asks_for_it(monkeypatch, forerun) -> None:
+def test_a_broken_package_is_an_error_only_if_selected(monkeypatch, forerun) -> None:
     broken = EntryPoint("BROKEN", "nowhere_to_be_found:X", registry.GROUP)
     table = registry.Registry(registry.BUILT_IN, [broken])
     monkeypatch.setattr(registry, "_registry", lambda: table)

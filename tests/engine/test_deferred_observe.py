@@ -108,17 +108,17 @@ def run_eagerly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cls, "supports_target_verify_for_draft", lambda self: False)
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_eager_drafts_are_those_of_captured_ones(
-    name: str, depth: int, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    name: str, overlap_depth: int, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU nothing is captured: this is about how the step is cut, not about graphs."""
     found = []
     for eager in (False, True):
         if eager:
             run_eagerly(name, monkeypatch)
-        with engine(name, chain_llm, overlap_depth=depth) as llm:
+        with engine(name, chain_llm, overlap_depth=overlap_depth) as llm:
             assert device_step(llm.engine.executor).captures_drafts != eager
             found.append(conversation(llm))
     assert found[0][0][2] and found[0] == found[1]

@@ -168,13 +168,13 @@ def plain() -> tuple[list[list[int]], list[dict[int, list[Token]]]]:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("deferred", [False, True], ids=["at-once", "deferred"])
-@pytest.mark.parametrize("depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
 @pytest.mark.parametrize("base", [KnownText, KnownTree])
 def test_what_is_observed_is_the_text_and_its_hidden_states(
     base: type[KnownText],
     eager: bool,
-    depth: int,
+    overlap_depth: int,
     deferred: bool,
     plain: tuple[list[list[int]], list[dict[int, list[Token]]]],
     monkeypatch: pytest.MonkeyPatch,
@@ -185,7 +185,7 @@ def test_what_is_observed_is_the_text_and_its_hidden_states(
         "disable_radix_cache": True,  # every position is observed
         "chunked_prefill_size": 16,
         "max_running_requests": 3,
-        "overlap_depth": depth,
+        "overlap_depth": overlap_depth,
         "speculative_adaptive": True,
     }
     with golden_llm(variant(base, eager, deferred), **settings) as llm:

@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter.
+"""Kernels run on the GPU if there is one, else in Triton's interpreter.
 
 Triton decides at its first import. So on a machine without a GPU nothing else may import it, and
 ahead-of-time compilation has a process of its own (`test_compile.py`).

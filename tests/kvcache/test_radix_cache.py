@@ -1,4 +1,4 @@
-"""The prefix cache by example: sizes, look-ahead, order of eviction, misuse."""
+"""The radix cache: matches, look-ahead, eviction order, snapshots, and misuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(page_size: int = 2, lookahead: int = 0, pages: int = 100) -> RadixCache
 
 
 def run(cache: RadixCache, tokens: list[int], kv_len: int | None = None) -> list[int]:
-    """A request's whole life; returns the pages it held."""
+    """Runs a request from match to release; returns its pages."""
     match = cache.match_prefix(tokens)
     cache.inc_lock_ref(match.node)
     own = cache._allocator.allocate(-(-len(tokens) // cache._page_size) - len(match.pages))
@@ -49,7 +49,7 @@ def test_no_match(tokens: list[int]) -> None:
     assert (match.pages, match.length, match.node.end) == ([], 0, 0)
 
 
-def test_a_page_matches_whole_or_not_at_all() -> None:
+def test_only_complete_pages_match() -> None:
     cache = make(page_size=4)
     pages = run(cache, list(range(12)))
     assert cache.match_prefix([0, 1, 2, 3, 4, 5, 6, 99, 8, 9]).pages == pages[:1]
@@ -78,8 +78,8 @@ def test_look_ahead_must_agree_and_be_known() -> None:
 # --- inserting ----------------------------------------------------------------------------------
 
 
-def test_only_written_rows_are_shared() -> None:
-    """The last token of an output has no K/V yet: its page is not whole."""
+def test_only_written_kv_is_cached() -> None:
+    """The last output token has no K/V yet, so its page is not complete."""
     cache = make(page_size=2)
     run(cache, [1, 2, 3, 4], kv_len=3)
     assert cache.num_pages == 1
@@ -128,7 +128,7 @@ def test_an_abort_may_skip_insert() -> None:
 # --- eviction -----------------------------------------------------------------------------------
 
 
-def test_least_recently_used_goes_first_from_its_end() -> None:
+def test_eviction_is_least_recently_used_first_from_the_leaves() -> None:
     cache = make(page_size=1)
     run(cache, [1, 2, 3])
     run(cache, [4, 5, 6])
@@ -142,7 +142,7 @@ def test_least_recently_used_goes_first_from_its_end() -> None:
     cache.check()
 
 
-def test_a_use_counts_even_while_locked() -> None:
+def test_use_while_locked_updates_the_access_time() -> None:
     cache = make(page_size=1)
     run(cache, [1, 2])
     run(cache, [3, 4])
@@ -164,7 +164,7 @@ def test_a_shared_head_outlives_its_branches() -> None:
     assert cache.match_prefix([*head, 0]).length == 3
 
 
-def test_locked_pages_stay_and_the_rest_of_their_edge_goes() -> None:
+def test_unlocked_pages_of_a_partly_locked_edge_are_evicted() -> None:
     cache = make(page_size=1)
     run(cache, [1, 2, 3, 4, 5])
     match = cache.match_prefix([1, 2, 3, 9])
@@ -211,7 +211,7 @@ def test_a_match_that_was_evicted_cannot_be_locked() -> None:
         cache.inc_lock_ref(match.node)
 
 
-def test_pages_that_are_not_those_locked() -> None:
+def test_inserting_other_pages_than_the_locked_ones_is_an_error() -> None:
     cache = make()
     run(cache, [1, 2, 3, 4])
     match = cache.match_prefix([1, 2, 3, 4, 5])
@@ -237,7 +237,7 @@ def _node(cache: RadixCache) -> RadixNode:
     return cache.match_prefix([1, 2, 3, 4, 5]).node
 
 
-def test_check_sees_what_is_broken() -> None:
+def test_check_detects_broken_invariants() -> None:
     def free_a_cached_page(cache: RadixCache) -> None:
         cache._allocator.free(_node(cache).pages[:1])
 
@@ -294,7 +294,7 @@ def test_long_prompts(page_size: int) -> None:
     cache.check()
 
 
-def test_without_a_cache_every_page_stays_the_requests() -> None:
+def test_without_a_cache_requests_own_all_pages() -> None:
     cache = NoPrefixCache()
     match = cache.match_prefix([1, 2, 3])
     assert (match.pages, match.length, match.node.end) == ([], 0, 0)
@@ -316,7 +316,7 @@ def stateful(num_snapshots: int, lookahead: int = 0) -> RadixCache:
 
 
 def prefill(cache: RadixCache, tokens: list[int]) -> int | None:
-    """A request that leaves a snapshot where it can; returns its row."""
+    """A request that saves a snapshot if it can; returns the snapshot's row."""
     row = cache.allocate_snapshot()
     run(cache, tokens)
     if row is not None:
@@ -337,14 +337,14 @@ def test_a_match_ends_at_a_snapshot() -> None:
     cache.check()
 
 
-def test_the_look_ahead_shortens_where_a_snapshot_can_be() -> None:
+def test_the_look_ahead_shortens_the_snapshot() -> None:
     assert stateful(1).snapshot_length([1, 2, 3, 4]) == 2  # one token is left to compute
     assert stateful(1, lookahead=2).snapshot_length([1, 2, 3, 4]) == 2
     assert stateful(1, lookahead=3).snapshot_length([1, 2, 3, 4]) == 0
     assert stateful(0).snapshot_length([1, 2, 3, 4]) == make().snapshot_length([1, 2, 3, 4]) == 0
 
 
-def test_the_least_recently_used_snapshot_makes_room() -> None:
+def test_the_least_recently_used_snapshot_is_evicted() -> None:
     cache = stateful(2)
     prefill(cache, [1, 2, 3])
     second = prefill(cache, [4, 5, 6])
@@ -354,7 +354,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     assert (cache.num_pages, cache.num_pending_snapshots) == (3, 0)
 
 
-def test_rows_come_back() -> None:
+def test_snapshot_rows_are_freed() -> None:
     cache = stateful(2)
     row = prefill(cache, [1, 2, 3])
     again = cache.allocate_snapshot()

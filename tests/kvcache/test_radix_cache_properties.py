@@ -1,4 +1,4 @@
-"""Random lives of requests: the radix tree must do, page by page, what brute force does."""
+"""Random sequences of requests: the radix cache equals a brute-force model, page by page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Entry:
 
 
 class BruteForce:
-    """The prefix cache said as simply as possible: one dictionary entry a page."""
+    """The simplest prefix cache: one dictionary entry per page."""
 
     def __init__(self, page_size: int, lookahead: int) -> None:
         self.page_size = page_size
@@ -122,7 +122,7 @@ class Running:
     locked: list[Key]  # the same, in brute force's terms
 
 
-class Lives(RuleBasedStateMachine):
+class Requests(RuleBasedStateMachine):
     page_size = 1
     lookahead = 0
 
@@ -270,8 +270,8 @@ class Lives(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("page_size", "lookahead"), [(1, 0), (1, 1), (1, 3), (4, 0), (4, 1), (16, 0), (16, 1)]
 )
-def test_lives(page_size: int, lookahead: int) -> None:
-    machine = type("Lives", (Lives,), {"page_size": page_size, "lookahead": lookahead})
+def test_equals_brute_force(page_size: int, lookahead: int) -> None:
+    machine = type("Requests", (Requests,), {"page_size": page_size, "lookahead": lookahead})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
     )

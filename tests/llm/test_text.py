@@ -165,7 +165,7 @@ def test_all_bytes_of_a_character_before_the_stop_are_kept() -> None:
     assert text == "a🙂" and request.output == ids("a🙂")
 
 
-def test_held_back_text_comes_when_it_is_no_stop() -> None:
+def test_held_back_text_is_emitted_if_it_is_no_stop_string() -> None:
     _, text, streamed = run([[t] for t in ids("ab STO STOP")], stop=" STOP")
     assert text == "ab STO"
     assert [s for s, _ in streamed] == ["a", "ab", *["ab"] * 4, *["ab STO"] * 4]

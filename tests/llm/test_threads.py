@@ -141,7 +141,7 @@ def test_what_a_step_raises_reaches_every_caller_and_the_engine_goes_on(
     assert llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY).output_ids == want
 
 
-def test_a_closed_llm_says_so() -> None:
+def test_a_closed_llm_raises() -> None:
     llm = golden_llm()
     stream = llm.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)
     unread = llm.generate(input_ids=PROMPTS[0], sampling_params=LONG, stream=True)

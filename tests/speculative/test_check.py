@@ -84,7 +84,7 @@ def test_a_class_is_refused(cls: Any, says: str) -> None:
         option(type=str, default="auto"),
     ],
 )
-def test_a_class_is_taken(cls: Any) -> None:
+def test_a_class_is_accepted(cls: Any) -> None:
     assert check_class("TOY2", cls) is cls
 
 
@@ -140,7 +140,7 @@ def test_caps_are_refused(values: dict[str, Any], says: str) -> None:
         {"target_layers": (0, TARGET.num_layers - 1)},
     ],
 )
-def test_caps_are_taken(values: dict[str, Any]) -> None:
+def test_caps_are_accepted(values: dict[str, Any]) -> None:
     check_caps("Toy", SpecCaps(**values), TARGET)
 
 
@@ -157,7 +157,7 @@ class Failing(Toy):
         raise cls.error
 
 
-def test_a_resolve_that_fails_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_resolve_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: Any = (None, TARGET, torch.float32)
     with pytest.raises(ConfigError, match=r"Failing\.resolve failed: ZeroDivisionError: oops"):
         resolve_caps(Failing(), *arguments)
@@ -189,7 +189,7 @@ def test_state_per_slot_is_refused(state: Any, says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_state_per_slot_is_taken() -> None:
+def test_state_per_slot_is_accepted() -> None:
     state = SlotState({"x": torch.zeros(5), "y": torch.zeros(5, 3, dtype=torch.int64)})
     algorithm = with_member("create_future_map", lambda self, ctx: state)()
     assert slot_tensors(algorithm, CONTEXT) == list(state.tensors.values())

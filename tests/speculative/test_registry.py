@@ -104,7 +104,7 @@ def test_reserved_names_are_refused(name: str) -> None:
         with_points().register(name, Other)
 
 
-def test_a_name_is_given_once() -> None:
+def test_a_registered_name_cannot_be_reused() -> None:
     table = with_points(point("THEIRS", "nowhere:Theirs"))
     table.register("MINE", Other)
     with pytest.raises(ConfigError, match=r"Other has an algorithm named MINE already"):
@@ -141,7 +141,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("source", BROKEN)
-def test_a_broken_package_troubles_only_who_asks_for_it(
+def test_a_broken_package_is_an_error_only_if_selected(
     source: str, module: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     table = with_points(point("BROKEN", f"{module(source)}:X"))
@@ -172,7 +172,7 @@ def test_an_option_of_two_algorithms_is_one_flag(caplog: pytest.LogCaptureFixtur
     table.register("D", type("Same", (Other,), {}))
 
 
-def test_an_unknown_name_is_met_with_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'NGRAM'\? Known: NONE, NGRAM, THEIRS\."):
         with_points(point("THEIRS", "nowhere:Theirs")).get("n-gram")
 
