@@ -69,7 +69,8 @@ def test_errors_in_the_readme_are_what_is_printed(capsys: pytest.CaptureFixture[
     for part in block.removeprefix("$ forerun ").split("$ forerun "):
         line, _, printed = part.partition("\n")
         assert run(line.split()) == 2
-        assert capsys.readouterr().err == printed
+        # Without the algorithms that other tests have registered.
+        assert re.sub(r", TOY-[\w-]+", "", capsys.readouterr().err) == printed
 
 
 def anchors(page: Path) -> set[str]:
