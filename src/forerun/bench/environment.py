@@ -22,7 +22,7 @@ class Environment:
     versions: dict[str, str | None]
     device: str
     hardware: str
-    threads: int  # torch's, for one operation
+    threads: int  # of one operation on a CPU
     commit: str | None  # None outside a checkout; "+" when tracked files are changed
 
     @classmethod
@@ -49,7 +49,10 @@ class Environment:
 def environment(llm: LLM) -> dict[str, Any]:
     """For `--json`: the environment, and what the engine chose at start."""
     chosen = llm.explain()
-    return {**Environment.here(str(chosen["device"])).as_dict(), "engine": chosen}
+    here = Environment.here(str(chosen["device"])).as_dict()
+    if chosen["threads"] is not None:
+        here["threads"] = chosen["threads"]["count"]
+    return {**here, "engine": chosen}
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:

@@ -30,6 +30,7 @@ from forerun.layers.linear import LinearBase
 from forerun.llm.bundled import PAIR, preset
 from forerun.llm.hub import config_folder
 from forerun.models.registry import model_class
+from forerun.platform import cpu_threads
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
 
@@ -125,8 +126,16 @@ def _device(device: torch.device) -> dict[str, Any]:
         "memory_total_bytes": total,
         "dtypes": {"bfloat16": "fast" if fast else "slow", "float32": "fast"},
         "auto_dtype": str(dtype).removeprefix("torch."),  # of a half-precision checkpoint
+        "threads": _threads() if device.type == "cpu" else None,
         "attention": {ask.name: survey(_need(device, dtype, ask)) for ask in ASKS},
     }
+
+
+def _threads() -> dict[str, Any]:
+    """Of one operation, by the size of the model."""
+    limit = cpu_threads.SMALL_WEIGHTS
+    small, large = cpu_threads.CpuThreads.choose(0), cpu_threads.CpuThreads.choose(limit)
+    return {"small_model_bytes": limit, "small": asdict(small), "large": asdict(large)}
 
 
 def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
@@ -200,6 +209,8 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
     mark = "  [green](default)[/]" if default else ""
     console.print(f"[bold]{entry['device']}[/]  {escape(entry['name'])}{mark}")
     console.print(f"  memory  {free:.1f} GiB free of {total:.1f}")
+    if entry["threads"] is not None:
+        console.print(f"  threads {_said_threads(entry['threads'])}")
     dtypes = ", ".join(f"{name} {speed}" for name, speed in entry["dtypes"].items())
     console.print(f"  dtypes  {dtypes}; auto takes {entry['auto_dtype']} for half precision")
     table = Table("attention", *(ask.name for ask in ASKS), box=None, padding=(0, 2))
@@ -207,6 +218,13 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
         table.add_row(backend, *(_verdict(entry["attention"][ask.name][backend]) for ask in ASKS))
     console.print(table)
     _show_gemms(entry["gemms"], console)
+
+
+def _said_threads(threads: dict[str, Any]) -> str:
+    small, large = threads["small"], threads["large"]
+    if small == large:
+        return f"{large['count']} ({large['reason']})"
+    return f"{small['count']} ({small['reason']}); else {large['count']} ({large['reason']})"
 
 
 def _show_gemms(gemms: dict[str, Any], console: Console) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
@@ -33,7 +31,7 @@ from forerun.executor.steps import EagerSteps, StepExecutor
 from forerun.kvcache.pools import PoolShape
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
-from forerun.platform.device import dtype_name
+from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
 from forerun.speculative.check import slot_tensors
@@ -58,10 +56,7 @@ def build_executor(
     """
     algorithm = get_algorithm(config.speculative_algorithm)()
     settings = resolve(config, model_path, algorithm, overlap_depth)
-    on_device: AbstractContextManager[object] = nullcontext()
-    if settings.device.type == "cuda":  # Triton, events and captures use the current device
-        on_device = torch.cuda.device(settings.device)
-    with on_device:
+    with running_on(settings.device, settings.threads):
         return _Builder(settings, algorithm).build(model_path)
 
 
@@ -93,7 +88,7 @@ class _Builder:
         # A compiled step would contain the timestamps of its tracing as constants.
         if config.enable_trace and not config.cpu_graph:
             step.timer = StepTimer(settings.device)
-        executor = DeviceExecutor(step, self._steps(step))
+        executor = DeviceExecutor(step, self._steps(step), settings.threads)
         explain = _explain(settings, budget, self.memory, profiled)
         log.info("engine: %s", explain)
         executor.info = ExecutorInfo(
@@ -253,6 +248,7 @@ def _explain(
     return {
         "architecture": settings.target.architecture,
         "device": str(settings.device),
+        "threads": None if settings.threads is None else asdict(settings.threads),
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,8 @@ from forerun.executor.slot_tables import ANY_SAMPLING
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
+from forerun.platform.cpu_threads import CpuThreads
+from forerun.platform.device import running_on
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
 
@@ -36,10 +37,16 @@ class _Slot:
 class DeviceExecutor:
     """Slot tables, model, algorithm and step executor of one device."""
 
-    def __init__(self, step: DeviceStep, steps: StepExecutor | None = None) -> None:
+    def __init__(
+        self,
+        step: DeviceStep,
+        steps: StepExecutor | None = None,
+        threads: CpuThreads | None = None,
+    ) -> None:
         self.step = step
         self.tables = step.tables
         self.steps = EagerSteps(step) if steps is None else steps
+        self.threads = threads  # on a CPU; None: as many as the calling thread uses
         self._slots: dict[int, _Slot] = {}
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
@@ -56,7 +63,7 @@ class DeviceExecutor:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
         """Queues the whole step on the device and returns (on a CPU: computes it)."""
-        with self._current_device():
+        with running_on(self.tables.device, self.threads):
             clock = StepClock.start(self.tables.device)
             if plan.cleared_pages:
                 self.step.clear_pages(plan.cleared_pages)
@@ -172,11 +179,6 @@ class DeviceExecutor:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-    def _current_device(self) -> AbstractContextManager[object]:
-        """Triton launches, events and captures use the current device of the calling thread."""
-        device = self.tables.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class StepClock:

@@ -15,6 +15,7 @@ from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.layers.communication import WeightPlacement
 from forerun.models.registry import model_class
+from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
@@ -35,6 +36,7 @@ class Settings:
     caps: SpecCaps
     limits: Limits
     attention: list[AttentionSetup]  # of the target and, if it has K/V, of the draft
+    threads: CpuThreads | None  # of one operation; None: not a CPU
 
     @property
     def graphs(self) -> bool:
@@ -77,7 +79,10 @@ def resolve(
     where = Placement(device, dtype, kv_dtype, captures_graphs(config, device))
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
-    return Settings(config, target, device, dtype, kv_dtype, caps, limits, attention)
+    threads = None
+    if device.type == "cpu":
+        threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
+    return Settings(config, target, device, dtype, kv_dtype, caps, limits, attention, threads)
 
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:

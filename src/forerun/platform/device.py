@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from forerun.core.errors import ConfigError
+from forerun.platform.cpu_threads import CpuThreads, intra_op_threads
 
 KV_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -145,6 +148,23 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def running_on(device: torch.device, threads: CpuThreads | None) -> AbstractContextManager[None]:
+    """For code that launches work on `device`, from any thread.
+
+    Triton launches, events and captures use the current device of the calling thread; operations on
+    a CPU use `threads`, where given.
+    """
+    if device.type == "cuda":
+        return _current(device)
+    return nullcontext() if threads is None else intra_op_threads(threads.count)
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device):
+        yield
 
 
 def device_name(device: torch.device) -> str:

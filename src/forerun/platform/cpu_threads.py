@@ -1,0 +1,88 @@
+"""How many threads compute one operation of a step on a CPU.
+
+A decode step of a small model is hundreds of operations of some microseconds. Each ends at a
+barrier, so more threads cost more than they give, and one of them that loses its core to another
+process holds up every operation. From some size on, reading the weights takes most of the time,
+and all cores together read faster.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SMALL_WEIGHTS = 256 * 2**20  # bytes; models below this run on one thread
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuThreads:
+    """Threads of one operation, and why so many."""
+
+    count: int
+    reason: str
+
+    @classmethod
+    def choose(cls, weight_bytes: int, environment: Mapping[str, str] | None = None) -> CpuThreads:
+        """What the user set; else one for a small model and all physical cores for others.
+
+        Args:
+            weight_bytes: of the target, as they are held in memory.
+            environment: `os.environ`, unless given.
+        """
+        current = torch.get_num_threads()
+        variables = os.environ if environment is None else environment
+        for name in VARIABLES:
+            if variables.get(name):
+                return cls(current, f"{name} is set")
+        logical, physical = _logical_cores(), _physical_cores()
+        if current not in (logical, physical):  # torch starts with one of these
+            return cls(current, "torch.set_num_threads was called")
+        if weight_bytes < SMALL_WEIGHTS:
+            return cls(1, f"weights under {SMALL_WEIGHTS >> 20} MiB")
+        return cls(physical, "all physical cores")
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Operations of the calling thread use `count` threads; afterwards as many as before."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _usable() -> list[int]:
+    """The CPUs that this process may run on; empty where the system does not say."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return []
+
+
+def _logical_cores() -> int:
+    return len(_usable()) or os.cpu_count() or 1
+
+
+def _physical_cores() -> int:
+    """Without the second thread of a core; all where the system does not say."""
+    cores = {_read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") for cpu in _usable()}
+    return len(cores) if cores and "" not in cores else _logical_cores()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

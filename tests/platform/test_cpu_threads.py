@@ -1,0 +1,109 @@
+"""Threads of an operation on a CPU: what is chosen, where it applies, and that texts are equal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.cli.doctor import survey_machine
+from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.steps import DecodeBatch
+from forerun.platform import cpu_threads
+from forerun.platform.cpu_threads import SMALL_WEIGHTS, CpuThreads, intra_op_threads
+from tests.golden_engine import CASES, golden_llm
+
+
+def test_the_machine_has_cores() -> None:
+    usable, physical = cpu_threads._logical_cores(), cpu_threads._physical_cores()
+    assert 1 <= physical <= usable <= (os.cpu_count() or 1)
+
+
+@pytest.fixture
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of four cores with two threads each; torch starts with four, and nothing is set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    monkeypatch.setattr(cpu_threads, "_physical_cores", lambda: 4)
+    monkeypatch.setattr(cpu_threads, "_logical_cores", lambda: 8)
+    for name in cpu_threads.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_small_models_run_on_one_thread_and_others_on_all_cores() -> None:
+    assert CpuThreads.choose(SMALL_WEIGHTS - 1).count == 1
+    assert CpuThreads.choose(SMALL_WEIGHTS).count == 4
+    torch.set_num_threads(8)  # what torch starts with where it does not know of physical cores
+    assert CpuThreads.choose(SMALL_WEIGHTS - 1).count == 1
+    assert CpuThreads.choose(SMALL_WEIGHTS).count == 4
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize("name", cpu_threads.VARIABLES)
+@pytest.mark.parametrize("weight_bytes", [1, SMALL_WEIGHTS])
+def test_the_environment_is_respected(
+    name: str, weight_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "4")
+    assert CpuThreads.choose(weight_bytes) == CpuThreads(4, f"{name} is set")
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize("weight_bytes", [1, SMALL_WEIGHTS])
+def test_set_num_threads_is_respected(weight_bytes: int) -> None:
+    torch.set_num_threads(3)
+    assert CpuThreads.choose(weight_bytes) == CpuThreads(3, "torch.set_num_threads was called")
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_threads_apply_inside_only() -> None:
+    with pytest.raises(ValueError, match="stop"), intra_op_threads(2):
+        assert torch.get_num_threads() == 2
+        raise ValueError("stop")
+    assert torch.get_num_threads() == 4
+
+
+def run(algorithm: str | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, set[int], Any]:
+    """(outputs, threads of the steps, what `explain` says)."""
+    seen: set[int] = set()
+    with golden_llm(algorithm) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        decode = executor.steps.decode
+
+        def spied(batch: DecodeBatch) -> Any:
+            seen.add(torch.get_num_threads())
+            return decode(batch)
+
+        monkeypatch.setattr(executor.steps, "decode", spied)
+        outs = llm.generate(
+            input_ids=[case["prompt"] for case in CASES[:4]],
+            sampling_params={"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True},
+        )
+        return [out.output_ids for out in outs], seen, llm.explain()["threads"]
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+def test_an_engine_runs_on_its_threads_with_the_same_text(
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = run(algorithm, monkeypatch)
+    assert small[1:] == ({1}, {"count": 1, "reason": "weights under 256 MiB"})
+    assert torch.get_num_threads() == 4  # of the caller
+    monkeypatch.setattr(cpu_threads, "SMALL_WEIGHTS", 0)
+    large = run(algorithm, monkeypatch)
+    assert large[1:] == ({4}, {"count": 4, "reason": "all physical cores"})
+    assert small[0] == large[0]
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_doctor_says_both() -> None:
+    cpu = survey_machine()["devices"][0]["threads"]
+    assert (cpu["small"]["count"], cpu["large"]["count"]) == (1, 4)
