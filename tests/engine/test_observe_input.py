@@ -1,6 +1,6 @@
-"""What `observe` gets, against plain decoding: tokens and hidden states in order of the text.
+"""The input of `observe`, compared with plain decoding: tokens and hidden states in text order.
 
-A plugin records every call. Its drafts are right for a while, so that long and crooked tree paths
+A plugin records every call. Most of its drafts are correct, so that long tree paths with branches
 are accepted.
 """
 
@@ -45,7 +45,7 @@ LAYERS = (0, 1)
 
 @dataclass(frozen=True)
 class Token:
-    """A committed token, as `observe` showed it."""
+    """A committed token, as passed to `observe`."""
 
     phase: Phase
     input_id: int
@@ -124,7 +124,7 @@ class KnownText(Recorder):
 
 
 class KnownTree(KnownText):
-    """The text is nodes 2, 4, 5: accepted tokens are not where a chain has them."""
+    """The correct path is nodes 2, 4, 5: accepted tokens are not where a chain has them."""
 
     caps = replace(KnownText.caps, verify_mask=Mask.CUSTOM)
     parents: ClassVar[list[int]] = [0, 0, 2, 2, 4]
@@ -156,7 +156,7 @@ def recorder(llm: LLM) -> Recorder:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[list[int]], list[dict[int, list[Token]]]]:
-    """Texts, and what was seen at each of their positions."""
+    """Outputs, and the recorded tokens by position."""
     if "RECORDER" not in registry.algorithm_names():
         registry.register_algorithm("RECORDER", Recorder)
     with golden_llm("RECORDER", disable_radix_cache=True) as llm:

@@ -226,7 +226,7 @@ def test_after_the_kernel_that_writes(page_size: int, num_splits: int) -> None:
         kv_slots = compute_kv_slots(table, start, None, q_len, len(starts) * q_len, page_size)
         position = (start[:, None] + torch.arange(q_len, device="cuda")).flatten().int()
         rope = torch.ones(max(starts) + q_len, 2, 1, dim, device="cuda", dtype=torch.bfloat16)
-        rope[:, 1] = 0  # no rotation
+        rope[:, 1] = 0  # the identity
         qkv = torch.randn(len(kv_slots), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
 
         def step(case: Paged) -> torch.Tensor:

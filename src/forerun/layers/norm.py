@@ -19,7 +19,7 @@ class RMSNorm(Module):
     def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
         self.weight = place.empty(size)
         self.eps = eps
-        self._scaled: Tensor | None = None
+        self._scaled_weight: Tensor | None = None
         self._floor = torch.empty(0)
 
     @classmethod
@@ -41,15 +41,15 @@ class RMSNorm(Module):
         """
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             size = self.weight.shape[-1]
-            self._scaled = self.weight * math.sqrt(size)
+            self._scaled_weight = self.weight * math.sqrt(size)
             self._floor = torch.tensor(math.sqrt(size * self.eps))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
-        scaled = self._scaled
-        if scaled is not None:
+        scaled_weight = self._scaled_weight
+        if scaled_weight is not None:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x / torch.hypot(length, self._floor)).mul_(scaled)
+            return (x / torch.hypot(length, self._floor)).mul_(scaled_weight)
         weight = self.weight
         if weight.dim() == 1:
             return rms_norm(x, weight, self.eps)
@@ -62,7 +62,7 @@ class RMSNorm(Module):
             x: [T, size], or split-K partials of it, float32 [S, T, size].
             residual: [T, size]; left as it is.
         """
-        if self._scaled is None:
+        if self._scaled_weight is None:
             return add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + sum_split_k_ref(x, residual.dtype)
         return self(residual), residual

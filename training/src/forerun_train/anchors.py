@@ -72,7 +72,7 @@ class Pool:
 
 
 class Mixture:
-    """Batches drawn from all pools: ids [b, s], anchors [b, n], end [b]."""
+    """Batches sampled from all pools: ids [b, s], anchors [b, n], end [b]."""
 
     def __init__(
         self, samples: Sequence[Samples], batch: Sequence[int], anchors: int, seed: int, device: str
