@@ -132,7 +132,7 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def _threads() -> dict[str, Any]:
-    """Of one operation, by the size of the model."""
+    """Intra-op threads by model size."""
     limit = cpu_threads.SMALL_WEIGHTS
     small, large = cpu_threads.CpuThreads.choose(0), cpu_threads.CpuThreads.choose(limit)
     return {"small_model_bytes": limit, "small": asdict(small), "large": asdict(large)}
@@ -210,7 +210,7 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
     console.print(f"[bold]{entry['device']}[/]  {escape(entry['name'])}{mark}")
     console.print(f"  memory  {free:.1f} GiB free of {total:.1f}")
     if entry["threads"] is not None:
-        console.print(f"  threads {_said_threads(entry['threads'])}")
+        console.print(f"  threads {_describe_threads(entry['threads'])}")
     dtypes = ", ".join(f"{name} {speed}" for name, speed in entry["dtypes"].items())
     console.print(f"  dtypes  {dtypes}; auto takes {entry['auto_dtype']} for half precision")
     table = Table("attention", *(ask.name for ask in ASKS), box=None, padding=(0, 2))
@@ -220,7 +220,7 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
     _show_gemms(entry["gemms"], console)
 
 
-def _said_threads(threads: dict[str, Any]) -> str:
+def _describe_threads(threads: dict[str, Any]) -> str:
     small, large = threads["small"], threads["large"]
     if small == large:
         return f"{large['count']} ({large['reason']})"

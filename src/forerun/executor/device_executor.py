@@ -46,7 +46,7 @@ class DeviceExecutor:
         self.step = step
         self.tables = step.tables
         self.steps = EagerSteps(step) if steps is None else steps
-        self.threads = threads  # on a CPU; None: as many as the calling thread uses
+        self.threads = threads  # on a CPU; None: those of the calling thread
         self._slots: dict[int, _Slot] = {}
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None

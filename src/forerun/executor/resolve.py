@@ -36,7 +36,7 @@ class Settings:
     caps: SpecCaps
     limits: Limits
     attention: list[AttentionSetup]  # of the target and, if it has K/V, of the draft
-    threads: CpuThreads | None  # of one operation; None: not a CPU
+    threads: CpuThreads | None  # intra-op threads; None: not a CPU
 
     @property
     def graphs(self) -> bool:

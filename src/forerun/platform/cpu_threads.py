@@ -1,9 +1,9 @@
-"""How many threads compute one operation of a step on a CPU.
+"""Chooses the number of intra-op threads for steps on a CPU.
 
-A decode step of a small model is hundreds of operations of some microseconds. Each ends at a
-barrier, so more threads cost more than they give, and one of them that loses its core to another
-process holds up every operation. From some size on, reading the weights takes most of the time,
-and all cores together read faster.
+A decode step of a small model consists of hundreds of operations of a few microseconds, each of
+which ends at a barrier. There, several threads cost more than they gain, and a thread that loses
+its core to another process delays every operation. Larger models spend most of the time on
+reading weights, which is faster with all cores.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, slots=True)
 class CpuThreads:
-    """Threads of one operation, and why so many."""
+    """The number of intra-op threads, and the reason for it."""
 
     count: int
     reason: str
 
     @classmethod
     def choose(cls, weight_bytes: int, environment: Mapping[str, str] | None = None) -> CpuThreads:
-        """What the user set; else one for a small model and all physical cores for others.
+        """The user's setting; else one thread for small models and all physical cores for others.
 
         Args:
-            weight_bytes: of the target, as they are held in memory.
-            environment: `os.environ`, unless given.
+            weight_bytes: size of the target's weights in memory.
+            environment: default: `os.environ`.
         """
         current = torch.get_num_threads()
         variables = os.environ if environment is None else environment
@@ -51,7 +51,7 @@ class CpuThreads:
 
 @contextmanager
 def intra_op_threads(count: int) -> Iterator[None]:
-    """Operations of the calling thread use `count` threads; afterwards as many as before."""
+    """Operations of the calling thread use `count` threads within the block."""
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -64,7 +64,7 @@ def intra_op_threads(count: int) -> Iterator[None]:
 
 
 def _usable() -> list[int]:
-    """The CPUs that this process may run on; empty where the system does not say."""
+    """CPUs that this process may run on; empty if unknown."""
     try:
         return sorted(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -76,7 +76,7 @@ def _logical_cores() -> int:
 
 
 def _physical_cores() -> int:
-    """Without the second thread of a core; all where the system does not say."""
+    """Cores without SMT siblings; the logical cores if unknown."""
     cores = {_read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") for cpu in _usable()}
     return len(cores) if cores and "" not in cores else _logical_cores()
 

@@ -151,10 +151,10 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def running_on(device: torch.device, threads: CpuThreads | None) -> AbstractContextManager[None]:
-    """For code that launches work on `device`, from any thread.
+    """Makes `device` current for the calling thread, or sets its number of intra-op threads.
 
-    Triton launches, events and captures use the current device of the calling thread; operations on
-    a CPU use `threads`, where given.
+    Triton launches, events and captures use the current device of the calling thread. On a CPU,
+    operations use `threads` if given.
     """
     if device.type == "cuda":
         return _current(device)
