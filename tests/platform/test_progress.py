@@ -76,10 +76,10 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_ends_if_the_block_raises() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ZeroDivisionError), progress("a", console=pipe()), progress("b"):
         1 / 0  # noqa: B018
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # a thread of an earlier test may end meanwhile
     assert not module._active
     console = pipe()
     with progress("next", console=console) as stage:
