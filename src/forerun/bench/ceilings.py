@@ -93,6 +93,14 @@ def seconds_of(
     """Device time of `work`, on a GPU as one graph. Ceilings `reduce` with `min`."""
     if device.type != "cuda":
         return reduce(_host_seconds(work, repetitions))
+    with torch.cuda.device(device):  # where captures and events go
+        return reduce(_graph_seconds(work, device, repetitions))
+
+
+def _graph_seconds(
+    work: Callable[[], object], device: torch.device, repetitions: int
+) -> list[float]:
+    """On the current device, `device`."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):  # lazy initialisation must not land in the graph
@@ -110,7 +118,7 @@ def seconds_of(
         end.synchronize()
         if turn >= 2:
             times.append(begin.elapsed_time(end) / 1e3)
-    return reduce(times)
+    return times
 
 
 def _host_seconds(work: Callable[[], object], repetitions: int) -> list[float]:

@@ -62,7 +62,7 @@ def first_token(engine: Engine, input_len: int, repetitions: int) -> FirstToken:
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(repetitions):
             run()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(engine.info.explain["device"])
     kernels = [
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()

@@ -54,7 +54,7 @@ def _record(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, p
             if steady():
                 with torch.profiler.record_function(STEP):
                     engine.step()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(engine.info.explain["device"])
     profiler.export_chrome_trace(str(path))
     for request in requests:
         engine.abort(request.rid)
