@@ -25,7 +25,8 @@ POOLS = {torch.uint8: "u8", **NAMES}
 
 RDNA = GpuInfo(96, amd=True)
 GPUS = {  # targets that share their tiles
-    "": (("sm_90", "sm_100"), GpuInfo(132, amd=False)),
+    "": (("sm_90",), GpuInfo(132, amd=False)),
+    ", Blackwell": (("sm_100",), GpuInfo(148, amd=False, capability=100)),
     ", Ampere": (("sm_80",), GpuInfo(108, amd=False, capability=80, smem_bytes=163 << 10)),
     ", CDNA": (("gfx942", "gfx950"), GpuInfo(304, amd=True, warp_size=64)),
     ", RDNA": (("gfx1100",), RDNA),
@@ -88,7 +89,6 @@ def decode(
         **_common(dim, page, group, kv),
         "Q_LEN": q_len,
         "SPLIT_KV": splits,
-        "PDL": False,
         **more,
     }
 
@@ -104,8 +104,6 @@ def decode(
             blocks["TMA"] = True
         else:
             blocks |= {"k_descriptor": None, "v_descriptor": None}
-        if not gpu.amd and gpu.capability >= 90:
-            options, blocks = options | {"launch_pdl": True}, blocks | {"PDL": True}
         return Case(
             name,
             decode_attention_kernel,
@@ -187,7 +185,7 @@ CASES = [
             "rows": "i32",
             "num_splits": "i32",
         },
-        {"DIM": 128, "BLOCK_ROWS": 2, "BLOCK_SPLITS": 16, "BLOCK_D": 128, "PDL": False},
+        {"DIM": 128, "BLOCK_ROWS": 2, "BLOCK_SPLITS": 16, "BLOCK_D": 128},
         targets=ONE,
     ),
     Case(

@@ -33,7 +33,7 @@ def case(
         name,
         kernel,
         signature,
-        constants | ({"PDL": False} if "PDL" in kernel.fn.__code__.co_varnames else {}),
+        constants,
         options={"num_warps": warps},
         hip_options={"num_warps": max(1, warps // 2)},  # waves of 64
         multiples=tuple(n.rstrip("*") for n in names if n.endswith("*")),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from forerun.bench.kernels import gemm_chain
 from forerun.kernels.gemm import gemm_triton
-from tests.kernels.compiled import CUDA, Case
+from tests.kernels.compiled import PDL_TARGETS, Case
 
 OPERANDS = {"x": "*bf16", "w": "*bf16", "semaphores": "*i32"}
 OPTIONAL = (
@@ -33,7 +33,7 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
     defaults = {
         "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "MAX_SPLIT": 1, "EARLY_LAUNCH": True,
         "SWAP_AB": False, "SILU_MUL": False, "WRITE_PARTIALS": False, "EVEN_K": True,
-        "NUM_THREADS": 128, "PDL": False,
+        "NUM_THREADS": 128,
     }  # fmt: skip
     absent = {name: None for name in OPTIONAL if name not in tensors}
     return Case(
@@ -51,29 +51,25 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
 
 CASES = [
     case("gemm", OUT),
-    case("gemm, split-K partials", PARTIALS, MAX_SPLIT=4, WRITE_PARTIALS=True),
+    case("gemm, split-K partials", PARTIALS, MAX_SPLIT=4, WRITE_PARTIALS=True, SWAP_AB=True),
     case("gemm, uneven K, bias", OUT | PARTIALS | {"bias": "*bf16"}, MAX_SPLIT=2, EVEN_K=False),
     case("gemm, residual, deferred norm out", OUT | PARTIALS | NORM_OUT, MAX_SPLIT=4),
     case("gemm, deferred norm in, SiLU-mul", OUT | NORM_IN, SILU_MUL=True),
     case("gemm, deferred norm in, argmax", NORM_IN | ARGMAX, BLOCK_M=64),
     case("gemm, swapped operands", OUT, SWAP_AB=True),
-    replace(
-        case("gemm, PDL", OUT, PDL=True, EARLY_LAUNCH=False),
-        targets=CUDA[1:],
-        options={"num_warps": 4, "num_stages": 4, "launch_pdl": True},
-    ),
+    replace(case("gemm, late launch of dependents", OUT, EARLY_LAUNCH=False), targets=PDL_TARGETS),
     Case(
         "reduce argmax of tiles",
         gemm_triton.reduce_argmax_kernel,
         {"tile_max": "*fp32", "tile_argmax": "*i32", "out": "*i64", "tiles": "i32"},
-        {"INVALID": -1, "BLOCK": 1024, "PDL": False},
+        {"INVALID": -1, "BLOCK": 1024},
         wide=False,  # rows of any length
     ),
     Case(
         "benchmark's stand-in for attention",
         gemm_chain._between_kernel,
         {"x": "*bf16", "out": "*bf16", "N_IN": "i32", "N_OUT": "i32"},
-        {"BLOCK": 1024, "PDL": False},
+        {"BLOCK": 1024},
         multiples=("N_IN", "N_OUT"),
         wide=False,  # 4 elements per thread with 64 threads per warp
     ),

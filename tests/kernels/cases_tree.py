@@ -14,7 +14,7 @@ CASES = [
             dict.fromkeys(("last_token", "drafts", "slots", "input_ids", "candidates"), "*i64")
             | dict.fromkeys(("draft_limit", "depth") if depth else ("draft_limit",), "*i32")
             | dict.fromkeys(("drafts_stride", "depth_stride", "vocab_size"), "i32"),
-            ({} if depth else {"depth": None}) | {"NUM_TOKENS": 16, "BLOCK": 16, "PDL": False},
+            ({} if depth else {"depth": None}) | {"NUM_TOKENS": 16, "BLOCK": 16},
             options={"num_warps": 1},
             wide=False,
         )
@@ -26,7 +26,7 @@ CASES = [
             best_first._best_first,
             {"scores": "*fp32", "ids": "*i64", "tokens": "*i64", "parents": "*i64"}
             | dict.fromkeys(("depth", "ranks", "nodes"), "i32"),
-            {"BLOCK": block, "PDL": False},
+            {"BLOCK": block},
             options={"num_warps": 1},
             wide=False,
         )
@@ -38,7 +38,7 @@ CASES = [
             best_first._log_probs,
             {"logits": kind, "values": kind, "scores": "*fp32"}
             | dict.fromkeys(("row_stride", "vocab", "ranks"), "i32"),
-            {"BLOCK": best_first.BLOCK_SIZE, "RANKS": 32, "PDL": False},
+            {"BLOCK": best_first.BLOCK_SIZE, "RANKS": 32},
             options={"num_warps": 8},
             multiples=("row_stride", "vocab"),
         )
@@ -50,7 +50,7 @@ CASES = [
             tree._tree_shape,
             {"parents": "*i64", "up_ptr": "*i64", "depth_ptr": "*i32", "ancestors_ptr": "*i64"}
             | {"parents_stride": "i32", "nodes": "i32"},
-            {"BLOCK": block, "ROUNDS": block.bit_length() - 1, "PDL": False},
+            {"BLOCK": block, "ROUNDS": block.bit_length() - 1},
             options={"num_warps": 1},
             wide=False,
         )
@@ -65,7 +65,7 @@ CASES = [
             )
             | {"depth_ptr": "*i32", "num_committed": "*i32"}
             | dict.fromkeys(("candidates_stride", "sampled_stride", "nodes"), "i32"),
-            {"BLOCK": block, "PDL": False},
+            {"BLOCK": block},
             options={"num_warps": warps},
             wide=False,
         )
@@ -90,7 +90,7 @@ CASES = [
             ring_buffer._ring_buffer_write,
             {"buffer": kind, "slots": "*i64", "positions": "*i32", "values": kind}
             | {"ring_size": "i32", "size": "i32"},
-            {"BLOCK": ring_buffer.BLOCK_SIZE, "PDL": False},
+            {"BLOCK": ring_buffer.BLOCK_SIZE},
             multiples=("size",),
         )
         for kind in ("*bf16", "*fp32")
@@ -100,7 +100,7 @@ CASES = [
         simulate._simulate,
         {"slots": "*i64", "steps_ptr": "*i64", "mean_ptr": "*i64", "out": "*i32"}
         | {"num_verify_tokens": "i32"},
-        {"FRACTION_BITS": 32, "ROUNDING": 1 << 16, "PDL": False},
+        {"FRACTION_BITS": 32, "ROUNDING": 1 << 16},
         options={"num_warps": 1},
         wide=False,
     ),

@@ -22,6 +22,7 @@ from forerun.kernels.runtime.jit import LazyKernel
 
 CUDA, HIP = ("sm_80", "sm_90", "sm_100"), ("gfx942", "gfx950", "gfx1100")
 TARGETS = CUDA + HIP
+PDL_TARGETS = ("sm_90", "sm_100")  # where kernels are launched with PDL
 SMEM_LIMIT = {  # bytes of shared memory (LDS) per CTA
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
@@ -34,7 +35,10 @@ SMEM_LIMIT = {  # bytes of shared memory (LDS) per CTA
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with one set of constexpr values, and what its assembly must look like."""
+    """A kernel with one set of constexpr values, and what its assembly must look like.
+
+    A kernel that has the constexpr `PDL` is compiled with it where it is launched with it.
+    """
 
     name: str
     kernel: LazyKernel
@@ -71,7 +75,11 @@ def compile_case(case: Case, target: str) -> Facts:
     warp_size = 64 if target.startswith("gfx9") else 32
     gpu = GPUTarget("hip", target, warp_size) if hip else GPUTarget("cuda", int(target[3:]), 32)
     constants = {**case.constants, **(case.hip_constants if hip else {})}
+    options = {**case.options, **(case.hip_options if hip else {})}
     kernel = case.kernel.load()
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = target in PDL_TARGETS
+        options |= {"launch_pdl": True} if constants["PDL"] else {}
     signature = {name: case.signature.get(name, "constexpr") for name in kernel.arg_names}
     missing = [n for n, kind in signature.items() if kind == "constexpr" and n not in constants]
     assert not missing, f"{case.name}: {missing} are in neither signature nor constants"
@@ -81,7 +89,6 @@ def compile_case(case: Case, target: str) -> Facts:
         if kind.startswith("*") or name in case.multiples
     }
     source = ASTSource(kernel, signature, constants, aligned)
-    options = {**case.options, **(case.hip_options if hip else {})}
     built = triton.compile(source, target=gpu, options=options)
     text = built.asm["amdgcn" if hip else "ptx"]
     inspect = _inspect_hip if hip else _inspect_cuda

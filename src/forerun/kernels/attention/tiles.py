@@ -137,4 +137,6 @@ def prefill_tile_config(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> Tile
         return TileConfig(128, 32, 8, 3) if row_bytes <= 256 else TileConfig(64, 32, 8, 2)
     if row_bytes > 256:
         return TileConfig(128, 32, 8, 2)
+    if gpu.capability > 90:
+        return TileConfig(128, 64, 8, 2)
     return TileConfig(128, 64, 8, 2, max_registers=128)  # two CTAs per SM, with a few spills
