@@ -20,7 +20,7 @@ from forerun.attention.base import Mask
 from forerun.core.plan import PrefillChunk
 from forerun.executor.device_executor import device_step
 from forerun.executor.memory import profiling_plans
-from forerun.executor.step import StepShape
+from forerun.executor.step_inputs import StepShape
 from forerun.executor.steps import EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative import registry

@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun import LLM
 from forerun.core.plan import PrefillChunk
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.step import StepShape
+from forerun.executor.step_inputs import StepShape
 from forerun.executor.steps import EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from tests.golden_engine import CASES, golden_llm

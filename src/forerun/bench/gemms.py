@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
-from forerun.executor.step import StepShape
+from forerun.executor.step_inputs import StepShape
 from forerun.kernels.gemm import gemm as own_kernels
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig

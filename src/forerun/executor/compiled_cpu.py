@@ -20,7 +20,8 @@ from torch.fx.passes.split_module import split_module
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import ConfigError
 from forerun.core.plan import PrefillChunk
-from forerun.executor.step import DecodeOutput, DeviceStep, StepShape
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import DecodeOutput, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft

@@ -23,7 +23,8 @@ from torch import Tensor
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.plan import PrefillChunk
-from forerun.executor.step import DecodeOutput, DeviceStep, PrefillOutput, StepShape
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import DecodeOutput, PrefillOutput, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft

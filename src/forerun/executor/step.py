@@ -8,25 +8,35 @@ so that a whole step can be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionBatch, AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk, SnapshotCopy
 from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.executor.slot_tables import SlotTables
+from forerun.executor.step_inputs import (
+    DecodeOutput,
+    DecodeTokens,
+    PlannedAttention,
+    PrefillOutput,
+    StepShape,
+    StepTokens,
+    TargetOutput,
+    slots_and_positions,
+)
 from forerun.executor.step_timing import PhaseBoundary, StepTimer
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
 from forerun.models.base import CausalLM
+from forerun.platform.device import upload
 from forerun.sampling.noise import gumbel_argmax
 from forerun.sampling.sampler import SamplingFlags, sample
 from forerun.speculative.base import (
@@ -39,90 +49,6 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.simulate import SimulatedAcceptance
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What a decode step is specialised to."""
-
-    num_verify_tokens: int  # W
-    kv_len_ub: int  # upper bound of committed lengths plus the KV slots a step may write
-    flags: SamplingFlags  # which sampling operations run
-
-
-@dataclass(frozen=True)
-class DecodeOutput:
-    """The result of a decode step, and the input of an observe that has not run yet."""
-
-    sampled: Tensor  # [B, W] int64: the token sampled after each verified one
-    num_committed: Tensor  # [B] int32: how many of `sampled` are committed
-    # None: already observed, or deferred. Built per replay, which overwrites the tensors.
-    observe: Callable[[], ObserveInput] | None = None
-
-
-@dataclass(frozen=True)
-class PrefillOutput:
-    """The result of a padded prefill, and the input of its observe."""
-
-    sampled: Tensor  # [B] int64: the first token of each request
-    observe: Callable[[], ObserveInput] | None = None  # as in `DecodeOutput`
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The tokens of one forward, from which each pool's attention is planned."""
-
-    slots: Tensor  # [B] int64
-    page_table: Tensor  # [B, pages] int32
-    start: Tensor  # [B] int32
-    kv_len_ub: int
-    ragged: tuple[tuple[int, int], ...] | None = None
-    host_pages: Sequence[Sequence[int]] | None = None  # of a prefill
-
-    def attention(self, q_len: int | None, offset: int = 0) -> AttentionBatch:
-        return AttentionBatch(
-            self.page_table,
-            self.start + offset if offset else self.start,
-            self.kv_len_ub,
-            q_len=q_len,
-            ragged=self.ragged,
-            slots=self.slots,
-            host_pages=self.host_pages,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DecodeTokens(_Tokens):
-    """W tokens per request."""
-
-    num_verify_tokens: int
-    kv_slots: Tensor  # [B * W] int64
-    last_token: Tensor  # [B] int64
-    positions: Tensor  # [B * W] int32
-    next_positions: Tensor  # [B * W] int32: of the sampled tokens
-
-    def attention(self, q_len: int | None, offset: int = 0) -> AttentionBatch:
-        batch = super().attention(q_len, offset)
-        if (q_len, offset) == (self.num_verify_tokens, 0):
-            return replace(batch, kv_slots=self.kv_slots)
-        return batch
-
-
-class _DraftAttention:
-    """Attention over the draft's pool, planned once per shape."""
-
-    def __init__(
-        self, attention: ModelAttention, tokens: _Tokens, buffers: StepBuffers | None
-    ) -> None:
-        self._attention, self._tokens, self._buffers = attention, tokens, buffers
-        self._planned: dict[tuple[int | None, int], AttentionContext] = {}
-
-    def __call__(self, q_len: int | None, offset: int = 0) -> AttentionContext:
-        key = (q_len, offset)
-        if key not in self._planned:
-            batch = self._tokens.attention(q_len, offset)
-            self._planned[key] = self._attention.context(batch, self._buffers, offset)
-        return self._planned[key]
 
 
 class DeviceStep:
@@ -270,23 +196,10 @@ class DeviceStep:
         history = (tables.history[slots.unsqueeze(1), at + i].long() for i in (0, 1))
         ids, next_ids = (each.masked_fill(empty, 0) for each in history)
         hidden_states, aux_hidden_states = self.deferred.take(slots, at, empty)
-        self.algorithm.observe(
-            ObserveInput(
-                phase=Phase.DEFERRED,
-                slots=slots,
-                start=tokens.start,
-                positions=tokens.positions,
-                q_lens=(width,) * slots.shape[0],
-                input_ids=ids.flatten(),
-                hidden_states=hidden_states,
-                aux_hidden_states=aux_hidden_states,
-                next_ids=next_ids.flatten(),
-                num_committed=counts,
-                history=tables.history,
-                make_attention=_planned(attention, width),
-                dummy=self._shows_dummy,
-            )
+        out = TargetOutput(
+            ids.flatten(), hidden_states, aux_hidden_states, next_ids.flatten(), counts
         )
+        self.algorithm.observe(self._observe_input(Phase.DEFERRED, tokens, out, attention))
 
     def empty_draft(self, slots: Tensor, num_verify_tokens: int) -> Draft:
         """A placeholder draft."""
@@ -304,19 +217,19 @@ class DeviceStep:
         shape: StepShape,
         buffers: StepBuffers | None,
         kv_len: Tensor | None = None,
-    ) -> tuple[_DecodeTokens, _DraftAttention | None]:
+    ) -> tuple[DecodeTokens, PlannedAttention | None]:
         """`kv_len` [slots + 1]: lengths to start from, instead of those of the tables."""
         tables, page, width = self.tables, self.attention.pools.page_size, shape.num_verify_tokens
         lengths = tables.kv_len if kv_len is None else kv_len
         inputs = build_decode_inputs(
             slots, lengths, tables.last_token, tables.page_table, width, page, shape.kv_len_ub
         )
-        tokens = _DecodeTokens(
+        tokens = DecodeTokens(
             slots=slots,
             page_table=inputs.page_table,
             start=inputs.start,
             kv_len_ub=shape.kv_len_ub,
-            num_verify_tokens=width,
+            q_len=width,
             kv_slots=inputs.kv_slots,
             last_token=inputs.last_token,
             positions=inputs.positions,
@@ -327,8 +240,8 @@ class DeviceStep:
     def _propose(
         self,
         slots: Tensor,
-        tokens: _DecodeTokens,
-        attention: _DraftAttention | None,
+        tokens: DecodeTokens,
+        attention: PlannedAttention | None,
         shape: StepShape,
         host: HostTokens | None = None,
     ) -> Draft:
@@ -369,8 +282,8 @@ class DeviceStep:
 
     def _verify_and_commit(
         self,
-        tokens: _DecodeTokens,
-        attention: _DraftAttention | None,
+        tokens: DecodeTokens,
+        attention: PlannedAttention | None,
         shape: StepShape,
         draft: Draft,
         buffers: StepBuffers | None,
@@ -406,36 +319,24 @@ class DeviceStep:
         if not self.algorithm.observes:
             return DecodeOutput(sampled, num_committed)
 
+        out = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
+
         def observe() -> ObserveInput:
             own = attention or self._draft_attention(tokens, buffers)
-            return ObserveInput(
-                phase=Phase.VERIFY,
-                slots=slots,
-                start=tokens.start,
-                positions=tokens.positions,
-                q_lens=(width,) * slots.shape[0],
-                input_ids=ids.flatten(),
-                hidden_states=hidden_states,
-                aux_hidden_states=aux,
-                next_ids=committed.flatten(),
-                num_committed=num_committed,
-                history=self.tables.history,
-                make_attention=_planned(own, width),
-                dummy=self._shows_dummy,
-            )
+            return self._observe_input(Phase.VERIFY, tokens, out, own)
 
         return DecodeOutput(sampled, num_committed, observe)
 
     def _verify(
         self,
-        tokens: _DecodeTokens,
+        tokens: DecodeTokens,
         ids: Tensor,
         tree: Tree | None,
         flags: SamplingFlags,
         buffers: StepBuffers | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Runs the target on ids [B * W]: hidden states, aux hidden states, sampled [B, W]."""
-        batch = tokens.attention(tokens.num_verify_tokens)
+        batch = tokens.attention(tokens.q_len)
         positions, next_positions = tokens.positions, tokens.next_positions
         if tree is not None:
             batch = replace(batch, tree=tree.ancestors)
@@ -443,7 +344,7 @@ class DeviceStep:
             next_positions = positions + 1
         context = self.attention.context(batch, buffers)
         hidden_states, aux = self.model.forward(ids, positions, context, self.caps.target_layers)
-        at = next_positions.view(-1, tokens.num_verify_tokens)
+        at = next_positions.view(-1, tokens.q_len)
         return hidden_states, aux, self._sample(hidden_states, at, tokens.slots, flags)
 
     def _sample(
@@ -455,7 +356,7 @@ class DeviceStep:
         logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
         return sample(logits, positions, self.tables.sampling.gather(slots), flags)
 
-    def _compact_tree(self, path: Tensor, tokens: _DecodeTokens) -> Tensor:
+    def _compact_tree(self, path: Tensor, tokens: DecodeTokens) -> Tensor:
         """Moves K/V of a tree's accepted path to the KV slots that a chain would have used.
 
         Returns the path as indices [B * W] int64 into the tokens of the verify pass.
@@ -473,36 +374,31 @@ class DeviceStep:
         slots = tables.upload([c.slot for c in chunks], torch.int64)
         start = tables.upload([c.start for c in chunks], torch.int32)
         spans = tuple((c.start, c.num_tokens) for c in chunks)
-        owner = tables.upload([c.slot for c in chunks for _ in range(c.num_tokens)], torch.int64)
-        positions = tables.upload([p for c in chunks for p in range(c.start, c.end)], torch.int32)
+        owner, positions = (upload(each, slots.device) for each in slots_and_positions(chunks))
         ids = tables.history[owner, positions].long()
         host_pages = tables.host_pages_of([c.slot for c in chunks])
         longest = max(c.end for c in chunks)
-        tokens = _Tokens(slots, tables.page_table[slots], start, longest, spans, host_pages)
-        context = self.attention.context(tokens.attention(None))
+        tokens = StepTokens(
+            slots,
+            tables.page_table[slots],
+            start,
+            positions,
+            longest,
+            ragged=spans,
+            host_pages=host_pages,
+        )
+        context = self.attention.context(tokens.attention(tokens.q_len))
         hidden_states, aux = self.model.forward(ids, positions, context, self.caps.target_layers)
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
         sampled = self._first_tokens(chunks, last_index, hidden_states, flags)
         if self.algorithm.observes:
-            self.algorithm.observe(
-                ObserveInput(
-                    phase=Phase.PREFILL,
-                    slots=slots,
-                    start=start,
-                    positions=positions,
-                    q_lens=tuple(c.num_tokens for c in chunks),
-                    input_ids=ids,
-                    hidden_states=hidden_states,
-                    aux_hidden_states=aux,
-                    # After the last prompt token comes the one just sampled.
-                    next_ids=tables.history[owner, positions + 1].long(),
-                    num_committed=tables.upload([c.num_tokens for c in chunks], torch.int32),
-                    history=tables.history,
-                    make_attention=_planned(self._draft_attention(tokens, None), None),
-                    dummy=self._shows_dummy,
-                )
-            )
+            counts = tables.upload(tokens.q_lens, torch.int32)
+            # After the last prompt token comes the one just sampled.
+            next_ids = tables.history[owner, positions + 1].long()
+            out = TargetOutput(ids, hidden_states, aux, next_ids, counts)
+            attention = self._draft_attention(tokens, None)
+            self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, attention))
         return sampled
 
     def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
@@ -521,7 +417,7 @@ class DeviceStep:
         # After the prompt, the history holds arbitrary values of the slot's last request: id 0.
         padding = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)
         ids = tables.history[slots.unsqueeze(1), at].long().masked_fill(padding, 0).flatten()
-        context = self.attention.context(tokens.attention(width))
+        context = self.attention.context(tokens.attention(tokens.q_len))
         hidden_states, aux = self.model.forward(
             ids, tokens.positions, context, self.caps.target_layers
         )
@@ -538,22 +434,11 @@ class DeviceStep:
         following = tables.history[slots.unsqueeze(1), at + 1].long()
         next_ids = following.masked_fill(padding, 0).flatten()
 
+        out = TargetOutput(ids, hidden_states, aux, next_ids, counts)
+
         def observe() -> ObserveInput:
-            return ObserveInput(
-                phase=Phase.PREFILL,
-                slots=slots,
-                start=tokens.start,
-                positions=tokens.positions,
-                q_lens=(width,) * slots.shape[0],
-                input_ids=ids,
-                hidden_states=hidden_states,
-                aux_hidden_states=aux,
-                next_ids=next_ids,
-                num_committed=counts,
-                history=tables.history,
-                make_attention=_planned(self._draft_attention(tokens, None), width),
-                dummy=self._shows_dummy,
-            )
+            own = self._draft_attention(tokens, None)
+            return self._observe_input(Phase.PREFILL, tokens, out, own)
 
         return PrefillOutput(sampled, observe)
 
@@ -582,20 +467,34 @@ class DeviceStep:
         return sampled
 
     def _draft_attention(
-        self, tokens: _Tokens, buffers: StepBuffers | None
-    ) -> _DraftAttention | None:
+        self, tokens: StepTokens, buffers: StepBuffers | None
+    ) -> PlannedAttention | None:
         attention = self.draft_attention
-        return None if attention is None else _DraftAttention(attention, tokens, buffers)
+        return None if attention is None else PlannedAttention(attention, tokens, buffers)
+
+    def _observe_input(
+        self,
+        phase: Phase,
+        tokens: StepTokens,
+        out: TargetOutput,
+        attention: PlannedAttention | None,
+    ) -> ObserveInput:
+        return ObserveInput(
+            phase=phase,
+            slots=tokens.slots,
+            start=tokens.start,
+            positions=tokens.positions,
+            q_lens=tokens.q_lens,
+            input_ids=out.input_ids,
+            hidden_states=out.hidden_states,
+            aux_hidden_states=out.aux_hidden_states,
+            next_ids=out.next_ids,
+            num_committed=out.num_committed,
+            history=self.tables.history,
+            make_attention=None if attention is None else attention.of_observe,
+            dummy=self._shows_dummy,
+        )
 
 
 def _slots_and_rows(copies: Sequence[SnapshotCopy]) -> list[list[int]]:
     return [[copy.slot for copy in copies], [copy.row for copy in copies]]
-
-
-def _planned(
-    attention: _DraftAttention | None, q_len: int | None
-) -> Callable[[int | None], AttentionContext] | None:
-    """`ObserveInput.make_attention`: argument None plans all tokens, i only token i per request."""
-    if attention is None:
-        return None
-    return lambda i: attention(q_len) if i is None else attention(1, i)

@@ -15,7 +15,8 @@ from torch import Tensor
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.plan import PrefillChunk
-from forerun.executor.step import DecodeOutput, DeviceStep, StepShape
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import DecodeOutput, StepShape
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft, HostTokens
 
