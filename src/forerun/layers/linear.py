@@ -14,6 +14,7 @@ activation, runs it with itself fused in, if the implementation of the GEMM can 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -25,8 +26,22 @@ from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
 
-class PendingGemm:
-    """The output of a linear, not computed yet. Read once, by one of the methods."""
+class Pending(ABC):
+    """The output of a layer, not computed yet. Read once, by one of the methods."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """[T, out], summed across ranks."""
+
+    @abstractmethod
+    def add_rms_norm(
+        self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        """As `Gemm.add_rms_norm`; a sum across ranks comes before residual and norm."""
+
+
+class PendingGemm(Pending):
+    """The output of a linear."""
 
     def __init__(
         self, gemm: Gemm, x: Tensor | DeferredNorm, comm: Communicator = SINGLE_RANK
@@ -36,13 +51,15 @@ class PendingGemm:
         self._x: Tensor | DeferredNorm | None = x
 
     def result(self) -> Tensor:
-        """[T, out]."""
-        return self._comm.all_reduce(self._gemm(self._take()))
+        return self._comm.all_reduce(self.local_result())
+
+    def local_result(self) -> Tensor:
+        """[T, out] of this rank, for a sum that is reduced across ranks later."""
+        return self._gemm(self._take())
 
     def add_rms_norm(
         self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """As `Gemm.add_rms_norm`; a sum across ranks comes before residual and norm."""
         if self._comm.size > 1:
             return norm.add(self.result(), residual)
         x = self._take()
@@ -60,8 +77,9 @@ class PendingGemm:
         return x
 
 
-# What a layer hands on: a tensor, a GEMM for the next norm to run, or a norm for the next GEMM.
-Hidden = Tensor | DeferredNorm | PendingGemm
+# What a layer hands on: a tensor, an output for the next norm to compute, or a norm for the next
+# GEMM.
+Hidden = Tensor | DeferredNorm | Pending
 
 
 class LinearBase(Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, LinearBase, PendingGemm
+from forerun.layers.linear import Hidden, LinearBase, Pending
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -33,7 +33,7 @@ class AddRMSNorm(Module):
 
     def __call__(self, x: Hidden, residual: Tensor | None) -> tuple[Tensor | DeferredNorm, Tensor]:
         """(norm(residual + x), residual + x), [T, size] each; the residual begins as None."""
-        if isinstance(x, PendingGemm):
+        if isinstance(x, Pending):
             assert residual is not None
             reader = None if self._reader is None else self._reader.gemm
             return x.add_rms_norm(residual, self.norm, reader)

@@ -9,6 +9,7 @@ import torch
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import WeightPlacement
+from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.registry import model_class
@@ -41,15 +42,17 @@ def load_target(
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder)
     model = build(config, WeightPlacement(dtype, device), max_positions or config.max_position)
-    views = model.weights()
     if checkpoint is None:
-        fill_dummy(views, load_format)
+        for experts in model.modules(Experts):
+            experts.fused = True  # thousands of tensors fewer
+        fill_dummy(model.weights(), load_format)
     else:
+        choose_expert_layout(model, checkpoint.headers)
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
-            views,
+            model.weights(),
             (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
         )

@@ -1,0 +1,105 @@
+"""Routing of a mixture of experts: which experts compute a token, and how they are weighted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+
+NORM_EPS = 1e-20  # DeepSeek-V3 adds it to the sum of a token's weights
+MAX_EXPERTS, MAX_TOP_K = 512, 16  # limits of the kernels
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router's logits become top-k experts and weights.
+
+    Scores are float32, over all experts. With groups (DeepSeek-V2 and V3), the experts are cut into
+    `n_group` groups of consecutive ids, and only those of the best `topk_group` groups are chosen
+    from. Among equal scores, the lowest id wins.
+
+    Raises:
+        ConfigError: the numbers do not fit together, or are beyond what the kernels take.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = False  # divide the k weights by their sum (+ NORM_EPS)
+    routed_scaling_factor: float = 1.0  # multiplies the weights, after normalisation
+    n_group: int | None = None
+    topk_group: int | None = None
+    # A group's score: its best expert (V2, group_limited_greedy) or the sum of its two best ones
+    # (V3, noaux_tc).
+    group_score: Literal["max", "top2"] = "max"
+    # Whether the gate has `e_score_correction_bias`: added to choose experts, not to weight them.
+    correction_bias: bool = False
+    # False: logits are rounded to the model's dtype first, as Qwen3-MoE's are.
+    float32_logits: bool = True
+
+    def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise ConfigError(f"{problem} Is config.json complete and of this model?")
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """(number of groups, groups that are kept); (1, 1) without groups."""
+        n_group = self.n_group or 1
+        return (n_group, self.topk_group or n_group) if n_group > 1 else (1, 1)
+
+    def _problems(self) -> list[str]:
+        (n_group, kept), experts, top_k = self.groups, self.num_experts, self.top_k
+        found = []
+        if not 1 <= top_k <= min(experts, MAX_TOP_K) or experts > MAX_EXPERTS:
+            found.append(
+                f"{top_k} of {experts} experts per token are not supported: at most {MAX_EXPERTS}"
+                f" experts, and 1 to {MAX_TOP_K} of them per token."
+            )
+        if self.scoring not in ("softmax", "sigmoid"):
+            found.append(f"Routing by {self.scoring!r} scores is not supported: softmax, sigmoid.")
+        if experts % n_group or not 1 <= kept <= n_group or kept * (experts // n_group) < top_k:
+            found.append(
+                f"{experts} experts in {n_group} groups, of which {kept} are kept, do not give"
+                f" {top_k} experts per token."
+            )
+        if self.group_score == "top2" and n_group > 1 and experts // n_group < 2:
+            found.append(f"{n_group} groups of one expert have no second best.")
+        return found
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The experts of T tokens, best first."""
+
+    weights: Tensor  # [T, k] float32
+    experts: Tensor  # [T, k] int32
+
+
+def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
+    """Reference implementation: logits [T, E] float32, correction_bias [E] float32 or None."""
+    logits = logits.float()
+    scores = F.softmax(logits, -1) if routing.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    n_group, kept = routing.groups
+    if n_group > 1:
+        grouped = choice.view(len(choice), n_group, -1)
+        best = grouped.sort(-1, descending=True).values
+        group_scores = best[..., 0] if routing.group_score == "max" else best[..., :2].sum(-1)
+        groups = _top_k(group_scores, kept)
+        mask = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, groups, False)
+        choice = grouped.masked_fill(mask.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = _top_k(choice, routing.top_k)
+    weights = scores.gather(1, experts)
+    if routing.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + NORM_EPS)
+    return Routed(weights * routing.routed_scaling_factor, experts.to(torch.int32))
+
+
+def _top_k(scores: Tensor, k: int) -> Tensor:
+    """The indices of the k largest, best first, the lowest of equals first (unlike `topk`)."""
+    return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]

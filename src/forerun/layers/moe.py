@@ -1,0 +1,149 @@
+"""Sparse mixture of experts (arXiv 2101.03961): a router sends each token to k of E gated MLPs.
+
+Names are those of Hugging Face: `gate.weight`, `experts.3.up_proj.weight`. The experts' matrices
+are stored stacked, and a loader fills them through views, whether a checkpoint has one tensor per
+expert and projection (as on the Hub) or all experts in one (as transformers 5 holds them).
+
+Experts that every token visits (DeepSeek's shared experts) are a `GatedMLP` of the model's own: its
+output is added before the one reduction across ranks,
+
+    return self.moe(x, shared=self.shared_experts(x))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.kernels.moe.experts import experts_ref
+from forerun.kernels.moe.routing import Routed, Routing, route_ref
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import Gemm
+from forerun.layers.linear import Pending, PendingGemm
+from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
+
+__all__ = [
+    "Experts",
+    "PendingExperts",
+    "Router",
+    "Routing",
+    "SparseMoE",
+    "choose_expert_layout",
+]
+
+ALIGNMENT = 8  # of hidden size and expert width: 16 bytes of bfloat16
+
+
+class Router(Module):
+    """`weight` [E, H] and, for some models, `e_score_correction_bias` [E] float32."""
+
+    def __init__(self, hidden_size: int, routing: Routing, place: WeightPlacement) -> None:
+        self.routing = routing
+        self.weight = place.empty(routing.num_experts, hidden_size)
+        # Rounded to bfloat16, it would change which experts are chosen.
+        self.e_score_correction_bias = (
+            torch.empty(routing.num_experts, dtype=torch.float32, device=place.device)
+            if routing.correction_bias
+            else None
+        )
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        out = {f"{prefix}weight": self.weight}
+        if self.e_score_correction_bias is not None:
+            out[f"{prefix}e_score_correction_bias"] = self.e_score_correction_bias
+        return out
+
+    def __call__(self, x: Tensor) -> Routed:
+        """x [T, H] -> experts and weights of T tokens."""
+        if self.routing.float32_logits:
+            logits = F.linear(x.float(), self.weight.float())
+        else:
+            logits = F.linear(x, self.weight)
+        return route_ref(logits, self.e_score_correction_bias, self.routing)
+
+
+class Experts(Module):
+    """E gated MLPs: `w13` [E, 2I, H], gate rows before up rows, and `w2` [E, H, I]."""
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, place: WeightPlacement
+    ) -> None:
+        for name, size in (("hidden_size", hidden_size), ("expert width", intermediate_size)):
+            if size < ALIGNMENT or size % ALIGNMENT:
+                raise ConfigError(
+                    f"A mixture of experts with {name} {size} is not supported: the kernels need"
+                    f" multiples of {ALIGNMENT}."
+                )
+        self.w13 = place.empty(num_experts, 2 * intermediate_size, hidden_size)
+        self.w2 = place.empty(num_experts, hidden_size, intermediate_size)
+        self.fused = False  # whether the checkpoint has all experts in one tensor
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        if self.fused:
+            return {f"{prefix}gate_up_proj": self.w13, f"{prefix}down_proj": self.w2}
+        out: dict[str, Tensor] = {}
+        for i, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
+            gate, up = w13.chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": w2}
+            out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts.items()}
+        return out
+
+    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+        """x [T, H] -> [T, H]: the weighted sum over each token's experts, on this rank."""
+        return experts_ref(x, self.w13, self.w2, routed)
+
+
+class SparseMoE(Module):
+    """`gate` and `experts` of one layer."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, routing: Routing, place: WeightPlacement
+    ) -> None:
+        """`intermediate_size`: of one expert."""
+        self.gate = Router(hidden_size, routing, place)
+        self.experts = Experts(routing.num_experts, hidden_size, intermediate_size, place)
+        self._comm = place.comm
+
+    def __call__(
+        self, x: Tensor | DeferredNorm, shared: PendingGemm | None = None
+    ) -> PendingExperts:
+        """x [T, H] -> [T, H].
+
+        Args:
+            x: whole; a norm that leads here is not linked, since router and experts both read it.
+            shared: output of experts that compute every token, added to the sum.
+        """
+        assert isinstance(x, Tensor), "a norm before a router is not deferred"
+        return PendingExperts(self, x, shared)
+
+
+class PendingExperts(Pending):
+    """The output of a `SparseMoE`, not computed yet."""
+
+    def __init__(self, moe: SparseMoE, x: Tensor, shared: PendingGemm | None) -> None:
+        self._moe, self._x, self._shared = moe, x, shared
+
+    def result(self) -> Tensor:
+        moe, x = self._moe, self._x
+        out = moe.experts(x, moe.gate(x))
+        if self._shared is not None:
+            out = out + self._shared.local_result()
+        return moe._comm.all_reduce(out)
+
+    def add_rms_norm(
+        self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        return norm.add(self.result(), residual)
+
+
+def choose_expert_layout(model: Module, names: Iterable[str]) -> None:
+    """Before `weights()`: takes the experts as a checkpoint of these tensors stores them."""
+    fused = any(name.endswith("experts.gate_up_proj") for name in names)
+    for experts in model.modules(Experts):
+        experts.fused = fused

@@ -1,0 +1,169 @@
+"""Router and experts compared with transformers' modules, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from forerun.core.errors import ConfigError
+from forerun.kernels.moe.routing import route_ref
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.moe import Experts, Routing, SparseMoE, choose_expert_layout
+from tests.models.support import CPU_F32
+
+H, WIDTH, E, K = 64, 24, 16, 4
+_SHARED: dict[str, Any] = {"moe_intermediate_size": WIDTH, "n_shared_experts": 2}
+
+# name -> (transformers' block, config class, its overrides, our routing)
+BLOCKS: dict[str, tuple[Any, Any, dict[str, Any], Routing]] = {
+    "qwen3": (
+        Qwen3MoeSparseMoeBlock,
+        Qwen3MoeConfig,
+        {"num_experts": E, "moe_intermediate_size": WIDTH, "norm_topk_prob": True},
+        Routing(E, K, norm_topk_prob=True, float32_logits=False),
+    ),
+    "qwen3-not-normalized": (
+        Qwen3MoeSparseMoeBlock,
+        Qwen3MoeConfig,
+        {"num_experts": E, "moe_intermediate_size": WIDTH, "norm_topk_prob": False},
+        Routing(E, K, float32_logits=False),
+    ),
+    "deepseek-v2-greedy": (
+        DeepseekV2Moe,
+        DeepseekV2Config,
+        {**_SHARED, "n_routed_experts": E, "topk_method": "greedy"},
+        Routing(E, K),
+    ),
+    "deepseek-v2-groups": (
+        DeepseekV2Moe,
+        DeepseekV2Config,
+        {**_SHARED, "n_routed_experts": E, "topk_method": "group_limited_greedy", "n_group": 8,
+         "topk_group": 3, "routed_scaling_factor": 16.0},
+        Routing(E, K, routed_scaling_factor=16.0, n_group=8, topk_group=3),
+    ),
+    "deepseek-v3": (
+        DeepseekV3MoE,
+        DeepseekV3Config,
+        {**_SHARED, "n_routed_experts": E, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        Routing(
+            E, K, "sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4,
+            topk_group=2, group_score="top2", correction_bias=True,
+        ),
+    ),
+    "kimi-k2": (
+        DeepseekV3MoE,
+        DeepseekV3Config,
+        {**_SHARED, "n_routed_experts": E, "n_group": 1, "topk_group": 1,
+         "routed_scaling_factor": 2.827, "norm_topk_prob": True},
+        Routing(
+            E, K, "sigmoid", norm_topk_prob=True, routed_scaling_factor=2.827, n_group=1,
+            topk_group=1, correction_bias=True,
+        ),
+    ),
+}  # fmt: skip
+
+
+def hf_block(name: str) -> Any:
+    """transformers' block with random weights, experts computed one by one."""
+    kind, config, changes, _ = BLOCKS[name]
+    sizes = {"hidden_size": H, "num_experts_per_tok": K, **changes}
+    block = kind(config(**sizes, experts_implementation="eager")).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*block.parameters(), *block.buffers()):
+            tensor.normal_(0, 0.15, generator=generator)
+    return block
+
+
+def our_block(block: Any, routing: Routing, fused: bool) -> Any:
+    """A function x -> y with the same weights, read from either layout of the experts."""
+    state = dict(block.state_dict())
+    if not fused:
+        gate_up, down = state.pop("experts.gate_up_proj"), state.pop("experts.down_proj")
+        for i in range(E):
+            state[f"experts.{i}.gate_proj.weight"] = gate_up[i, :WIDTH]
+            state[f"experts.{i}.up_proj.weight"] = gate_up[i, WIDTH:]
+            state[f"experts.{i}.down_proj.weight"] = down[i]
+    moe = SparseMoE(H, WIDTH, routing, CPU_F32)
+    choose_expert_layout(moe, state)
+    views = moe.weights()
+    shared = None
+    if "shared_experts.down_proj.weight" in state:
+        shared = GatedMLP(H, 2 * WIDTH, False, CPU_F32)
+        views |= shared.weights("shared_experts.")
+    assert views.keys() == state.keys()
+    for key, view in views.items():
+        view.copy_(state[key])
+    moe.prepare()
+    if shared is None:
+        return lambda x: moe(x).result()
+    shared.prepare()
+    return lambda x: moe(x, shared(x)).result()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_equals_transformers(name: str) -> None:
+    block, routing = hf_block(name), BLOCKS[name][3]
+    x = torch.randn(37, H, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        want = block(x[None])[0]
+        one_by_one = our_block(block, routing, fused=False)
+        torch.testing.assert_close(one_by_one(x), want, rtol=1e-5, atol=2e-5)
+        fused = our_block(block, routing, fused=True)
+        assert torch.equal(fused(x), one_by_one(x))
+        torch.testing.assert_close(fused(x[5:6]), want[5:6], rtol=1e-5, atol=2e-5)
+
+
+def test_the_lowest_of_equal_experts_wins() -> None:
+    logits = torch.zeros(2, E)
+    logits[1, [3, 9]] = 1.0
+    routed = route_ref(logits, None, Routing(E, K))
+    assert routed.experts.tolist() == [[0, 1, 2, 3], [3, 9, 0, 1]]
+    groups = Routing(E, K, "sigmoid", n_group=4, topk_group=2, group_score="top2")
+    assert route_ref(logits, None, groups).experts.tolist() == [[0, 1, 2, 3], [3, 9, 0, 1]]
+
+
+def test_the_correction_bias_chooses_and_does_not_weight() -> None:
+    logits, bias = torch.zeros(1, E), torch.zeros(E)
+    bias[[7, 11]] = 1.0
+    routed = route_ref(logits, bias, Routing(E, 2, "sigmoid", correction_bias=True))
+    assert routed.experts.tolist() == [[7, 11]]
+    assert routed.weights.tolist() == [[0.5, 0.5]]
+
+
+def test_the_correction_bias_stays_float32() -> None:
+    place = WeightPlacement(torch.bfloat16, torch.device("cpu"))
+    moe = SparseMoE(H, WIDTH, Routing(E, K, "sigmoid", correction_bias=True), place)
+    assert moe.weights()["gate.e_score_correction_bias"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 17}, "17 of 16 experts per token"),
+        ({"top_k": 0}, "0 of 16 experts per token"),
+        ({"num_experts": 1024}, "at most 512"),
+        ({"scoring": "tanh"}, "'tanh' scores"),
+        ({"n_group": 3, "topk_group": 1}, "16 experts in 3 groups"),
+        ({"n_group": 8, "topk_group": 1}, "do not give 4 experts"),
+        ({"n_group": 16, "topk_group": 4, "group_score": "top2"}, "no second best"),
+    ],
+)
+def test_routing_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        Routing(**{"num_experts": E, "top_k": K, **change})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [(60, WIDTH), (H, 20)])
+def test_sizes_that_a_kernel_cannot_take_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="multiples of 8"):
+        Experts(E, *sizes, CPU_F32)
