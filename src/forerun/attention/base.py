@@ -8,7 +8,8 @@
 Backends that read lengths on the device need only `plan`, `write` and `attend`.
 
 Shapes: B requests; q_len tokens per request (decode) or ragged chunks (prefill); T tokens in all;
-Hq / Hkv query / K/V heads; D head dim; Dl / Dr latent and rope part of an MLA row; P page size.
+Hq / Hkv query / K/V heads; D head dim; Dl / Dr latent and rope part of an MLA row, Dn + Dr and Dv
+dims of the K and V heads that it expands to; P page size.
 A KV slot is a token's place in the pools: page id · P + offset.
 """
 
@@ -30,6 +31,7 @@ from forerun.attention.capabilities import (
     Mask,
     Phase,
 )
+from forerun.attention.latent import LatentExpand, attend_expanded_ref
 from forerun.attention.recurrent import RecurrentContext
 from forerun.core.errors import InternalError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
@@ -48,6 +50,7 @@ __all__ = [
     "HostBatch",
     "HostLengths",
     "KVNormRope",
+    "LatentExpand",
     "LayerMask",
     "Mask",
     "Phase",
@@ -275,6 +278,49 @@ class AttentionBackend(ABC):
         """
         raise InternalError(f"{self.name} has no latent (MLA) attention.")
 
+    def attend_latent_prefill(
+        self,
+        plan: Plan,
+        batch: AttentionBatch,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        expand: LatentExpand,
+    ) -> Tensor:
+        """MLA of prefill chunks with K and V per head: q [T, Hq, Dn + Dr], returns [T, Hq, Dv].
+
+        Called for batches with `ragged` only, after `write_latent` of the same tokens, and only
+        where expanding takes fewer operations than the absorbed form
+        (`LatentDims.expanding_is_cheaper`, host values); else `attend_latent` is called, so a
+        backend with `mla` serves both. The mask is causal, with or without a window; no sinks, no
+        soft-cap.
+
+        This default gathers the rows of each request from `pools.latent(layer)`, expands them by
+        groups of heads (`LatentExpand.head_groups` bounds the memory) and calls PyTorch's
+        attention. A backend may override it whole and keep any part of that:
+
+        - what depends on the batch alone (cumulative lengths, page ids of the gather) belongs into
+          `plan`, made once for all layers; `plan` does not know yet which form a layer takes;
+        - rows of several requests may be gathered and expanded together: `expand` takes any rows,
+          k and v come back contiguous as [S, h, Dn + Dr] and [S, h, Dv], for kernels that take
+          unpaged K and V of unequal head dims, causal and aligned to the end of each request;
+        - a context may be expanded in parts and merged by log-sum-exp instead of by groups of
+          heads.
+
+        Rows in the pool are of the pool's dtype; `expand` wants the dtype of `q`. A backend whose
+        kernel does not take `expand.dims` calls `super()`.
+        """
+        assert batch.ragged is not None
+        return attend_expanded_ref(
+            q,
+            self.pools.latent(layer),
+            batch.page_table,
+            batch.ragged,
+            expand,
+            spec.scale,
+            spec.mask.window,
+        )
+
 
 @dataclass(frozen=True)
 class AttentionContext:
@@ -295,6 +341,13 @@ class AttentionContext:
         """Stores latent [T, Dl + Dr] and attends with q [T, Hq, Dl + Dr]; [T, Hq, Dl]."""
         self.backend.write_latent(self.plan, layer, latent)
         return self.backend.attend_latent(self.plan, layer, spec, q)
+
+    def run_latent_prefill(
+        self, layer: int, spec: AttentionSpec, q: Tensor, latent: Tensor, expand: LatentExpand
+    ) -> Tensor:
+        """The same for prefill chunks with expanded K and V: q [T, Hq, Dn + Dr] -> [T, Hq, Dv]."""
+        self.backend.write_latent(self.plan, layer, latent)
+        return self.backend.attend_latent_prefill(self.plan, self.batch, layer, spec, q, expand)
 
     def recurrent(self, layer: int) -> RecurrentContext:
         """The state of a recurrent layer, for these tokens."""

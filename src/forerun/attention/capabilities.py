@@ -63,6 +63,9 @@ class AttentionNeed:
     graph: bool = False  # will be captured into a device graph
     kv_dtype: torch.dtype | None = None  # of stored K/V; None: `dtype`
     mla: bool = False  # some layers keep a latent row per token instead of K and V
+    latent_dim: int = 0  # with `mla`: Dl, the part of `head_dim` that V is
+    # With `mla`: (Dn + Dr, Dv), the head dims of expanded K and V in prefill; None: never expanded.
+    expanded_dims: tuple[int, int] | None = None
     dense: bool = True  # some layers keep K and V
     uniform: bool = True  # all layers keep the same
     sinks: bool = False  # a learned logit per head in the denominator of the softmax

@@ -12,7 +12,7 @@ from forerun.attention.model_attention import ModelAttention
 from forerun.attention.select import BackendChoice, select
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import DenseKV, ModelLayout, RecurrentState
+from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.models.base import CausalLM
 from forerun.speculative.base import SpecCaps
@@ -128,6 +128,7 @@ def _need(
     """The need of decode steps, with the dimensions of the first dense layer if there is one."""
     kinds = list(dict.fromkeys(layout.paged))
     dense = [kind for kind in kinds if isinstance(kind, DenseKV)]
+    latent = [kind for kind in kinds if isinstance(kind, LatentKV)]
     return AttentionNeed(
         device=where.device.type,
         dtype=where.dtype,
@@ -138,6 +139,8 @@ def _need(
         graph=where.graphs,
         kv_dtype=where.kv_dtype,
         dense=bool(dense),
-        mla=layout.has_latent,
+        mla=bool(latent),
+        latent_dim=latent[0].latent_dim if latent else 0,
+        expanded_dims=latent[0].expanded_dims if latent else None,
         uniform=len(kinds) <= 1,
     )

@@ -38,6 +38,8 @@ class LatentKV:
     latent_dim: int
     rope_dim: int
     dtype: torch.dtype
+    # Dims of the K and V heads that a row expands to in prefill; None: it is never expanded.
+    expanded_dims: tuple[int, int] | None = None
 
     @property
     def dim(self) -> int:
@@ -93,10 +95,6 @@ class ModelLayout:
     @property
     def has_recurrent_state(self) -> bool:
         return bool(self.recurrent)
-
-    @property
-    def has_latent(self) -> bool:
-        return any(isinstance(layer, LatentKV) for layer in self.layers)
 
     @property
     def latent_dim(self) -> int:
