@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -19,7 +21,7 @@ from transformers import (
 
 from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
 from forerun.attention.torch_native import TorchNative
-from forerun.kvcache.layouts import DenseKV, ModelLayout
+from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.layers.communication import WeightPlacement
 
@@ -50,6 +52,30 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_MLA = {
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-5,  # not that of the inner norms
+}
+_MOE = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+}
+_DENSE = {"first_k_dense_replace": 3}
 
 # name -> (config class, overrides)
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -69,6 +95,44 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Qwen3Config,
         {"head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
+    "qwen3-yarn": (Qwen3Config, {"head_dim": 16, "rope_parameters": _YARN}),
+    "deepseek-v2-dense": (
+        DeepseekV2Config,
+        {
+            **_MLA,
+            **_DENSE,
+            "q_lora_rank": 20,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek-v2-groups": (
+        DeepseekV2Config,
+        {
+            **_MLA,
+            **_MOE,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek-v2-lite": (DeepseekV2Config, {**_MLA, **_MOE, "tie_word_embeddings": True}),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {
+            **_MLA,
+            **_MOE,
+            "q_lora_rank": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    "kimi-k2": (
+        DeepseekV3Config,
+        {**_MLA, **_MOE, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
 }
 
 
@@ -79,6 +143,9 @@ def random_hf(config: PreTrainedConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model
 
 
@@ -105,14 +172,17 @@ class Loop:
         requests: int,
     ) -> Loop:
         kind = layout.layers[0]
-        assert isinstance(kind, DenseKV)
+        assert isinstance(kind, DenseKV | LatentKV)
+        dense = isinstance(kind, DenseKV)
         need = AttentionNeed(
             device="cpu",
             dtype=kind.dtype,
-            head_dim=kind.head_dim,
+            head_dim=kind.head_dim if dense else kind.dim,
             num_heads=heads,
-            num_kv_heads=kind.num_kv_heads,
+            num_kv_heads=kind.num_kv_heads if dense else 1,
             masks=frozenset(masks),
+            mla=not dense,
+            dense=dense,
         )
         assert TorchNative.why_not(need) == []
         pages = 1 + requests * PAGES_PER_REQUEST

@@ -7,6 +7,7 @@ reference implementations give shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,10 +71,17 @@ class Recorder:
         self.calls.append("attention")
         return qkv[:, : self.width].unsqueeze(1)
 
+    batch = SimpleNamespace(ragged=None)  # a decode step
+
+    def run_latent(self, layer: int, spec: object, q: Tensor, latent: Tensor) -> Tensor:
+        self.calls.append("attention")
+        return q[..., : self.latent_dim]
+
     def sequence(self, raw: dict[str, Any], place: WeightPlacement, tokens: int) -> list[str]:
         """Of a forward that captures a layer, and the LM head with argmax."""
         config = parse_model_config(raw)
         self.width = config.num_heads * config.head_dim
+        self.latent_dim = raw.get("kv_lora_rank", 0)
         model = model_class(config)(config, place, max_positions=8)
         model.prepare()
         self.calls.clear()
@@ -111,6 +119,27 @@ def test_on_an_h200(h200: Recorder, architecture: str, tokens: int) -> None:
     qkv, o_proj, gate_up, down_proj, head = ON_H200[tokens]
     layer = [*qkv, "attention", *o_proj, *gate_up, *down_proj]
     raw = QWEN3_8B | {"architectures": [architecture]}
+    got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), tokens)
+    assert got == ["rms_norm", *layer * LAYERS, *head]
+
+
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "architectures": ["DeepseekV3ForCausalLM"],
+}
+
+
+@pytest.mark.parametrize("q_rank", [None, 1536])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_latent_attention_on_an_h200(h200: Recorder, q_rank: int | None, tokens: int) -> None:
+    """q_a and kv_a are one GEMM; further norms are those of the two low ranks."""
+    qkv, o_proj, gate_up, down_proj, head = ON_H200[tokens]
+    q_b = [] if q_rank is None else ["rms_norm", "gemm"]
+    layer = [*qkv, *q_b, "rms_norm", "attention", *o_proj, *gate_up, *down_proj]
+    raw = QWEN3_8B | LATENT | {"q_lora_rank": q_rank}
     got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), tokens)
     assert got == ["rms_norm", *layer * LAYERS, *head]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from forerun.config.model_config import RopeConfig
+from forerun.config.model_config import RopeConfig, YarnConfig, parse_model_config
 from forerun.kernels.elementwise.qk_norm_rope import rotate
 from forerun.layers import gemm
 from forerun.layers.embedding import LMHead, VocabEmbedding
@@ -106,7 +108,8 @@ def test_norm_of_zeros_is_zero() -> None:
     assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
 
 
-SCALINGS = {
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 5e5}
+SCALINGS: dict[str, tuple[RopeConfig, dict[str, Any]]] = {
     "default": (RopeConfig(theta=5e5), {"rope_type": "default", "rope_theta": 5e5}),
     "linear": (
         RopeConfig(theta=1e4, scaling="linear", factor=4.0),
@@ -123,6 +126,44 @@ SCALINGS = {
             "original_max_position_embeddings": 8192,
         },
     ),
+    "yarn": (
+        RopeConfig(5e5, "yarn", 16.0, original_max_position=8192, yarn=YarnConfig()),
+        {**YARN, "factor": 16.0, "original_max_position_embeddings": 8192},
+    ),
+    "yarn-mscale": (
+        RopeConfig(
+            5e5,
+            "yarn",
+            40.0,
+            original_max_position=4096,
+            yarn=YarnConfig(beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.707),
+        ),
+        {
+            **YARN,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.707,
+        },
+    ),
+    "yarn-untruncated": (
+        RopeConfig(
+            5e5,
+            "yarn",
+            32.0,
+            original_max_position=4096,
+            yarn=YarnConfig(truncate=False, attention_factor=1.25),
+        ),
+        {
+            **YARN,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+            "attention_factor": 1.25,
+        },
+    ),
 }
 
 
@@ -137,7 +178,10 @@ def test_rope_equals_transformers(name: str) -> None:
         rope_parameters=theirs,
     )
     embedding = LlamaRotaryEmbedding(config)
-    assert torch.equal(frequencies(ours, 128), embedding.inv_freq)
+    torch.testing.assert_close(frequencies(ours, 128), embedding.inv_freq, rtol=1e-6, atol=0)
+    assert torch.equal(frequencies(ours, 128), embedding.inv_freq) or "yarn" in name
+    read = parse_model_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]}).rope
+    assert read == ours
 
     rope = Rope(ours, 128, 40000, torch.float32, CPU)
     positions = torch.tensor([0, 1, 17, 8191, 39999], dtype=torch.int32)

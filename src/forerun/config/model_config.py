@@ -10,10 +10,24 @@ from typing import Any
 
 from forerun.core.errors import ConfigError
 
+ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """What YaRN has besides `factor` and the original length (arXiv 2309.00071)."""
+
+    beta_fast: float = 32.0  # rotations over the original length: more are kept as they are
+    beta_slow: float = 1.0  # fewer are divided by `factor`
+    truncate: bool = True  # the dims between which it blends are whole numbers
+    attention_factor: float | None = None  # of cos and sin; None: it follows from the others
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0  # DeepSeek: of the softmax scale, too
+
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. `scaling` is "default", "linear" or "llama3", as in transformers."""
+    """Rotary embedding. `scaling` is one of `ROPE_SCALINGS`, as in transformers."""
 
     theta: float = 10000.0
     scaling: str = "default"
@@ -21,6 +35,7 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    yarn: YarnConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # of each head: head_dim, or the rope part of an MLA head
     rms_norm_eps: float
     rope: RopeConfig
     max_position: int
@@ -110,6 +126,7 @@ def parse_model_config(
             f"{where}: {heads} query heads cannot be shared among {kv_heads} key-value heads."
         )
     attention_bias = bool(raw.get("attention_bias", False))
+    head_dim = int(raw.get("head_dim") or hidden // heads)
     return ModelConfig(
         architecture=str(architectures[0]),
         vocab_size=int(need("vocab_size")),
@@ -118,7 +135,8 @@ def parse_model_config(
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden // heads),
+        head_dim=head_dim,
+        rotary_dim=int(raw.get("qk_rope_head_dim") or head_dim),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=_parse_rope(raw, where),
         max_position=int(raw.get("max_position_embeddings", 4096)),
@@ -143,17 +161,33 @@ def _parse_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     # transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = str(spec.get("rope_type") or spec.get("type") or "default")
-    if kind not in ("default", "linear", "llama3"):
+    if kind not in ROPE_SCALINGS:
         raise ConfigError(
-            f"{where}: rope scaling {kind!r} is not supported. Known: default, linear, llama3."
+            f"{where}: rope scaling {kind!r} is not supported. Known: {', '.join(ROPE_SCALINGS)}."
         )
+    longest = int(raw.get("max_position_embeddings", 4096))
+    original = spec.get("original_max_position_embeddings") or (longest if kind == "yarn" else 8192)
+    factor = spec.get("factor") or (longest / int(original) if kind == "yarn" else 1.0)
     return RopeConfig(
         theta=float(spec.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         scaling=kind,
-        factor=float(spec.get("factor", 1.0)),
+        factor=float(factor),
         low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
         high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
-        original_max_position=int(spec.get("original_max_position_embeddings", 8192)),
+        original_max_position=int(original),
+        yarn=_parse_yarn(spec) if kind == "yarn" else None,
+    )
+
+
+def _parse_yarn(spec: Mapping[str, Any]) -> YarnConfig:
+    attention_factor = spec.get("attention_factor")
+    return YarnConfig(
+        beta_fast=float(spec.get("beta_fast") or 32.0),
+        beta_slow=float(spec.get("beta_slow") or 1.0),
+        truncate=bool(spec.get("truncate", True)),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        mscale=float(spec.get("mscale") or 0.0),
+        mscale_all_dim=float(spec.get("mscale_all_dim") or 0.0),
     )
 
 

@@ -15,9 +15,19 @@ from forerun.attention.base import (
     RopeInput,
 )
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
-from forerun.kvcache.layouts import DenseKV
+from forerun.kvcache.layouts import DenseKV, LayerLayout
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+
+
+class KVLayer(Module):
+    """The attention of one layer, which keeps something per token."""
+
+    layer_id: int  # in the model's pools
+
+    def kv_layout(self, kv_dtype: torch.dtype) -> LayerLayout:
+        """What this layer keeps, stored as `kv_dtype`."""
+        raise NotImplementedError(f"{type(self).__name__}.kv_layout")
 
 
 class HeadNormRope(QKNormRope):
@@ -41,7 +51,7 @@ class HeadNormRope(QKNormRope):
         return q, k, v
 
 
-class Attention(Module):
+class Attention(KVLayer):
     """QK-norm, RoPE, K/V write and attention of layer `layer_id` over paged K/V."""
 
     def __init__(
@@ -62,7 +72,6 @@ class Attention(Module):
             self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
 
     def kv_layout(self, kv_dtype: torch.dtype) -> DenseKV:
-        """What this layer keeps."""
         return DenseKV(self.num_kv_heads, self.head_dim, kv_dtype)
 
     def prepare(self) -> None:

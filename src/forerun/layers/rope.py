@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.config.model_config import RopeConfig
+from forerun.config.model_config import RopeConfig, YarnConfig
 
 
 @dataclass
@@ -43,6 +43,8 @@ def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         return inv / config.factor
     if config.scaling == "llama3":
         return _llama3(inv, config)
+    if config.yarn is not None:
+        return _yarn(inv, config, config.yarn)
     return inv
 
 
@@ -60,6 +62,42 @@ def _llama3(inv: Tensor, config: RopeConfig) -> Tensor:
     return torch.where(long, scaled, torch.where(short, inv, blended))
 
 
+def _yarn(inv: Tensor, config: RopeConfig, yarn: YarnConfig) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): dims that rotate often are kept, slow ones scaled."""
+    dim = 2 * len(inv)
+
+    def index(rotations: float) -> float:
+        """The (fractional) pair that rotates this often over the original length."""
+        wave = config.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(wave) / (2 * math.log(config.theta))
+
+    low, high = index(yarn.beta_fast), index(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = max(high - low, 1e-3)
+    scaled = ((torch.arange(len(inv), dtype=torch.float32) - low) / span).clamp(0, 1)
+    return inv / config.factor * scaled + inv * (1 - scaled)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """0.1 · mscale · ln(factor) + 1: how much sharper attention gets over a longer context."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def amplitude(config: RopeConfig) -> float:
+    """The factor of cos and sin; 1 without YaRN, and where DeepSeek's two mscales are equal."""
+    yarn = config.yarn
+    if yarn is None:
+        return 1.0
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        whole = yarn_mscale(config.factor, yarn.mscale_all_dim)
+        return yarn_mscale(config.factor, yarn.mscale) / whole
+    return yarn_mscale(config.factor, 1.0)
+
+
 class Rope:
     """Tables for positions 0 … max_positions - 1, shared by all layers of a model."""
 
@@ -72,7 +110,7 @@ class Rope:
         device: torch.device,
     ) -> None:
         angles = torch.outer(torch.arange(max_positions).float(), frequencies(config, head_dim))
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * amplitude(config), angles.sin() * amplitude(config)
         table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
         self.table = table.unsqueeze(2).to(device, dtype)  # [P, 2, 1, D]
 

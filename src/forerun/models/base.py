@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.attention import Attention
+from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import LMHead
 from forerun.layers.linear import Hidden
@@ -26,7 +26,7 @@ class DecoderLayer(Module, ABC):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
-        """`layer_id`: in the K/V pools."""
+        """`layer_id`: in the model, and of its K/V in the pools."""
 
     @abstractmethod
     def __call__(
@@ -102,4 +102,4 @@ class CausalLM(Module, ABC):
 
     def kv_layout(self, kv_dtype: torch.dtype) -> ModelLayout:
         """What the layers keep, in order; K/V is stored as `kv_dtype`."""
-        return ModelLayout(tuple(attn.kv_layout(kv_dtype) for attn in self.modules(Attention)))
+        return ModelLayout(tuple(layer.kv_layout(kv_dtype) for layer in self.modules(KVLayer)))

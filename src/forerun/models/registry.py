@@ -5,11 +5,14 @@ from __future__ import annotations
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError, nearest
 from forerun.models.base import CausalLM
+from forerun.models.deepseek import DeepseekForCausalLM
 from forerun.models.llama import LlamaForCausalLM
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
+    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -46,5 +49,7 @@ def check_layers(config: ModelConfig) -> None:
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if float(partial) != 1.0:
         raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
-    if config.head_dim % 2:
-        raise ConfigError(f"head_dim {config.head_dim} is odd; rotary embedding needs an even one.")
+    if config.rotary_dim % 2:
+        raise ConfigError(
+            f"head_dim {config.rotary_dim} is odd; rotary embedding needs an even one."
+        )

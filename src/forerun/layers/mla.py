@@ -1,0 +1,123 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) between projections.
+
+A layer keeps one latent row [c | k_rope] per token: c, normed, of R = kv_lora_rank values, and a
+rotated key part that all heads share. Decode, verify and draft extend use the absorbed form, one
+K/V head of R + Dr and R values. Prefill expands K and V per head where that is cheaper
+(`attention/latent.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import (
+    AttentionContext,
+    AttentionSpec,
+    LatentExpand,
+    LayerMask,
+    RopeInput,
+)
+from forerun.attention.latent import LatentDims
+from forerun.kernels.elementwise.qk_norm_rope import rotate
+from forerun.kvcache.layouts import LatentKV
+from forerun.layers.attention import KVLayer
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
+
+
+class LatentUpProjection(LatentExpand, Module):
+    """`weight` [Hq · (Dn + Dv), R]: W_UK rows, then W_UV rows, of every head (kv_b_proj).
+
+    Absorbed and expanded forms read the same matrix; nothing is stored twice.
+    """
+
+    def __init__(self, num_heads: int, dims: LatentDims, place: WeightPlacement) -> None:
+        self.num_heads, self.dims = num_heads, dims
+        self.weight = place.empty(num_heads * (dims.nope + dims.v), dims.latent)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return {f"{prefix}weight": self.weight}
+
+    def prepare(self) -> None:
+        dims = self.dims
+        self._by_head = self.weight.view(self.num_heads, dims.nope + dims.v, dims.latent)
+        self._w_uk = self._by_head[:, : dims.nope]  # [Hq, Dn, R]
+        self._w_uv_t = self._by_head[:, dims.nope :].transpose(1, 2)  # [Hq, R, Dv]
+
+    def absorb(self, q_nope: Tensor) -> Tensor:
+        """[T, Hq, Dn] -> [T, Hq, R], to be multiplied with latent rows."""
+        return torch.bmm(q_nope.transpose(0, 1), self._w_uk).transpose(0, 1)
+
+    def project_v(self, out: Tensor) -> Tensor:
+        """Sums of latent rows [T, Hq, R] -> sums of V, [T, Hq, Dv]."""
+        return torch.bmm(out.transpose(0, 1), self._w_uv_t).transpose(0, 1)
+
+    def __call__(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        dims = self.dims
+        latent, k_rope = rows.split_with_sizes((dims.latent, dims.rope), 1)
+        both = latent @ self._by_head[heads].flatten(0, 1).t()
+        k_nope, v = both.view(len(rows), -1, dims.nope + dims.v).split((dims.nope, dims.v), -1)
+        shared = k_rope.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
+        return torch.cat((k_nope, shared), -1), v
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """The heads of an MLA layer, as values."""
+
+    num_heads: int  # Hq
+    dims: LatentDims
+    scale: float  # scores are scale · q·k, with q and k of Dn + Dr values
+
+
+class LatentAttention(KVLayer):
+    """Norm and RoPE of the latent row, its write, and attention of layer `layer_id`."""
+
+    def __init__(
+        self,
+        layer_id: int,
+        mask: LayerMask,
+        heads: LatentHeads,
+        kv_norm: RMSNorm,
+        up: LatentUpProjection,
+    ) -> None:
+        self.layer_id, self.heads = layer_id, heads
+        self.spec = AttentionSpec(mask, heads.scale)
+        self._kv_norm, self._up = kv_norm, up
+
+    def kv_layout(self, kv_dtype: torch.dtype) -> LatentKV:
+        dims = self.heads.dims
+        return LatentKV(dims.latent, dims.rope, kv_dtype, expanded_dims=(dims.qk, dims.v))
+
+    def __call__(self, q: Tensor, kv_a: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
+        """q [T, Hq · (Dn + Dr)], kv_a [T, R + Dr] -> [T, Hq · Dv].
+
+        The rope parts of q and kv_a are half-split: see `deinterleave`.
+        """
+        dims, up = self.heads.dims, self._up
+        q = q.view(len(q), self.heads.num_heads, dims.qk)
+        q_nope, q_rope = q.split_with_sizes((dims.nope, dims.rope), 2)
+        latent, k_rope = kv_a.split_with_sizes((dims.latent, dims.rope), 1)
+        q_rope = rotate(q_rope, rope.cos_sin)
+        k_rope = rotate(k_rope.unsqueeze(1), rope.cos_sin).squeeze(1)
+        rows = torch.cat((self._kv_norm(latent), k_rope), 1)
+        chunks = ctx.batch.ragged
+        if chunks is not None and dims.expanding_is_cheaper(chunks):
+            q = torch.cat((q_nope, q_rope), 2)
+            return ctx.run_latent_prefill(self.layer_id, self.spec, q, rows, up).flatten(1)
+        q = torch.cat((up.absorb(q_nope), q_rope), 2)
+        out = ctx.run_latent(self.layer_id, self.spec, q, rows)
+        return up.project_v(out).flatten(1)
+
+
+def deinterleave(rows: Tensor) -> None:
+    """Reorders the rows [..., Dr, in] of a projection in place: pairs (2i, 2i + 1) to halves.
+
+    DeepSeek's checkpoints rotate neighbouring dims; `rotate` rotates dim i with dim i + Dr / 2.
+    q and k reordered alike have the same scores.
+    """
+    rows.copy_(torch.cat((rows[..., 0::2, :], rows[..., 1::2, :]), -2))

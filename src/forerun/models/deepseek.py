@@ -1,0 +1,252 @@
+"""DeepSeek-V2 (and Lite), DeepSeek-V3 / R1 and Kimi-K2: latent attention and sparse experts.
+
+arXiv 2405.04434 (V2: MLA, group-limited routing) and 2412.19437 (V3: sigmoid scores with a
+correction bias). Kimi-K2 is of V3's shape and names V3's architecture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext, LayerMask, RopeInput
+from forerun.attention.latent import LatentDims
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.embedding import LMHead, VocabEmbedding
+from forerun.layers.linear import Hidden, Linear, MergedLinear, PendingGemm, RowLinear
+from forerun.layers.mla import LatentAttention, LatentHeads, LatentUpProjection, deinterleave
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.module import Module
+from forerun.layers.moe import PendingExperts, Routing, SparseMoE
+from forerun.layers.norm import RMSNorm
+from forerun.layers.residual import AddRMSNorm, AuxHiddenStates, FinalRMSNorm
+from forerun.layers.rope import Rope, yarn_mscale
+from forerun.models.base import CausalLM, DecoderLayer
+
+V3 = "DeepseekV3ForCausalLM"
+NUM_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"
+INNER_EPS = 1e-6  # of the norms inside attention, whatever rms_norm_eps is
+
+
+def need(config: ModelConfig, *names: str) -> Any:
+    """The value of the first of these keys that config.json has; some have two spellings."""
+    for name in names:
+        if config.raw.get(name) is not None:
+            return config.raw[name]
+    raise ConfigError(
+        f"config.json lacks {names[0]!r}, which {config.architecture} needs. Is it complete?"
+    )
+
+
+def latent_heads(config: ModelConfig) -> LatentHeads:
+    """The heads of every layer.
+
+    The softmax scale is (Dn + Dr)^-0.5, with YaRN and `mscale_all_dim` times m²,
+    m = 0.1 · mscale_all_dim · ln(factor) + 1, as in the checkpoints' own modeling_deepseek.py.
+    """
+    dims = LatentDims(
+        latent=int(need(config, "kv_lora_rank")),
+        rope=int(need(config, "qk_rope_head_dim")),
+        nope=int(need(config, "qk_nope_head_dim")),
+        v=int(need(config, "v_head_dim")),
+    )
+    scale, yarn = dims.qk**-0.5, config.rope.yarn
+    if yarn is not None and yarn.mscale_all_dim:
+        scale *= yarn_mscale(config.rope.factor, yarn.mscale_all_dim) ** 2
+    return LatentHeads(config.num_heads, dims, scale)
+
+
+def has_experts(config: ModelConfig, layer_id: int) -> bool:
+    """Whether the MLP of this layer is a mixture; the MTP layer has the id after the last one."""
+    raw = config.raw
+    freq = int(raw.get("moe_layer_freq") or 1)
+    return (
+        any(raw.get(name) for name in NUM_EXPERTS)
+        and layer_id >= int(raw.get("first_k_dense_replace") or 0)
+        and layer_id % freq == 0
+    )
+
+
+def routing(config: ModelConfig) -> Routing:
+    """By `topk_method`: greedy or group_limited_greedy (V2), noaux_tc (V3).
+
+    Where V2 normalises the weights it does not scale them, as in its own modeling_deepseek.py
+    (transformers reads neither `norm_topk_prob` nor `scoring_func` there; no release sets them).
+    """
+    raw, v3 = config.raw, config.architecture == V3
+    method = raw.get("topk_method") or ("noaux_tc" if v3 else "greedy")
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise ConfigError(
+            f"topk_method {method!r} is not supported. Known: greedy, group_limited_greedy,"
+            " noaux_tc."
+        )
+    unbiased = method != "noaux_tc"
+    norm = bool(raw.get("norm_topk_prob", v3))
+    factor = float(raw.get("routed_scaling_factor") or 1.0)
+    return Routing(
+        num_experts=int(need(config, *NUM_EXPERTS)),
+        top_k=int(need(config, "num_experts_per_tok")),
+        scoring=raw.get("scoring_func") or ("softmax" if unbiased else "sigmoid"),
+        norm_topk_prob=norm,
+        routed_scaling_factor=1.0 if norm and unbiased else factor,
+        n_group=None if method == "greedy" else int(need(config, "n_group")),
+        topk_group=None if method == "greedy" else int(need(config, "topk_group")),
+        group_score="max" if unbiased else "top2",
+        correction_bias=not unbiased,
+    )
+
+
+class DeepseekAttention(Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        if config.qkv_bias:
+            raise ConfigError("attention_bias is not supported with latent attention.")
+        heads = latent_heads(config)
+        dims, hidden_size, q_rank = heads.dims, config.hidden_size, config.raw.get("q_lora_rank")
+        self.interleaved = bool(config.raw.get("rope_interleave", True))
+        q_size = heads.num_heads * dims.qk
+        q_a = {"q_proj": q_size} if q_rank is None else {"q_a_proj": int(q_rank)}
+        parts = {**q_a, "kv_a_proj_with_mqa": dims.latent + dims.rope}
+        self.sizes = tuple(parts.values())
+        self.qkv_a_proj = MergedLinear(hidden_size, parts, False, place)
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: Linear | None = None
+        if q_rank is not None:
+            self.q_a_layernorm = RMSNorm(int(q_rank), INNER_EPS, place)
+            self.q_b_proj = Linear(int(q_rank), q_size, False, place)
+        self.kv_a_layernorm = RMSNorm(dims.latent, INNER_EPS, place)
+        self.kv_b_proj = LatentUpProjection(heads.num_heads, dims, place)
+        self.attn = LatentAttention(layer_id, mask, heads, self.kv_a_layernorm, self.kv_b_proj)
+        self.o_proj = RowLinear(heads.num_heads * dims.v, hidden_size, False, place)
+
+    def prepare(self) -> None:
+        dims = self.kv_b_proj.dims
+        q_a, kv_a = self.qkv_a_proj.weight.split_with_sizes(self.sizes)
+        q = q_a if self.q_b_proj is None else self.q_b_proj.weight
+        if self.interleaved:
+            deinterleave(q.view(-1, dims.qk, q.shape[1])[:, dims.nope :])
+            deinterleave(kv_a[dims.latent :])
+        super().prepare()
+
+    def __call__(
+        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
+    ) -> PendingGemm:
+        qkv_a = self.qkv_a_proj(x).result()
+        q, kv_a = qkv_a.split_with_sizes(self.sizes, 1)
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        return self.o_proj(self.attn(q, kv_a, rope, ctx))
+
+
+class DeepseekMoE(SparseMoE):
+    """Routed experts and, one MLP as wide as all of them, the shared experts."""
+
+    def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
+        hidden_size, width = config.hidden_size, int(need(config, "moe_intermediate_size"))
+        super().__init__(hidden_size, width, routing(config), place)
+        shared = int(config.raw.get("n_shared_experts") or 0)
+        self.shared_experts: GatedMLP | None = None
+        if shared:
+            self.shared_experts = GatedMLP(hidden_size, width * shared, config.mlp_bias, place)
+
+    def __call__(
+        self, x: Tensor | DeferredNorm, shared: PendingGemm | None = None
+    ) -> PendingExperts:
+        if self.shared_experts is not None:
+            shared = self.shared_experts(x)
+        return super().__call__(x, shared)
+
+
+class DeepseekDecoderLayer(DecoderLayer):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        self.layer_id = layer_id
+        self.self_attn = DeepseekAttention(config, layer_id, mask, place)
+        self.mlp: GatedMLP | DeepseekMoE
+        if has_experts(config, layer_id):
+            self.mlp = DeepseekMoE(config, place)
+        else:
+            self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, place)
+        self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
+        self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.input_layernorm.link(self.self_attn.qkv_a_proj)
+        if isinstance(self.mlp, GatedMLP):
+            self.post_attention_layernorm.link(self.mlp.gate_up_proj)
+
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        aux.capture(self.layer_id, residual)
+        x = self.self_attn(x, rope, ctx)
+        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.mlp(x)
+        return x, residual
+
+
+class DeepseekModel(Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        masks: tuple[LayerMask, ...],
+        place: WeightPlacement,
+        max_positions: int,
+    ) -> None:
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
+        self.layers = [DeepseekDecoderLayer(config, i, mask, place) for i, mask in enumerate(masks)]
+        self.norm = FinalRMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.rope = Rope(config.rope, config.rotary_dim, max_positions, place.dtype, place.device)
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
+    ) -> Tensor:
+        x: Hidden = self.embed_tokens(input_ids)
+        residual: Tensor | None = None
+        rope = self.rope.rows(positions)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rope, ctx, aux)
+        hidden_states, residual = self.norm(x, residual)
+        aux.capture(len(self.layers), residual)
+        return hidden_states
+
+
+class DeepseekForCausalLM(CausalLM):
+    """DeepseekV2ForCausalLM and DeepseekV3ForCausalLM: they differ in routing alone."""
+
+    decoder_layer = DeepseekDecoderLayer
+
+    def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
+        self.config = config
+        self.layer_masks = (LayerMask(),) * config.num_layers
+        self.model = DeepseekModel(config, self.layer_masks, place, max_positions)
+        embed_tokens = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, embed_tokens)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        capture_layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        aux = AuxHiddenStates(capture_layers)
+        hidden_states = self.model(input_ids, positions, ctx, aux)
+        return hidden_states, aux.concatenated()
