@@ -9,7 +9,7 @@ import torch
 
 from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask, Mask
 from forerun.attention.capabilities import Capabilities, Phase
-from forerun.attention.select import BackendChoice, choose_page_size, select, survey
+from forerun.attention.select import BackendChoice, Wanted, choose_page_size, select, survey
 from forerun.attention.torch_native import TorchNative
 from forerun.core.errors import ConfigError
 
@@ -30,14 +30,14 @@ def test_triton_is_the_default_on_every_gpu(
     monkeypatch.setattr(torch.version, "hip", hip)
     block = frozenset({LayerMask(Mask.BLOCK, 512), LayerMask(window=128)})
     for need in (GPU, replace(GPU, masks=block, graph=True)):
-        assert select(need, None, "attention_backend").backend.name == "triton"
+        assert select(need, Wanted()).backend.name == "triton"
 
 
 def test_torch_native_is_the_default_on_a_cpu_and_selectable_on_a_gpu() -> None:
-    choice = select(replace(GPU, device="cpu"), None, "attention_backend")
+    choice = select(replace(GPU, device="cpu"), Wanted())
     assert choice.backend.name == "torch_native"
     assert "triton: it needs an NVIDIA or AMD GPU, not cpu" in choice.explain()
-    assert select(GPU, "torch_native", "attention_backend").backend.name == "torch_native"
+    assert select(GPU, Wanted("torch_native")).backend.name == "torch_native"
 
 
 def test_graphs_and_trees_need_triton() -> None:
@@ -46,7 +46,7 @@ def test_graphs_and_trees_need_triton() -> None:
     assert reasons["triton"] == []
     assert len(reasons["torch_native"]) == 1
     with pytest.raises(ConfigError, match="attention_backend torch_native cannot serve"):
-        select(tree, "torch_native", "attention_backend")
+        select(tree, Wanted("torch_native"))
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_all_kv_dtypes_are_supported() -> None:
 
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match="Unknown attention_backend 'tritn'"):
-        select(GPU, "tritn", "attention_backend")
+        select(GPU, Wanted("tritn"))
 
 
 def test_every_reason_is_listed() -> None:
     need = replace(GPU, device="cpu", head_dim=512, sinks=True, phase=Phase.PREFILL)
     with pytest.raises(ConfigError) as refused:
-        select(replace(need, kv_scales=True, graph=True), None, "attention_backend")
+        select(replace(need, kv_scales=True, graph=True), Wanted())
     said = str(refused.value)
-    for reason in ("prefill of this model", "not cpu", "head dim 512", "sinks", "device graph"):
+    for reason in ("prefill of the target", "not cpu", "head dim 512", "sinks", "device graph"):
         assert reason in said
     assert said.count("K/V scales") == 2  # of each backend
 

@@ -39,7 +39,7 @@ def test_a_replay_without_prepare_is_wrong() -> None:
     pools = ModelPools(ModelLayout.dense(1, 2, 8, torch.float32), PoolShape(9, PAGE), need_device())
     pools.dense.normal_(generator=torch.Generator().manual_seed(1))
     host, plain = HostPlanned(need, pools), TorchNative(need, pools)
-    attention = ModelAttention(pools, host, host)
+    attention = ModelAttention.of(host)
     buffers = StepBuffers(batch_size=3, kv_len_ub=64)  # two requests and a padding slot
     pages = [[3, 5, 1, 7], [2, 8, 4, 6]]
     table = torch.tensor([*pages, [0] * 4], dtype=torch.int32)

@@ -31,10 +31,18 @@ class LayerMask:
 
 
 class Phase(Enum):
-    """Which forwards a backend serves."""
+    """Which forwards a backend serves.
+
+    All but PREFILL have the same number of tokens for every request (`AttentionBatch.q_len`).
+    """
 
     PREFILL = "prefill"  # ragged chunks of prompts
-    DECODE = "decode"  # the same number of tokens for every request: decode, verify, draft
+    DECODE = "decode"  # one token: plain decoding, the drafts of a chain
+    VERIFY = "verify"  # W > 1 tokens: verification, and blocks of a draft that sees them whole
+    EXTEND = "draft extend"  # W > 1 verified tokens, which the draft observes
+
+
+PER_STEP = (Phase.DECODE, Phase.VERIFY, Phase.EXTEND)  # q_len is set: may be captured
 
 
 class HostLengths(Enum):
@@ -71,6 +79,8 @@ class AttentionNeed:
     sinks: bool = False  # a learned logit per head in the denominator of the softmax
     logit_softcap: bool = False  # cap · tanh(score / cap)
     kv_scales: bool = False  # stored K/V is divided by a scale per layer
+    arch: str | None = None  # of the GPU: "sm_90", "gfx942"; None: a CPU, or not known
+    page_sizes: frozenset[int] | None = None  # one of these will be used; None: any
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class Capabilities:
     """What a backend can do. None: anything of that kind."""
 
     devices: frozenset[str] | None = None
+    archs: frozenset[str] | None = None  # GPUs that its kernels were built for
     phases: frozenset[Phase] = frozenset(Phase)
     masks: frozenset[Mask] = frozenset(Mask)
     windows: frozenset[Mask] = frozenset(Mask)  # masks that may have a window
@@ -108,6 +119,8 @@ class Capabilities:
         out = []
         if self.devices is not None and need.device not in self.devices:
             out.append(f"it runs on {_listed(self.devices)}, not {need.device}")
+        elif self.archs is not None and need.arch not in self.archs:
+            out.append(f"it runs on {_listed(self.archs)}, not {need.arch or 'an unknown GPU'}")
         if need.phase not in self.phases:
             out.append(f"it does not serve {need.phase.value}")
         if self.head_dims is not None and need.head_dim not in self.head_dims:
@@ -123,7 +136,15 @@ class Capabilities:
         for mask in sorted(m.value for m in windows - self.windows):
             tree = " (tree)" if mask == Mask.CUSTOM.value else ""
             out.append(f"its {mask}{tree} mask has no window")
-        return out
+        return [*out, *self._refused_pages(need)]
+
+    def _refused_pages(self, need: AttentionNeed) -> list[str]:
+        if self.page_sizes is None or need.page_sizes is None:
+            return []
+        if need.page_sizes.intersection(self.page_sizes):
+            return []
+        asked = ", ".join(map(str, sorted(need.page_sizes)))
+        return [f"it has pages of {', '.join(map(str, self.page_sizes))} tokens, not of {asked}"]
 
     def _refused_features(self, need: AttentionNeed) -> list[str]:
         asked = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forerun.attention.base import (
@@ -12,7 +13,7 @@ from forerun.attention.base import (
     DecodeShape,
     HostBatch,
 )
-from forerun.attention.capabilities import HostLengths
+from forerun.attention.capabilities import PER_STEP, Phase
 from forerun.kvcache.pools import ModelPools
 
 
@@ -36,10 +37,8 @@ class StepBuffers:
         for (backend, _, offset), buffers in self._made.items():
             backend.prepare(buffers, self._host.shifted(offset))
 
-    def of(self, backend: AttentionBackend, batch: AttentionBatch, offset: int) -> Buffers | None:
+    def of(self, backend: AttentionBackend, batch: AttentionBatch, offset: int) -> Buffers:
         """For a forward whose tokens begin `offset` after the committed length."""
-        if not backend.capabilities.plans_on_host:
-            return None
         shape = batch.decode_shape(self._kv_len_ub)
         key = (backend, shape, offset)
         if key not in self._made:
@@ -55,31 +54,58 @@ class ModelAttention:
     """What the executor holds for the target and for the draft."""
 
     pools: ModelPools
-    prefill: AttentionBackend
-    decode: AttentionBackend
+    backends: Mapping[Phase, AttentionBackend]
+    # Runs short prompts with the same number of tokens each, so that they can be captured; None:
+    # no backend of this model can.
+    short_prefill: AttentionBackend | None = None
+
+    @classmethod
+    def of(cls, backend: AttentionBackend) -> ModelAttention:
+        """One backend for everything."""
+        return cls(backend.pools, dict.fromkeys(Phase, backend), backend)
+
+    @property
+    def for_short_prefill(self) -> ModelAttention:
+        """The same pools, with `short_prefill` for everything."""
+        assert self.short_prefill is not None, "short prefill is not captured for this model"
+        return ModelAttention.of(self.short_prefill)
 
     @property
     def plans_on_host(self) -> bool:
         """Whether decode steps need `StepBuffers`."""
-        return self.decode.capabilities.plans_on_host
-
-    @property
-    def needs_exact_lengths(self) -> bool:
-        return self.decode.capabilities.host_lengths is HostLengths.EXACT
+        return any(backend.capabilities.plans_on_host for backend in self._per_step)
 
     @property
     def needs_host_pages(self) -> bool:
         """Whether page ids must be known on the host, in prefill or decode."""
-        return any(b.capabilities.host_page_table for b in (self.prefill, self.decode))
+        return any(b.capabilities.host_page_table for b in self.backends.values())
+
+    @property
+    def _per_step(self) -> list[AttentionBackend]:
+        return [self.backends[phase] for phase in PER_STEP if phase in self.backends]
+
+    def backend_of(self, q_len: int | None, extends: bool = False) -> AttentionBackend:
+        """Of a forward of `q_len` tokens per request (None: chunks of prompts).
+
+        `extends`: they are verified tokens, which the draft observes.
+        """
+        if q_len is None:
+            return self.backends[Phase.PREFILL]
+        if q_len == 1:
+            return self.backends[Phase.DECODE]
+        return self.backends[Phase.EXTEND if extends else Phase.VERIFY]
 
     def context(
-        self, batch: AttentionBatch, buffers: StepBuffers | None = None, offset: int = 0
+        self,
+        batch: AttentionBatch,
+        buffers: StepBuffers | None = None,
+        offset: int = 0,
+        extends: bool = False,
     ) -> AttentionContext:
         """Plans a forward. `buffers`: of this step; needed where `plans_on_host`, in decode."""
-        if batch.q_len is None:
-            return AttentionContext(self.prefill, self.prefill.plan(batch), batch)
+        backend = self.backend_of(batch.q_len, extends)
         held = None
-        if self.plans_on_host:
+        if batch.q_len is not None and backend.capabilities.plans_on_host:
             assert buffers is not None
-            held = buffers.of(self.decode, batch, offset)
-        return AttentionContext(self.decode, self.decode.plan(batch, held), batch)
+            held = buffers.of(backend, batch, offset)
+        return AttentionContext(backend, backend.plan(batch, held), batch)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from forerun.attention.base import AttentionBackend
-from forerun.attention.capabilities import AttentionNeed
+from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.core.errors import ConfigError, nearest
+
+log = logging.getLogger("forerun")
 
 
 def _torch_native() -> type[AttentionBackend]:
@@ -22,17 +26,46 @@ def _triton() -> type[AttentionBackend]:
     return TritonAttention
 
 
-# Fastest first, for target and draft alike; a backend's module is imported only when it is asked.
-# On ROCm this order makes `triton` the default: whatever is put before it must refuse ROCm.
+# All backends; a backend's module is imported only when it is asked.
 BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "triton": _triton,
     "torch_native": _torch_native,
 }
 
+# Defaults: the first of these that can serve, fastest first (docs/backends.md has the times); after
+# them the other backends, in the order of `BACKENDS`. On ROCm `triton` must stay the default:
+# whatever is put before it refuses other architectures than its own.
+PREFILL_ORDER = ("triton",)
+STEP_ORDER = ("triton",)  # decode, verify, draft extend
+MLA_PREFILL_ORDER = ("triton",)
+MLA_STEP_ORDER = ("triton",)
+
+
+class Force(Enum):
+    """How binding a name in the settings is for one phase."""
+
+    PHASE = "phase"  # named for this phase: refused if it cannot serve
+    MODEL = "model"  # named for all phases of a model: those it is not made for get the next one
+    DEFAULT = "default"  # named for something else and taken over: may fall back for any reason
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the settings say about one phase of one model."""
+
+    name: str | None = None  # of a backend; None: the fastest that can serve
+    flag: str = "attention_backend"  # the setting that says it
+    force: Force = Force.PHASE
+    model: str = "the target"  # or "the draft", for messages
+
+    @property
+    def binding(self) -> bool:
+        return self.name is not None and self.force is not Force.DEFAULT
+
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend chosen for a need, and why each faster one was not."""
+    """The backend chosen for a need, and why each that comes before it was not."""
 
     backend: type[AttentionBackend]
     need: AttentionNeed
@@ -61,33 +94,80 @@ def survey(need: AttentionNeed) -> dict[str, list[str]]:
     return {name: load().why_not(need) for name, load in BACKENDS.items()}
 
 
-def select(need: AttentionNeed, wanted: str | None, flag: str) -> BackendChoice:
+def default_order(need: AttentionNeed) -> list[str]:
+    """All backends, in the order in which they are tried for this need."""
+    if need.mla:
+        first = MLA_PREFILL_ORDER if need.phase is Phase.PREFILL else MLA_STEP_ORDER
+    else:
+        first = PREFILL_ORDER if need.phase is Phase.PREFILL else STEP_ORDER
+    return [*first, *(name for name in BACKENDS if name not in first)]
+
+
+def select(need: AttentionNeed, wanted: Wanted) -> BackendChoice:
     """The wanted backend, or the first in order that can serve.
 
+    A name that is not binding (`Force`) falls back with one warning, which has the reasons.
+
     Raises:
-        ConfigError: unknown name, or nothing can serve; lists every reason. `flag` is the setting
-            named in the message.
+        ConfigError: unknown name; a binding name that cannot serve (lists those that can); nothing
+            can serve (lists every reason).
     """
-    if wanted is not None:
-        if wanted not in BACKENDS:
-            hint = nearest(wanted, BACKENDS)
-            raise ConfigError(f"Unknown {flag} {wanted!r}.{hint} Known: {', '.join(BACKENDS)}.")
-        reasons = BACKENDS[wanted]().why_not(need)
-        if reasons:
-            raise ConfigError(
-                f"{flag} {wanted} cannot serve {need.phase.value} of this model:"
-                f" {'; '.join(reasons)}."
-            )
-        return BackendChoice(BACKENDS[wanted](), need, {})
     refused: dict[str, list[str]] = {}
-    for name, load in BACKENDS.items():
-        backend = load()
+    if wanted.name is not None:
+        backend = _known(wanted)
+        reasons = backend.why_not(need)
+        if not reasons:
+            return BackendChoice(backend, need, {})
+        other_phase = need.phase not in backend.capabilities.phases
+        if wanted.force is Force.PHASE or (wanted.force is Force.MODEL and not other_phase):
+            raise ConfigError(_refusal(need, wanted, reasons))
+        refused[wanted.name] = reasons
+    choice = _first(need, wanted, refused)
+    if wanted.name is not None:
+        log.warning(
+            "%s %s does not serve %s of %s (%s); %s does.",
+            wanted.flag,
+            wanted.name,
+            need.phase.value,
+            wanted.model,
+            "; ".join(refused[wanted.name]),
+            choice.backend.name,
+        )
+    return choice
+
+
+def _known(wanted: Wanted) -> type[AttentionBackend]:
+    assert wanted.name is not None
+    if wanted.name not in BACKENDS:
+        hint = nearest(wanted.name, BACKENDS)
+        raise ConfigError(
+            f"Unknown {wanted.flag} {wanted.name!r}.{hint} Known: {', '.join(BACKENDS)}."
+        )
+    return BACKENDS[wanted.name]()
+
+
+def _refusal(need: AttentionNeed, wanted: Wanted, reasons: Sequence[str]) -> str:
+    able = [name for name in default_order(need) if not BACKENDS[name]().why_not(need)]
+    others = f"These can: {', '.join(able)}." if able else "No other backend can either."
+    return (
+        f"{wanted.flag} {wanted.name} cannot serve {need.phase.value} of {wanted.model}:"
+        f" {'; '.join(reasons)}. {others}"
+    )
+
+
+def _first(need: AttentionNeed, wanted: Wanted, refused: dict[str, list[str]]) -> BackendChoice:
+    for name in default_order(need):
+        if name in refused:
+            continue
+        backend = BACKENDS[name]()
         reasons = backend.why_not(need)
         if not reasons:
             return BackendChoice(backend, need, refused)
         refused[name] = reasons
     listing = " ".join(f"{name}: {'; '.join(reasons)}." for name, reasons in refused.items())
-    raise ConfigError(f"No attention backend can serve {need.phase.value} of this model. {listing}")
+    raise ConfigError(
+        f"No attention backend can serve {need.phase.value} of {wanted.model}. {listing}"
+    )
 
 
 def choose_page_size(choices: Sequence[BackendChoice], wanted: int | None) -> int:

@@ -142,6 +142,7 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
     """Qwen3-8B's shape (for MLA DeepSeek-V3's), so that only the backend and the machine matter."""
     return AttentionNeed(
         device=device.type,
+        arch=machine.gpu_arch(device),
         dtype=dtype,
         head_dim=576 if ask.mla else 128,
         num_heads=128 if ask.mla else 32,

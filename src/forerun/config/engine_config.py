@@ -69,12 +69,14 @@ class EngineConfig:
     max_state_snapshots: int | None = _setting(
         None, "Recurrent states in the prefix cache; default: from memory. 0: no prefix is shared"
     )
-    attention_backend: str | None = _setting(None, "For the target; default: the fastest supported")
+    attention_backend: str | None = _setting(
+        None, "For phases without one of their own; default: the fastest supported"
+    )
     prefill_attention_backend: str | None = _setting(
-        None, "For the target's prefill; default: attention_backend"
+        None, "For prefill; default: attention_backend"
     )
     decode_attention_backend: str | None = _setting(
-        None, "For the target's decode and verify steps; default: attention_backend"
+        None, "For decode and verify steps; default: attention_backend"
     )
     disable_cuda_graph: bool = _setting(False, "Run steps without CUDA graphs")
     cuda_graph_max_bs: int | None = _setting(
@@ -105,7 +107,13 @@ class EngineConfig:
         None, "Context tokens that the draft attends to; default: all"
     )
     speculative_draft_attention_backend: str | None = _setting(
-        None, "For the draft; default: the fastest supported"
+        None, "For the draft; default: the target's where it can serve, else the fastest supported"
+    )
+    speculative_attention_mode: str | None = _setting(
+        None,
+        "Which backend runs passes of several tokens per request (verify, draft extend, draft"
+        " blocks); default: decode",
+        ("prefill", "decode"),
     )
     speculative_simulate_accept_length: float | None = _setting(
         None, "Benchmarks only: simulate this mean accept length; drafts and verification still run"

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
-from forerun.attention.capabilities import AttentionNeed, HostLengths, LayerMask, Mask, Phase
+from forerun.attention.base import AttentionBackend
+from forerun.attention.capabilities import (
+    PER_STEP,
+    AttentionNeed,
+    HostLengths,
+    LayerMask,
+    Mask,
+    Phase,
+)
 from forerun.attention.model_attention import ModelAttention
-from forerun.attention.select import BackendChoice, select
+from forerun.attention.select import BackendChoice, Force, Wanted, select
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.models.base import CausalLM
+from forerun.platform.device import gpu_arch
 from forerun.speculative.base import SpecCaps
 
+TARGET, DRAFT = "the target", "the draft"
 DRAFT_FLAG = "speculative_draft_attention_backend"
 
 
@@ -35,24 +46,30 @@ class AttentionSetup:
     """KV layout and attention backends of the target or the draft."""
 
     layout: ModelLayout
-    prefill: BackendChoice
-    decode: BackendChoice
+    choices: Mapping[Phase, BackendChoice]  # of the phases that this model has
+    # Runs padded short prompts in a captured step; None: they are not captured.
+    short_prefill: type[AttentionBackend] | None = None
 
     @property
     def needs_exact_lengths(self) -> bool:
         """Whether the next step can only be launched with the result of the last one."""
-        return self.decode.backend.capabilities.host_lengths is HostLengths.EXACT
+        per_step = [self.choices[phase] for phase in PER_STEP if phase in self.choices]
+        return any(c.backend.capabilities.host_lengths is HostLengths.EXACT for c in per_step)
 
     def build(self, shape: PoolShape, device: torch.device) -> ModelAttention:
-        """Allocates the KV pools and creates the backends."""
+        """Allocates the KV pools and creates one instance of every backend."""
         pools = ModelPools(self.layout, shape, device)
-        decode = self.decode.backend(self.decode.need, pools)
-        if self.prefill.backend is self.decode.backend:
-            return ModelAttention(pools, decode, decode)
-        return ModelAttention(pools, self.prefill.backend(self.prefill.need, pools), decode)
+        made: dict[type[AttentionBackend], AttentionBackend] = {}
+        for kind in dict.fromkeys(choice.backend for choice in self.choices.values()):
+            needs = [c.need for c in self.choices.values() if c.backend is kind]
+            masks = frozenset[LayerMask]().union(*(need.masks for need in needs))
+            made[kind] = kind(replace(needs[-1], masks=masks), pools)  # captured, if any is
+        backends = {phase: made[choice.backend] for phase, choice in self.choices.items()}
+        short = None if self.short_prefill is None else made[self.short_prefill]
+        return ModelAttention(pools, backends, short)
 
     def explain(self) -> dict[str, str]:
-        return {"prefill": self.prefill.explain(), "decode": self.decode.explain()}
+        return {phase.value: choice.explain() for phase, choice in self.choices.items()}
 
 
 def choose_attention(
@@ -85,41 +102,103 @@ def choose_attention(
         logit_softcap=model.has_logit_softcap,
     )
     trees = frozenset(LayerMask(Mask.CUSTOM, m.window) for m in masks if caps.makes_trees)
-    flags = _flags(config)
-    target = AttentionSetup(
-        layout,
-        prefill=_choice(config, replace(need, phase=Phase.PREFILL, graph=False), flags),
-        decode=_choice(config, replace(need, masks=need.masks | trees), flags),
-    )
-    if caps.draft_kv is None:
-        return [target]
-    draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
-    names = dict.fromkeys(Phase, DRAFT_FLAG)
+    phases = (Phase.PREFILL, Phase.DECODE, *([Phase.VERIFY] if caps.num_drafts else []))
+    models = [_Model(TARGET, layout, need, phases, trees)]
+    if caps.draft_kv is not None:
+        draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
+        models.append(_Model(DRAFT, caps.draft_kv, draft, tuple(Phase)))
+    return choose_backends(config, models)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Target or draft, before its backends are chosen."""
+
+    name: str
+    layout: ModelLayout
+    need: AttentionNeed  # of decode steps
+    phases: tuple[Phase, ...]
+    trees: frozenset[LayerMask] = frozenset()  # masks of verification besides
+
+    def need_of(self, phase: Phase) -> AttentionNeed:
+        masks = self.need.masks | self.trees if phase is Phase.VERIFY else self.need.masks
+        graph = self.need.graph and phase is not Phase.PREFILL
+        return replace(self.need, phase=phase, masks=masks, graph=graph)
+
+
+def choose_backends(config: EngineConfig, models: Sequence[_Model]) -> list[AttentionSetup]:
+    """A backend for every phase of every model, such that they have a page size in common.
+
+    What the user named is chosen first; a default whose pages do not fit it is passed over.
+    """
+    pages = None if config.page_size is None else frozenset({config.page_size})
+    chosen: dict[tuple[str, Phase], BackendChoice] = {}
+    named: set[tuple[str, Phase]] = set()
+    for binding, model in product((True, False), models):
+        for phase in model.phases:  # PREFILL is the first
+            prefill = chosen.get((model.name, Phase.PREFILL))
+            wanted = _wanted(config, model.name, phase, prefill)
+            if wanted.binding is not binding:
+                continue
+            need = model.need_of(phase)
+            choice = select(need if binding else replace(need, page_sizes=pages), wanted)
+            chosen[model.name, phase] = choice
+            if choice.backend.name == wanted.name and binding:
+                named.add((model.name, phase))
+            if choice.page_sizes is not None:
+                both = frozenset(choice.page_sizes).intersection(pages or choice.page_sizes)
+                pages = both or pages  # nothing in common: `choose_page_size` says so
     return [
-        target,
         AttentionSetup(
-            caps.draft_kv,
-            prefill=_choice(config, replace(draft, phase=Phase.PREFILL, graph=False), names),
-            decode=_choice(config, draft, names),
-        ),
+            model.layout,
+            choices := {phase: chosen[model.name, phase] for phase in model.phases},
+            _short_prefill(model, choices, (model.name, Phase.PREFILL) in named),
+        )
+        for model in models
     ]
 
 
-def _flags(config: EngineConfig) -> dict[Phase, str]:
-    """The setting that selects the target's backend, by phase."""
-    return {
-        Phase.PREFILL: "attention_backend"
-        if config.prefill_attention_backend is None
-        else "prefill_attention_backend",
-        Phase.DECODE: "attention_backend"
-        if config.decode_attention_backend is None
-        else "decode_attention_backend",
-    }
+def _wanted(
+    config: EngineConfig, model: str, phase: Phase, prefill: BackendChoice | None
+) -> Wanted:
+    """What the settings say about a phase; `prefill`: what serves this model's prefill, if known.
+
+    A draft without a setting of its own takes over the target's, as a default.
+    """
+    own = config.speculative_draft_attention_backend if model == DRAFT else None
+    if config.speculative_attention_mode == "prefill" and phase in (Phase.VERIFY, Phase.EXTEND):
+        strict = model == TARGET and config.prefill_attention_backend is not None
+        name = None if prefill is None else prefill.backend.name
+        force = Force.PHASE if strict else Force.DEFAULT
+        return Wanted(name, "speculative_attention_mode prefill:", force, model)
+    if own is not None:
+        return Wanted(own, "speculative_draft_attention_backend", Force.MODEL, model)
+    if phase is Phase.PREFILL:
+        flag, name = "prefill_attention_backend", config.prefill_attention_backend
+    else:
+        flag, name = "decode_attention_backend", config.decode_attention_backend
+    force = Force.PHASE
+    if name is None:
+        flag, name, force = "attention_backend", config.attention_backend, Force.MODEL
+    return Wanted(name, flag, Force.DEFAULT if model == DRAFT else force, model)
 
 
-def _choice(config: EngineConfig, need: AttentionNeed, flags: Mapping[Phase, str]) -> BackendChoice:
-    flag = flags[need.phase]
-    return select(need, getattr(config, flag), flag)
+def _short_prefill(
+    model: _Model, choices: Mapping[Phase, BackendChoice], prefill_is_named: bool
+) -> type[AttentionBackend] | None:
+    """The backend of padded short prompts: a prefill in the shape of a verify pass.
+
+    That of verify passes if it serves prefill too; else, or if the user named one for prefill,
+    that of prefill if it serves such passes.
+    """
+    several = Phase.EXTEND if Phase.EXTEND in model.phases else Phase.VERIFY
+    step = choices[several if several in choices else Phase.DECODE].backend
+    prefill = choices[Phase.PREFILL].backend
+    needs = model.need_of(Phase.PREFILL), replace(model.need_of(Phase.DECODE), phase=several)
+    for backend in (prefill,) if prefill_is_named else (step, prefill):
+        if not backend.capabilities.plans_on_host and not any(map(backend.why_not, needs)):
+            return backend
+    return None
 
 
 def _need(
@@ -143,4 +222,5 @@ def _need(
         latent_dim=latent[0].latent_dim if latent else 0,
         expanded_dims=latent[0].expanded_dims if latent else None,
         uniform=len(kinds) <= 1,
+        arch=gpu_arch(where.device),
     )

@@ -72,9 +72,7 @@ class CudaGraphSteps:
         self.sizes = batch_buckets(largest)
         self.widths = tuple(widths)
         self._eager = EagerSteps(step)
-        # Padding would advance a recurrent state past the end of the prompt.
-        padded = not step.attention.plans_on_host and not step.keeps_recurrent_state
-        self._prefill_buckets = PREFILL_BUCKETS if padded else ()
+        self._prefill_buckets = PREFILL_BUCKETS if step.captures_prefill else ()
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._pool: Any = None

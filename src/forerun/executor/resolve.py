@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.attention.capabilities import PER_STEP, Phase
 from forerun.attention.select import choose_page_size
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
@@ -88,7 +89,11 @@ def resolve(
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
     """Refuses draft settings without a draft."""
     if config.speculative_algorithm is None:
-        for name in ("speculative_draft_model_path", "speculative_num_draft_tokens"):
+        for name in (
+            "speculative_draft_model_path",
+            "speculative_num_draft_tokens",
+            "speculative_attention_mode",
+        ):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is set without speculative_algorithm; set it too.")
     if caps.draft_kv is None:
@@ -118,7 +123,10 @@ def _limits(
     on_cpu = device.type == "cpu"
     exact = any(setup.needs_exact_lengths for setup in attention)
     no_overlap = config.disable_overlap_schedule or caps.needs_host_tokens or exact
-    choices = [choice for setup in attention for choice in (setup.decode, setup.prefill)]
+    order = (*PER_STEP, Phase.PREFILL)
+    choices = [
+        each.choices[phase] for each in attention for phase in order if phase in each.choices
+    ]
     default_depth = 0 if no_overlap or on_cpu else 1
     return Limits(
         slots=config.max_running_requests or (32 if on_cpu else 256),

@@ -82,6 +82,15 @@ class DeviceStep:
         """Whether `propose` and `observe` may be captured together with the verify pass."""
         return self.algorithm.fixed_shape and not self.caps.needs_host_tokens
 
+    @property
+    def captures_prefill(self) -> bool:
+        """Whether a short prompt may run as a captured pass, padded to a bucket of tokens.
+
+        Padding would advance a recurrent state past the end of the prompt.
+        """
+        able = all(each.short_prefill is not None for each in self._attentions)
+        return able and not self.keeps_recurrent_state
+
     def clear_pages(self, pages: Sequence[int]) -> None:
         """Zeroes the K/V of these pages in the pools of target and draft."""
         index = self.tables.upload(pages, torch.int64)
@@ -417,7 +426,7 @@ class DeviceStep:
         # After the prompt, the history holds arbitrary values of the slot's last request: id 0.
         padding = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)
         ids = tables.history[slots.unsqueeze(1), at].long().masked_fill(padding, 0).flatten()
-        context = self.attention.context(tokens.attention(tokens.q_len))
+        context = self.attention.for_short_prefill.context(tokens.attention(tokens.q_len))
         hidden_states, aux = self.model.forward(
             ids, tokens.positions, context, self.caps.target_layers
         )
@@ -437,7 +446,8 @@ class DeviceStep:
         out = TargetOutput(ids, hidden_states, aux, next_ids, counts)
 
         def observe() -> ObserveInput:
-            own = self._draft_attention(tokens, None)
+            draft = self.draft_attention
+            own = None if draft is None else PlannedAttention(draft.for_short_prefill, tokens, None)
             return self._observe_input(Phase.PREFILL, tokens, out, own)
 
         return PrefillOutput(sampled, observe)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionBatch, AttentionContext
+from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk
 from forerun.sampling.sampler import SamplingFlags
@@ -81,19 +81,25 @@ class PlannedAttention:
         self, attention: ModelAttention, tokens: StepTokens, buffers: StepBuffers | None
     ) -> None:
         self._attention, self._tokens, self._buffers = attention, tokens, buffers
-        self._planned: dict[tuple[int | None, int], AttentionContext] = {}
+        self._planned: dict[tuple[AttentionBackend, int | None, int], AttentionContext] = {}
 
     def __call__(self, q_len: int | None, offset: int = 0) -> AttentionContext:
         """`ProposeInput.attention`."""
-        key = (q_len, offset)
-        if key not in self._planned:
-            batch = self._tokens.attention(q_len, offset)
-            self._planned[key] = self._attention.context(batch, self._buffers, offset)
-        return self._planned[key]
+        return self._context(q_len, offset)
 
     def of_observe(self, token: int | None) -> AttentionContext:
         """`ObserveInput.make_attention`: over all tokens, or token i of each request."""
-        return self(self._tokens.q_len) if token is None else self(1, token)
+        if token is not None:
+            return self._context(1, token)
+        return self._context(self._tokens.q_len, 0, extends=True)
+
+    def _context(self, q_len: int | None, offset: int, extends: bool = False) -> AttentionContext:
+        """`extends`: see `ModelAttention.backend_of`."""
+        key = (self._attention.backend_of(q_len, extends), q_len, offset)
+        if key not in self._planned:
+            batch = self._tokens.attention(q_len, offset)
+            self._planned[key] = self._attention.context(batch, self._buffers, offset, extends)
+        return self._planned[key]
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,16 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
+def gpu_arch(device: torch.device) -> str | None:
+    """The architecture that kernels are built for, "sm_90" or "gfx942"; None: a CPU."""
+    if device.type != "cuda":
+        return None
+    if is_rocm():
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
 def why_no_gpu() -> str | None:
     """Why no GPU can be used and how to fix it; None if one can."""
     if torch.cuda.is_available():
