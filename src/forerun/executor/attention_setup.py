@@ -103,15 +103,15 @@ def choose_attention(
     )
     trees = frozenset(LayerMask(Mask.CUSTOM, m.window) for m in masks if caps.makes_trees)
     phases = (Phase.PREFILL, Phase.DECODE, *([Phase.VERIFY] if caps.num_drafts else []))
-    models = [_Model(TARGET, layout, need, phases, trees)]
+    models = [ModelNeed(TARGET, layout, need, phases, trees)]
     if caps.draft_kv is not None:
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
-        models.append(_Model(DRAFT, caps.draft_kv, draft, tuple(Phase)))
+        models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
     return choose_backends(config, models)
 
 
 @dataclass(frozen=True)
-class _Model:
+class ModelNeed:
     """Target or draft, before its backends are chosen."""
 
     name: str
@@ -126,7 +126,7 @@ class _Model:
         return replace(self.need, phase=phase, masks=masks, graph=graph)
 
 
-def choose_backends(config: EngineConfig, models: Sequence[_Model]) -> list[AttentionSetup]:
+def choose_backends(config: EngineConfig, models: Sequence[ModelNeed]) -> list[AttentionSetup]:
     """A backend for every phase of every model, such that they have a page size in common.
 
     What the user named is chosen first; a default whose pages do not fit it is passed over.
@@ -184,7 +184,7 @@ def _wanted(
 
 
 def _short_prefill(
-    model: _Model, choices: Mapping[Phase, BackendChoice], prefill_is_named: bool
+    model: ModelNeed, choices: Mapping[Phase, BackendChoice], prefill_is_named: bool
 ) -> type[AttentionBackend] | None:
     """The backend of padded short prompts: a prefill in the shape of a verify pass.
 
