@@ -14,6 +14,8 @@ the window, so that the prior only matters for positions that were hardly ever t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 INITIAL_RATE = 0.8  # prior of c_1; high, so that drafts are tried
 PRIOR_WEIGHT = 4.0  # observations that a prior counts as
@@ -41,21 +43,17 @@ class AcceptanceStats:
             decay = DECAY**self._plain_steps
             self._counts = [count * decay for count in self._counts]
             self._plain_steps = 0
-        for k in range(min(num_accepted, num_drafts)):
-            self._observe(k, 1.0)
+        means, counts, totals, window = self._means, self._counts, self._totals, self.window
+        for k in range(min(num_accepted + 1, num_drafts)):  # up to the first rejected draft
+            counts[k] = min(counts[k] + 1, window)
+            means[k] += ((k < num_accepted) - means[k]) / counts[k]
+            totals[k] += 1
         if num_accepted < num_drafts:
-            self._observe(num_accepted, 0.0)
             return
         # All drafts were accepted: what is known of later positions becomes outdated.
-        for k in range(num_drafts, len(self._counts)):
-            self._counts[k] *= 1 - 1 / self.window
-            self._totals[k] = min(self._totals[k], self.window) * (1 - 1 / self.window)
-
-    def _observe(self, k: int, accepted: float) -> None:
-        count = min(self._counts[k] + 1, self.window)
-        self._means[k] += (accepted - self._means[k]) / count
-        self._counts[k] = count
-        self._totals[k] += 1
+        for k in range(num_drafts, len(counts)):
+            counts[k] *= 1 - 1 / window
+            totals[k] = min(totals[k], window) * (1 - 1 / window)
 
     def estimates(self, priors: Sequence[float] | None = None) -> list[float]:
         """c_1, c_2, ...
@@ -63,13 +61,16 @@ class AcceptanceStats:
         Args:
             priors: the estimates over all requests; None: these are the estimates over all.
         """
-        out, previous = [], INITIAL_RATE
-        counts = self._totals if priors is None else self._counts
-        for k, (mean, count) in enumerate(zip(self._means, counts, strict=True)):
-            prior = previous if priors is None else priors[k]
-            previous = (count * mean + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
-            out.append(previous)
-        return out
+        if priors is not None:
+            return [
+                (count * mean + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
+                for mean, count, prior in zip(self._means, self._counts, priors, strict=True)
+            ]
+        rates, prior = [], INITIAL_RATE
+        for mean, count in zip(self._means, self._totals, strict=True):
+            prior = (count * mean + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
+            rates.append(prior)
+        return rates
 
 
 def expected_tokens(rates: Sequence[float], widths: Sequence[int]) -> tuple[float, ...]:
@@ -77,9 +78,5 @@ def expected_tokens(rates: Sequence[float], widths: Sequence[int]) -> tuple[floa
 
     Drafts beyond the last of `rates` add nothing.
     """
-    sums, product, total = [1.0], 1.0, 1.0
-    for rate in rates:
-        product *= rate
-        total += product
-        sums.append(total)
+    sums = list(accumulate(accumulate(rates, mul), initial=1.0))
     return tuple(sums[min(width, len(sums)) - 1] for width in widths)

@@ -131,7 +131,8 @@ class AdaptiveWidth(WidthPolicy):
 
     def _choose(self, requests: Sequence[Request], max_index: int) -> int:
         costs = self.costs(len(requests))
-        throughput = [self._tokens(requests, i) / costs[i] for i in range(max_index + 1)]
+        expected = self._expected_tokens_of(requests, max_index + 1)
+        throughput = [tokens / cost for tokens, cost in zip(expected, costs, strict=False)]
         best = max(range(max_index + 1), key=throughput.__getitem__)
         if throughput[best] > MIN_GAIN * throughput[0]:
             self._steps_since_plain += 1
@@ -159,15 +160,17 @@ class AdaptiveWidth(WidthPolicy):
         self._paid_off, self._exploring = False, True
         return True
 
-    def _tokens(self, requests: Sequence[Request], index: int) -> float:
-        """Expected tokens of a step with `self.widths[index]`, over all requests."""
-        total, width = 0.0, self.widths[index]
+    def _expected_tokens_of(self, requests: Sequence[Request], num_widths: int) -> list[float]:
+        """Expected tokens of a step over all requests, for the smallest `num_widths` widths."""
+        totals = [0.0] * num_widths
         for request in requests:
             params = request.params
             left = params.max_new_tokens - len(request.output) - len(request.pending)
-            limit = min(params.draft_limit(width - 1) + 1, max(left, 1))
-            total += min((request.expected_tokens or self._expected_tokens)[index], limit)
-        return total
+            limit = min(1 + params.draft_limit(self.widths[-1] - 1), max(left, 1))
+            expected = request.expected_tokens or self._expected_tokens
+            for i in range(num_widths):
+                totals[i] += min(expected[i], limit)
+        return totals
 
     def costs(self, batch_size: int) -> list[float]:
         """Seconds of a step for every width.
@@ -214,13 +217,12 @@ class AdaptiveWidth(WidthPolicy):
     # --- updating the estimates -----------------------------------------------------------------
 
     def record_outcomes(self, outcomes: Sequence[VerifyOutcome]) -> None:
-        drafted = [
-            VerifyOutcome(request, min(num_drafts, self._max_accepted), num_accepted)
-            for request, num_drafts, num_accepted in outcomes
-            if num_drafts > 0
-        ]
-        for request in {r for r, _, _ in outcomes} - {r for r, _, _ in drafted}:
-            if request.acceptance is not None:
+        drafted = []
+        for request, num_drafts, num_accepted in outcomes:
+            if num_drafts > 0:
+                num_drafts = min(num_drafts, self._max_accepted)
+                drafted.append(VerifyOutcome(request, num_drafts, num_accepted))
+            elif request.acceptance is not None:
                 request.acceptance.record_plain_step()
         if not drafted:
             self._acceptance.record_plain_step()
