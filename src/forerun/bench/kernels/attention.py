@@ -18,7 +18,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16  # Qwen3-8B
 SCALE = DIM**-0.5
 ROTATE = 300 << 20  # bytes of K/V that one replay of a graph reads
 DECODE = list(itertools.product((1, 8, 32), (1056, 8192), (1, 16)))  # batch, context, q_len
+# prompts, tokens of each, context with these tokens
+PREFILL = [(32, 1024, 1024), (8, 1024, 1024), (1, 8192, 8192), (1, 4096, 8192), (1, 512, 32768)]
+PREFILL_PAGE = 64  # whole K/V blocks
 
 
 Result = dict[str, Any]  # of one case, as in the JSON
@@ -162,13 +165,16 @@ def after_write_case(batch: int, context: int, q_len: int, dtype: torch.dtype, p
     return {"case": name, "num_splits": num_splits, "us": took, "gbs": read / took / 1e3}
 
 
-def prefill(pools: Pools, count: int, context: int, config: TileConfig | None) -> float:
+def prefill(
+    pools: Pools, count: int, context: int, config: TileConfig | None, num_splits: int = 1
+) -> float:
     """`count` prompts, their last `q_len` tokens at the end of `context`."""
     q_len = pools.q.shape[0] // count
     spans = [(context - q_len, q_len)] * count
     tile = config or prefill_tile_config(gpu_of(pools.q.device), DIM, pools.q.dtype)
     tokens_per_tile = tile.block_m * KV_HEADS // HEADS
     tile_map = build_tile_map(spans, tokens_per_tile, lambda host: host.cuda())
+    tile_map = replace(tile_map, num_splits=num_splits)
     kv = pools.layers()[0]
 
     def run() -> None:
@@ -203,7 +209,8 @@ def prefill_candidates() -> list[TileConfig]:
         TileConfig(128, 64, 8, 2, max_registers=128),
         TileConfig(128, 32, 8, 4, max_registers=128),
     ]
-    return two + [TileConfig(*shape) for shape in shapes]
+    found = two + [TileConfig(*shape) for shape in shapes]
+    return found + [replace(config, tma=True) for config in found]
 
 
 def compile_one(job: tuple[str, TileConfig, int]) -> None:
@@ -218,8 +225,9 @@ def compile_one(job: tuple[str, TileConfig, int]) -> None:
             for num_splits in (1, 2):
                 decode(pools, q_len, num_splits, config)
         else:
-            pools = Pools.make(2, 512, 512, torch.bfloat16, PAGE, 1)
-            prefill(pools, 2, 512, config)
+            pools = Pools.make(2, 512, 512, torch.bfloat16, PREFILL_PAGE, 1)
+            for num_splits in (1, 2):
+                prefill(pools, 2, 512, config, num_splits)
     except OutOfResources:
         print(f"{kind} {config}: too large")
 
@@ -241,11 +249,12 @@ def sweep() -> Iterable[Result]:
                 run = partial(decode, pools, q_len, num_splits, config)
                 found.append((_try(run), num_splits, config))
         yield from _best(f"b{batch} w{q_len} ctx{context}", found)
-    for count, rows, context in ((8, 1024, 1024), (1, 4096, 8192)):
-        pools = Pools.make(count, context, rows, torch.bfloat16, PAGE, 1)
+    for count, rows, context in PREFILL:
+        pools = Pools.make(count, context, rows, torch.bfloat16, PREFILL_PAGE, 1)
         tried = [
-            (_try(partial(prefill, pools, count, context, config)), 1, config)
+            (_try(partial(prefill, pools, count, context, config, splits)), splits, config)
             for config in prefill_candidates()
+            for splits in (1, 2, 4)
         ]
         yield from _best(f"prefill {count} x {rows} ctx{context}", tried)
 
@@ -279,6 +288,7 @@ def main() -> None:
         for name, group in itertools.groupby(results["sweep"], lambda r: r["case"]):
             for row in list(group)[:6]:
                 tile = f"N{row['block_n']} w{row['num_warps']} s{row['num_stages']}"
+                tile += " tma" if row["tma"] else ""
                 print(
                     f"{name:24} {row['us']:8.2f} us  M{row['block_m']} {tile} x{row['num_splits']}"
                 )
@@ -289,9 +299,7 @@ def main() -> None:
     rows += [decode_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
     kinds = ((torch.bfloat16, PAGE), (torch.bfloat16, 64), (fp8, PAGE))
     rows += [after_write_case(*shape, *kind) for kind in kinds for shape in DECODE]
-    rows += [prefill_case(32, 1024, 1024, PAGE), prefill_case(8, 1024, 1024, PAGE)]
-    rows += [prefill_case(1, 8192, 8192, PAGE), prefill_case(1, 4096, 8192, PAGE)]
-    rows += [prefill_case(8, 1024, 1024, 64)]
+    rows += [prefill_case(*shape, page) for shape in PREFILL for page in (PAGE, PREFILL_PAGE)]
     for row in rows:
         if "gbs" in row:
             rate = f"{row['gbs']:8.0f} GB/s {row['gbs'] / results['read_gbs']:6.1%}"

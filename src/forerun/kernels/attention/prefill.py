@@ -19,8 +19,10 @@ from forerun.kernels.attention.decode import (
     CAUSAL,
     LOG2E,
     MaskSpec,
+    combine,
     needs_int64_offsets,
     paged_attention_ref,
+    tma_descriptor,
 )
 from forerun.kernels.attention.decode_kernels import (
     attends,
@@ -31,7 +33,7 @@ from forerun.kernels.attention.decode_kernels import (
     online_softmax_step,
 )
 from forerun.kernels.attention.paged_kv import PagedKV
-from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config
+from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config, uses_tma
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
@@ -44,11 +46,13 @@ class TileMap:
     """Which tokens each CTA takes.
 
     `entries` [tiles, 4] int32: the request, its first token in the batch, its number of tokens, the
-    tile's first token among them.
+    tile's first token among them. `num_splits`: CTAs that share a tile, each with a part of the
+    positions (flash-decoding), which fills the device when a batch has few tiles.
     """
 
     entries: Tensor
     tokens_per_tile: int
+    num_splits: int = 1
 
 
 def build_tile_map(
@@ -98,29 +102,40 @@ def prefill_attention(
     rows = tile_map.tokens_per_tile * heads
     assert rows <= config.block_m * kv.num_kv_heads, "a tile has no room for its heads"
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](
-        q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
+    partial, lse, splits = out, out, tile_map.num_splits
+    if splits > 1:
+        partial = torch.empty((total, heads, splits, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((total, heads, splits), dtype=torch.float32, device=q.device)
+    tma = config.tma and uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
+    _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0], splits)](
+        q, as_bits(kv.k), as_bits(kv.v),
+        tma_descriptor(kv.k, config) if tma else None,
+        tma_descriptor(kv.v, config) if tma else None,
+        partial, lse, kv.page_table, kv.start, tile_map.entries,
         scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
         TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
         KV_HEADS=kv.num_kv_heads, DIM=dim, PAGE_SIZE=kv.page_size,
-        MASK=mask.mask, WINDOW=mask.window_constant,
-        FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k),
+        MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=splits > 1,
+        FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(dim),
         num_warps=config.num_warps, num_stages=config.num_stages, **config.launch_options(),
     )  # fmt: skip
+    if splits > 1:
+        combine(partial, lse, out)
     return out
 
 
 @jit
 def _prefill_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, page_table, start_ptr, tile_map, qk_scale,
+    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, out_ptr, lse_ptr, page_table, start_ptr,
+    tile_map, qk_scale,
     q_token_stride, q_head_stride, page_table_stride,
     TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
+    FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per K/V head and entry of the tile map."""
+    """One CTA per K/V head, entry of the tile map, and split of the positions."""
     kv_head = tl.program_id(0)
     entry = tile_map + tl.program_id(1) * 4
     request = tl.load(entry)
@@ -158,23 +173,44 @@ def _prefill_attention_kernel(
     row_max = tl.full([BLOCK_M], -1e38, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    base = low // BLOCK_N * BLOCK_N
-    page = load_page_ids(table, base, low, high, PAGE_SIZE, BLOCK_N)
-    for first in range(base, high, BLOCK_N):
-        kv_slots = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS)
-        offset = kv_slots * (KV_HEADS * DIM)
-        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
-        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
+    begin_kv, end_kv = low // BLOCK_N * BLOCK_N, high
+    if SPLIT_KV:
+        split, num_splits = tl.program_id(2), tl.num_programs(2)
+        blocks = tl.cdiv(high - begin_kv, BLOCK_N)
+        end_kv = tl.minimum(begin_kv + blocks * (split + 1) // num_splits * BLOCK_N, high)
+        begin_kv += blocks * split // num_splits * BLOCK_N
+    page = load_page_ids(table, begin_kv, low, high, PAGE_SIZE, BLOCK_N)
+    for first in range(begin_kv, end_kv, BLOCK_N):
+        origin = first  # position of the block's first K/V
+        if TMA:
+            # As in decode: the last block is moved back to end at `high`.
+            origin = tl.minimum(first, high - BLOCK_N)
+            at = first % PAGE_SIZE + (origin - first)
+            k = k_descriptor.load([page, at, kv_head * DIM]).reshape(BLOCK_N, BLOCK_D).to(dtype)
+            v = v_descriptor.load([page, at, kv_head * DIM]).reshape(BLOCK_N, BLOCK_D).to(dtype)
+        else:
+            kv_slots = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS)
+            offset = kv_slots * (KV_HEADS * DIM)
+            k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
+            v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
         page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if (first + BLOCK_N > full) | (first < clear):
-            position = first + tl.arange(0, BLOCK_N)
+            position = origin + tl.arange(0, BLOCK_N)
             visible = attends(token_index, position, start, token_index, count, MASK, WINDOW)
+            if TMA:
+                visible = visible & (position >= first)[None, :]
             s = tl.where(visible, s, float("-inf"))
         row_max, row_sum, acc = online_softmax_step(s, v, qk_scale, row_max, row_sum, acc)
 
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
+    weight = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc / weight[:, None]
+    out_row = token * (KV_HEADS * GROUP) + head
+    if SPLIT_KV:
+        out_row = out_row * num_splits + split
+        lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(weight))
+        tl.store(lse_ptr + out_row, lse, mask=inside)
+    target = (out_row * DIM)[:, None] + d[None, :]
     tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
