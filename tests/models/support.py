@@ -14,9 +14,11 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
@@ -76,6 +78,14 @@ _MOE = {
     "n_shared_experts": 1,
 }
 _DENSE = {"first_k_dense_replace": 3}
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "experts_implementation": "eager",
+}
 
 # name -> (config class, overrides)
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -132,6 +142,17 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "kimi-k2": (
         DeepseekV3Config,
         {**_MLA, **_MOE, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "mistral-sliding": (MistralConfig, {"sliding_window": 6, "head_dim": 16}),
+    "qwen3-moe": (Qwen3MoeConfig, _EXPERTS),
+    "qwen3-moe-dense-layers": (
+        Qwen3MoeConfig,
+        {**_EXPERTS, "mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True},
+    ),
+    "qwen3-moe-sparse-step-sliding": (
+        Qwen3MoeConfig,
+        {**_EXPERTS, **_SLIDING, "decoder_sparse_step": 2, "num_experts_per_tok": 8},
     ),
 }
 

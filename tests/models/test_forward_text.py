@@ -11,7 +11,7 @@ import pytest
 import forerun.models
 
 FOLDER = Path(forerun.models.__path__[0])
-FILES = ("llama", "qwen2", "qwen3", "deepseek", "dflash", "eagle3", "nextn")
+FILES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek", "dflash", "eagle3", "nextn")
 FORWARDS = ("__call__", "forward", "embed", "combine_hidden_states", "write_context_kv")
 
 

@@ -26,7 +26,9 @@ from tests.models.support import CPU_F32
 META = torch.device("meta")
 H200 = GpuInfo(num_sms=132, amd=False, capability=90)
 LAYERS = 2
-FAMILIES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+FAMILIES = [
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+]  # fmt: skip
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 4096,

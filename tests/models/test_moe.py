@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -16,7 +20,8 @@ from forerun.kernels.moe.routing import route_ref
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import Experts, Routing, SparseMoE, choose_expert_layout
-from tests.models.support import CPU_F32
+from forerun.models.loader import load_target
+from tests.models.support import CPU, CPU_F32, Loop, family, save
 
 H, WIDTH, E, K = 64, 24, 16, 4
 _SHARED: dict[str, Any] = {"moe_intermediate_size": WIDTH, "n_shared_experts": 2}
@@ -161,6 +166,39 @@ def test_routing_that_does_not_fit_is_refused(change: dict[str, Any], message: s
     with pytest.raises(ConfigError, match=message) as error:
         Routing(**{"num_experts": E, "top_k": K, **change})
     assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_may_hold_all_experts_in_one_tensor(tmp_path: Path) -> None:
+    hf = family("qwen3-moe")
+    hub, fused = save(hf, tmp_path / "hub"), tmp_path / "fused"
+    name = "model.layers.1.mlp.experts."
+    tensors = load_file(hub / "model.safetensors")
+    assert f"{name}7.up_proj.weight" in tensors
+    shutil.copytree(hub, fused)
+    state = hf.state_dict()
+    assert state[f"{name}gate_up_proj"].shape == (8, 48, 32)
+    save_file(state, fused / "model.safetensors")
+    models = [load_target(folder, torch.float32, CPU) for folder in (hub, fused)]
+    ids = torch.arange(9)
+    states = [Loop.of_model(model).ragged([(0, ids)])[0] for model in models]
+    assert torch.equal(*states)
+    tensors[f"{name}8.up_proj.weight"] = tensors[f"{name}7.up_proj.weight"].clone()
+    save_file(tensors, hub / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"experts\.8\.up_proj\.weight, which this architecture"):
+        load_target(hub, torch.float32, CPU)
+    del state[f"{name}down_proj"]
+    save_file(state, fused / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks 1 tensor: .*experts.down_proj"):
+        load_target(fused, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("key", ["num_experts_per_tok", "moe_intermediate_size"])
+def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+    config = family("qwen3-moe").config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"lacks '{key}'"):
+        load_target(tmp_path, torch.float32, CPU, "dummy")
 
 
 @pytest.mark.parametrize("sizes", [(60, WIDTH), (H, 20)])

@@ -25,6 +25,10 @@ class YarnConfig:
     mscale_all_dim: float = 0.0  # DeepSeek: of the softmax scale, too
 
 
+# Families whose sliding window holds for every layer; Qwen2 and Qwen3 begin at a layer.
+WINDOW_IN_ALL_LAYERS = ("MistralForCausalLM", "Qwen3MoeForCausalLM")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding. `scaling` is one of `ROPE_SCALINGS`, as in transformers."""
@@ -63,6 +67,16 @@ class ModelConfig:
     # Per layer: None for full attention, else the sliding window as Hugging Face counts it.
     windows: tuple[int | None, ...]
     raw: Mapping[str, Any]  # the whole file, for keys of one family
+
+    def need(self, key: str) -> int:
+        """An integer that only some families have.
+
+        Raises:
+            ConfigError: it is missing.
+        """
+        if self.raw.get(key) is None:
+            raise ConfigError(f"config.json of {self.architecture} lacks {key!r}. Add it.")
+        return int(self.raw[key])
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -198,7 +212,10 @@ def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int
         raise ConfigError(f"{where}: {len(types)} layer_types for {layers} layers; correct one.")
     if types is not None:
         return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
-    if not raw.get("use_sliding_window", False) or not window:
+    architecture = str(raw["architectures"][0])
+    used = raw.get("use_sliding_window", architecture == "MistralForCausalLM")
+    if not used or not window:
         return (None,) * layers
-    first = int(raw.get("max_window_layers", 28))  # Qwen2: full attention below this layer
+    in_all = architecture in WINDOW_IN_ALL_LAYERS
+    first = 0 if in_all else int(raw.get("max_window_layers", 28))  # full attention below it
     return tuple(int(window) if i >= first else None for i in range(layers))

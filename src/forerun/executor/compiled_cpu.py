@@ -27,6 +27,7 @@ from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
 OPAQUE_NAMESPACES = ("mkldnn",)  # operations on tensors with an opaque layout
+EAGER_OPERATIONS = ("aten::_grouped_mm",)  # Inductor takes it in bfloat16 only
 SLOW_TO_COMPILE = ("aten::cumsum",)  # its consumers become nested loops: minutes per step
 MIN_OPERATIONS = 2  # smallest subgraph that is compiled
 
@@ -225,12 +226,13 @@ def _aliases(node: fx.Node) -> bool:
 
 
 def _must_run_eagerly(node: fx.Node, shared: set[fx.Node]) -> bool:
-    """Whether it writes to a shared tensor or reads an opaque layout."""
+    """Whether it writes to a shared tensor, reads an opaque layout or cannot be compiled."""
     schema = _schema(node)
     if schema is None:
         return False
     writes = schema.is_mutable and node.args[0] in shared
-    return writes or schema.name.partition("::")[0] in OPAQUE_NAMESPACES
+    opaque = schema.name.partition("::")[0] in OPAQUE_NAMESPACES
+    return writes or opaque or schema.name in EAGER_OPERATIONS
 
 
 def _worth_compiling(part: fx.GraphModule) -> bool:

@@ -9,13 +9,16 @@ from forerun.models.deepseek import DeepseekForCausalLM
 from forerun.models.llama import LlamaForCausalLM
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
+from forerun.models.qwen3_moe import Qwen3MoeForCausalLM
 
 ARCHITECTURES: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,  # the sliding window is in the config
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 
