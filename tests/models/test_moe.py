@@ -192,9 +192,10 @@ def test_a_checkpoint_may_hold_all_experts_in_one_tensor(tmp_path: Path) -> None
         load_target(fused, torch.float32, CPU)
 
 
-@pytest.mark.parametrize("key", ["num_experts_per_tok", "moe_intermediate_size"])
+@pytest.mark.parametrize("key", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
 def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
     config = family("qwen3-moe").config.to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    config["num_experts"] = config.pop("num_local_experts")  # the Hub's name
     del config[key]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=f"lacks '{key}'"):

@@ -24,7 +24,8 @@ def is_sparse(config: ModelConfig, layer_id: int) -> bool:
 
 
 def _num_experts(config: ModelConfig) -> int:
-    return int(config.raw.get("num_experts") or config.raw.get("num_local_experts") or 0)
+    key = "num_local_experts" if "num_local_experts" in config.raw else "num_experts"
+    return config.need(key)
 
 
 def _sparse_moe(config: ModelConfig, place: WeightPlacement) -> SparseMoE:
