@@ -26,19 +26,40 @@ def _triton() -> type[AttentionBackend]:
     return TritonAttention
 
 
+def _fa3() -> type[AttentionBackend]:
+    from forerun.attention.fa3 import Fa3
+
+    return Fa3
+
+
+def _fa4() -> type[AttentionBackend]:
+    from forerun.attention.fa4 import Fa4
+
+    return Fa4
+
+
+def _flashmla() -> type[AttentionBackend]:
+    from forerun.attention.flashmla import FlashMla
+
+    return FlashMla
+
+
 # All backends; a backend's module is imported only when it is asked.
 BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "triton": _triton,
+    "fa3": _fa3,
+    "fa4": _fa4,
+    "flashmla": _flashmla,
     "torch_native": _torch_native,
 }
 
 # Defaults: the first of these that can serve, fastest first (docs/backends.md has the times); after
 # them the other backends, in the order of `BACKENDS`. On ROCm `triton` must stay the default:
 # whatever is put before it refuses other architectures than its own.
-PREFILL_ORDER = ("triton",)
-STEP_ORDER = ("triton",)  # decode, verify, draft extend
-MLA_PREFILL_ORDER = ("triton",)
-MLA_STEP_ORDER = ("triton",)
+PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")
+STEP_ORDER: tuple[str, ...] = ("triton",)  # decode, verify, draft extend
+MLA_PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")
+MLA_STEP_ORDER: tuple[str, ...] = ("fa3", "flashmla", "triton")
 
 
 class Force(Enum):

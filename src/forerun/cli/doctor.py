@@ -214,11 +214,36 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
         console.print(f"  threads {_describe_threads(entry['threads'])}")
     dtypes = ", ".join(f"{name} {speed}" for name, speed in entry["dtypes"].items())
     console.print(f"  dtypes  {dtypes}; auto takes {entry['auto_dtype']} for half precision")
-    table = Table("attention", *(ask.name for ask in ASKS), box=None, padding=(0, 2))
-    for backend in entry["attention"][ASKS[0].name]:
-        table.add_row(backend, *(_verdict(entry["attention"][ask.name][backend]) for ask in ASKS))
-    console.print(table)
+    _show_attention(entry["attention"], console)
     _show_gemms(entry["gemms"], console)
+
+
+def _show_attention(verdicts: dict[str, dict[str, list[str]]], console: Console) -> None:
+    """What each backend can serve, then every reason why not, once."""
+    table = Table("attention", *verdicts, box=None, padding=(0, 2))
+    reasons = Table.grid(padding=(0, 2))
+    for backend in verdicts[ASKS[0].name]:
+        found = {ask: refused[backend] for ask, refused in verdicts.items()}
+        marks = ("[yellow]no[/]" if refused else "[green]yes[/]" for refused in found.values())
+        table.add_row(backend, *marks)
+        said = [escape(reason) for reason in _once(found)]
+        if said:
+            reasons.add_row(f"  {backend}", "\n".join(said))
+    console.print(table)
+    console.print(reasons)
+
+
+def _once(found: dict[str, list[str]]) -> list[str]:
+    """Reasons of all uses on one line, then each other one with the uses that it is about."""
+    asks: dict[str, list[str]] = {}
+    for ask, refused in found.items():
+        for reason in refused:
+            asks.setdefault(reason, []).append(ask)
+    always = [reason for reason, where in asks.items() if len(where) == len(found)]
+    some = [
+        f"{', '.join(where)}: {reason}" for reason, where in asks.items() if reason not in always
+    ]
+    return ["; ".join(always), *some] if always else some
 
 
 def _describe_threads(threads: dict[str, Any]) -> str:
@@ -252,7 +277,3 @@ def _who(config: dict[str, Any] | None, tuned: bool) -> str:
         return "library"
     language = "+C++" if config["kernel"] == "cuda" else ""
     return f"[green]{'own' if tuned else 'default'}{language}[/]"
-
-
-def _verdict(reasons: list[str]) -> str:
-    return f"[yellow]{escape('; '.join(reasons))}[/]" if reasons else "[green]yes[/]"

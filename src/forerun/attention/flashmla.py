@@ -1,0 +1,103 @@
+"""FlashMLA on Hopper: absorbed MLA for decode, verification and draft extend, W tokens a request.
+
+It has no prefill kernel for this GPU: chunks of prompts go to another backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
+from forerun.attention.capabilities import PER_STEP, AttentionNeed, Capabilities, Mask
+from forerun.attention.packages import Package
+from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens
+from forerun.core.errors import ConfigError, InternalError
+from forerun.kvcache.layouts import LatentKV
+from forerun.kvcache.pools import ModelPools
+
+PAGE_SIZE = 64
+
+
+@dataclass
+class FlashMlaPlan(PagedPlan):
+    """`schedules`, by causal or not: how work is split over CTAs, for this forward's lengths.
+
+    The library fills an empty one on the device when the first layer runs; the others read it.
+    """
+
+    schedules: dict[bool, Any] = field(default_factory=dict)
+
+
+class FlashMla(PagedBackend):
+    name = "flashmla"
+    package = Package("flash_mla", "sgl-flash-mla")
+    capabilities = Capabilities(
+        devices=frozenset({"cuda"}),
+        archs=frozenset({"sm_90"}),
+        phases=frozenset(PER_STEP),
+        masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
+        windows=frozenset(),
+        head_dims=(576,),
+        dtypes=(torch.bfloat16,),
+        kv_dtypes=(torch.bfloat16,),
+        page_sizes=(PAGE_SIZE,),
+        dense=False,
+        mla=True,
+    )
+
+    @classmethod
+    def why_not(cls, need: AttentionNeed) -> list[str]:
+        return [*cls.package.why_not(), *super().why_not(need)]
+
+    @classmethod
+    def load(cls, need: AttentionNeed) -> Any:
+        """The module `flash_mla`.
+
+        Raises:
+            ImportError, OSError: it does not fit this torch, or has no kernels for Hopper.
+        """
+        module = importlib.import_module("flash_mla")
+        if not module.has_legacy():  # where those for Hopper are
+            raise ImportError("flash_mla was built without its kernels for Hopper")
+        return module
+
+    def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
+        super().__init__(need, pools)
+        try:
+            self.module = self.load(need)
+        except (ImportError, OSError) as error:
+            raise ConfigError(
+                f"Attention backend {self.name} cannot be loaded with torch {torch.__version__}:"
+                f" {error}. Install a build for this torch, or choose another attention_backend."
+            ) from error
+
+    def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashMlaPlan:
+        return FlashMlaPlan(PagedTokens.of(batch, self.pools.page_size))
+
+    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        raise InternalError(f"{self.name} has latent (MLA) attention only.")
+
+    def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        assert isinstance(plan, FlashMlaPlan)
+        kind = self.pools.layout.layers[layer]
+        assert isinstance(kind, LatentKV)
+        tokens, causal = plan.tokens, spec.mask.mask is Mask.CAUSAL
+        if causal not in plan.schedules:
+            plan.schedules[causal] = self.module.get_mla_metadata()[0]
+        out, _ = self.module.flash_mla_with_kvcache(
+            q.view(tokens.batch_size, tokens.max_q_len, *q.shape[1:]),
+            self.pools.latent(layer).unsqueeze(2),
+            tokens.page_table,
+            tokens.kv_lens,
+            kind.latent_dim,
+            plan.schedules[causal],
+            softmax_scale=spec.scale,
+            causal=causal,
+            use_legacy=True,
+        )
+        return out.flatten(0, 1)  # type: ignore[no-any-return]

@@ -1,0 +1,112 @@
+"""What backends share that attend with a library's kernel: K/V is written by our own kernels.
+
+A forward's tokens are described to the library by `PagedTokens`. Nothing is read on the host but
+the counts of a prefill, which are exact there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    KVNormRope,
+    Plan,
+    QKNormRope,
+    RopeInput,
+)
+from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
+from forerun.kernels.elementwise.qk_norm_rope import (
+    RopePositions,
+    kv_norm_rope_write,
+    qk_norm_rope_write,
+)
+from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3_ref
+from forerun.platform.device import upload
+
+
+@dataclass(frozen=True)
+class PagedTokens:
+    """The tokens of one forward; on the device, but for `max_q_len`."""
+
+    kv_slots: Tensor  # [T] int64
+    kv_lens: Tensor  # [B] int32: K/V of each request, the forward's own tokens included
+    page_table: Tensor  # [B, pages] int32
+    max_q_len: int  # tokens of the longest request
+    cu_q_lens: Tensor | None = None  # [B + 1] int32, ragged; None: `max_q_len` of every request
+
+    @property
+    def batch_size(self) -> int:
+        return self.kv_lens.shape[0]
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, page_size: int) -> PagedTokens:
+        """Launches one or two small kernels; an upload more in a prefill."""
+        start, table = batch.start, batch.page_table
+        if batch.q_len is not None:
+            total, kv_slots = start.shape[0] * batch.q_len, batch.kv_slots
+            if kv_slots is None:
+                kv_slots = compute_kv_slots(table, start, None, batch.q_len, total, page_size)
+            return cls(kv_slots, start + batch.q_len, table, batch.q_len)
+        assert batch.ragged is not None
+        counts = [count for _, count in batch.ragged]
+        ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        first = upload(ends, start.device)
+        kv_slots = compute_kv_slots(table, start, first, max(counts), sum(counts), page_size)
+        # These launches lie between `kv_slots` and its first reader (see pdl.py).
+        return cls(kv_slots, start + first.diff(), table, max(counts), first)
+
+
+@dataclass
+class PagedPlan(Plan):
+    tokens: PagedTokens
+
+
+class PagedBackend(AttentionBackend):
+    """Writes to the pools with our kernels; its plans are `PagedPlan`s."""
+
+    def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
+        assert isinstance(plan, PagedPlan)
+        write_kv(k, v, plan.tokens.kv_slots, self.pools.k(layer), self.pools.v(layer))
+
+    def rope_write(
+        self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
+    ) -> Tensor:
+        assert isinstance(plan, PagedPlan)
+        return qk_norm_rope_write(
+            qkv,
+            norm_rope.heads,
+            norm_rope.norms,
+            RopePositions(rope.table, rope.positions),
+            plan.tokens.kv_slots,
+            self.pools.k(layer),
+            self.pools.v(layer),
+        )
+
+    def rope_write_layers(
+        self,
+        plan: Plan,
+        kv: Tensor,
+        norm_rope: KVNormRope,
+        rope: RopeInput,
+        num_committed: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, PagedPlan)
+        kv_norm_rope_write(
+            kv,
+            norm_rope.norms,
+            RopePositions(rope.table, rope.positions),
+            plan.tokens.kv_slots,
+            self.pools.dense,
+            num_committed,
+        )
+
+    def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
+        assert isinstance(plan, PagedPlan)
+        pool = self.pools.latent(layer)
+        cast = encode_e4m3_ref(latent) if pool.dtype == FP8 else latent.to(pool.dtype)
+        as_bits(pool).flatten(0, 1).index_copy_(0, plan.tokens.kv_slots, as_bits(cast))
