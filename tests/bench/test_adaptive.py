@@ -13,7 +13,8 @@ from forerun import LLM
 from forerun.bench.adaptive import Cell, policy, sweep
 from forerun.bench.algorithms import Row
 from forerun.bench.cli import adaptive, algorithms, overlap
-from forerun.bench.cli.inputs import COLUMNS, Shape
+from forerun.bench.cli.inputs import Shape
+from forerun.bench.cli.tables import COLUMNS
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.scheduler.adaptive_width import FixedWidth

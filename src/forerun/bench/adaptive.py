@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun import LLM
 from forerun.bench.one_batch import Trace, trace
-from forerun.bench.timing import Timed, interleaved, median
+from forerun.bench.timing import Timed, flush_caches, interleaved, median
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
@@ -79,11 +79,11 @@ def sweep(
                 _simulate(spec.engine, length)
             # The policy adapts to the new length; kernels are warm after the first.
             for name in (ADAPTIVE,) if index else runs:
-                _flush(plain, spec)
+                flush_caches(plain, spec)
                 runs[name]()
             chosen = spec.engine.scheduler.widths.chosen
             before = Counter(chosen)
-            timed = interleaved(runs, repetitions, before=lambda: _flush(plain, spec))
+            timed = interleaved(runs, repetitions, before=lambda: flush_caches(plain, spec))
             cells.append(_cell(len(prompts), length, timed, chosen - before))
             on_cell(cells[-1])
     return cells
@@ -109,11 +109,6 @@ def _simulate(engine: Engine, length: float) -> None:
     acceptance = device_step(engine.executor).simulate
     assert acceptance is not None, "an engine without simulated acceptance"
     acceptance.set(length)
-
-
-def _flush(*engines: LLM) -> None:
-    for llm in engines:
-        llm.engine.flush_cache()
 
 
 def _cell(

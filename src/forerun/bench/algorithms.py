@@ -10,7 +10,7 @@ from typing import Any
 from forerun import LLM
 from forerun.bench.adaptive import policy
 from forerun.bench.one_batch import Trace, trace
-from forerun.bench.timing import interleaved, median
+from forerun.bench.timing import flush_caches, interleaved, median
 from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import Prompt
@@ -57,10 +57,7 @@ def compare_algorithms(
     for run in runs.values():
         run(prompts[0])
 
-    def flush() -> None:
-        for llm in (plain, *engines.values()):
-            llm.engine.flush_cache()
-
+    flush = partial(flush_caches, plain, *engines.values())
     results = []
     for prompt in prompts:
         keyed = {key: partial(run, prompt) for key, run in runs.items()}

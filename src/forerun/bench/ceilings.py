@@ -13,9 +13,11 @@ from torch import Tensor
 from forerun.bench.gemms import Gemm
 from forerun.bench.stream import read_sums
 from forerun.bench.timing import median
+from forerun.platform.device import dtype_name
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # far larger than any cache
 SQUARE = {"cuda": 8192, "cpu": 1024}  # side of the matrices of a large square GEMM
+REPETITIONS = 9
 ROTATED_BYTES = 2 << 30  # weights of `gemm_seconds`: too many to stay in a cache
 
 
@@ -29,9 +31,7 @@ class Ceilings:
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Ceilings:
-        return cls(
-            read_bandwidth(device), gemm_flops(device, dtype), str(dtype).removeprefix("torch.")
-        )
+        return cls(read_bandwidth(device), gemm_flops(device, dtype), dtype_name(dtype))
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,18 +88,15 @@ def seconds_of(
     work: Callable[[], object],
     device: torch.device,
     reduce: Callable[[Sequence[float]], float] = median,
-    repetitions: int = 9,
 ) -> float:
     """Device time of `work`, on a GPU as one graph. Ceilings `reduce` with `min`."""
     if device.type != "cuda":
-        return reduce(_host_seconds(work, repetitions))
+        return reduce(_host_seconds(work))
     with torch.cuda.device(device):  # where captures and events go
-        return reduce(_graph_seconds(work, device, repetitions))
+        return reduce(_graph_seconds(work, device))
 
 
-def _graph_seconds(
-    work: Callable[[], object], device: torch.device, repetitions: int
-) -> list[float]:
+def _graph_seconds(work: Callable[[], object], device: torch.device) -> list[float]:
     """On the current device, `device`."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -110,7 +107,7 @@ def _graph_seconds(
     with torch.cuda.graph(graph):
         work()
     times = []
-    for turn in range(repetitions + 2):
+    for turn in range(REPETITIONS + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
@@ -121,10 +118,10 @@ def _graph_seconds(
     return times
 
 
-def _host_seconds(work: Callable[[], object], repetitions: int) -> list[float]:
+def _host_seconds(work: Callable[[], object]) -> list[float]:
     work()
     times = []
-    for _ in range(repetitions):
+    for _ in range(REPETITIONS):
         begin = time.perf_counter()
         work()
         times.append(time.perf_counter() - begin)

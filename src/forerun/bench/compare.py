@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from forerun import LLM, RequestOutput, SamplingParams
-from forerun.bench.timing import interleaved, median
+from forerun.bench.timing import flush_caches, interleaved, median
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import Prompt
 
@@ -126,11 +127,8 @@ def compare_prompt(
     def run(llm: LLM) -> Callable[[], RequestOutput]:
         return lambda: llm.generate(input_ids=list(prompt.ids), sampling_params=params)
 
-    def flush() -> None:
-        plain.engine.flush_cache()
-        spec.engine.flush_cache()
-
-    timed = interleaved({PLAIN: run(plain), SPEC: run(spec)}, repetitions, before=flush)
+    runs = {PLAIN: run(plain), SPEC: run(spec)}
+    timed = interleaved(runs, repetitions, before=partial(flush_caches, plain, spec))
     outputs = {name: [t.value for t in runs] for name, runs in timed.items()}
     texts = {tuple(o.output_ids) for runs in outputs.values() for o in runs}
     return PromptResult(

@@ -6,12 +6,12 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from statistics import median
 from typing import Any
 
 import torch
 
 from forerun import SamplingParams
+from forerun.bench.timing import median
 from forerun.engine.engine import Engine
 
 WARM_UPS = 3
@@ -55,7 +55,7 @@ def first_token(engine: Engine, input_len: int, repetitions: int) -> FirstToken:
 
     for _ in range(WARM_UPS):
         run()
-    seconds = median(run() for _ in range(repetitions))
+    seconds = median([run() for _ in range(repetitions)])
     if not torch.cuda.is_available():
         return FirstToken(input_len, seconds, None)
     activities = [torch.profiler.ProfilerActivity.CUDA]

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from operator import lt
 from typing import Any
 
 from forerun import LLM, SamplingParams
 from forerun.bench.bounds import Bounds
-from forerun.bench.timing import interleaved, median, quantile
+from forerun.bench.timing import flush_caches, interleaved, median, quantile
 from forerun.core.request import State
 from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
 from forerun.llm.output import meta_info
 
-Clock = Callable[[], float]
 FEW_STEPS = 5  # fewer whole-batch steps in a run say little
 
 
@@ -146,13 +146,9 @@ def one_batch(
     Raises:
         RequestError: the prompts do not fit the engine.
     """
-    engines = {"plain": plain.engine} | ({"spec": spec.engine} if spec is not None else {})
-    runs = {name: _run(engine, prompts, output_len) for name, engine in engines.items()}
-
-    def flush() -> None:
-        for engine in engines.values():
-            engine.flush_cache()
-
+    llms = {"plain": plain} | ({"spec": spec} if spec is not None else {})
+    runs = {name: partial(trace, llm.engine, prompts, output_len) for name, llm in llms.items()}
+    flush = partial(flush_caches, *llms.values())
     for run in runs.values():
         flush()
         run()
@@ -176,14 +172,13 @@ def trace(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     output_len: int,
-    clock: Clock = time.perf_counter,
     *,
     ignore_eos: bool = True,
 ) -> Trace:
     """Runs one batch to its end, stepping the engine by hand."""
     params = SamplingParams(temperature=0.0, max_new_tokens=output_len, ignore_eos=ignore_eos)
     requests = [engine.make_request(list(ids), params) for ids in prompts]
-    begin = clock()
+    begin = time.perf_counter()
     for request in requests:
         engine.submit(request)
     steps: list[tuple[float, int]] = []
@@ -193,7 +188,7 @@ def trace(
         if not engine.step():
             continue  # launched; no result has come back yet
         before, lengths = lengths, [len(request.output) for request in requests]
-        steps.append((clock() - begin, sum(lengths)))
+        steps.append((time.perf_counter() - begin, sum(lengths)))
         if not prefill_steps:
             if all(lengths):
                 prefill_steps = whole_steps = len(steps)
@@ -212,11 +207,7 @@ def trace(
     )
 
 
-def random_prompts(vocab_size: int, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Uniformly random token ids, for random weights."""
-    rng = random.Random(seed)
+def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """Uniformly random token ids, for random weights; the same in every run."""
+    rng = random.Random(0)
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
-
-
-def _run(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int) -> Callable[[], Trace]:
-    return lambda: trace(engine, prompts, output_len)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from forerun import LLM
+
 T = TypeVar("T")
 
 
@@ -40,6 +42,12 @@ def interleaved(
             value = runs[name]()
             timed[name].append(Timed(clock() - begin, value))
     return timed
+
+
+def flush_caches(*llms: LLM) -> None:
+    """Empties the prefix caches of idle engines, so that no run profits from an earlier one."""
+    for llm in llms:
+        llm.engine.flush_cache()
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from forerun import LLM, SamplingParams
-from forerun.bench.timing import interleaved, median
+from forerun.bench.timing import flush_caches, interleaved, median
 from forerun.evals.prompts import Prompt
 from forerun.llm.bundled import bundled
 
@@ -96,12 +96,7 @@ def compare_engines(
         PLAIN: by_forerun(plain, max_new_tokens),
         f"forerun, {algorithm}": by_forerun(spec, max_new_tokens),
     }
-
-    def flush() -> None:
-        plain.engine.flush_cache()
-        spec.engine.flush_cache()
-
-    return _measure(engines, prompts, repetitions, flush)
+    return _measure(engines, prompts, repetitions, partial(flush_caches, plain, spec))
 
 
 def _measure(

@@ -29,7 +29,7 @@ from forerun.evals.prompts import (
 from forerun.speculative.registry import get_algorithm
 
 WORD_PROMPTS, PYTHON_PROMPTS = 5, 3
-# Both engines are loaded at once and serve one request at a time.
+# Settings of engines that are loaded at once and serve one request at a time.
 SMALL: dict[str, Any] = {"max_running_requests": 1, "max_total_tokens": 4096}
 
 

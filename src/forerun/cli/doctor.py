@@ -125,7 +125,7 @@ def _device(device: torch.device) -> dict[str, Any]:
         "memory_free_bytes": free,
         "memory_total_bytes": total,
         "dtypes": {"bfloat16": "fast" if fast else "slow", "float32": "fast"},
-        "auto_dtype": str(dtype).removeprefix("torch."),  # of a half-precision checkpoint
+        "auto_dtype": machine.dtype_name(dtype),  # of a half-precision checkpoint
         "threads": _threads() if device.type == "cpu" else None,
         "attention": {ask.name: survey(_need(device, dtype, ask)) for ask in ASKS},
     }

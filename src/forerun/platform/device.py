@@ -28,16 +28,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "triton",
-    "xgrammar",
-    "fastapi",
-)
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
 def resolve_device(name: str) -> torch.device:

@@ -80,6 +80,7 @@ PACKAGES: dict[str, str] = {
 }
 """Wheel name to licence. Only these packages are read."""
 
+PACKAGE_LIMIT = 7_000_000  # characters of one package
 HELD_OUT_PACKAGES = ("click", "marshmallow", "traitlets")
 HELD_OUT_MODULES = [
     "argparse",
@@ -131,12 +132,10 @@ class Document:
     text: str
 
 
-def build_corpus(
-    wheels: Path, out: Path, *, package_limit: int = 7_000_000, seed: int = 0
-) -> dict[str, object]:
+def build_corpus(wheels: Path, out: Path) -> dict[str, object]:
     """Write ``python_train.xz``, ``python_heldout.xz`` and ``sources.json`` to ``out``."""
     out.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
+    rng = random.Random(0)
     train: list[Document] = []
     held: list[Document] = []
     for document in _stdlib():
@@ -151,7 +150,7 @@ def build_corpus(
         size = 0
         for document in files:
             size += len(document.text)
-            if size > package_limit:
+            if size > PACKAGE_LIMIT:
                 break
             train.append(document)
     train = _without_copies(train, held)

@@ -176,10 +176,10 @@ def save_draft(model: Draft, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_draft(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Draft:
+def load_draft(folder: Path, device: str = "cpu") -> Draft:
     config = json.loads((folder / "config.json").read_text())
     config |= config["dflash_config"]
     values = {k: config[k] for k in asdict(DraftShape())}
     model = Draft(DraftShape(**values | {"target_layer_ids": tuple(values["target_layer_ids"])}))
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    return model.to(device, dtype)
+    return model.to(device, torch.float32)

@@ -199,7 +199,7 @@ def save_eagle(model: Eagle, folder: Path, steps: int) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_eagle(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Eagle:
+def load_eagle(folder: Path, device: str = "cpu") -> Eagle:
     config = json.loads((folder / "config.json").read_text())
     config["target_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     values = {k: config[k] for k in asdict(EagleShape())}
@@ -207,4 +207,4 @@ def load_eagle(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.flo
     weights = load_file(folder / "model.safetensors")
     model = Eagle(shape, weights["d2t"] + torch.arange(shape.draft_vocab_size))
     model.load_state_dict(weights)
-    return model.to(device, dtype)
+    return model.to(device, torch.float32)

@@ -74,9 +74,8 @@ def chat_stream(first_seed: int, problems: int, folder: Path, workers: int) -> T
     return TokenStream(tokens, starts.astype(np.int64))
 
 
-def prompt_text(problem: Problem, system: str | None = None) -> str:
-    head = [("system", system)] if system else []
-    return render_chat([*head, ("user", problem.question)], generation_prompt=True)
+def prompt_text(problem: Problem) -> str:
+    return render_chat([("user", problem.question)], generation_prompt=True)
 
 
 def held_out_questions() -> frozenset[str]:

@@ -19,13 +19,13 @@ from forerun.bench.cli.inputs import (
     Shape,
     check,
     make_prompts,
-    wide_console,
     with_preset,
     with_room,
 )
+from forerun.bench.cli.tables import print_table, yes_no
 from forerun.bench.environment import environment
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import made_with, print_json, progress_bar
+from forerun.cli.output import print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 
@@ -69,9 +69,7 @@ def adaptive_command(
             {"settings": settings, "results": results, "policy": policy, "environment": where}
         )
         return
-    console = wide_console()
-    console.print(table(cells))
-    console.print(made_with(where), style="dim", soft_wrap=True)
+    print_table(table(cells), where)
 
 
 def adaptive_settings(
@@ -107,7 +105,7 @@ def table(cells: Sequence[Cell]) -> Table:
             *(f"{speed:.0f}" for speed in (c.plain, c.fixed, c.adaptive)),
             f"{c.ratio:.3f}",
             shares(c.widths),
-            "-" if c.identical is None else "yes" if c.identical else "no",
+            yes_no(c.identical),
         )
     return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
@@ -12,12 +12,10 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.bench.algorithms import Row, compare_algorithms
-from forerun.bench.cli.inputs import (
-    AsJson,
-    check_repetitions,
-    wide_console,
-)
+from forerun.bench.cli.inputs import AsJson, check_repetitions
+from forerun.bench.cli.tables import wide_console
 from forerun.bench.environment import environment
+from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
 from forerun.cli.output import made_with, print_json, progress_bar
 from forerun.cli.settings import without_speculation
@@ -26,8 +24,6 @@ from forerun.evals.prompts import chat_encoder, encoder, python_prompts, word_pr
 from forerun.speculative.registry import algorithm_names, get_algorithm
 
 PLAIN = "NONE"
-# All engines are loaded at once and serve one request at a time.
-SMALL: dict[str, Any] = {"max_running_requests": 1, "max_total_tokens": 4096}
 
 
 @with_flags(engine=engine_flags)

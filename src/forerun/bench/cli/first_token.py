@@ -9,11 +9,12 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.bench.cli.inputs import AsJson, Preset, wide_console, with_preset
+from forerun.bench.cli.inputs import AsJson, Preset, with_preset
+from forerun.bench.cli.tables import milliseconds, print_table
 from forerun.bench.environment import environment
 from forerun.bench.first_token import FirstToken, first_token
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import made_with, print_json
+from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation
 from forerun.core.errors import ConfigError
 
@@ -42,9 +43,7 @@ def first_token_command(
         results = [row.as_dict() for row in rows]
         print_json({"settings": settings, "results": results, "environment": where})
         return
-    console = wide_console()
-    console.print(table(rows))
-    console.print(made_with(where), style="dim", soft_wrap=True)
+    print_table(table(rows), where)
 
 
 def table(rows: list[FirstToken]) -> Table:
@@ -52,11 +51,7 @@ def table(rows: list[FirstToken]) -> Table:
     for name in ("prompt\ntokens", "first token\nms", "on the GPU\nms", "ratio"):
         out.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        gpu, ratio = row.gpu_seconds, row.ratio
-        out.add_row(
-            str(row.input_len),
-            f"{1000 * row.seconds:.2f}",
-            "-" if gpu is None else f"{1000 * gpu:.2f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-        )
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        times = milliseconds(row.seconds), milliseconds(row.gpu_seconds)
+        out.add_row(str(row.input_len), *times, ratio)
     return out

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
 from forerun import LLM
@@ -29,7 +28,6 @@ Preset = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
-COLUMNS = 100  # width of the tables
 SPARE = 256  # KV slots of a request beyond its tokens: drafts, steps in flight, a partial page
 
 
@@ -115,8 +113,3 @@ def make_prompts(llm: LLM, shape: Shape, random_input: bool) -> list[list[int]]:
     encode = encoder(llm.tokenizer)
     text = [token for row in held_out() for token in encode(row["prompt"])]
     return windows(text, shape.batch_size, shape.input_len)
-
-
-def wide_console() -> Console:
-    """At least `COLUMNS` wide: a pipe would get 80 columns and truncated tables."""
-    return Console(width=max(COLUMNS, Console().width))

@@ -23,15 +23,15 @@ from forerun.bench.cli.inputs import (
     Shape,
     check,
     make_prompts,
-    wide_console,
     with_preset,
     with_room,
 )
+from forerun.bench.cli.tables import milliseconds, print_table, wide_console, yes_no
 from forerun.bench.environment import environment
 from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch
 from forerun.bench.profile import keep, profile_steps
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import made_with, print_json
+from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.platform.device import resolve_device
@@ -93,8 +93,7 @@ def one_batch_command(
         return
     console = wide_console()
     console.print(ceilings.line(), style="dim", soft_wrap=True)
-    console.print(table(results, settings.get("speculative_algorithm")))
-    console.print(made_with(where), style="dim", soft_wrap=True)
+    print_table(table(results, settings.get("speculative_algorithm")), where)
     for remark in filter(None, map(too_few, results)):
         console.print(remark, style="yellow", soft_wrap=True)
 
@@ -182,25 +181,25 @@ def table(results: Sequence[OneBatch], algorithm: str | None) -> Table:
                 *("", algorithm, *_figures(r.spec, r.spec_bounds)),
                 f"{r.speedup:.2f}",
                 f"{r.acceptance.accept_length or 0:.2f}",
-                "-" if r.identical is None else "yes" if r.identical else "no",
+                yes_no(r.identical),
             )
     return out
 
 
 def _figures(t: BatchTiming, bounds: Bounds | None) -> list[str]:
-    times = [_ms(s) for s in (t.prefill_seconds, t.step_seconds_median, t.step_seconds_p90)]
+    times = [
+        milliseconds(s) for s in (t.prefill_seconds, t.step_seconds_median, t.step_seconds_p90)
+    ]
     figures = [*times, f"{t.decode_tok_s:.0f}"]
     if bounds is None:
         return [*figures, "", "", "", ""]
     ratio = bounds.ratio(t.step_seconds_median)
     shown = "-" if ratio is None else f"{ratio:.2f}"
     gap = "-" if bounds.host_gap is None else f"{bounds.host_gap:.1%}"
-    return [*figures, _ms(bounds.floor_seconds), shown, _ms(bounds.gemm_seconds), gap]
-
-
-def _ms(seconds: float | None) -> str:
-    """Milliseconds with three or more digits."""
-    if seconds is None:
-        return "-"
-    ms = 1000 * seconds
-    return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
+    return [
+        *figures,
+        milliseconds(bounds.floor_seconds),
+        shown,
+        milliseconds(bounds.gemm_seconds),
+        gap,
+    ]

@@ -18,15 +18,15 @@ from forerun.bench.cli.inputs import (
     Shape,
     check,
     make_prompts,
-    wide_console,
     with_preset,
     with_room,
 )
+from forerun.bench.cli.tables import milliseconds, print_table, yes_no
 from forerun.bench.environment import environment
 from forerun.bench.one_batch import OneBatch, one_batch
 from forerun.bench.profile import profile_steps
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import made_with, print_json
+from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation
 from forerun.core.errors import ConfigError
 from forerun.platform.device import resolve_device
@@ -70,9 +70,7 @@ def overlap_command(
     if as_json:
         print_json({"settings": settings, "results": rows, "environment": where})
         return
-    console = wide_console()
-    console.print(table(rows))
-    console.print(made_with(where), style="dim", soft_wrap=True)
+    print_table(table(rows), where)
 
 
 def row(result: OneBatch, gap_off: float | None, gap_on: float | None) -> dict[str, Any]:
@@ -103,12 +101,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
         out.add_row(
             *(str(r["batch_size"]), f"{r['off_tok_s']:.0f}", f"{r['on_tok_s']:.0f}"),
             f"{r['on_over_off']:.3f}",
-            *(_ms(r[f"{way}_step_seconds"]) for way in ("off", "on")),
+            *(milliseconds(r[f"{way}_step_seconds"]) for way in ("off", "on")),
             *(*gaps, f"{r['accept_length'] or 0:.2f}"),
-            "-" if r["identical"] is None else "yes" if r["identical"] else "no",
+            yes_no(r["identical"]),
         )
     return out
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.2f}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.bench.ceilings import seconds_of
 from forerun.config.model_config import RopeConfig
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
@@ -49,26 +49,14 @@ class Result:
     of_copy: float  # share of the measured copy bandwidth
 
 
-def timed(run: Run, calls: int = 20, repeats: int = 9) -> float:
-    """µs a call."""
-    run()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                run()
-        times: list[float] = []
-        for turn in range(repeats + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times.append(begin.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
+def timed(run: Run, calls: int = 20) -> float:
+    """µs a call, of `calls` calls in one graph."""
+
+    def work() -> None:
+        for _ in range(calls):
+            run()
+
+    return seconds_of(work, DEVICE) * 1e6 / calls
 
 
 def copy_bandwidth() -> float:
@@ -228,7 +216,7 @@ def main() -> None:
         ).items():
             sampled = name.startswith("sample")
             us = timed(kernel, 3 if sampled else 20)
-            torch_us = timed(reference, 1 if sampled else 20, 3)
+            torch_us = timed(reference, 1 if sampled else 20)
             gbs = size / us / 1e3
             result = Result(name, tokens, us, torch_us, gbs, gbs / copy)
             results.append(asdict(result))
