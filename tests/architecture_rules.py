@@ -43,7 +43,7 @@ NAMES = re.compile(
 )
 NAMES_ALLOWED = ("speculative/registry.py",)
 OWN_FILES = ("speculative/", "models/", "kernels/")
-BUILT_ON = {"ddtree": "dflash"}  # an algorithm made from another names it
+BUILT_ON = {"ddtree": "dflash", "eagle": "nextn"}  # an algorithm made from another names it
 NAMES_ENTRY = ("cli/", "bench/", "evals/")
 
 NO_PROBING = (

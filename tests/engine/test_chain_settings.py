@@ -73,11 +73,24 @@ def test_settings_that_cannot_work_are_refused(
         ("EAGLE3", "needs a draft model"),
         ("STANDALONE", "needs a draft model"),
         ("NEXTN", "no layer that predicts further ahead"),  # nor has the target one
+        ("EAGLE", "as NEXTN does, and .* has none.*EAGLE3; EAGLE-1 and EAGLE-2 heads are not"),
     ],
 )
 def test_a_missing_draft_is_refused(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         golden_llm(name)
+
+
+def test_eagle_is_another_name_of_nextn(drafts: dict[str, Path]) -> None:
+    lengths = []
+    for name in ("NEXTN", "EAGLE"):
+        own = {"speculative_num_steps": 2, "speculative_draft_model_path": str(drafts["NEXTN"])}
+        with golden_llm(name, **own) as llm:
+            out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
+            lengths.append(out.meta_info["spec_accept_lengths"])
+    assert lengths[0] == lengths[1] and max(lengths[0]) > 1
+    with pytest.raises(ConfigError, match=r"must be 1.*for trees"):
+        golden_llm("EAGLE", **own, speculative_eagle_topk=4)
 
 
 MISMATCHED = [

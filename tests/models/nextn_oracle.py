@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+FAMILIES = {
+    "llama": ("Llama", llama),
+    "qwen3": ("Qwen3", qwen3),
+    "deepseek_v2": ("DeepseekV2", deepseek_v2),
+    "deepseek_v3": ("DeepseekV3", deepseek_v3),
+}
 
 
 @dataclass
@@ -19,16 +29,32 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.prefix = f"model.layers.{self.config.num_hidden_layers}."
-        parts: Any = llama if isinstance(self.config, LlamaConfig) else qwen3
-        name = "Llama" if parts is llama else "Qwen3"
+        name, parts = FAMILIES[self.config.model_type]
         names = vars(parts)
         self.make_norm = names[f"{name}RMSNorm"]
         self.rope = names[f"{name}RotaryEmbedding"](self.config)
-        self.layer = names[f"{name}DecoderLayer"](self.config, 0).eval()
-        own = self.layer.state_dict()
-        self.layer.load_state_dict({key: self.weights[self.prefix + key] for key in own})
+        # The number says whether a DeepSeek layer has experts.
+        layer_idx = self.config.num_hidden_layers if "deepseek" in self.config.model_type else 0
+        self.layer = names[f"{name}DecoderLayer"](self.config, layer_idx).eval()
+        self.layer.load_state_dict({key: self.weight(key) for key in self.layer.state_dict()})
         self.table = self.weights["model.embed_tokens.weight"]
         self.head = self.weights.get("lm_head.weight", self.table)
+
+    def weight(self, key: str) -> Tensor:
+        """Of the layer; transformers holds all experts in one tensor."""
+        if self.prefix + key in self.weights:
+            return self.weights[self.prefix + key]
+        inside, kind = key.rsplit(".", 1)
+
+        def stacked(name: str) -> Tensor:
+            names = (f"{self.prefix}{inside}.{i}.{name}.weight" for i in range(10**4))
+            return torch.stack(
+                [self.weights[n] for n in takewhile(self.weights.__contains__, names)]
+            )
+
+        if kind == "down_proj":
+            return stacked(kind)
+        return torch.cat((stacked("gate_proj"), stacked("up_proj")), 1)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         norm = self.make_norm(x.shape[-1], self.config.rms_norm_eps)

@@ -13,13 +13,20 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import ModelLayout
 from forerun.models.loader import load_target
 from forerun.models.nextn import COUNT, NextNDraft, load_nextn, load_nextn_config
 from tests.models.nextn_oracle import Oracle
 from tests.models.support import CPU, CPU_F32, Loop, family, save
 
-NAMES = ["llama", "llama-3.1", "llama-biases", "qwen3", "qwen3-bias-sliding"]
+NAMES = [
+    "llama",
+    "llama-3.1",
+    "llama-biases",
+    "qwen3",
+    "qwen3-bias-sliding",
+    "deepseek-v2-groups",
+    "deepseek-v3",
+]
 LENGTH = 23
 
 
@@ -62,7 +69,7 @@ def loop(draft: NextNDraft, table: Tensor) -> Loop:
         return draft.forward(table[ids], h, positions, ctx)
 
     config = draft.config.model
-    layout = ModelLayout.dense(1, config.num_kv_heads, config.head_dim, torch.float32)
+    layout = NextNDraft.kv_layout(draft.config, torch.float32)
     return Loop.over(forward, layout, (draft.config.mask,), config.num_heads, requests=2)
 
 
@@ -116,7 +123,7 @@ def test_missing_or_unsupported_layers_are_refused(tmp_path: Path) -> None:
     for changes, words in (
         ({COUNT: 2}, "2 is not supported; it must be 1"),
         ({COUNT: 0}, "no layer that predicts further ahead"),
-        ({COUNT: 1, "architectures": ["DeepseekV3ForCausalLM"]}, "not supported"),
+        ({COUNT: 1, "architectures": ["GemmaForCausalLM"]}, "not supported"),
     ):
         edit(folder, **changes)
         with pytest.raises(ConfigError, match=words):

@@ -22,9 +22,12 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, Linear
 from forerun.layers.module import Module
+from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
@@ -35,12 +38,17 @@ COUNT = "num_nextn_predict_layers"
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 
 
+def count_layers(model: ModelConfig) -> int:
+    """How many such layers the checkpoint holds, after its last one."""
+    return int(model.raw.get(COUNT) or 0)
+
+
 class NextNConfig:
     """What the layer takes from the `config.json` of the model it was trained with."""
 
     def __init__(self, model: ModelConfig, where: str) -> None:
         """Raises ConfigError: the checkpoint has no such layer, or more than one."""
-        count = int(model.raw.get(COUNT) or 0)
+        count = count_layers(model)
         if count == 0:
             raise ConfigError(
                 f"{where} has no layer that predicts further ahead ({COUNT} is missing or 0);"
@@ -76,9 +84,18 @@ class NextNDraft(Module):
         self.enorm = RMSNorm(size, eps, place)
         self.hnorm = RMSNorm(size, eps, place)
         self.eh_proj = Linear(2 * size, size, bias=False, place=place)
-        self.layer = config.decoder_layer(model, 0, config.mask, place)
+        # Its number says what it is made of (DeepSeek: a mixture of experts).
+        self.layer = config.decoder_layer(model, model.num_layers, config.mask, place)
+        for i, kept in enumerate(self.layer.modules(KVLayer)):
+            kept.layer_id = i  # in pools of its own
         self.norm = FinalRMSNorm(size, eps, place)
-        self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
+        self.rope = Rope(model.rope, model.rotary_dim, max_positions, place.dtype, place.device)
+
+    @classmethod
+    def kv_layout(cls, config: NextNConfig, dtype: torch.dtype) -> ModelLayout:
+        """What the layer keeps: that of the target's layers."""
+        draft = cls(config, WeightPlacement(dtype, torch.device("meta")), max_positions=1)
+        return ModelLayout(tuple(kept.kv_layout(dtype) for kept in draft.layer.modules(KVLayer)))
 
     def forward(
         self, embeds: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
@@ -127,10 +144,13 @@ def load_nextn(
     """
     draft = NextNDraft(config, place, max_positions)
     if load_format in DUMMY_FORMATS:
+        for experts in draft.modules(Experts):
+            experts.fused = True  # thousands of tensors fewer
         fill_dummy(draft.weights(), load_format)
     else:
         checkpoint = Checkpoint(folder)
         checkpoint.keep(lambda name: name.startswith(config.prefix))
+        choose_expert_layout(draft, checkpoint.headers)
         hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."
         checkpoint.read_into(draft.weights(), SHARED, hint)
     draft.prepare()

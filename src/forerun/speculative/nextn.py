@@ -4,9 +4,9 @@ Where the target has run, the layer reads the target's last hidden state; furthe
 `chain.py` has the phases, `models/nextn.py` the layer. The layer was trained for one token ahead:
 further drafts run it again over its own output. (DeepSeek-V3, arXiv 2412.19437, section 2.2.)
 
-Limits: the layer must be dense (Llama, Qwen2 or Qwen3 decoder layer, tensors model.layers.<N>.*).
-The checkpoints of DeepSeek-V3 (MLA), MiMo and Qwen3-Next need targets that Forerun does not run
-yet.
+The layer is a decoder layer of the target's family with tensors model.layers.<N>.*, as in
+DeepSeek-V3's checkpoint; its cache is of the same kind as the target's (latent rows for MLA), in a
+pool of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from forerun.attention.base import AttentionContext
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import WeightPlacement
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
@@ -42,7 +41,7 @@ class NextN(HiddenStateChain):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=ModelLayout.dense(1, model.num_kv_heads, model.head_dim, dtype),
+            draft_kv=NextNDraft.kv_layout(draft, dtype),
             draft_heads=model.num_heads,
             draft_attention=(draft.mask,),
             prefix_lookahead=1,
@@ -79,12 +78,20 @@ class _SharedEnds:
 
 
 def _read(config: EngineConfig) -> tuple[Path, NextNConfig]:
-    """The target's own folder, if no other is named."""
+    folder = draft_folder(config)
+    return folder, load_nextn_config(folder)
+
+
+def draft_folder(config: EngineConfig) -> Path:
+    """The target's own folder, if no other is named.
+
+    Raises:
+        ConfigError: neither is set, and the bundled model has no such layer.
+    """
     path = config.speculative_draft_model_path or config.model_path
     if path is None:
         raise ConfigError(
             "The bundled model has no multi-token prediction layer; set model_path to one that has,"
             " or use another speculative_algorithm."
         )
-    folder = Path(path).expanduser()
-    return folder, load_nextn_config(folder)
+    return Path(path).expanduser()

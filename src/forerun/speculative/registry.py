@@ -24,12 +24,12 @@ BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
     "DFLASH": "forerun.speculative.dflash:DFlash",
     "DDTREE": "forerun.speculative.ddtree:DDTree",
+    "EAGLE": "forerun.speculative.eagle:Eagle",
     "EAGLE3": "forerun.speculative.eagle3:Eagle3",
     "NEXTN": "forerun.speculative.nextn:NextN",
     "NGRAM": "forerun.speculative.ngram:Ngram",
     "STANDALONE": "forerun.speculative.standalone:Standalone",
 }
-RESERVED = {*BUILT_IN, "EAGLE"}  # EAGLE: users know it from SGLang
 _NAME = re.compile(r"[A-Z][A-Z0-9]*([-_][A-Z0-9]+)*")
 
 Algorithm = type[SpeculativeAlgorithm]
@@ -100,7 +100,7 @@ class Registry:
                 f"{owner} names an algorithm {name!r}: a name is letters and digits, a letter"
                 " first, with - or _ between them."
             )
-        if key in RESERVED:
+        if key in BUILT_IN:
             raise ConfigError(f"{owner}: the name {key} is reserved; choose another.")
         if key in self._owners:
             raise ConfigError(
