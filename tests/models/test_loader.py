@@ -17,7 +17,6 @@ from torch import Tensor
 
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
-from forerun.models import checkpoint
 from forerun.models.checkpoint import INDEX, SINGLE, Checkpoint
 from forerun.models.loader import load_target
 from forerun.models.registry import ARCHITECTURES
@@ -141,13 +140,13 @@ def test_progress_of_a_long_load(
     assert capsys.readouterr().err == ""  # loaded quickly
     monkeypatch.setattr(progress, "BAR_AFTER", 0.01)
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.01)
-    copy = checkpoint._copy
+    copy = Checkpoint._copy
 
     def slow_copy(*args: Any) -> None:
         time.sleep(0.5)
         copy(*args)
 
-    monkeypatch.setattr(checkpoint, "_copy", slow_copy)
+    monkeypatch.setattr(Checkpoint, "_copy", slow_copy)
     assert torch.equal(logits(original), want)
     shown = capsys.readouterr()
     assert shown.out == ""  # standard output is for the user's text
@@ -237,6 +236,11 @@ def empty_index(folder: Path) -> None:
     (folder / INDEX).write_text("{}")
 
 
+def both(*damages: Callable[[Path], object]) -> Callable[[Path], object]:
+    return lambda folder: [damage(folder) for damage in damages]
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 16]}
 NORM, QKV = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r"config\.json does not exist"),
@@ -268,7 +272,45 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         put(QKV, torch.zeros(32, 32, dtype=torch.int8)),
         rf"{QKV} is I8, expected BF16.*Quantized",
     ),
-    "quantized": (config(quantization_config={"quant_method": "fp8"}), r"quantized \(fp8\)"),
+    "quantized": (
+        config(quantization_config={"quant_method": "gptq"}),
+        r"quantized \(gptq\).*FP8 blocks",
+    ),
+    "fp8 per tensor": (
+        config(quantization_config={"quant_method": "fp8"}),
+        r"quantized \(fp8 without weight_block_size\)",
+    ),
+    "other fp8": (
+        config(quantization_config={**FP8, "fmt": "e5m2"}),
+        r"quantized \(fp8 e5m2\)",
+    ),
+    "fp8 blocks of nothing": (
+        config(quantization_config={**FP8, "weight_block_size": [128]}),
+        r"weight_block_size \[128\] is not two positive integers",
+    ),
+    "fp8 undeclared": (
+        put(QKV, torch.zeros(32, 32, dtype=torch.float8_e4m3fn)),
+        rf"{QKV} is F8_E4M3, expected BF16.*Quantized",
+    ),
+    "fp8 without scales": (
+        both(
+            config(quantization_config=FP8),
+            put(QKV, torch.zeros(32, 32, dtype=torch.float8_e4m3fn)),
+        ),
+        rf"lacks 1 tensor: {QKV}_scale_inv",
+    ),
+    "fp8 scales of another size": (
+        both(
+            config(quantization_config=FP8),
+            put(QKV, torch.zeros(32, 32, dtype=torch.float8_e4m3fn)),
+            put(f"{QKV}_scale_inv", torch.zeros(1, 1)),
+        ),
+        rf"{QKV}_scale_inv has shape \[1, 1\], expected \[2, 2\]",
+    ),
+    "scales of a plain tensor": (
+        both(config(quantization_config=FP8), put(f"{QKV}_scale_inv", torch.zeros(2, 2))),
+        rf"holds 1 tensor: {QKV}_scale_inv",
+    ),
     "architecture": (config(architectures=["GemmaForCausalLM"]), "Gemma.*not supported"),
     "activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "rope": (

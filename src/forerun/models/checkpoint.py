@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
+from forerun.models.quantization import E4M3, SCALE, Fp8Blocks
 from forerun.platform.progress import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -50,9 +51,13 @@ class Header:
 class Checkpoint:
     """The tensors of a folder, by name; data stays on disk until `read_into`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError: no safetensors, a shard absent, a file broken or not as indexed."""
-        self.folder = folder
+    def __init__(self, folder: Path, blocks: Fp8Blocks | None = None) -> None:
+        """`blocks`: how matrices may be quantised; they are dequantised while they are read.
+
+        Raises:
+            ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
+        """
+        self.folder, self.blocks = folder, blocks
         self.headers: dict[str, Header] = {}
         for file in _files(folder):
             self.headers |= _read_headers(file)
@@ -84,33 +89,70 @@ class Checkpoint:
         Raises:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
         """
-        self._check(views, tuple(harmless), hint)
+        scales = self._scales(views)
+        self._check(views, scales, tuple(harmless), hint)
+        total = sum(self.headers[name].bytes for name in views)
+        with progress("loading weights", total, "B") as stage:
+            self._copy({n + SCALE: scale for n, scale in scales.items()}, {}, lambda _: None)
+            self._copy(views, scales, stage.advance)
+
+    def _scales(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """For every tensor that is stored in FP8 blocks, room for its scales."""
+        if self.blocks is None:
+            return {}
+        quantised = [n for n in views if n in self.headers and self.headers[n].dtype == E4M3]
+        shapes = {name: self.blocks.scale_shape(self.shape(name)) for name in quantised}
+        return {
+            name: torch.empty(shape, dtype=torch.float32, device=views[name].device)
+            for name, shape in shapes.items()
+        }
+
+    def _copy(
+        self,
+        views: Mapping[str, Tensor],
+        scales: Mapping[str, Tensor],
+        advance: Callable[[float], None],
+    ) -> None:
+        """File by file; what has `scales` is dequantised."""
         by_file: dict[Path, list[str]] = {}
         for name in views:
             by_file.setdefault(self.headers[name].file, []).append(name)
-        total = sum(self.headers[name].bytes for name in views)
-        with progress("loading weights", total, "B") as stage:
-            for file, names in by_file.items():
-                _copy(file, {name: views[name] for name in names}, stage.advance, self.headers)
+        for file, names in by_file.items():
+            device = str(views[names[0]].device)
+            with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
+                for name in names:
+                    data = tensors.get_tensor(name)
+                    if name in scales:
+                        assert self.blocks is not None
+                        data = self.blocks.dequantise(data, scales[name])
+                    views[name].copy_(data)
+                    advance(self.headers[name].bytes)
 
-    def _check(self, views: Mapping[str, Tensor], harmless: tuple[str, ...], hint: str) -> None:
-        missing = [name for name in views if name not in self.headers]
+    def _check(
+        self,
+        views: Mapping[str, Tensor],
+        scales: Mapping[str, Tensor],
+        harmless: tuple[str, ...],
+        hint: str,
+    ) -> None:
+        wanted = {**views, **{name + SCALE: scale for name, scale in scales.items()}}
+        missing = [name for name in wanted if name not in self.headers]
         if missing:
             raise ConfigError(f"{self.folder} lacks {_listing(missing)}. {hint}".rstrip())
-        extra = [n for n in self.headers if n not in views and not n.endswith(harmless or ("\0",))]
+        extra = [n for n in self.headers if n not in wanted and not n.endswith(harmless or ("\0",))]
         if extra:
             raise ConfigError(
                 f"{self.folder} holds {_listing(extra)}, which this architecture does not have."
                 f" {hint}".rstrip()
             )
-        for name, view in views.items():
+        for name, view in wanted.items():
             header = self.headers[name]
             if header.shape != tuple(view.shape):
                 raise ConfigError(
                     f"{header.file}: {name} has shape {list(header.shape)}, expected"
                     f" {list(view.shape)} from config.json. The two do not belong together."
                 )
-            if view.is_floating_point() != (header.dtype in _FLOATS):
+            if view.is_floating_point() != (header.dtype in _FLOATS) and name not in scales:
                 raise ConfigError(
                     f"{header.file}: {name} is {header.dtype}, expected"
                     f" {'BF16, F16 or F32' if view.is_floating_point() else 'integers'}."
@@ -190,19 +232,6 @@ def _read_headers(file: Path) -> dict[str, Header]:
         name: Header(file, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         for name, entry in raw.items()
     }
-
-
-def _copy(
-    file: Path,
-    views: Mapping[str, Tensor],
-    advance: Callable[[float], None],
-    headers: Mapping[str, Header],
-) -> None:
-    device = str(next(iter(views.values())).device)
-    with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
-        for name, view in views.items():
-            view.copy_(tensors.get_tensor(name))
-            advance(headers[name].bytes)
 
 
 @contextmanager

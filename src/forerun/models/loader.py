@@ -12,6 +12,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
+from forerun.models.quantization import fp8_blocks
 from forerun.models.registry import model_class
 
 # Old rotary buffers, in many checkpoints; computed here.
@@ -40,7 +41,7 @@ def load_target(
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     config = load_model_config(folder)
     build = model_class(config)
-    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder)
+    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, fp8_blocks(config))
     model = build(config, WeightPlacement(dtype, device), max_positions or config.max_position)
     if checkpoint is None:
         for experts in model.modules(Experts):

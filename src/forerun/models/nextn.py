@@ -32,6 +32,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
+from forerun.models.quantization import fp8_blocks
 from forerun.models.registry import model_class
 
 COUNT = "num_nextn_predict_layers"
@@ -148,7 +149,7 @@ def load_nextn(
             experts.fused = True  # thousands of tensors fewer
         fill_dummy(draft.weights(), load_format)
     else:
-        checkpoint = Checkpoint(folder)
+        checkpoint = Checkpoint(folder, fp8_blocks(config.model))
         checkpoint.keep(lambda name: name.startswith(config.prefix))
         choose_expert_layout(draft, checkpoint.headers)
         hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."

@@ -7,6 +7,7 @@ from forerun.core.errors import ConfigError, nearest
 from forerun.models.base import CausalLM
 from forerun.models.deepseek import DeepseekForCausalLM
 from forerun.models.llama import LlamaForCausalLM
+from forerun.models.quantization import fp8_blocks
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 from forerun.models.qwen3_moe import Qwen3MoeForCausalLM
@@ -43,11 +44,7 @@ def check_layers(config: ModelConfig) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {activation!r} is not supported; Forerun has silu only.")
-    if raw.get("quantization_config"):
-        method = dict(raw["quantization_config"]).get("quant_method", "unknown")
-        raise ConfigError(
-            f"The checkpoint is quantized ({method}); use the bfloat16 or float32 checkpoint."
-        )
+    fp8_blocks(config)
     rope = raw.get("rope_parameters") or {}
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if float(partial) != 1.0:
