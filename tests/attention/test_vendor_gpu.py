@@ -13,7 +13,7 @@ from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionSp
 from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.attention.fa3 import LIBRARIES, Fa3, Fa3Library
 from forerun.attention.fa4 import Fa4
-from forerun.attention.flash import LATENT_DIM, ROPE_DIM, FlashLibrary
+from forerun.attention.flash import LATENT_DIM, ROPE_DIM
 from forerun.attention.flashmla import FlashMla
 from forerun.platform.device import gpu_arch
 from tests.attention.equality import CAUSAL, Case, Expand, Sizes
@@ -197,14 +197,3 @@ def test_nothing_synchronizes(name: str, phase: Phase, sizes: Sizes) -> None:
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_libraries_share_one_signature() -> None:
-    """Each build that is here gives the same."""
-    found = [library for library in LIBRARIES if library.find() is not None]
-    if len(found) < 2:
-        pytest.skip("fewer than two builds of FlashAttention 3")
-    loaded: list[FlashLibrary] = [
-        library.load(path) for library in found if (path := library.find()) is not None
-    ]
-    assert len({each.name for each in loaded}) == len(found)
