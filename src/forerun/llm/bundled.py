@@ -1,4 +1,4 @@
-"""The small trained pair that ships with the package."""
+"""The models that ship with the package, and the configs of known ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ PAIR, PRESETS = ASSETS / "pair", ASSETS / "presets"
 
 
 def bundled(name: str) -> Path:
-    """The folder of a bundled model ("target", or a draft's name)."""
+    """The folder of a bundled model ("target", or a draft's name).
+
+    Raises:
+        ConfigError: this installation does not have it.
+    """
     folder = PAIR / name
     if not (folder / "config.json").exists():
         raise ConfigError(
@@ -21,7 +25,11 @@ def bundled(name: str) -> Path:
 
 
 def preset(name: str) -> tuple[Path, Path]:
-    """Config-only folders of a known target and its draft, for benchmarks with random weights."""
+    """Config-only folders of a known target and its draft, for benchmarks with random weights.
+
+    Raises:
+        ConfigError: unknown name.
+    """
     known = sorted(folder.name for folder in PRESETS.iterdir() if folder.is_dir())
     if name not in known:
         raise ConfigError(

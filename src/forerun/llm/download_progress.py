@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, else a line every few seconds."""
+"""Progress of downloads: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BYTES_BAR = "huggingface_hub.snapshot_download"  # the library's name of the bar
 
 
 class DownloadProgress:
-    """Of one model. A context manager around each part of its download.
+    """Progress of one model's download; a context manager around each part of it.
 
-    It shows nothing before bytes arrive: a model that is in the cache starts without a word.
+    Nothing is shown before bytes arrive, so a model that is in the cache starts silently.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class DownloadProgress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`console`: None: standard error."""
+        """`console`: default: standard error."""
         self._name, self._clock = name, clock
         self._console = console or Console(stderr=True, soft_wrap=True, highlight=False)
         self._lock = threading.Lock()  # files are downloaded by several threads
@@ -37,7 +37,7 @@ class DownloadProgress:
         self._task: TaskID | None = None
 
     def __enter__(self) -> None:
-        """A new part, of which nothing is shown before `advance`."""
+        """Begins a part; the first `advance` shows it."""
         self._part = 0.0
 
     def __exit__(
@@ -52,7 +52,7 @@ class DownloadProgress:
                 self._bar = None
 
     def advance(self, count: float, total: float | None) -> None:
-        """`count` more bytes; `total`: of this part's files, as far as these are known."""
+        """Adds `count` bytes. `total`: bytes of this part, as far as its files are known."""
         with self._lock:
             self._part += count
             self._done += count
@@ -85,7 +85,7 @@ class DownloadProgress:
 
 
 def progress_bar_class(progress: DownloadProgress) -> type[Any]:
-    """For `snapshot_download(tqdm_class=...)`: draws nothing and tells `progress` instead."""
+    """For `snapshot_download(tqdm_class=...)`: reports to `progress` instead of drawing a bar."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, tqdm
 
     wanted = not are_progress_bars_disabled()  # HF_HUB_DISABLE_PROGRESS_BARS

@@ -35,7 +35,7 @@ _SHORT_COMMIT = re.compile(r"[0-9a-f]{4,39}")
 class HubModel:
     """A model repository on the Hub, at a branch, tag or commit (None: the main branch)."""
 
-    setting: str  # that names it, for errors
+    setting: str  # the setting that names it, for error messages
     repo: str
     revision: str | None
     progress: DownloadProgress = field(compare=False)
@@ -90,7 +90,7 @@ def locate(setting: str, value: str) -> Path | HubModel:
     """An existing local folder, or else the Hub repository that `value` names.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: it is neither.
     """
     folder = Path(value).expanduser()
     model = parse(setting, value)

@@ -30,16 +30,16 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """A model, ready to generate.
+    """A loaded model that generates text.
 
     Every command-line flag is a keyword (`--page-size 64` is `page_size=64`). A model path is a
     local folder, or `org/name[@revision]` on the Hugging Face Hub (a `Path` is always local).
     Without a `model_path` the bundled target is used, and with an algorithm its bundled draft.
 
-    Any number of threads may call it; the requests of all of them run in one batch.
+    Thread-safe: requests of all threads run in one batch.
 
     Raises:
-        ConfigError: settings, checkpoint or draft cannot work; the message says the fix.
+        ConfigError: invalid settings, checkpoint or draft; the message says how to fix it.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class LLM:
         overlap_depth: int | None = None,
         **settings: Any,
     ) -> None:
-        """`overlap_depth` (0, 1) overrides what suits the device; for tests."""
+        """`overlap_depth`: 0 or 1 instead of the device's default; for tests."""
         settings["model_path"] = model_path
         for name, value in settings.items():
             if isinstance(value, Path):
                 settings[name] = str(value.expanduser().absolute())
         config = _config(settings)
         logging.getLogger("forerun").setLevel(config.log_level.upper())
-        get_algorithm(config.speculative_algorithm)  # must exist, before anything is downloaded
+        get_algorithm(config.speculative_algorithm)  # refuses an unknown name before any download
         self.config, target = _with_bundled(with_local_paths(config))
         self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
-        # While no call runs it may be stepped by hand.
         executor = build_executor(self.config, target, overlap_depth)
+        # Benchmarks and tests may step it while no call runs.
         self.engine = Engine(self.config, executor)
         self._loop = EngineLoop(self.engine)
-        # Also where it is forgotten, or Python ends.
+        # Called by `close`, by the garbage collector, or when Python exits.
         self._finalizer = weakref.finalize(self, self._loop.close)
 
     def __enter__(self) -> Self:
@@ -78,15 +78,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends what still runs (finish reason "abort") and the engine. Twice is fine."""
+        """Aborts running requests and closes the engine; further calls do nothing."""
         self._finalizer()
 
     def explain(self) -> dict[str, Any]:
-        """What was chosen at start (device, dtype, backends with reasons, pools)."""
+        """Choices made at start: device, dtype, attention backends with reasons, pool sizes."""
         return self.engine.explain()
 
     def stats(self) -> dict[str, Any]:
-        """What the drafts were worth so far: counters since the start, and the choice of widths.
+        """Counters of speculation since the start, and the state of the width policy.
 
         Raises:
             EngineClosedError: after `close`.
@@ -106,11 +106,16 @@ class LLM:
     ) -> Any:
         """Completes one prompt or many, given as text or as token ids.
 
-        One prompt with n = 1 gives a `RequestOutput`, otherwise a list in the order of the prompts
-        (the n samples of a prompt side by side). With `stream`, an iterator of growing outputs.
+        Args:
+            sampling_params: for all prompts, or one per prompt.
+
+        Returns:
+            A `RequestOutput` for one prompt with n = 1; otherwise a list in the order of the
+            prompts, the n samples of a prompt next to each other. With `stream`, an iterator of
+            partial outputs (`OutputStream`), which starts the requests.
 
         Raises:
-            RequestError: a prompt or parameter cannot be served; nothing of the call was started.
+            RequestError: a prompt or parameter is invalid; no request of the call was started.
             EngineClosedError: after `close`.
         """
         _refuse(unsupported, "generate")
@@ -151,9 +156,10 @@ class LLM:
         stream: bool,
     ) -> Any:
         params = _params_per_prompt(sampling_params, len(prompts))
+        boolean("stream", stream, RequestError)
         # All are checked before any is queued: a list is refused as a whole.
         jobs = [
-            self._job(ids, p, at, index, boolean("stream", stream, RequestError))
+            self._job(ids, p, at, index, stream)
             for at, (ids, p) in enumerate(zip(prompts, params, strict=True))
             for index in range(p.n)
         ]
@@ -190,14 +196,14 @@ def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> l
     if isinstance(given, Sequence):
         if len(given) != count:
             raise RequestError(
-                f"{len(given)} sampling_params for {count} prompts; give one, or one a prompt."
+                f"{len(given)} sampling_params for {count} prompts; give one, or one per prompt."
             )
         return [SamplingParams.of(p) for p in given]
     return [SamplingParams.of(given)] * count
 
 
 def _config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Settings, and the options that algorithms declare, checked."""
+    """Checks the settings and the options that algorithms declare."""
     options = all_options()
     config = EngineConfig.of(settings, {option.name: option.default for option in options})
     for option in options:
@@ -208,7 +214,7 @@ def _config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 def _refuse(keywords: Mapping[str, Any], call: str) -> None:
-    """Keywords that `generate` and `chat` do not have."""
+    """Raises RequestError for the first keyword that `generate` and `chat` do not have."""
     own = [f.name for f in fields(SamplingParams)]
     for name in keywords:
         if name in own:
@@ -241,7 +247,7 @@ def _tokenizer(config: EngineConfig, target: Path) -> Any:
     folder = Path(config.tokenizer_path) if config.tokenizer_path else target
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        tokenizer("")  # resets truncation and padding: later calls change nothing, in any thread
+        tokenizer("")  # resets truncation and padding, so that later calls are thread-safe
         return tokenizer
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Job:
-    """A request of one call: sample `index` of prompt `prompt_index`."""
+    """One request of a call: sample `index` of prompt `prompt_index`."""
 
     request: Request
     prompt_index: int
@@ -39,7 +39,7 @@ class Event(NamedTuple):
     """New tokens of a job, or its end."""
 
     job: Job
-    text: str  # what is new of `job.text`
+    text: str  # what was added to `job.text`
     progress: Progress
 
 
@@ -86,17 +86,17 @@ class EngineLoop:
         return future.result()
 
     def abandon(self, call: Call) -> None:
-        """Aborts what still runs of a call. On return, nothing does."""
+        """Aborts a call's running requests, and waits until none is left."""
         if threading.current_thread() is self._thread:
             self.abandon_later(call)
             return
         try:
             self.do(lambda: self._abandon(call))
         except EngineClosedError:
-            return  # it has ended with all others
+            return  # `close` has aborted it
 
     def abandon_later(self, call: Call) -> None:
-        """The same without waiting and without a lock: the garbage collector may come any time."""
+        """`abandon` without waiting or locks, for finalizers: they may run at any point."""
         self._commands.put(lambda: self._abandon(call))
 
     def check_open(self) -> None:
@@ -134,10 +134,10 @@ class EngineLoop:
             self._shut_down()
 
     def _step(self) -> None:
-        """One step. What it raises reaches every caller, and the engine goes on."""
+        """One step. An exception ends all running calls with it; the engine continues."""
         try:
             self._engine.step()
-        except Exception as error:  # noqa: BLE001  raised again by those who wait
+        except Exception as error:  # noqa: BLE001  raised again in every caller
             self._fail(error, set(self._running.values()))
             return
         events = self._advance()
@@ -147,14 +147,14 @@ class EngineLoop:
             call.events.put(event)
 
     def _advance(self) -> list[tuple[Call, Event | None]]:
-        """What the step means to callers. Ends requests whose text has a stop string."""
+        """The events of the last step. Ends requests whose text contains a stop string."""
         events: list[tuple[Call, Event | None]] = []
         for job, call in list(self._running.items()):
             if job not in self._running:  # its call just failed
                 continue
             try:
                 event = self._progress(job, call.partial)
-            except Exception as error:  # noqa: BLE001  of one text: no other call is affected
+            except Exception as error:  # noqa: BLE001  in one text: other calls are not affected
                 self._fail(error, [call])
                 continue
             if event is not None:
@@ -207,7 +207,7 @@ class EngineLoop:
             call.events.put(None)
 
     def _drop(self, call: Call, message: str) -> None:
-        """Aborts what still runs of a call."""
+        """Aborts the running requests of a call."""
         for job in call.jobs:
             if self._running.pop(job, None) is not None:
                 self._engine.abort(job.request.rid, message)
@@ -217,7 +217,7 @@ class EngineLoop:
         self._stopping = True
 
     def _shut_down(self) -> None:
-        """Ends every call; also if this thread fails, so that no caller waits forever."""
+        """Ends every call, also if this thread has failed: no caller may wait forever."""
         with self._lock:
             self._closed = True
         try:
@@ -236,5 +236,5 @@ class EngineLoop:
 def _resolve(future: Future[T], action: Callable[[], T]) -> None:
     try:
         future.set_result(action())
-    except Exception as error:  # noqa: BLE001  raised again by who waits
+    except Exception as error:  # noqa: BLE001  raised again by `Future.result`
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What a user gets back."""
+"""Outputs of requests, and their statistics (`meta_info`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from forerun.core.request import Request, drop_last
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A text (so far, when streaming) and how it came to be.
+    """The output of one request, or a part of it when streaming.
 
     `meta_info` has SGLang's keys. The first token comes from the prefill and belongs to no verify
-    step, so `output_ids` are one token and then `spec_accept_lengths[i]` tokens a step.
+    step, so `output_ids` has one token and then `spec_accept_lengths[i]` tokens of step i.
     """
 
     text: str
@@ -22,8 +22,8 @@ class RequestOutput:
     finish_reason: dict[str, Any] | None  # None while running
     meta_info: dict[str, Any]
     prompt_token_ids: list[int]
-    prompt_index: int = 0  # which of the call's prompts
-    index: int = 0  # which of its n samples
+    prompt_index: int = 0  # index into the call's prompts
+    index: int = 0  # index of the sample, with n > 1
 
     @property
     def finished(self) -> bool:
@@ -31,21 +31,24 @@ class RequestOutput:
 
 
 class Progress(NamedTuple):
-    """How far a request was after a step. The lists are the request's own, which only grow: what
-    counts is their beginning, so that to note a step costs nothing."""
+    """The state of a request after a step.
+
+    The lists are the request's own. They only grow, so lengths suffice to describe a step, and
+    nothing is copied in the engine's thread.
+    """
 
     output: list[int]
-    num_tokens: int  # of `output`, to be shown
-    held: int  # tokens after them that are not shown yet
+    num_tokens: int  # tokens of `output` to be shown
+    held: int  # tokens after them that are held back
     accept_lengths: list[int]
     correct_drafts: list[int]
-    num_steps: int  # of both lists
+    num_steps: int  # entries of both lists
     proposed: int
     finished: bool
 
     @classmethod
     def of(cls, request: Request, num_tokens: int | None = None) -> Progress:
-        """`num_tokens`: to be shown of a running request; None: it has ended, all."""
+        """`num_tokens`: tokens to be shown of a running request; None: it has ended, show all."""
         total = len(request.output)
         shown = total if num_tokens is None else num_tokens
         return cls(
@@ -76,7 +79,7 @@ def make_output(
 
 
 def meta_info(request: Request, progress: Progress | None = None) -> dict[str, Any]:
-    """Figures of a request; the identities of docs/design.md hold between them."""
+    """Statistics of a request; docs/design.md has the identities between them."""
     progress = Progress.of(request) if progress is None else progress
     tokens, steps = progress.num_tokens, progress.num_steps
     lengths = drop_last(progress.accept_lengths[:steps], progress.held)

@@ -1,4 +1,4 @@
-"""What callers give as input, made into token ids."""
+"""Converts prompts and chat messages to token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ SEPARATOR = "\n"  # between the text parts of a message, as in vLLM
 
 
 def token_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
-    """Lists of token ids, and whether `input_ids` was a single one. The engine checks the ids."""
+    """Lists of token ids, and whether `input_ids` was a single list. The engine checks the ids.
+
+    Raises:
+        RequestError: it is neither a list nor a list of lists.
+    """
     if not isinstance(input_ids, list | tuple):
         raise RequestError(
             "input_ids must be a list of token ids or a list of such lists, got"
@@ -26,7 +30,11 @@ def token_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
 
 
 def text_ids(tokenizer: Any, prompts: Any) -> tuple[list[list[int]], bool]:
-    """Token ids of texts, and whether `prompts` was a single one."""
+    """Token ids of texts, and whether `prompts` was a single text.
+
+    Raises:
+        RequestError: it is neither text nor a list of texts.
+    """
     single = isinstance(prompts, str)
     texts = [prompts] if single else prompts
     if not isinstance(texts, list | tuple):
@@ -38,12 +46,16 @@ def text_ids(tokenizer: Any, prompts: Any) -> tuple[list[list[int]], bool]:
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Raises RequestError for text that has no UTF-8."""
+    """Token ids of a text.
+
+    Raises:
+        RequestError: the text cannot be encoded in UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"The text has a lone surrogate, {shown(text[error.start])}, which is no character;"
+            f"The text has a lone surrogate, {shown(text[error.start])}, which is not a character;"
             " remove it."
         ) from None
     ids: list[int] = tokenizer(text, **options)["input_ids"]
@@ -51,7 +63,11 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> tuple[list[list[int]], bool]:
-    """Token ids of conversations, by the chat template, and whether it was a single one."""
+    """Token ids of conversations in the chat template, and whether it was a single one.
+
+    Raises:
+        RequestError: invalid messages, or the template refuses them.
+    """
     if isinstance(messages, Mapping):
         raise RequestError("messages is one message; put it into a list: [{...}].")
     if not isinstance(messages, list | tuple):
@@ -72,7 +88,7 @@ def _render(tokenizer: Any, conversation: Any) -> list[int]:
     messages = [_message(message) for message in conversation]
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    # There is no template, or it refuses, or it does not take what other templates do.
+    # There is no template, or it refuses these messages or cannot render them.
     except (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise RequestError(
@@ -83,7 +99,7 @@ def _render(tokenizer: Any, conversation: Any) -> list[int]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is text, or None where a message without is meant (tool calls)."""
+    """The message with text as its content; None is allowed with tool calls."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"A message needs 'role' and 'content', got {shown(message)}.")
     if "content" not in message and "tool_calls" not in message:

@@ -1,4 +1,4 @@
-"""The outputs of one call, for its caller."""
+"""The iterator of partial outputs that a streaming call returns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from forerun.llm.text import Tokenizer, detokenize
 
 
 class OutputStream(Iterator[RequestOutput]):
-    """Growing outputs of the requests of one call; each request's last one has a finish reason.
+    """Partial outputs of the requests of one call; each request's last one has a finish reason.
 
-    The requests start when the first output is asked for. They are aborted when the stream is
-    closed, which any thread may do, or forgotten.
+    The requests start with the first `next`. They are aborted when the stream is closed, which any
+    thread may do, or garbage-collected.
     """
 
     def __init__(
         self, loop: EngineLoop, call: Call, tokenizer: Tokenizer | None, owner: object
     ) -> None:
-        """`owner` lives as long as the stream does."""
+        """`owner`: kept alive by the stream."""
         self._loop, self._call, self._tokenizer, self._owner = loop, call, tokenizer, owner
         self._lock = threading.Lock()
         self._started = self._over = False
@@ -48,7 +48,7 @@ class OutputStream(Iterator[RequestOutput]):
             raise
 
     def close(self) -> None:
-        """Aborts what still runs; nothing comes after it."""
+        """Aborts running requests and ends the iteration."""
         with self._lock:
             runs = self._started and not self._over
             self._over = True

@@ -1,10 +1,10 @@
 """From token ids to text: incremental detokenization and stop strings.
 
-The engine gives token ids. Here they become text, stop strings are found, and text and ids are
-trimmed together. What is shown of a growing text is never taken back: bytes of an incomplete
-character and what may be the beginning of a stop string are held back.
+The engine produces token ids. Here they become text, stop strings are found, and text and ids are
+trimmed together. Streamed text is never taken back: bytes of an incomplete character and what may
+be the beginning of a stop string are held back.
 
-All of it is a function of the token ids alone. How many of them a step gave changes nothing.
+The text is a function of the token ids alone, however many of them a step produced.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol
 
 from forerun.core.sampling_params import SamplingParams
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet
+REPLACEMENT = "\ufffd"  # written by decoders for bytes that are not a (complete) character
 MAX_PENDING = 16  # tokens that may wait for the rest of a character (UTF-8 has at most 4 bytes)
 WINDOW = 24  # tokens that are decoded again, as context, before the window is moved
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The method of a Hugging Face tokenizer that is used."""
 
     def decode(
         self,
@@ -38,12 +38,12 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # Decoders may strip or join at the start: tokens are decoded after some whose text was
-        # emitted already, and what the text grows by is new.
+        # Decoders may strip or join at the start. So new tokens are decoded together with some that
+        # were emitted already, and what the text grows by is new.
         self._window: list[int] = []
-        self._done = 0  # tokens of the window that were emitted,
-        self._length = 0  # and characters of its text
-        self._last = 0  # start of the tokens that were emitted last
+        self._done = 0  # tokens of the window whose text was emitted
+        self._length = 0  # characters of the window's text that were emitted
+        self._last = 0  # index of the first token that was emitted last
 
     def push(self, token: int) -> str:
         """The characters that one more token completes."""
@@ -65,7 +65,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """What is still held back: bytes that never became a character."""
+        """The text that is still held back: bytes that never became a character."""
         text = self._decode(self._window)
         new, self._length = text[self._length :], max(len(text), self._length)
         self._done = len(self._window)
@@ -79,13 +79,13 @@ class Detokenizer:
 
 
 def detokenize(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """The text of all of `ids`, the same as a `Detokenizer` gives token by token."""
+    """The text of `ids`; a `Detokenizer` gives the same token by token."""
     text = tokenizer.decode(
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     if REPLACEMENT not in text:
         return text
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens)  # decoders differ on broken bytes
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens)  # decoders differ on invalid bytes
     return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
 
@@ -97,14 +97,14 @@ class StopMatch(NamedTuple):
 
 
 class StopStrings:
-    """Looks for stop strings in a growing text (Knuth, Morris and Pratt 1977, one state a string).
+    """Finds stop strings in a growing text (Knuth, Morris and Pratt 1977; one state per string).
 
-    `held` is the length of the longest end of the text that is the beginning of a stop string.
+    `held` is the length of the longest suffix of the text that is a prefix of a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._states = [0] * len(stops)  # characters of each that the text ends with
+        self._states = [0] * len(stops)  # per string: length of its prefix that the text ends with
         self._seen = 0
 
     @property
@@ -112,8 +112,7 @@ class StopStrings:
         return max(self._states, default=0)
 
     def scan(self, text: str) -> StopMatch | None:
-        """Of the stop strings that end in `text`, which continues what was scanned before, the one
-        that begins first."""
+        """Scans more text; of the matches that end in it, returns the one that begins first."""
         matches: list[StopMatch] = []
         for i, (stop, borders) in enumerate(self._stops):
             state = self._states[i]
@@ -130,7 +129,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> list[int]:
-    """[n]: length of the longest proper prefix of stop[:n] that it also ends with."""
+    """Entry n: length of the longest proper prefix of stop[:n] that is also its suffix."""
     borders, state = [0, 0], 0
     for char in stop[1:]:
         while state and char != stop[state]:
@@ -154,13 +153,15 @@ class OutputText:
         self._end: int | None = None  # where a stop string begins
 
     def feed(self, output: Sequence[int], stop_id: bool = False) -> tuple[str, int] | None:
-        """Takes in the new tokens of `output` (all so far), up to a stop string.
+        """Detokenizes the new tokens of `output` (all tokens so far), up to a stop string.
 
-        `stop_id`: the last is a stop id, which is tested before stop strings are. A stop string
-        counts where the token that completes it is past the first `min_new_tokens` - 1.
+        A stop string counts if the `min_new_tokens`-th token or a later one completes it.
+
+        Args:
+            stop_id: the last token is a stop id, which takes precedence over stop strings.
 
         Returns:
-            The stop string and how many tokens spell the text before it; None: there is none.
+            The stop string and the number of tokens that spell the text before it, if one is found.
         """
         for token in output[len(self._ends) :]:
             new = self._detokenizer.push(token)
@@ -175,16 +176,16 @@ class OutputText:
         return None
 
     def take(self) -> tuple[str, int]:
-        """New text to be shown while the request runs, and how many tokens to show in all.
+        """New text of a running request, and the number of tokens to show in all.
 
-        Where there are stop strings, tokens are held back with their text.
+        With stop strings, tokens are held back together with their text.
         """
         end = len(self._text) - self._stops.held
         new, self._shown = self._text[self._shown : end], end
         return new, self._num_tokens(end) if self._has_stops else len(self._ends)
 
     def take_rest(self) -> str:
-        """What was not shown yet of a request that has ended."""
+        """The rest of the text, of a request that has ended."""
         if self._end is None:
             self._text += self._detokenizer.flush()
         return self._text[self._shown : self._end]

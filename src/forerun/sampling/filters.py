@@ -1,13 +1,13 @@
-"""Temperature, top-k, top-p, min-p: from logits to the weights that a token is sampled by.
+"""Temperature, top-k, top-p and min-p: from logits to unnormalised probabilities.
 
-Two numbers describe a token: its *gap* to the row's largest logit (>= 0), and its *weight*
-exp(-gap / temperature) in [0, 1], an unnormalised probability. Top-k and top-p keep the tokens of
-the smallest gaps; between equal gaps the lower token id comes first.
+A token has a *gap*, the row's largest logit minus its own (>= 0), and a *weight*,
+exp(-gap / temperature) in [0, 1]. Top-k and top-p keep the tokens with the smallest gaps; of tokens
+with equal gaps, the lower ids come first.
 
-Nothing is sorted: the threshold of top-k or top-p is found by radix select over the bits of the gap
+Nothing is sorted. The threshold of top-k or top-p is found by radix select over the bits of the gap
 (a float32 >= 0 sorts like its bits), with three histograms of 11, 10 and 10 bits. Sums are integers
-(weights in fixed point, 40 fraction bits), so that no order of addition can change what is kept: a
-row's filters give the same in any batch. A row whose filter is off keeps everything, exactly.
+(weights in fixed point, 40 fraction bits), which do not depend on the order of addition, so a row
+keeps the same tokens in any batch. A row whose filter is off keeps all tokens, weights unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIGITS = ((20, 1 << 11), (10, 1 << 10), (0, 1 << 10))  # (shift, values) of 31 
 
 
 def gaps(logits: Tensor) -> Tensor:
-    """max - logit in every row: [..., V] float32 >= 0, 0 exactly where the logit is the largest.
+    """max - logit in every row: [..., V] float32 >= 0, exactly 0 at the largest logit.
 
     A row with a NaN or +inf, or of -inf alone, has NaN gaps.
     """
@@ -38,19 +38,19 @@ def filtered_weights(
 ) -> Tensor:
     """Unnormalised probabilities after temperature, top-k, top-p and min-p, in this order.
 
-    The semantics of transformers' logits warpers, one after the other with renormalisation: top-p
-    counts over what top-k left (a token stays while those before it hold less than top_p), min-p
-    compares with the largest probability left. `None`: no row uses that filter.
+    Semantics of transformers' logits warpers, applied one after another with renormalisation: top-p
+    applies to what top-k kept (a token is kept while those before it sum to less than top_p), and
+    min-p is relative to the largest probability. `None`: no row uses the filter.
 
     Args:
-        gap: [..., V] float32, of `gaps`.
-        temperature: [...] float32 > 0, broadcastable to the rows, as all below.
+        gap: [..., V] float32, from `gaps`.
+        temperature: [...] float32 > 0, broadcastable to the rows, as are the following.
         top_k: [...] integers; below 1: off.
         top_p: [...] float32; 1: off.
         min_p: [...] float32; 0: off.
 
     Returns:
-        [..., V] float32; a row's largest is 1, filtered tokens are 0.
+        [..., V] float32; the largest of a row is 1, removed tokens are 0.
     """
     weights = (gap / -temperature[..., None]).exp_()
     bits = gap.view(torch.int32)
@@ -82,7 +82,7 @@ def _kept(bits: Tensor, values: Tensor, target: Tensor) -> Tensor:
         [..., V] bool.
     """
     # `threshold`: the bits of the token that reaches the target, found digit by digit. Tokens below
-    # the digit's range fall into the first bin and those above into the last: sums stay whole.
+    # the digit's range are counted in the first bin and those above in the last.
     threshold = torch.zeros_like(target, dtype=torch.int32)
     for shift, size in _DIGITS:
         digit = ((bits - threshold) >> shift).clamp_(-1, size).add_(1).long()

@@ -1,24 +1,25 @@
 """Noise keyed by (seed, position, token): the same with any batch, step, drafter or device.
 
-A token is sampled by the Gumbel-max trick, argmax over tokens of log w + G with w the unnormalised
-probabilities. We compute it in its exponential form: the lowest -w / E with E ~ Exp(1), where
-G = -log E. It needs no logarithm of w. Because E depends only on (seed, absolute position,
-token id), a text does not depend on how it was computed: "drafter-invariant speculative decoding",
-Daliri, Musco and Suresh 2024.
+Tokens are sampled by the Gumbel-max trick: argmax over tokens of log w + G, with w the unnormalised
+probabilities. We compute its exponential form, argmin of -w / E with E ~ Exp(1) and G = -log E,
+which needs no logarithm of w. Since E depends only on (seed, absolute position, token id), a text
+does not depend on how it was computed: "drafter-invariant speculative decoding", Daliri, Musco and
+Suresh 2024.
 
-**The hash** is 32-bit arithmetic, wrapping, so that a kernel in true uint32 gives the same bits.
-Here the words live in int32: shifts are masked to be logical, products wrap. A request's seed is
-spread over 64 bits once, on the host (`seed_key`: neighbouring seeds, unrelated keys). Then, with
-mix = a xorshift-multiply permutation (16, 21f0aaad, 15, 735a2d97, 15: Wellons' hash-prospector):
+**Hash.** It uses wrapping 32-bit arithmetic, so that kernels in true uint32 give the same bits.
+Here, words are stored as int32: shifts are masked to make them logical, products wrap. A request's
+seed is hashed to a 64-bit key once, on the host (`seed_key`), so that neighbouring seeds have
+unrelated keys. Then, with mix = a xorshift-multiply permutation (16, 21f0aaad, 15, 735a2d97, 15;
+from Wellons' hash-prospector):
 
     word_j = mix(key_j ^ position)                     the low and high words of the key, j = 0, 1
     x      = mix(mix(token) ^ word_0), with word_1 xored in after the first product of the outer mix
 
-**Resolution.** u = (x + 0.5) / 2^32 in float32, at most 1 - 2^-24, and E = -log1p(-u). A token wins
-with a small E: one of probability p with E about p. There the grid is 2^-32 wide, float32 holds it
-without loss, and log1p keeps it. So a token's probability is off by at most 2^-32 for every rival;
-tokens rarer than that are in effect never sampled. The coarse end, near u = 1, belongs to tokens
-that lose. (A uniform rounded to float32 first and put into -log(u) would stop at 2^-24.)
+**Resolution.** u = (x + 0.5) / 2^32 in float32, at most 1 - 2^-24, and E = -log1p(-u). A token that
+wins has a small E: about p for a token of probability p. Near 0, u is on a grid of spacing 2^-32,
+which float32 represents exactly and log1p preserves. So a token's probability is off by at most
+2^-32 per competing token, and tokens rarer than that are in effect never sampled. u is coarse near
+1 only, where tokens lose. (A uniform rounded to float32 and used as -log(u) would end at 2^-24.)
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _mix_(x: Tensor, key: Tensor | None = None) -> Tensor:
 
 
 def seed_key(seed: int) -> int:
-    """The int64 key of a request's seed (host): the output permutation of splitmix64."""
+    """Hashes a request's seed to an int64 key, on the host: splitmix64's output permutation."""
     z = (seed + 0x9E3779B97F4A7C15) & _MASK_64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK_64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK_64
@@ -61,7 +62,7 @@ def seed_key(seed: int) -> int:
 
 
 def position_keys(key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 words for every row: `key` int64 and `positions` (integers) are broadcast."""
+    """Two int32 words per row, from `key` (int64) and `positions` (integers), broadcast."""
     at = positions.to(torch.int32)
     low, high = key.to(torch.int32), (key >> 32).to(torch.int32)  # to int32: the low 32 bits
     words = _mix_(torch.stack((low ^ at, high ^ at)))
@@ -69,7 +70,7 @@ def position_keys(key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noise_bits(key: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The hash itself: [*rows, V] int32 holding uint32 bits. Arguments as in `gumbel_scores`."""
+    """The hash, [*rows, V] int32 holding uint32 bits. Arguments as in `gumbel_scores`."""
     first, second = position_keys(key, positions)
     words = _mix_(tokens.to(torch.int32, copy=True))
     return _mix_(words ^ first[..., None], second[..., None])
@@ -87,9 +88,9 @@ def gumbel_scores(
     """The score of every token: the lowest one is sampled (Gumbel-max in exponential form).
 
     Args:
-        weights: [*rows, V] float32, unnormalised probabilities, the largest of a row about 1. A
-            weight of 0 scores 0 and is never sampled, since any other scores below.
-        key: int64, of `seed_key`, broadcastable to the rows.
+        weights: [*rows, V] float32, unnormalised probabilities, the largest of a row about 1.
+            Tokens of weight 0 score 0 and are never sampled: all others score below 0.
+        key: int64, from `seed_key`, broadcastable to the rows.
         positions: integers, broadcastable to the rows; absolute positions of the sampled tokens.
         tokens: [V] token ids of the columns where these are not 0 ... V-1 (a pruned vocabulary).
 
@@ -105,10 +106,10 @@ def gumbel_scores(
 def gumbel_argmax(
     logits: Tensor, key: Tensor, positions: Tensor, tokens: Tensor | None = None
 ) -> Tensor:
-    """Samples one column per row from softmax(logits) [*rows, V]; else as `gumbel_scores`.
+    """Samples one column per row from softmax(logits), logits [*rows, V]; returns [*rows] int64.
 
-    A draft that samples uses this on its own logits: with the same key it agrees with the target as
-    often as its distribution allows. Returns columns, [*rows] int64.
+    For drafts: with the target's key, a sample of the draft's distribution agrees with the target's
+    as often as the two distributions allow. Other arguments as in `gumbel_scores`.
     """
     logits = logits.float()
     weights = (logits - logits.amax(-1, keepdim=True)).exp_()

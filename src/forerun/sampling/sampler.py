@@ -1,4 +1,4 @@
-"""From logits to tokens: the verify pass samples one at every position, by the request's params."""
+"""Samples tokens from logits with the sampling parameters of each request."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from forerun.sampling.noise import gumbel_scores
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """What the host knows about a batch: which operations run, never what comes out.
+    """Which sampling operations run for a batch; known on the host.
 
-    A flag may be True though no request needs it (a captured graph serves many batches); it must
-    not be False where one does.
+    A flag may be True although no request needs the operation (a captured graph serves many
+    batches), but not False if one does. The result does not depend on it.
     """
 
     sampled: bool = False
@@ -34,7 +34,7 @@ class SamplingFlags:
 
     @classmethod
     def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
-        """The flags that a batch of requests needs."""
+        """The operations that a batch of requests needs."""
         batch = list(params)
         sampled = [p for p in batch if not p.greedy]
         return cls(
@@ -63,16 +63,16 @@ def sample(
 ) -> Tensor:
     """Samples a token at every position.
 
-    A greedy request takes the largest logit, the lowest id among equals. Others sample from the
+    Greedy requests take the largest logit, of equal ones the lowest id. Others sample from the
     filtered distribution with noise keyed by (seed, position).
 
     Args:
-        logits: [B, W, V], any float dtype. On a GPU stop ids may be masked in place.
+        logits: [B, W, V], any float dtype. On a GPU, stop ids are masked in place.
         positions: [B, W] integers: the absolute positions of the tokens to be sampled.
         batch: the sampling parameters of the B requests.
-        flags: which of them are in use.
-        invalid: the result where a row of logits has a NaN or +inf, or is all -inf. A draft gives
-            an id that it can embed.
+        flags: the operations to run.
+        invalid: the result for rows of logits that have a NaN or +inf, or are all -inf. Drafts
+            pass an id that they can embed.
 
     Returns:
         [B, W] int64.
@@ -112,14 +112,14 @@ def sample_ref(
         batch.min_p[:, None] if flags.min_p else None,
     )
     scores = gumbel_scores(weights, batch.key[:, None], positions)
-    # Greedy rows: the gap is 0 at the largest logit and nowhere else, so one argmin serves all.
+    # In greedy rows the score is the gap, which is 0 at the largest logit only.
     tokens = torch.where(greedy[..., None], gap, scores).argmin(-1)
-    # The largest logit has gap 0, but for invalid rows.
+    # The smallest gap is 0, except in invalid rows.
     return torch.where(gap.amin(-1) == 0, tokens, invalid)
 
 
 def _without_stop_tokens(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
-    """Logits [B, W, V] with the requests' stop ids at -inf where they may not be sampled yet."""
+    """Logits [B, W, V], with -inf at stop ids in positions below `min_position`."""
     index = batch.stop_ids[:, None, :].expand(-1, positions.shape[1], -1)
     early = (positions < batch.min_position[:, None])[..., None]
     # Repeated ids write the same value, so their order does not matter.

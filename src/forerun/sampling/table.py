@@ -1,7 +1,6 @@
-"""Sampling parameters per slot: written once at admission, read on the device in every step.
+"""Sampling parameters per slot: written at admission, read on the device in every step.
 
-The ranges that the columns can hold are constants in `core/sampling_params.py`, which checks a
-request against them before it is admitted.
+The columns' value ranges are constants in `core/sampling_params.py`, which checks requests.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class SamplingTable:
     def set_packed(self, slots: Tensor, packed: Sequence[PackedSampling]) -> None:
         """Writes packed parameters to slots [B] int64, all different.
 
-        Two copies to the device, which do not wait for it. Not inside captured graphs.
+        Copies to the device without waiting for it; must not be captured in a graph.
         """
         ints = upload(torch.stack([p.ints for p in packed]), self.device)
         self._ints.index_copy_(0, slots, ints)
@@ -48,7 +47,7 @@ class SamplingTable:
         self._floats.index_copy_(0, slots, floats)
 
     def gather(self, slots: Tensor) -> SamplingBatch:
-        """The parameters of `slots` [B] int64; nothing is read or launched yet."""
+        """The parameters of `slots` [B] int64; launches nothing."""
         return SamplingBatch(self._floats, self._ints, slots)
 
 

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Rows whose token can be found among a few candidates: one CTA per row, candidates in registers.
 
-Top-k up to MAX_TOP_K_GROUPS, and top-p where the weight lies in few tokens: the k-th largest group
-maximum bounds the k-th largest logit, so a few groups of logits hold all candidates. These are
-gathered, filtered and sampled from in registers. A greedy row takes the first largest logit of the
-one group that holds the maximum, and a row of invalid logits is marked. What is left (PENDING) is
-sampled from the whole row, up to a threshold: top-k of more than a few by bisection here (slow),
-top-p by `thresholds.py`.
+Serves top-k up to MAX_TOP_K_GROUPS, and top-p if the weight is concentrated in few tokens. The k-th
+largest group maximum bounds the k-th largest logit, so a few groups of logits contain all
+candidates, which are gathered, filtered and sampled from in registers. A greedy row takes the first
+largest logit of the group that has the maximum, and a row of invalid logits yields INVALID. All
+other rows are PENDING: they are sampled from the whole row, up to a threshold. For larger top-k it
+is found here by bisection (slow), for top-p in `thresholds.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from forerun.kernels.sampling.thresholds import (
 )
 
 GROUP_SIZE = 128  # logits that share a maximum
-MAX_CANDIDATES = 512  # that are kept in registers
+MAX_CANDIDATES = 512  # kept in registers
 MAX_TOP_K_GROUPS = 256  # group maxima that bound the candidates of top-k, at most
-TOP_P_GROUPS = 128  # those that bound them for top-p alone
+TOP_P_GROUPS = 128  # group maxima that bound the candidates of top-p alone
 PENDING = -2  # token of a row that is to be sampled from the whole row
 
 
@@ -70,7 +70,7 @@ def sample_candidates(
     max_logit = tl.max(maxima, 0)
     token = tl.full((), PENDING, tl.int32)
     threshold_bits, threshold_id = tl.full((), 0x7FFFFFFF, tl.int32), vocab
-    target = tl.full((), 0, tl.int64)  # the weight of top-p that is still to be found
+    target = tl.full((), 0, tl.int64)  # of top-p: the weight to be reached
     if is_valid(max_logit) == 0:
         token = tl.full((), INVALID, tl.int32)
     elif temperature <= 0:
@@ -98,7 +98,7 @@ def sample_candidates(
                 GROUP_SIZE, GROUPS_BLOCK, BLOCK, MAX_CANDIDATES,
             )  # fmt: skip
             if count <= MAX_CANDIDATES:
-                token = _draw_candidate(
+                token = _sample_candidate(
                     scratch + GROUPS_BLOCK, count, temperature, top_k, top_p, min_p, key,
                     tl.load(positions + row), target, vocab, has_k, has_p, PENDING, MAX_CANDIDATES,
                 )  # fmt: skip
@@ -139,11 +139,11 @@ def _reset_scratch(state, histograms, counts, num_counts, NUM_BINS: tl.constexpr
 
 
 @jit
-def _draw_candidate(
+def _sample_candidate(
     candidates, count, temperature, top_k, top_p, min_p, key, position, target, vocab,
     has_k, has_p, PENDING: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Filters the candidates and draws one; PENDING where they do not hold the target weight."""
+    """Filters the candidates and samples one; PENDING if they weigh less than the target."""
     j = tl.arange(0, MAX_CANDIDATES)
     token = tl.full((), PENDING, tl.int32)
     inside = j < count

@@ -1,4 +1,4 @@
-"""The sampling parameters of a batch, as entries of the slots' tables on the device."""
+"""The sampling parameters of a batch, as slots of the device tables."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# Columns of the tables, float32 and int64. `load_params` in sample.py has them as numbers.
+# Columns of the tables, float32 and int64. Kernels have them as numbers (`load_params`).
 TEMPERATURE, TOP_P, MIN_P, NUM_FLOATS = 0, 1, 2, 3
 KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """B requests and the tables of S slots; nothing is gathered before it is asked for."""
+    """B requests in the tables of S slots; each property gathers one parameter."""
 
     floats: Tensor  # [S, NUM_FLOATS] float32: temperature (0: greedy), top_p (1: off), min_p
     ints: Tensor  # [S, STOP_IDS + MAX_STOP_IDS] int64: key, top_k (< 1: off), min_position, stops
