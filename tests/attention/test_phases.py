@@ -80,12 +80,9 @@ class Planned(Toy):
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch, _interpreter: None) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    own = {name: load for name, load in BACKENDS.items() if name in ("triton", "torch_native")}
-    BACKENDS_FOR_TEST = {**own, **{kind.name: lambda k=kind: k for kind in (Gen, Chunks, Planned)}}
-    for name in list(BACKENDS):
-        monkeypatch.delitem(BACKENDS, name)
-    for name, load in BACKENDS_FOR_TEST.items():
-        monkeypatch.setitem(BACKENDS, name, load)
+    own = {name: BACKENDS[name] for name in ("triton", "torch_native")}
+    toys = {kind.name: lambda kind=kind: kind for kind in (Gen, Chunks, Planned)}
+    monkeypatch.setattr("forerun.attention.select.BACKENDS", own | toys)
 
 
 def served(

@@ -32,3 +32,6 @@ class Package:
         if self.find() is not None:
             return []
         return [f"{self.distribution} is not installed (pip install {self.distribution})"]
+
+
+FLASHINFER = Package("flashinfer", "flashinfer-python")

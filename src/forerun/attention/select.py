@@ -44,12 +44,33 @@ def _flashmla() -> type[AttentionBackend]:
     return FlashMla
 
 
+def _trtllm_mha() -> type[AttentionBackend]:
+    from forerun.attention.trtllm_mha import TrtllmMha
+
+    return TrtllmMha
+
+
+def _flashinfer() -> type[AttentionBackend]:
+    from forerun.attention.flashinfer import FlashInfer
+
+    return FlashInfer
+
+
+def _flashinfer_mla() -> type[AttentionBackend]:
+    from forerun.attention.flashinfer_mla import FlashInferMla
+
+    return FlashInferMla
+
+
 # All backends; a backend's module is imported only when it is asked.
 BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "triton": _triton,
     "fa3": _fa3,
     "fa4": _fa4,
     "flashmla": _flashmla,
+    "trtllm_mha": _trtllm_mha,
+    "flashinfer": _flashinfer,
+    "flashinfer_mla": _flashinfer_mla,
     "torch_native": _torch_native,
 }
 

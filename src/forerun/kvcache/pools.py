@@ -73,6 +73,11 @@ class ModelPools:
         self.states = tuple(self._allocate_states(layers, device) for layers in _alike(layout))
 
     @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return next(iter(self.paged.values())).device
+
+    @property
     def page_size(self) -> int:
         return self.shape.page_size
 
