@@ -14,7 +14,7 @@ import torch
 
 from forerun.attention.base import AttentionBackend, AttentionNeed, LayerMask, Mask
 from forerun.attention.capabilities import PER_STEP, Capabilities, HostLengths, Phase
-from forerun.attention.select import BACKENDS, PREFILL_ORDER, choose_page_size
+from forerun.attention.select import BACKENDS, choose_page_size
 from forerun.attention.torch_native import TorchNative
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
@@ -83,6 +83,8 @@ def _registered(monkeypatch: pytest.MonkeyPatch, _interpreter: None) -> None:
     own = {name: BACKENDS[name] for name in ("triton", "torch_native")}
     toys = {kind.name: lambda kind=kind: kind for kind in (Gen, Chunks, Planned)}
     monkeypatch.setattr("forerun.attention.select.BACKENDS", own | toys)
+    for order in ("PREFILL_ORDER", "STEP_ORDER"):
+        monkeypatch.setattr(f"forerun.attention.select.{order}", ("triton",))
 
 
 def served(
@@ -277,7 +279,7 @@ def test_defaults_make_way_for_the_pages_of_what_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A faster default whose pages do not fit is passed over; names are an error."""
-    monkeypatch.setattr("forerun.attention.select.PREFILL_ORDER", ("chunks", *PREFILL_ORDER))
+    monkeypatch.setattr("forerun.attention.select.PREFILL_ORDER", ("chunks", "triton"))
     assert served(H200)["target prefill"] == "chunks"
     assert served(H200, page_size=16)["target prefill"] == "triton"
     chosen = served(H200, decode_attention_backend="planned")
