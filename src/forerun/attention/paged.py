@@ -35,7 +35,9 @@ class PagedTokens:
 
     kv_slots: Tensor  # [T] int64
     kv_lens: Tensor  # [B] int32: K/V of each request, the forward's own tokens included
-    page_table: Tensor  # [B, pages] int32
+    # [B, n] int32, no wider than the longest context: libraries take the longest from its width,
+    # and choose by it into how many splits a context is cut.
+    page_table: Tensor
     max_q_len: int  # tokens of the longest request
     cu_q_lens: Tensor | None = None  # [B + 1] int32, ragged; None: `max_q_len` of every request
 
@@ -58,7 +60,8 @@ class PagedTokens:
         first = upload(ends, start.device)
         kv_slots = compute_kv_slots(table, start, first, max(counts), sum(counts), page_size)
         # These launches lie between `kv_slots` and its first reader (see pdl.py).
-        return cls(kv_slots, start + first.diff(), table, max(counts), first)
+        kv_lens, used = start + first.diff(), table[:, : -(-batch.kv_len_ub // page_size)]
+        return cls(kv_slots, kv_lens, used, max(counts), first)
 
 
 @dataclass
