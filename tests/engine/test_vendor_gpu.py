@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.attention.base import AttentionNeed, LayerMask
+from forerun.attention.capabilities import Phase
 from forerun.attention.select import BACKENDS
+from forerun.platform.device import gpu_arch
 from tests.engine.test_matrix import NEW, prompts
 from tests.golden_engine import GOLDEN, golden_llm
 
@@ -20,6 +23,33 @@ pytestmark = pytest.mark.gpu
 
 CLOSE = 0.25  # logits; bfloat16 moves them by less than 0.1 in this model
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+
+
+# (setting, backend); flashmla and flashinfer_mla have targets of their own.
+CHOICES = [
+    ("attention_backend", "triton"),
+    ("attention_backend", "fa3"),
+    ("prefill_attention_backend", "fa4"),
+    ("decode_attention_backend", "trtllm_mha"),
+    ("attention_backend", "flashinfer"),
+]
+
+
+def skip_unless(flag: str, backend: str, page_size: int) -> None:
+    """Skips where the backend cannot serve the golden target."""
+    need = AttentionNeed(
+        "cuda",
+        torch.bfloat16,
+        head_dim=32,
+        num_heads=5,
+        num_kv_heads=1,
+        masks=frozenset({LayerMask()}),
+        phase=Phase.PREFILL if flag.startswith("prefill") else Phase.DECODE,
+        arch=gpu_arch(torch.device("cuda")),
+        page_sizes=frozenset({page_size}),
+    )
+    if reasons := BACKENDS[backend]().why_not(need):
+        pytest.skip("; ".join(reasons))
 
 
 @cache
@@ -47,8 +77,9 @@ def test_the_measure_can_fail() -> None:
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 4), (64, 512), (128, 16)])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM", "DFLASH"])
-@pytest.mark.parametrize("backend", ["triton", "fa3"])
+@pytest.mark.parametrize(("flag", "backend"), CHOICES, ids=[name for _, name in CHOICES])
 def test_every_token_is_nearly_the_most_likely(
+    flag: str,
     backend: str,
     algorithm: str | None,
     page_size: int,
@@ -56,19 +87,18 @@ def test_every_token_is_nearly_the_most_likely(
     overlap_depth: int,
     graph: bool,
 ) -> None:
-    if backend != "triton" and BACKENDS[backend]().find() is None:  # type: ignore[attr-defined]
-        pytest.skip(f"{backend} is not installed")
+    skip_unless(flag, backend, page_size)
     asked = prompts(page_size, False)
     with golden_llm(
         algorithm,
         device="cuda",
         dtype="bfloat16",
-        attention_backend=backend,
         page_size=page_size,
         chunked_prefill_size=chunk,
         overlap_depth=overlap_depth,
         disable_cuda_graph=not graph,
         max_running_requests=6,
+        **{flag: backend},
     ) as llm:
         for _ in range(2):  # then with cached prefixes
             outputs = llm.generate(input_ids=asked, sampling_params=GREEDY)

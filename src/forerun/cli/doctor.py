@@ -220,12 +220,12 @@ def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None
 
 def _show_attention(verdicts: dict[str, dict[str, list[str]]], console: Console) -> None:
     """What each backend can serve, then every reason why not, once."""
-    table = Table("attention", *verdicts, box=None, padding=(0, 2))
-    reasons = Table.grid(padding=(0, 2))
+    table = Table("  attention", *verdicts, box=None, padding=(0, 2, 0, 0))
+    reasons = Table.grid(padding=(0, 2, 0, 0))
     for backend in verdicts[ASKS[0].name]:
         found = {ask: refused[backend] for ask, refused in verdicts.items()}
         marks = ("[yellow]no[/]" if refused else "[green]yes[/]" for refused in found.values())
-        table.add_row(backend, *marks)
+        table.add_row(f"  {backend}", *marks)
         said = [escape(reason) for reason in _once(found)]
         if said:
             reasons.add_row(f"  {backend}", "\n".join(said))
