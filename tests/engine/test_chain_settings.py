@@ -147,7 +147,7 @@ def test_vocabularies_are_compared(drafts: dict[str, Path], tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="Not every token has an id in the draft"):
         llm(with_tokenizer(tmp_path / "b", small, words, size=290))
     unpadded = with_tokenizer(tmp_path / "c", small, words, size=300)
-    with pytest.raises(ConfigError, match="vocabularies must be of one size"):
+    with pytest.raises(ConfigError, match="vocabularies must have the same size"):
         llm(unpadded, skip_tokenizer_init=True)
     prompt = [*CASES[0]["prompt"], 319]  # a padding id of the target that the draft does not have
     with golden_llm() as plain:

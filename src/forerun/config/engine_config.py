@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from forerun.core.checks import of_type
@@ -192,6 +193,18 @@ class EngineConfig:
                     f"Unknown setting {shown(name)}.{nearest(name, [*known, *options])}"
                 )
         return cls(**settings, algorithm_options=chosen)
+
+    def required_draft_path(self) -> Path:
+        """`speculative_draft_model_path`, of an algorithm that cannot do without.
+
+        Raises:
+            ConfigError: it is not set.
+        """
+        if self.speculative_draft_model_path is None:
+            raise ConfigError(
+                "This algorithm needs a draft model; set speculative_draft_model_path."
+            )
+        return Path(self.speculative_draft_model_path).expanduser()
 
 
 _POSITIVE = (

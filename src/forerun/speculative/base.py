@@ -3,12 +3,12 @@
     propose  →  verify  →  commit  →  observe
 
 The engine runs this loop for every algorithm; plain decoding is the one that proposes nothing.
-An algorithm states its needs as values (`SpecCaps`) and keeps its state per request in tensors
+An algorithm declares its needs as values (`SpecCaps`) and keeps per-request state in tensors
 indexed by slot. docs/add-an-algorithm.md is the guide.
 
 Shapes: B requests; W = K + 1 tokens verified for each; T tokens in all; hidden size H; vocabulary
-V. A slot is a running request's index into everything kept per request; the padding slot, the last
-one, stands in for requests where a batch is padded.
+V. A slot is a running request's index into all per-request tensors; the last one, the padding slot,
+fills up padded batches.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ class Option:
 
 @dataclass(frozen=True)
 class SpecCaps:
-    """What an algorithm needs; the engine branches on these values, never on a name."""
+    """The needs of an algorithm; the engine branches on these values, never on a name."""
 
     num_drafts: int = 0  # K: most draft tokens per request and step
     flexible: bool = False  # `propose` takes any W from 2 to K + 1; otherwise K + 1 only
     kv_reserve: int = 1  # KV slots past the committed length that a step may write, >= K + 1
-    target_layers: tuple[int, ...] = ()  # decoder layers whose output is captured (aux states)
+    target_layers: tuple[
+        int, ...
+    ] = ()  # decoder layers whose outputs are captured (aux hidden states)
     draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
     draft_heads: int = 0  # query heads of the draft model's attention
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` returns trees
-    tree_depth: int | None = None  # drafts on the longest path of a tree, where known
+    tree_depth: int | None = None  # drafts on the longest path of a tree, if known
     prefix_lookahead: int = 0  # 1: draft K/V at position i depends on token i + 1
     needs_host_tokens: bool = False  # `propose` reads `ProposeInput.host`: no overlap, no capture
     # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
@@ -80,7 +82,7 @@ class TargetHandle:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What `load` gets. Attention over the draft's pool comes with every step."""
+    """Input of `load`. Attention over the draft's pool is part of each step's input."""
 
     config: EngineConfig
     caps: SpecCaps
@@ -93,7 +95,7 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class SlotContext:
-    """What `create_future_map` gets."""
+    """Input of `create_future_map`."""
 
     slots: int  # size of the first dimension: `max_running_requests` and the padding slot
     chunked_prefill_size: int  # most prompt tokens of one `observe`
@@ -102,7 +104,7 @@ class SlotContext:
 
     @property
     def padding_slot(self) -> int:
-        """The last slot. No request ever has it; whatever is written there is never used."""
+        """The last slot. No request ever has it, and what is written there is never read."""
         return self.slots - 1
 
 
@@ -116,8 +118,8 @@ class DraftAttention(Protocol):
 class Sample(Protocol):
     """Samples drafts with each request's sampling parameters and the target's own noise.
 
-    Noise is keyed by (seed, position): a draft sampled like this agrees with the target's token as
-    often as the two distributions overlap, and is the argmax for greedy requests.
+    Noise is keyed by (seed, position), so a draft equals the target's token as often as the two
+    distributions allow. For greedy requests it is the argmax.
     """
 
     def __call__(
@@ -127,7 +129,7 @@ class Sample(Protocol):
         Args:
             logits: [B, n, V].
             positions: [B, n] integers: positions of the tokens to sample.
-            token_ids: [V] int64, the token of each column where that is not 0 … V - 1.
+            token_ids: [V] int64, the token id of each column; default: 0 … V - 1.
 
         Returns:
             [B, n] int64, indices of columns.
@@ -136,9 +138,9 @@ class Sample(Protocol):
 
 @dataclass(frozen=True)
 class ProposeInput:
-    """The decode step that drafts are proposed for. Tensors are on the device, and read-only.
+    """The decode step that drafts are proposed for. Tensors are on the device and read-only.
 
-    A batch that was padded ends with requests in the padding slot.
+    A padded batch ends with requests in the padding slot.
     """
 
     slots: Tensor  # [B] int64
@@ -155,7 +157,7 @@ class ProposeInput:
 
 @dataclass(frozen=True)
 class HostTokens:
-    """What the host knows of the requests of a step, in the order of `slots`."""
+    """The tokens of a step's requests on the host, in the order of `slots`."""
 
     tokens: Sequence[Sequence[int]]  # prompt and output, `last_token` included
     request_ids: Sequence[str]
@@ -186,11 +188,11 @@ class Phase(Enum):
 class ObserveInput:
     """T tokens of B requests that the target has run on, request by request.
 
-    Tensors are on the device, and read-only. Per-token tensors are in order of position; in a tree
+    Tensors are on the device and read-only. Per-token tensors are in order of position; in a tree
     step the accepted path comes first, as if it had been a chain. The first `num_committed` tokens
-    of each request are committed: `input_ids` holds the text at `positions`, `next_ids` the text
-    one position further. The tokens after them were rejected, or pad a batch, and mean nothing.
-    Their K/V may be written to the draft's pool, where the next step overwrites it.
+    of each request are committed: `input_ids` are the tokens at `positions`, `next_ids` those one
+    position further. The tokens after them are rejected drafts or padding, with arbitrary values;
+    their K/V may be written to the draft's pool, where the next step overwrites it.
     """
 
     phase: Phase
@@ -201,14 +203,14 @@ class ObserveInput:
     input_ids: Tensor  # [T] int64
     hidden_states: Tensor  # [T, H], after the final norm
     aux_hidden_states: Tensor | None  # [T, n * H]: outputs of the n `target_layers`
-    next_ids: Tensor  # [T] int64: the token after each: the prompt's, or the one sampled
+    next_ids: Tensor  # [T] int64: the token after each, from the prompt or sampled
     # [B] int32. PREFILL: all q_lens, or fewer where a captured prefill is padded; VERIFY: 1 … W;
     # DEFERRED: the plain steps of each request, 0 for padding.
     num_committed: Tensor
     history: Tensor  # [slots, positions] int32: see `ProposeInput`
     make_attention: Callable[[int | None], AttentionContext] | None  # with `SpecCaps.draft_kv`
     # A profiling run or a measurement: every request is in the padding slot. Always False for
-    # algorithms that are captured with the step: a capture would keep what Python read once.
+    # algorithms that are captured with the step: a replay keeps the value read at capture.
     dummy: bool = False
 
     @property
@@ -230,7 +232,7 @@ class ObserveInput:
         return self.make_attention(None)
 
     def token_attention(self, i: int) -> AttentionContext:
-        """Attention of token i of every request alone; where all have the same number of them."""
+        """Attention of token i of every request, all of which must have equally many tokens."""
         assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
         return self.make_attention(i)
 
@@ -239,7 +241,7 @@ class ObserveInput:
 class SlotState:
     """Tensors [slots, ...] that an algorithm keeps per request.
 
-    The engine zeroes a slot's part when a request is admitted to it.
+    The engine zeroes a slot's row when a request is admitted to it.
     """
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -254,34 +256,33 @@ class SpeculativeAlgorithm(ABC):
     @classmethod
     @abstractmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
-        """What the algorithm needs with these settings. Loads nothing.
+        """The algorithm's needs with these settings. Loads nothing.
 
         Raises:
-            ConfigError: the settings cannot work; says how to fix them.
+            ConfigError: invalid settings; the message says how to fix them.
         """
 
     @abstractmethod
     def load(self, ctx: DraftContext) -> None:
-        """Loads weights and makes buffers. Called once."""
+        """Loads weights and allocates buffers. Called once."""
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
-        """Makes the tensors kept per request; `ctx.slots` is their first dimension."""
+        """Allocates the per-request tensors; their first dimension is `ctx.slots`."""
         return SlotState()
 
     def supports_target_verify_for_draft(self) -> bool:
         """Whether `propose` and `observe` can be captured with the verify pass.
 
-        True: their shapes follow from (B, W) alone, and they neither read the device on the host
-        nor make tensors from host values; the whole step is one graph (and is compiled as one with
-        `cpu_graph`). False: they run eagerly before and after the captured verify pass; every
-        kernel of theirs is launched anew in each step.
+        True: shapes depend on (B, W) only, and neither method reads the device on the host or
+        makes tensors from host values. The whole step is one graph, or one compiled function with
+        `cpu_graph`. False: both run eagerly, before and after the captured verify pass.
         """
         return False
 
     @abstractmethod
     def propose(self, step: ProposeInput) -> Draft:
-        """W - 1 tokens for every request. Not called where W = 1."""
+        """Proposes W - 1 tokens for every request. Not called if W = 1."""
 
     def observe(self, step: ObserveInput) -> None:
-        """Learns from a forward of the target."""
+        """Observes a forward of the target, for example to write the draft's K/V."""
         return None

@@ -1,17 +1,16 @@
 """Chain drafts: their settings, the sampling loop, and drafts that read the target's hidden states.
 
-A chain is sampled token by token, each from the hidden state of the token before it. A draft model
-that reads the target's hidden states takes, at position p, the hidden state of p and the token at
+A chain is sampled token by token, each from the hidden state of the token before it. At position p,
+a draft model that reads the target's hidden states gets the hidden state of p and the token at
 p + 1, and predicts the token at p + 2. Its phases are SGLang's (draft, verify, draft extend):
 
     observe   draft extend: the draft model runs over all verified tokens, with the target's hidden
-              states. What it gives at the last committed token is kept: the logits of the next
-              step's first draft, and a hidden state to go on from
+              states. Its output at the last committed token is kept: the logits of the next step's
+              first draft, and the hidden state to continue from
     propose   samples the first draft, then runs the draft model once per further draft, each time
-              on the hidden state that it gave itself
+              on the hidden state that it returned before
 
-K/V that `propose` wrote, and that `observe` wrote for rejected tokens, is overwritten by the next
-`observe`.
+The next `observe` overwrites K/V that `propose` wrote, and K/V of rejected tokens.
 """
 
 from __future__ import annotations
@@ -38,16 +37,19 @@ from forerun.speculative.base import (
 )
 
 NUM_STEPS = Option(
-    "speculative_num_steps", int, None, "Drafts per step of a chain; none: the draft's own number"
+    "speculative_num_steps",
+    int,
+    None,
+    "Drafts per step of a chain; default: the draft's own number",
 )
 
 
 def resolve_num_drafts(config: EngineConfig, default: int) -> int:
-    """K of a chain, from the settings that can say it.
+    """K of a chain, from the settings.
 
     Raises:
-        ConfigError: it is not positive, two settings disagree, or a setting asks for what chains
-            do not do.
+        ConfigError: it is not positive, two settings disagree, or a setting does not apply to
+            chains.
     """
     steps, tokens = config.algorithm_options[NUM_STEPS.name], config.speculative_num_draft_tokens
     if steps is not None and steps < 1:
@@ -94,12 +96,12 @@ def sample_chain(
     next_logits: Callable[[int, Tensor], Tensor],
     token_ids: Tensor | None = None,
 ) -> Draft:
-    """W - 1 tokens, one after another.
+    """Samples W - 1 tokens, one after another.
 
     Args:
         logits: [B, V], of token 0.
         next_logits: (i, token i - 1 [B] int64) -> logits [B, V] of token i.
-        token_ids: [V] int64, the target's id of each column where that is not 0 … V - 1.
+        token_ids: [V] int64, the target's token id of each column; default: 0 … V - 1.
     """
     tokens: list[Tensor] = []
     for i in range(step.num_verify_tokens - 1):
@@ -135,8 +137,8 @@ class HiddenStateDraft(Protocol):
 class HiddenStateChain(SpeculativeAlgorithm):
     """A chain of a `HiddenStateDraft`.
 
-    A subclass loads the model (`load` calls `set_draft`) and says which hidden states of the
-    target it reads.
+    A subclass loads the model (`load` calls `set_draft`) and chooses the target's hidden states
+    that it reads.
     """
 
     def set_draft(
@@ -152,7 +154,7 @@ class HiddenStateChain(SpeculativeAlgorithm):
 
     @abstractmethod
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
-        """[T, H]: the draft model's input where the target has run."""
+        """[T, H]: the draft model's input for tokens that the target has run on."""
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
         """Both results of `forward` at the last committed token."""
@@ -168,7 +170,7 @@ class HiddenStateChain(SpeculativeAlgorithm):
         hidden = self._next_hidden[step.slots]
 
         def next_logits(i: int, token: Tensor) -> Tensor:
-            """Runs at `start` + i - 1, with token i - 1, which stands one further."""
+            """Runs at position `start` + i - 1, with token i - 1 (at the position after it)."""
             nonlocal hidden
             assert step.attention is not None
             context = step.attention(1, i - 1)

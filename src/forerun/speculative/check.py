@@ -1,4 +1,4 @@
-"""What an algorithm must be for an engine to run: its class, its caps, its state per request.
+"""Checks of an algorithm: its class, its `SpecCaps` and its per-request state.
 
 Built-in algorithms and plugins go through the same checks.
 """
@@ -36,10 +36,10 @@ _OPTION_TYPES = (int, float, str, bool)
 def check_class(
     name: str, cls: object, others: Iterable[type[SpeculativeAlgorithm]] = ()
 ) -> type[SpeculativeAlgorithm]:
-    """The class itself. `others`: an option that two algorithms declare is one flag.
+    """Checks and returns a class. `others`: an option that two algorithms declare is one flag.
 
     Raises:
-        ConfigError: it is not a whole algorithm, or its options cannot be flags.
+        ConfigError: it is not a complete algorithm, or its options cannot be flags.
     """
     if not (inspect.isclass(cls) and issubclass(cls, SpeculativeAlgorithm)):
         raise ConfigError(f"Algorithm {name}: {cls!r} is not a subclass of SpeculativeAlgorithm.")
@@ -63,7 +63,7 @@ def check_class(
 
 
 def _why_not_flag(option: Option, known: Option) -> str | None:
-    """`known`: the option of this name that others have declared."""
+    """`known`: the option of this name that other algorithms have declared."""
     if not isinstance(option.name, str) or not _OPTION.fullmatch(option.name):
         return "must be named speculative_..., in lower case"
     if option.name in {setting.name for setting in EngineConfig.settings()}:
@@ -82,10 +82,10 @@ def _why_not_flag(option: Option, known: Option) -> str | None:
 def resolve_caps(
     algorithm: SpeculativeAlgorithm, config: EngineConfig, target: ModelConfig, dtype: torch.dtype
 ) -> SpecCaps:
-    """What the algorithm needs with these settings.
+    """The result of the algorithm's `resolve`, checked.
 
     Raises:
-        ConfigError: its own; or `resolve` failed, or its result cannot work.
+        ConfigError: raised by `resolve`; or `resolve` failed, or its result is invalid.
     """
     name = type(algorithm).__name__
     try:
@@ -106,7 +106,7 @@ def check_caps(name: str, caps: object, target: ModelConfig) -> None:
     """`name`: of the class that returned `caps`.
 
     Raises:
-        ConfigError: no engine could do that.
+        ConfigError: a value is invalid for this target.
     """
     if not isinstance(caps, SpecCaps):
         raise ConfigError(f"{name}.resolve must return SpecCaps, got {caps!r}.")
@@ -159,10 +159,10 @@ def _why_not_draft(caps: SpecCaps) -> str | None:
 
 
 def slot_tensors(algorithm: SpeculativeAlgorithm, ctx: SlotContext) -> list[Tensor]:
-    """The tensors [slots, ...] that the algorithm keeps per request.
+    """The tensors [slots, ...] of the algorithm's `create_future_map`, checked.
 
     Raises:
-        ConfigError: they are not that.
+        ConfigError: a wrong type, shape, device or layout.
     """
     state = algorithm.create_future_map(ctx)
     where = f"{type(algorithm).__name__}.create_future_map"

@@ -122,10 +122,7 @@ class DFlash(SpeculativeAlgorithm):
 
 
 def _read(config: EngineConfig) -> tuple[Path, DFlashConfig]:
-    path = config.speculative_draft_model_path
-    if path is None:
-        raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
-    folder = Path(path).expanduser()
+    folder = config.required_draft_path()
     return folder, load_dflash_config(folder)
 
 

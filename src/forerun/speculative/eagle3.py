@@ -14,7 +14,6 @@ from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, read_json
-from forerun.core.errors import ConfigError
 from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
@@ -66,10 +65,7 @@ class Eagle3(HiddenStateChain):
 
 
 def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:
-    path = config.speculative_draft_model_path
-    if path is None:
-        raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
-    folder = Path(path).expanduser()
+    folder = config.required_draft_path()
     return folder, load_eagle3_config(folder)
 
 

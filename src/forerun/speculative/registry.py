@@ -1,6 +1,6 @@
-"""The table of algorithms: the only place where their names stand.
+"""The table of algorithms: the only place that names them.
 
-A plugin calls `register_algorithm`, or names its class in the entry-point group of its package:
+A plugin calls `register_algorithm`, or declares an entry point in its package:
 
     [project.entry-points."forerun.algorithms"]
     SUFFIX = "forerun_suffix:Suffix"
@@ -36,9 +36,9 @@ Algorithm = type[SpeculativeAlgorithm]
 
 
 class Registry:
-    """Built-in algorithms, those registered by hand, and those of installed packages.
+    """Built-in algorithms, registered classes, and entry points of installed packages.
 
-    A broken package is an error for those who ask for its algorithm, and one warning for others.
+    A broken package is an error for users of its algorithm, and one warning for all others.
     """
 
     def __init__(self, built_in: Mapping[str, str], points: Iterable[EntryPoint]) -> None:
@@ -59,7 +59,7 @@ class Registry:
         self._classes[self._claim(name, f"{cls.__module__}.{cls.__qualname__}")] = cls
 
     def names(self) -> list[str]:
-        """All that can be asked for; broken packages are not among them."""
+        """The available algorithms, without those of broken packages."""
         return [name for name in self._owners if name not in self._broken]
 
     def get(self, name: str | None) -> Algorithm:
@@ -89,10 +89,10 @@ class Registry:
         return list(options.values())
 
     def _claim(self, name: object, owner: str) -> str:
-        """The name in upper case, which is `owner`'s from now on.
+        """Reserves a name for `owner`; returns it in upper case.
 
         Raises:
-            ConfigError: it cannot be typed on a command line, is reserved or taken.
+            ConfigError: the name is invalid, reserved or taken.
         """
         key = name.upper() if isinstance(name, str) else ""
         if not _NAME.fullmatch(key):
@@ -135,7 +135,7 @@ class Registry:
 
 @cache
 def _registry() -> Registry:
-    """That of this process; packages are looked for once."""
+    """The registry of this process; packages are searched once."""
     return Registry(BUILT_IN, entry_points(group=GROUP))
 
 
@@ -149,7 +149,7 @@ def register_algorithm(name: str, cls: Algorithm) -> None:
 
 
 def algorithm_names() -> list[str]:
-    """All that `get_algorithm` knows, plugins last."""
+    """The available algorithms, plugins last."""
     return _registry().names()
 
 

@@ -1,9 +1,9 @@
 """STANDALONE: any small model with the target's vocabulary, as a chain.
 
-It decodes on its own, with K/V of its own. `propose` runs it once per draft, from `last_token` on,
-and samples with the target's noise; the K/V of accepted drafts is then in place. `observe` runs the
-one token that `propose` did not: the last draft, or `last_token` where nothing was proposed.
-Prompt chunks are run as by the target. (Leviathan et al., arXiv 2211.17192.)
+The draft decodes with a K/V cache of its own. `propose` runs it once per draft, from `last_token`
+on, and samples with the target's noise; this also writes the K/V of accepted drafts. `observe` runs
+the one token that `propose` did not: the last draft, or `last_token` in plain steps. Prompt chunks
+are run as in the target. (Leviathan et al., arXiv 2211.17192.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Standalone(SpeculativeAlgorithm):
         _check_vocabulary(config, folder, model, target)
         if model.max_position < (context := config.context_length or target.max_position):
             log.warning(
-                "The draft %s was made for %d positions of %d; past them few drafts are accepted.",
+                "The draft %s supports %d positions of a context length of %d; beyond them, few drafts"
+                " are accepted.",
                 folder, model.max_position, context,
             )  # fmt: skip
         return SpecCaps(
@@ -93,7 +94,7 @@ class Standalone(SpeculativeAlgorithm):
         self._draft.forward(last, step.start + (width - 1), step.token_attention(width - 1))
 
     def _clamped(self, ids: Tensor) -> Tensor:
-        """Ids past the draft's vocabulary are padding of the target's: no tokenizer makes them."""
+        """Ids beyond the draft's vocabulary pad the target's; no tokenizer produces them."""
         return ids.clamp_max(self._draft.config.vocab_size - 1) if self._clamps_ids else ids
 
 
@@ -101,10 +102,7 @@ class Standalone(SpeculativeAlgorithm):
 
 
 def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
-    path = config.speculative_draft_model_path
-    if path is None:
-        raise ConfigError("This algorithm needs a draft model; set speculative_draft_model_path.")
-    folder = Path(path).expanduser()
+    folder = config.required_draft_path()
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     model = load_model_config(folder)
@@ -118,7 +116,7 @@ def _check_vocabulary(
     """Tokens must have the same ids. Padding may differ if tokenizers can be compared.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: vocabularies or tokenizers differ.
     """
     sizes = f"the draft {folder} has a vocabulary of {draft.vocab_size}, the target"
     sizes += f" {target.vocab_size}"
@@ -126,7 +124,7 @@ def _check_vocabulary(
     if config.skip_tokenizer_init or own is None:
         if draft.vocab_size != target.vocab_size:
             raise ConfigError(
-                f"Without tokenizers to compare, vocabularies must be of one size, but {sizes}."
+                f"Without tokenizers to compare, vocabularies must have the same size, but {sizes}."
                 " Use a draft of the target's family."
             )
         return
