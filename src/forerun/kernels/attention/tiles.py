@@ -34,6 +34,22 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """The rows that MLA kernels read, by which their tiles are chosen."""
+
+    latent_dim: int
+    rope_dim: int
+    dtype: torch.dtype  # of q
+    kv_dtype: torch.dtype
+    page_size: int
+
+    @property
+    def padded_dim(self) -> int:
+        """Values of a row in shared memory."""
+        return next_power_of_2(self.latent_dim) + max(16, next_power_of_2(self.rope_dim))
+
+
+@dataclass(frozen=True)
 class DecodeProblem:
     """The shape of a decode attention, from which the number of splits is chosen."""
 
@@ -141,3 +157,65 @@ def prefill_tile_config(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> Tile
     if gpu.capability > 90:
         return TileConfig(128, 64, 8, 2)
     return TileConfig(128, 64, 8, 2, max_registers=128)  # two CTAs per SM, with a few spills
+
+
+# --- latent K/V (MLA) ---------------------------------------------------------------------------
+
+
+def mla_uses_tma(gpu: GpuInfo, shape: LatentShape, block_n: int) -> bool:
+    """Whether blocks of latent rows are loaded by TMA."""
+    rope_fits = shape.rope_dim >= 16 and shape.rope_dim == next_power_of_2(shape.rope_dim)
+    tma = uses_tma(gpu, shape.page_size, block_n, shape.latent_dim, shape.kv_dtype)
+    return tma and rope_fits and shape.latent_dim >= 16
+
+
+def best_mla_page_size(device: torch.device) -> int:
+    """Tokens per page: where TMA can be used, as many as a block of latent rows has."""
+    tma = device.type == "cuda" and not gpu_of(device).amd and gpu_of(device).capability >= 90
+    return 64 if tma else 16
+
+
+def mla_tile_config(gpu: GpuInfo, q_rows: int, shape: LatentShape) -> TileConfig:
+    """The tile of an MLA CTA; a request has `q_rows` rows: its tokens times the query heads.
+
+    DeepSeek's rows have 512 + 64 values. With 64 query rows a CTA on Hopper keeps q, two blocks of
+    64 positions and [64, 512] accumulators, which is all the shared memory and registers of an SM.
+    """
+    block_m = min(64, max(16, next_power_of_2(q_rows)))
+    if shape.dtype == torch.float32:
+        return TileConfig(16, 16, 4 if gpu.amd and gpu.warp_size == 64 else 8, 1)
+    if gpu.amd and gpu.warp_size == 32:
+        return TileConfig(16, 16, 8, 1)
+    if gpu.amd:
+        return TileConfig(block_m, 16 if block_m == 64 else 32, 4, 1)
+    block_n, reserved = 64, 8 << 10  # reserved: shared memory for weights and barriers
+    if gpu.capability < 90 or gpu.smem_bytes < 160 << 10:
+        block_m, block_n = min(block_m, 32), 32 if gpu.smem_bytes >= 160 << 10 else 16
+    elif gpu.capability > 90 and block_m == 64:
+        block_n, reserved = 32, 36 << 10
+    block_bytes = block_n * shape.padded_dim * shape.kv_dtype.itemsize
+    if shape.kv_dtype.itemsize == 1:  # a block is also kept as it is multiplied
+        reserved += block_n * shape.padded_dim * shape.dtype.itemsize
+    room = gpu.smem_bytes - reserved - block_m * shape.padded_dim * shape.dtype.itemsize
+    blocks = room // block_bytes
+    # wgmma (64 rows) runs while the next block is loaded, and holds one block more.
+    stages = blocks if block_m == 64 else blocks + 1
+    return TileConfig(block_m, block_n, 8, max(1, min(stages, 4)))
+
+
+def mla_prefill_tile_config(gpu: GpuInfo, shape: LatentShape) -> TileConfig:
+    """The tile of prefill chunks with absorbed projections: the largest."""
+    return mla_tile_config(gpu, 64, shape)
+
+
+def choose_mla_splits(
+    gpu: GpuInfo, q_rows: int, shape: LatentShape, batch_size: int, kv_len_ub: int
+) -> int:
+    """How many splits of the context fill the device: a CTA takes a whole SM.
+
+    A split of 64 rows has partial results of 128 KiB, so a short context is cut into fewer.
+    """
+    block_m = mla_tile_config(gpu, q_rows, shape).block_m
+    tiles = -(-q_rows // block_m) * batch_size
+    most = -(-kv_len_ub // (2 * MIN_SPLIT_LEN if block_m == 64 else MIN_SPLIT_LEN))
+    return max(1, min(gpu.num_sms // tiles, most, MAX_SPLITS))

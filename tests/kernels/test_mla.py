@@ -1,0 +1,260 @@
+"""Attention over latent rows (MLA, absorbed): kernel and reference against the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec
+from forerun.kernels.attention.mla_absorbed import (
+    PagedLatent,
+    build_row_tile_map,
+    mla_decode,
+    mla_decode_ref,
+    mla_prefill,
+    mla_prefill_ref,
+)
+from forerun.kernels.attention.tiles import (
+    LatentShape,
+    TileConfig,
+    choose_mla_splits,
+    mla_prefill_tile_config,
+    mla_tile_config,
+    mla_uses_tma,
+)
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from tests.kernels.attention_support import (
+    Paged,
+    make_paged,
+    relative_error,
+    with_large_queries,
+)
+
+pytest.importorskip("triton")
+
+BOUND = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+MASKS = [
+    MaskSpec(CAUSAL),
+    MaskSpec(CAUSAL, 5),
+    MaskSpec(BLOCK),
+    MaskSpec(BLOCK, 6),
+    MaskSpec(TREE),
+]
+SMALL = TileConfig(16, 16, 4, 1)
+HOPPER = GpuInfo(132, amd=False)
+
+
+def make(
+    spans: list[tuple[int, int]],
+    heads: int,
+    dims: tuple[int, int],
+    page: int,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    padded: int = 0,
+) -> tuple[Paged, PagedLatent]:
+    """Random requests whose K is a row of dims (Dl, Dr), and V the same row."""
+    case = make_paged(spans, heads, 1, sum(dims), page, dtype, kv_dtype, device, padded=padded)
+    case = replace(case, v_pool=case.k_pool)
+    return case, PagedLatent(case.k_pool.squeeze(2), dims[0], case.table, case.start)
+
+
+def decode(
+    case: Paged,
+    cache: PagedLatent,
+    mask: MaskSpec,
+    num_splits: int,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    q_len = case.spans[0][1]
+    return mla_decode(case.q, cache, q_len, case.mask(mask), case.scale, num_splits, config)
+
+
+def prefill(
+    case: Paged, cache: PagedLatent, mask: MaskSpec, config: TileConfig | None = None
+) -> torch.Tensor:
+    tile = config or mla_prefill_tile_config(gpu_of(case.q.device), cache.shape(case.q.dtype))
+    tiles = build_row_tile_map(
+        case.spans, case.q.shape[1], tile.block_m, lambda host: host.to(case.q.device)
+    )
+    return mla_prefill(case.q, cache, case.spans, tiles, mask, case.scale, config)
+
+
+def expected(case: Paged, cache: PagedLatent, mask: MaskSpec) -> torch.Tensor:
+    return case.reference(case.mask(mask))[..., : cache.latent_dim]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("page", "heads", "dims", "q_len", "num_splits"),
+    [
+        (16, 16, (32, 16), 1, 1),
+        (1, 4, (32, 16), 5, 3),
+        (64, 3, (24, 8), 4, 2),
+        (16, 2, (48, 16), 16, 4),
+        (128, 32, (128, 32), 2, 1),
+    ],
+)
+def test_decode_matches_the_definition(
+    page: int,
+    heads: int,
+    dims: tuple[int, int],
+    q_len: int,
+    num_splits: int,
+    mask: MaskSpec,
+    device: torch.device,
+) -> None:
+    """Ragged lengths and a padding slot, with tiles of part of a token's heads and of several."""
+    case, cache = make([(1, q_len), (41, q_len)], heads, dims, page, device=device, padded=1)
+    right = expected(case, cache, mask)
+    assert relative_error(decode(case, cache, mask, num_splits, SMALL), right) < 2e-6
+    plain = mla_decode_ref(case.q, cache, q_len, case.mask(mask), case.scale)
+    assert relative_error(plain, right) < 2e-6
+
+
+@pytest.mark.parametrize("num_splits", [2, 5, 8])
+def test_partial_results_are_combined_in_parts(num_splits: int, device: torch.device) -> None:
+    """A latent of 256 values is two heads of 128 to the kernel that combines splits."""
+    case, cache = make([(0, 2), (70, 2)], 4, (256, 64), 16, device=device)
+    out = decode(case, cache, MaskSpec(), num_splits, SMALL)
+    assert relative_error(out, expected(case, cache, MaskSpec())) < 2e-6
+
+
+@pytest.mark.parametrize("mask", MASKS[:4], ids=str)
+@pytest.mark.parametrize(("page", "heads"), [(1, 3), (16, 8), (64, 24)])
+def test_prefill_matches_the_definition(
+    page: int, heads: int, mask: MaskSpec, device: torch.device
+) -> None:
+    case, cache = make([(0, 19), (37, 1), (5, 30)], heads, (32, 16), page, device=device)
+    right = expected(case, cache, mask)
+    assert relative_error(prefill(case, cache, mask, SMALL), right) < 2e-6
+    plain = mla_prefill_ref(case.q, cache, case.spans, mask, case.scale)
+    assert relative_error(plain, right) < 2e-6
+
+
+def test_default_tiles(device: torch.device) -> None:
+    """Of decode with 1 and 5 tokens, and of prefill."""
+    for q_len in (1, 5):
+        case, cache = make([(3, q_len), (140, q_len)], 16, (64, 16), 64, device=device)
+        out = decode(case, cache, MaskSpec(), 2)
+        assert relative_error(out, expected(case, cache, MaskSpec())) < 2e-6
+        out = prefill(case, cache, MaskSpec())
+        assert relative_error(out, expected(case, cache, MaskSpec())) < 2e-6
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_half_precision(kv_dtype: torch.dtype, device: torch.device) -> None:
+    half = torch.float16
+    case, cache = make([(5, 2), (33, 2)], 4, (64, 16), 16, half, kv_dtype, device)
+    out = decode(case, cache, MaskSpec(), 2)
+    assert out.dtype == half
+    assert relative_error(out, expected(case, cache, MaskSpec())) < BOUND[half]
+
+
+def test_large_queries_over_a_float8_pool(device: torch.device) -> None:
+    kinds = torch.bfloat16, torch.float8_e4m3fn
+    case, cache = make([(5, 2), (33, 2)], 4, (64, 16), 16, *kinds, device)
+    case = with_large_queries(case)
+    out = decode(case, cache, MaskSpec(), 2)
+    assert relative_error(out, expected(case, cache, MaskSpec())) < BOUND[torch.bfloat16]
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    shape = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
+
+    def splits(batch: int, q_len: int, context: int) -> int:
+        return choose_mla_splits(HOPPER, 16 * q_len, shape, batch, context)
+
+    assert splits(32, 16, 32768) == 1  # 128 tiles of 64 rows for 132 SMs
+    assert splits(32, 1, 32768) == 4
+    assert splits(1, 1, 1024) == 16  # a block each
+    assert splits(1, 16, 1024) == 8
+    assert splits(1, 1, 1 << 20) == 64
+
+
+def test_tiles_of_deepseek_on_hopper() -> None:
+    """Two blocks in flight; pages of 64 positions come by TMA."""
+    shape = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
+    assert mla_tile_config(HOPPER, 16, shape) == TileConfig(16, 64, 8, 3)
+    assert mla_tile_config(HOPPER, 80, shape) == TileConfig(64, 64, 8, 2)
+    assert mla_uses_tma(HOPPER, shape, 64)
+    assert not mla_uses_tma(HOPPER, replace(shape, page_size=16), 64)
+    assert not mla_uses_tma(HOPPER, replace(shape, rope_dim=24), 64)
+
+
+# --- on a GPU: DeepSeek's sizes -----------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [1, 16, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("q_len", [1, 2, 5, 16])
+def test_decode_on_gpu(q_len: int, heads: int, page: int, device: torch.device) -> None:
+    half = torch.bfloat16
+    spans = [(700, q_len), (1500, q_len), (90, q_len), (33, q_len)]
+    case, cache = make(spans, heads, (512, 64), page, half, device=device, padded=1)
+    for mask in (MaskSpec(), MaskSpec(BLOCK), MaskSpec(TREE), MaskSpec(CAUSAL, 100)):
+        right = mla_decode_ref(case.q.double(), _double(cache), q_len, case.mask(mask), case.scale)
+        for num_splits in (1, 7):
+            assert relative_error(decode(case, cache, mask, num_splits), right) < BOUND[half]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float16, torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_dtypes_on_gpu(
+    q_len: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    spans = [(700, q_len), (150, q_len)]
+    case, cache = make(spans, 16, (512, 64), 16, dtype, kv_dtype, device)
+    right = mla_decode_ref(case.q.double(), _double(cache), q_len, MaskSpec(), case.scale)
+    for num_splits in (1, 3):
+        assert relative_error(decode(case, cache, MaskSpec(), num_splits), right) < BOUND[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_prefill_on_gpu(heads: int, page: int, device: torch.device) -> None:
+    half = torch.bfloat16
+    spans = [(0, 333), (700, 65), (1500, 1), (64, 64)]
+    case, cache = make(spans, heads, (512, 64), page, half, device=device)
+    for mask in (MaskSpec(), MaskSpec(CAUSAL, 100)):
+        right = mla_prefill_ref(case.q.double(), _double(cache), spans, mask, case.scale)
+        assert relative_error(prefill(case, cache, mask), right) < BOUND[half]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 5, 16])
+def test_a_captured_decode_follows_lengths_on_the_device(q_len: int, device: torch.device) -> None:
+    """One graph for all lengths: splits are cut on the device."""
+    half = torch.bfloat16
+    spans = [(n, q_len) for n in (2000, 1500, 1600, 1999)]
+    case, cache = make(spans, 16, (512, 64), 64, half, device=device)
+    case.k_pool.nan_to_num_(0.0)  # shorter lengths than the pool was made for
+    decode(case, cache, MaskSpec(), 8)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(case, cache, MaskSpec(), 8)
+    for lengths in ([2000, 1500, 1600, 1999], [0, 1, 63, 64], [1024, 90, 700, 33]):
+        cache.start.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        right = mla_decode_ref(case.q.double(), _double(cache), q_len, MaskSpec(), case.scale)
+        assert relative_error(out, right) < BOUND[half]
+
+
+def _double(cache: PagedLatent) -> PagedLatent:
+    """float8 by way of float32: PyTorch indexes no float8."""
+    return replace(cache, pool=cache.pool.float().double())
