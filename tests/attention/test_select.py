@@ -62,7 +62,10 @@ def test_graphs_and_trees_need_triton() -> None:
         (replace(GPU, head_dim=512), "head dim 512 is not within 16 to 256"),
         (replace(GPU, dtype=torch.float64), "not torch.float64"),
         (replace(GPU, kv_dtype=torch.float8_e5m2), "float8_e4m3fn, not torch.float8_e5m2"),
-        (replace(GPU, mla=True), "latent"),
+        (
+            replace(GPU, mla=True, dense=False, head_dim=1088, latent_dim=1024),
+            "latent rows of 1024",
+        ),
         (replace(GPU, sinks=True), "sinks"),
         (replace(GPU, logit_softcap=True), "soft-cap"),
         (replace(GPU, kv_scales=True), "K/V scales"),

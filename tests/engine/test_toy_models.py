@@ -190,11 +190,11 @@ def test_states_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.Monk
 # --- what only latent models have -----------------------------------------------------------------
 
 
-def test_triton_says_why_it_does_not_serve_mla() -> None:
-    with pytest.raises(ConfigError, match=r"triton cannot serve .* latent \(MLA\)"):
+def test_what_is_kept_per_token_and_who_attends() -> None:
+    with pytest.raises(ConfigError, match=r"triton cannot serve .* needs an NVIDIA or AMD GPU"):
         toy_llm(ToyLatentForCausalLM, attention_backend="triton")
     with toy_llm(ToyLatentForCausalLM, prefill_attention_backend="torch_native") as llm:
         chosen = llm.explain()["attention"]
         assert chosen["prefill"] == "torch_native: chosen"
-        assert "latent (MLA)" in chosen["decode"]
+        assert chosen["decode"].startswith("torch_native: chosen")
         assert llm.explain()["kv_bytes_per_token"] == 2 * (12 + 4) * 4

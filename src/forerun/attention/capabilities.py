@@ -93,6 +93,7 @@ class Capabilities:
     masks: frozenset[Mask] = frozenset(Mask)
     windows: frozenset[Mask] = frozenset(Mask)  # masks that may have a window
     head_dims: Collection[int] | None = None
+    latent_dims: Collection[int] | None = None  # Dl + Dr with `mla`; None: as `head_dims`
     dtypes: tuple[torch.dtype, ...] | None = None
     kv_dtypes: tuple[torch.dtype, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
@@ -123,8 +124,10 @@ class Capabilities:
             out.append(f"it runs on {_listed(self.archs)}, not {need.arch or 'an unknown GPU'}")
         if need.phase not in self.phases:
             out.append(f"it does not serve {need.phase.value}")
-        if self.head_dims is not None and need.head_dim not in self.head_dims:
-            out.append(f"head dim {need.head_dim} is not {_span(self.head_dims)}")
+        latent = need.mla and not need.dense and self.latent_dims is not None
+        dims = self.latent_dims if latent else self.head_dims
+        if dims is not None and need.head_dim not in dims:
+            out.append(f"head dim {need.head_dim} is not {_span(dims)}")
         if self.dtypes is not None and need.dtype not in self.dtypes:
             out.append(f"it computes in {_names(self.dtypes)}, not {need.dtype}")
         stored = need.kv_dtype or need.dtype

@@ -20,8 +20,9 @@ from forerun.attention.base import (
     Plan,
 )
 from forerun.attention.capabilities import Capabilities, LayerMask, Mask
+from forerun.kernels.attention.mla_write import write_latent_ref
 from forerun.kernels.attention.paged_kv import write_kv_ref
-from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3_ref
+from forerun.kernels.runtime.fp8 import as_bits
 from forerun.kvcache.layouts import LatentKV
 
 
@@ -80,9 +81,7 @@ class TorchNative(AttentionBackend):
 
     def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
         assert isinstance(plan, NativePlan)
-        pool = self.pools.latent(layer)
-        cast = encode_e4m3_ref(latent) if pool.dtype == FP8 else latent.to(pool.dtype)
-        as_bits(pool).flatten(0, 1).index_copy_(0, plan.kv_slots, as_bits(cast))
+        write_latent_ref(latent, plan.kv_slots, self.pools.latent(layer))
 
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, NativePlan)

@@ -24,12 +24,28 @@ from forerun.attention.base import (
 )
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
+from forerun.kernels.attention.mla_absorbed import (
+    PagedLatent,
+    build_row_tile_map,
+    mla_decode,
+    mla_prefill,
+)
+from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots, write_kv
-from forerun.kernels.attention.prefill import TileMap, build_tile_map, prefill_attention
+from forerun.kernels.attention.prefill import (
+    Spans,
+    TileMap,
+    build_tile_map,
+    prefill_attention,
+)
 from forerun.kernels.attention.tiles import (
     DecodeProblem,
+    LatentShape,
+    best_mla_page_size,
     best_page_size,
+    choose_mla_splits,
     choose_num_splits,
+    mla_prefill_tile_config,
     prefill_tile_config,
 )
 from forerun.kernels.elementwise.qk_norm_rope import (
@@ -39,10 +55,12 @@ from forerun.kernels.elementwise.qk_norm_rope import (
 )
 from forerun.kernels.runtime.fp8 import FP8
 from forerun.kernels.runtime.gpu import gpu_of, have_triton
+from forerun.kvcache.layouts import LatentKV
 from forerun.platform.device import upload
 
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_LATENT, MAX_ROPE = 512, 128  # values of a latent row that MLA kernels take
 
 
 @dataclass
@@ -63,8 +81,10 @@ class TritonAttention(AttentionBackend):
         devices=frozenset({"cuda", "cpu"}),  # on a CPU: Triton's interpreter
         windows=frozenset({Mask.CAUSAL, Mask.BLOCK}),
         head_dims=range(16, 257),
+        latent_dims=range(2, MAX_LATENT + MAX_ROPE + 1),
         dtypes=DTYPES,
         kv_dtypes=(*DTYPES, FP8),
+        mla=True,
     )
 
     @classmethod
@@ -77,11 +97,19 @@ class TritonAttention(AttentionBackend):
                 else f"it needs an NVIDIA or AMD GPU, not {need.device}"
             )
             reasons.insert(0, missing)
+        rope_dim = need.head_dim - need.latent_dim
+        if need.mla and not need.dense and (need.latent_dim > MAX_LATENT or rope_dim > MAX_ROPE):
+            reasons.append(
+                f"latent rows of {need.latent_dim} + {rope_dim} values exceed"
+                f" {MAX_LATENT} + {MAX_ROPE}"
+            )
         return reasons
 
     @classmethod
     def preferred_page_size(cls, need: AttentionNeed) -> int:
         device = torch.device(need.device)
+        if need.mla:
+            return best_mla_page_size(device)
         return best_page_size(device, need.head_dim, need.kv_dtype or need.dtype)
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> TritonPlan:
@@ -89,26 +117,14 @@ class TritonAttention(AttentionBackend):
 
         So a plan without `kv_slots` is made after what is written there: finding them waits for it.
         """
-        page, dim = self.pools.page_size, self.need.head_dim
-        requests, device = batch.start.shape[0], batch.start.device
-        group = self.need.num_heads // self.need.num_kv_heads
+        page, device = self.pools.page_size, batch.start.device
         if batch.q_len is not None:
-            total, q_len = requests * batch.q_len, batch.q_len
+            total, q_len = batch.start.shape[0] * batch.q_len, batch.q_len
             kv_slots = batch.kv_slots
             if kv_slots is None:
                 kv_slots = compute_kv_slots(batch.page_table, batch.start, None, q_len, total, page)
-            problem = DecodeProblem(
-                batch_size=requests,
-                q_rows=group * q_len,
-                num_kv_heads=self.need.num_kv_heads,
-                head_dim=dim,
-                kv_dtype=self.need.kv_dtype or self.need.dtype,
-                page_size=page,
-                kv_len_ub=batch.kv_len_ub,
-            )
-            num_splits = choose_num_splits(gpu_of(device), problem)
             tree = None if batch.tree is None else batch.tree.flatten()
-            return TritonPlan(batch, kv_slots, num_splits, None, tree)
+            return TritonPlan(batch, kv_slots, self._num_splits(batch, q_len), None, tree)
         assert batch.ragged is not None
         counts = [count for _, count in batch.ragged]
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -117,10 +133,43 @@ class TritonAttention(AttentionBackend):
             batch.page_table, batch.start, first, max(counts), sum(counts), page
         )
         # The upload in `build_tile_map` lies between `kv_slots` and its first reader (see pdl.py).
-        config = prefill_tile_config(gpu_of(device), dim, self.need.dtype)
-        tokens_per_tile = max(1, config.block_m // group)
-        tile_map = build_tile_map(batch.ragged, tokens_per_tile, partial(upload, device=device))
-        return TritonPlan(batch, kv_slots, 1, tile_map)
+        return TritonPlan(batch, kv_slots, 1, self._tile_map(batch.ragged, device))
+
+    def _num_splits(self, batch: AttentionBatch, q_len: int) -> int:
+        need, gpu, size = self.need, gpu_of(batch.start.device), batch.start.shape[0]
+        if need.mla:
+            rows = need.num_heads * q_len
+            return choose_mla_splits(gpu, rows, self._latent_shape, size, batch.kv_len_ub)
+        problem = DecodeProblem(
+            batch_size=size,
+            q_rows=need.num_heads // need.num_kv_heads * q_len,
+            num_kv_heads=need.num_kv_heads,
+            head_dim=need.head_dim,
+            kv_dtype=need.kv_dtype or need.dtype,
+            page_size=self.pools.page_size,
+            kv_len_ub=batch.kv_len_ub,
+        )
+        return choose_num_splits(gpu, problem)
+
+    def _tile_map(self, chunks: Spans, device: torch.device) -> TileMap:
+        need, gpu, send = self.need, gpu_of(device), partial(upload, device=device)
+        if need.mla:
+            block_m = mla_prefill_tile_config(gpu, self._latent_shape).block_m
+            return build_row_tile_map(chunks, need.num_heads, block_m, send)
+        config = prefill_tile_config(gpu, need.head_dim, need.dtype)
+        group = need.num_heads // need.num_kv_heads
+        return build_tile_map(chunks, max(1, config.block_m // group), send)
+
+    @property
+    def _latent_shape(self) -> LatentShape:
+        need = self.need
+        return LatentShape(
+            need.latent_dim,
+            need.head_dim - need.latent_dim,
+            need.dtype,
+            need.kv_dtype or need.dtype,
+            self.pools.page_size,
+        )
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
         assert isinstance(plan, TritonPlan)
@@ -160,12 +209,31 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
-        batch = plan.batch
-        mask = MaskSpec(MASKS[spec.mask.mask], spec.mask.window)
-        if plan.tree is not None:
-            mask = MaskSpec(TREE, spec.mask.window, plan.tree)
+        batch, mask = plan.batch, _mask(plan, spec)
         kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
         if batch.q_len is not None:
             return paged_attention(q, kv, batch.q_len, mask, spec.scale, plan.num_splits)
         assert batch.ragged is not None
         return prefill_attention(q, kv, batch.ragged, plan.tile_map, mask, spec.scale)
+
+    def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
+        assert isinstance(plan, TritonPlan)
+        write_latent(latent, plan.kv_slots, self.pools.latent(layer))
+
+    def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        kind = self.pools.layout.layers[layer]
+        assert isinstance(kind, LatentKV)
+        batch, mask = plan.batch, _mask(plan, spec)
+        pool = self.pools.latent(layer)
+        cache = PagedLatent(pool, kind.latent_dim, batch.page_table, batch.start)
+        if batch.q_len is not None:
+            return mla_decode(q, cache, batch.q_len, mask, spec.scale, plan.num_splits)
+        assert batch.ragged is not None
+        return mla_prefill(q, cache, batch.ragged, plan.tile_map, mask, spec.scale)
+
+
+def _mask(plan: TritonPlan, spec: AttentionSpec) -> MaskSpec:
+    if plan.tree is not None:
+        return MaskSpec(TREE, spec.mask.window, plan.tree)
+    return MaskSpec(MASKS[spec.mask.mask], spec.mask.window)

@@ -150,6 +150,7 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
         masks=ask.masks,
         phase=ask.phase,
         mla=ask.mla,
+        latent_dim=512 if ask.mla else 0,
         dense=not ask.mla,
     )
 

@@ -40,9 +40,10 @@ from forerun.kernels.attention.tiles import (
     mla_prefill_tile_config,
     mla_tile_config,
     mla_uses_tma,
+    padded,
 )
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
-from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
+from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -190,7 +191,6 @@ class _Launch:
         """`out`: the result, or partial results with their `lse`; `q_len` 0: ragged chunks."""
         cache, mask, config = self.cache, self.mask, self.config
         latent, rope = cache.latent_dim, cache.rope_dim
-        padded_rope = max(16, next_power_of_2(rope))
         tma = mla_uses_tma(gpu_of(q.device), cache.shape(q.dtype), config.block_n)
         mla_attention_kernel[grid](
             q, as_bits(cache.pool),
@@ -203,7 +203,7 @@ class _Launch:
             MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=grid[1] > 1,
             FP8=fp8_mode(cache.pool), INT64_OFFSETS=needs_int64_offsets(cache.pool), TMA=tma,
             PREFETCH_LEN=PREFETCH_LEN, PART=_part(latent), BLOCK_M=config.block_m,
-            BLOCK_N=config.block_n, BLOCK_L=next_power_of_2(latent), BLOCK_R=padded_rope,
+            BLOCK_N=config.block_n, BLOCK_L=padded(latent), BLOCK_R=padded(rope),
             num_warps=config.num_warps, num_stages=config.num_stages,
             **(pdl_options(q) if tile_map is None else {"PDL": False}),
         )  # fmt: skip

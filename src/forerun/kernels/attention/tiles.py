@@ -33,6 +33,11 @@ class TileConfig:
         return {} if self.max_registers is None else {"maxnreg": self.max_registers}
 
 
+def padded(dim: int) -> int:
+    """A dimension of a matrix product, as Triton takes it."""
+    return max(16, next_power_of_2(dim))
+
+
 @dataclass(frozen=True)
 class LatentShape:
     """The rows that MLA kernels read, by which their tiles are chosen."""
@@ -46,7 +51,7 @@ class LatentShape:
     @property
     def padded_dim(self) -> int:
         """Values of a row in shared memory."""
-        return next_power_of_2(self.latent_dim) + max(16, next_power_of_2(self.rope_dim))
+        return padded(self.latent_dim) + padded(self.rope_dim)
 
 
 @dataclass(frozen=True)
@@ -193,11 +198,12 @@ def mla_tile_config(gpu: GpuInfo, q_rows: int, shape: LatentShape) -> TileConfig
         block_m, block_n = min(block_m, 32), 32 if gpu.smem_bytes >= 160 << 10 else 16
     elif gpu.capability > 90 and block_m == 64:
         block_n, reserved = 32, 36 << 10
-    block_bytes = block_n * shape.padded_dim * shape.kv_dtype.itemsize
     if shape.kv_dtype.itemsize == 1:  # a block is also kept as it is multiplied
+        if block_m > 16:
+            block_n = min(block_n, 32 if gpu.capability >= 90 else 16)
         reserved += block_n * shape.padded_dim * shape.dtype.itemsize
     room = gpu.smem_bytes - reserved - block_m * shape.padded_dim * shape.dtype.itemsize
-    blocks = room // block_bytes
+    blocks = room // (block_n * shape.padded_dim * shape.kv_dtype.itemsize)
     # wgmma (64 rows) runs while the next block is loaded, and holds one block more.
     stages = blocks if block_m == 64 else blocks + 1
     return TileConfig(block_m, block_n, 8, max(1, min(stages, 4)))

@@ -1,0 +1,184 @@
+"""The Triton backend over latent rows (MLA) compared with the plain one, and in the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun import LLM
+from forerun.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionNeed,
+    AttentionSpec,
+    LayerMask,
+    Mask,
+)
+from forerun.attention.torch_native import TorchNative
+from forerun.attention.triton import TritonAttention
+from forerun.kvcache.layouts import LatentKV, ModelLayout
+from forerun.kvcache.pools import ModelPools, PoolShape
+from forerun.models import registry
+from tests.kernels.attention_support import random_tree
+from tests.toy_models import ToyLatentForCausalLM, save_toy
+
+pytest.importorskip("triton")
+
+MASKS = [LayerMask(), LayerMask(window=7), LayerMask(Mask.BLOCK), LayerMask(Mask.BLOCK, 9)]
+CPU = torch.device("cpu")
+
+
+def need_of(
+    device: torch.device, heads: int, latent: int, rope: int, dtype: torch.dtype
+) -> AttentionNeed:
+    masks = frozenset((*MASKS, LayerMask(Mask.CUSTOM)))
+    return AttentionNeed(
+        device.type, dtype, latent + rope, heads, 1, masks, mla=True, latent_dim=latent, dense=False
+    )
+
+
+def backends(need: AttentionNeed, page: int, device: torch.device) -> list[AttentionBackend]:
+    """Triton and the plain one, each with its own pool; two layers."""
+    assert TritonAttention.why_not(need) == []
+    kind = LatentKV(need.latent_dim, need.head_dim - need.latent_dim, need.dtype)
+    shape = PoolShape(1 + 3 * 256 // page, page)
+    pools = [ModelPools(ModelLayout((kind, kind)), shape, device) for _ in range(2)]
+    return [TritonAttention(need, pools[0]), TorchNative(need, pools[1])]
+
+
+def tables(page: int, device: torch.device) -> torch.Tensor:
+    """Three requests of up to 256 positions, and the padding slot."""
+    ids = torch.randperm(3 * 256 // page, generator=torch.Generator().manual_seed(3)) + 1
+    table = torch.zeros(4, 256 // page, dtype=torch.int32)
+    table[:3] = ids.view(3, -1)
+    return table.to(device)
+
+
+def compare(
+    pair: list[AttentionBackend], batch: AttentionBatch, masks: list[LayerMask], seed: int
+) -> None:
+    need, device = pair[0].need, batch.start.device
+    draw = torch.Generator().manual_seed(seed)
+    if batch.q_len is None:
+        assert batch.ragged is not None
+        tokens = real = sum(n for _, n in batch.ragged)
+    else:
+        tokens = batch.start.shape[0] * batch.q_len
+        real = tokens - batch.q_len  # the padding slot has arbitrary values
+    plans = [backend.plan(batch) for backend in pair]
+    tolerance = 1e-5 if need.dtype == torch.float32 else 2e-2
+    for layer in range(2):
+        q = torch.randn(tokens, need.num_heads, need.head_dim, generator=draw)
+        rows = torch.randn(tokens, need.head_dim + 8, generator=draw)
+        q, rows = (x.to(device, need.dtype) for x in (q, rows))
+        for backend, plan in zip(pair, plans, strict=True):
+            backend.write_latent(plan, layer, rows[:, : need.head_dim])
+        for mask in masks:
+            spec = AttentionSpec(mask, need.head_dim**-0.5)
+            got, want = (
+                backend.attend_latent(plan, layer, spec, q)
+                for backend, plan in zip(pair, plans, strict=True)
+            )
+            assert got.shape == (tokens, need.num_heads, need.latent_dim)
+            torch.testing.assert_close(got[:real], want[:real], rtol=tolerance, atol=tolerance)
+            assert bool(got.isfinite().all())
+
+
+def run_forwards(need: AttentionNeed, page: int, q_len: int, device: torch.device) -> None:
+    """Prompts in two chunks, a step of `q_len` tokens and one with a tree, and a padding slot."""
+    pair, table = backends(need, page, device), tables(page, device)
+    for step, chunks in enumerate((((0, 20), (0, 1), (0, 33)), ((20, 3), (1, 40), (33, 2)))):
+        start = torch.tensor([s for s, _ in chunks], dtype=torch.int32, device=device)
+        batch = AttentionBatch(table[:3], start, 41, ragged=chunks)
+        compare(pair, batch, MASKS[step : step + 1], step)
+    start = torch.tensor([23, 41, 35, 0], dtype=torch.int32, device=device)
+    batch = AttentionBatch(table, start, 256, q_len=q_len)
+    compare(pair, batch, MASKS, 9)
+    draw = torch.Generator().manual_seed(q_len)
+    tree = torch.tensor([random_tree(q_len, draw) for _ in range(4)], device=device)
+    compare(pair, replace(batch, tree=tree), MASKS[:1], 11)
+    written = table[:3].long().unique()
+    for layer in range(2):
+        assert torch.equal(*(backend.pools.latent(layer)[written] for backend in pair))
+
+
+@pytest.mark.parametrize(("page", "q_len"), [(1, 1), (16, 4), (64, 5)])
+def test_prefill_then_steps(page: int, q_len: int, device: torch.device) -> None:
+    run_forwards(need_of(device, 4, 24, 8, torch.float32), page, q_len, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (16, 5), (16, 16), (128, 4)])
+def test_prefill_then_steps_with_the_sizes_of_deepseek(page: int, heads: int, q_len: int) -> None:
+    device = torch.device("cuda")
+    run_forwards(need_of(device, heads, 512, 64, torch.bfloat16), page, q_len, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_a_captured_plan_follows_the_device(q_len: int) -> None:
+    """One graph of plan, write and attend, captured at the longest bound, serves every length."""
+    device = torch.device("cuda")
+    need = need_of(device, 16, 512, 64, torch.bfloat16)
+    (triton, native), table = backends(need, 64, device), tables(64, device)[:3]
+    start = torch.zeros(3, dtype=torch.int32, device=device)
+    batch = AttentionBatch(table, start, 256, q_len=q_len)
+    q = torch.randn(3 * q_len, 16, 576, device=device).bfloat16()
+    rows = torch.randn(3 * q_len, 576, device=device).bfloat16()
+
+    def step(backend: AttentionBackend) -> torch.Tensor:
+        plan = backend.plan(batch)
+        backend.write_latent(plan, 0, rows)
+        return backend.attend_latent(plan, 0, AttentionSpec(LayerMask(), 576**-0.5), q)
+
+    step(triton)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(triton)
+    for lengths in ([0, 0, 0], [5, 77, 250], [240, 1, 33]):
+        triton.pools.latent(0).normal_()
+        native.pools.latent(0).copy_(triton.pools.latent(0))
+        start.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        torch.testing.assert_close(out, step(native), rtol=2e-2, atol=2e-2)
+
+
+def test_rows_that_the_kernels_cannot_take() -> None:
+    need = need_of(CPU, 16, 512, 64, torch.float32)
+    assert TritonAttention.why_not(need) == []
+    wide = replace(need, head_dim=600, latent_dim=560)
+    assert TritonAttention.why_not(wide) == ["latent rows of 560 + 40 values exceed 512 + 128"]
+    assert "head dim 1088 is not within 2 to 640" in " ".join(
+        TritonAttention.why_not(replace(need, head_dim=1088, latent_dim=1024))
+    )
+
+
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_the_engine_on_a_latent_target(
+    algorithm: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked prefill, decode and verify give the text of the plain backend."""
+    monkeypatch.setitem(registry.ARCHITECTURES, "ToyLatentForCausalLM", ToyLatentForCausalLM)
+    folder = save_toy(ToyLatentForCausalLM, tmp_path / "toy")
+    prompt = [3, 4, 5, 6] * 3
+    outputs = []
+    for name in ("torch_native", "triton"):
+        with LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            attention_backend=name,
+            speculative_algorithm=algorithm,
+            speculative_adaptive=False,
+            chunked_prefill_size=8,
+            max_running_requests=2,
+        ) as llm:
+            made = llm.generate(input_ids=prompt, sampling_params={"max_new_tokens": 5})
+            outputs.append(made.output_ids)
+            assert llm.explain()["attention"]["decode"].startswith(name)
+    assert outputs[0] == outputs[1]
