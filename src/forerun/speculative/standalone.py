@@ -48,8 +48,8 @@ class Standalone(SpeculativeAlgorithm):
         _check_vocabulary(config, folder, model, target)
         if model.max_position < (context := config.context_length or target.max_position):
             log.warning(
-                "The draft %s supports %d positions of a context length of %d; beyond them, few drafts"
-                " are accepted.",
+                "The draft %s has %d positions, fewer than the context length %d; beyond them"
+                " few drafts are accepted.",
                 folder, model.max_position, context,
             )  # fmt: skip
         return SpecCaps(
