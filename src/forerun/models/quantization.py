@@ -9,6 +9,7 @@ dtype says which. (DeepSeek-V3's inference/fp8_cast_bf16.py; its README_WEIGHTS,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -47,15 +48,16 @@ def fp8_blocks(config: ModelConfig) -> Fp8Blocks | None:
     raw = config.raw.get("quantization_config")
     if not raw:
         return None
-    spec = dict(raw)
+    spec: dict[str, Any] = dict(raw)
     method, block = spec.get("quant_method", "unknown"), spec.get("weight_block_size")
     if method == "fp8" and block is None:
         method = "fp8 without weight_block_size"
     elif method == "fp8" and spec.get("fmt", "e4m3") != "e4m3":
         method = f"fp8 {spec['fmt']}"
-    elif method == "fp8":
-        if len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
-            return Fp8Blocks(*block)
+    elif method == "fp8" and block is not None:
+        sizes = list(block)
+        if len(sizes) == 2 and all(isinstance(size, int) and size > 0 for size in sizes):
+            return Fp8Blocks(*sizes)
         raise ConfigError(f"weight_block_size {block} is not two positive integers; correct it.")
     raise ConfigError(
         f"The checkpoint is quantized ({method}); use the bfloat16 or float32 checkpoint, or one in"
