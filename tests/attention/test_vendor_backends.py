@@ -1,7 +1,7 @@
 """Backends over libraries of others, compared with the plain one.
 
 On a CPU a stand-in of the library's calls takes its place (`stand_ins.py`); on a GPU the libraries
-that are installed run themselves (`test_vendor_gpu.py`), over the same forwards (`equality.py`).
+that are installed run themselves (`test_vendor_gpu.py`), over the same forwards (`pair.py`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from forerun.attention.base import AttentionBackend, AttentionSpec, LayerMask, Mask
 from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.attention.fa3 import LIBRARIES, LIBRARY_VARIABLE, Fa3, SglFa3, UpstreamFa3, VllmFa3
 from forerun.attention.fa4 import Fa4
-from forerun.attention.flash import EXPANDED_DIMS
+from forerun.attention.flash import EXPANDED_DIMS, LATENT_DIM, ROPE_DIM
 from forerun.attention.flashmla import FlashMla
 from forerun.attention.select import Wanted, select
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from tests.attention import stand_ins
-from tests.attention.equality import CAUSAL, Case, Expand, Sizes
+from tests.attention.pair import BLOCK, CAUSAL, Expand, Pair, Sizes
 
 CPU = torch.device("cpu")
 KINDS = stand_ins.stand_ins()
 DENSE = [name for name in KINDS if name != "flashmla"]
-WINDOW, BLOCK = LayerMask(window=7), LayerMask(Mask.BLOCK)
+WINDOW = LayerMask(window=7)
 
 
 @pytest.fixture(autouse=True)
@@ -52,26 +53,36 @@ def pages_of(name: str) -> list[int]:
 PAGED = [(name, page) for name in DENSE for page in pages_of(name)]
 
 
+def pair(
+    name: str, sizes: Sizes, page: int, masks: list[LayerMask], sinks: Tensor | None = None
+) -> Pair:
+    need = AttentionNeed("cpu", torch.float32, 0, 0, 0, frozenset())
+    made = Pair(KINDS[name], sizes, page, masks, need)
+    made.sinks = sinks
+    return made
+
+
 @pytest.mark.parametrize(("name", "page"), PAGED)
 def test_chunks_then_steps(name: str, page: int) -> None:
     """Prompts in two ragged chunks, then W = 1, 5 and 16 tokens, two layers with several masks."""
-    case = Case.of(KINDS[name], Sizes(heads=6, kv_heads=2, dim=32, layers=2), page, CPU)
-    case.prefill(((0, 20), (0, 1), (0, 33)), [CAUSAL, WINDOW])
-    case.prefill(((20, 3), (1, 90), (33, 2)), [WINDOW])
-    for tokens in (1, 5, 16):
-        case.step([23, 91, 35], tokens, [CAUSAL, WINDOW, BLOCK])
-    case.same_pools()
+    each = pair(name, Sizes(6, 2, 32), page, [CAUSAL, WINDOW])
+    each.prefill([(0, 20), (0, 1), (0, 33)])
+    each.prefill([(20, 3), (1, 90), (33, 2)])
+    each.masks = [CAUSAL, WINDOW, BLOCK]
+    for width in (1, 5, 16):
+        each.step([23, 91, 35], width)
+    each.same_pools()
 
 
 @pytest.mark.parametrize("name", ["fa3-vllm", "fa3-upstream", "fa3-sgl"])
 def test_layers_share_a_schedule(name: str) -> None:
     """One per mask and forward; a stale one is refused by the stand-in."""
-    case = Case.of(KINDS[name], Sizes(heads=4, kv_heads=2, dim=16, layers=3), 16, CPU)
-    case.prefill(((0, 9), (0, 5), (0, 7)), [CAUSAL])
+    each = pair(name, Sizes(4, 2, 16, layers=3), 16, [CAUSAL, BLOCK])
+    each.prefill([(0, 9), (0, 5), (0, 7)])
     assert stand_ins.calls.count("get_scheduler_metadata") == 0
     for starts in ([9, 5, 7], [11, 6, 7]):
         stand_ins.calls.clear()
-        case.step(starts, 2, [CAUSAL, BLOCK])
+        each.step(starts, 2)
         assert stand_ins.calls.count("fwd") == 6
         assert stand_ins.calls.count("get_scheduler_metadata") == 2
 
@@ -79,25 +90,20 @@ def test_layers_share_a_schedule(name: str) -> None:
 @pytest.mark.parametrize("name", ["fa3-vllm", "fa3-sgl", "fa4"])
 def test_sinks(name: str) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])  # exact in bfloat16
-    case = Case.of(KINDS[name], Sizes(heads=4, kv_heads=2, dim=16, layers=1), 64, CPU, sinks)
-    case.prefill(((0, 9), (0, 5), (0, 30)), [CAUSAL, WINDOW])
-    case.step([9, 5, 30], 3, [CAUSAL, WINDOW])
+    each = pair(name, Sizes(4, 2, 16, layers=1), 64, [CAUSAL, WINDOW], sinks)
+    each.prefill([(0, 9), (0, 5), (0, 30)])
+    each.step([9, 5, 30], 3)
 
 
-LATENT = [*DENSE, "flashmla"]
-
-
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", [*DENSE, "flashmla"])
 def test_latent(name: str) -> None:
     """Absorbed MLA at DeepSeek's sizes."""
-    kind, page = KINDS[name], 64
-    case = Case.of(kind, Sizes(heads=4, latent=512, rope=64, layers=2), page, CPU)
-    chunks = ((0, 20), (0, 1), (0, 33))
+    each = pair(name, Sizes(4, 1, LATENT_DIM + ROPE_DIM, LATENT_DIM), 64, [CAUSAL, BLOCK])
     # A chunk of prompts is another backend's where this one has no prefill.
-    case.prefill(chunks, [CAUSAL], reference_only=Phase.PREFILL not in kind.capabilities.phases)
-    for tokens in (1, 5, 16):
-        case.step([20, 1, 33], tokens, [CAUSAL, BLOCK])
-    case.same_pools()
+    each.prefill([(0, 20), (0, 1), (0, 33)], Phase.PREFILL in KINDS[name].capabilities.phases)
+    for width in (1, 5, 16):
+        each.step([20, 1, 33], width)
+    each.same_pools()
     assert stand_ins.calls.count("get_mla_metadata") == (6 if name == "flashmla" else 0)
 
 
@@ -108,20 +114,20 @@ def test_latent_prefill_with_expanded_heads(
     name: str, expanded_bytes: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forerun.attention.latent.EXPANDED_BYTES", expanded_bytes)
-    case = Case.of(KINDS[name], Sizes(heads=3, latent=24, rope=64, layers=2), 64, CPU)
-    expand = Expand(3, 24, 64, CPU)
+    sizes = Sizes(3, 1, 24 + 64, 24)
+    each, expand = pair(name, sizes, 64, []), Expand(sizes, CPU)
     assert (expand.dims.qk, expand.dims.v) == EXPANDED_DIMS
     spec = AttentionSpec(LayerMask(window=window), 0.1)
-    for chunks in (((0, 70), (0, 1), (0, 33)), ((70, 3), (1, 40), (33, 2))):
-        case.prefill_expanded(chunks, spec, expand)
+    for spans in ([(0, 70), (0, 1), (0, 33)], [(70, 3), (1, 40), (33, 2)]):
+        each.prefill_expanded(spans, spec, expand)
     assert {"fwd", "varlen", "cute"}.intersection(stand_ins.calls)
-    case.same_pools()
+    each.same_pools()
 
 
 def test_other_expanded_heads_are_computed_plainly() -> None:
-    case = Case.of(KINDS["fa3-vllm"], Sizes(heads=3, latent=24, rope=8, layers=1), 64, CPU)
-    expand = Expand(3, 24, 8, CPU)
-    case.prefill_expanded(((0, 20), (0, 1), (0, 3)), AttentionSpec(CAUSAL, 0.1), expand)
+    sizes = Sizes(3, 1, 24 + 8, 24, layers=1)
+    each, spec = pair("fa3-vllm", sizes, 64, []), AttentionSpec(CAUSAL, 0.1)
+    each.prefill_expanded([(0, 20), (0, 1), (0, 3)], spec, Expand(sizes, CPU))
     assert stand_ins.calls == []
 
 
