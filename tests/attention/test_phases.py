@@ -49,10 +49,10 @@ class Gen(Toy):
     )
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
         causal = all(mask.mask is Mask.CAUSAL for mask in need.masks)
         extra = [] if need.arch == "sm_90" or causal else ["on sm_100 it is causal only"]
-        return [*super().why_not(need), *extra]
+        return [*super().why_unfit(need), *extra]
 
 
 class Chunks(Toy):

@@ -203,9 +203,19 @@ class AttentionBackend(ABC):
 
     @classmethod
     def why_not(cls, need: AttentionNeed) -> list[str]:
-        """Every reason why this backend cannot serve the need; empty if it can.
+        """Every reason why this backend cannot serve the need here; empty if it can."""
+        return [*cls.why_missing(), *cls.why_unfit(need)]
 
-        Override to add what values cannot say (a package that is missing), and keep these.
+    @classmethod
+    def why_missing(cls) -> list[str]:
+        """The package that this machine lacks, and how to install it; empty: it lacks nothing."""
+        return []
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        """Every reason why it cannot serve the need on any machine with all packages.
+
+        Override to add what `capabilities` cannot say, and keep these.
         """
         return cls.capabilities.refusals(need)
 

@@ -271,13 +271,16 @@ class Fa3(FlashBackend):
         return library.load(path)
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        reasons = super().why_not(need)
-        library = cls.find()
-        if library is None:
-            how = f"pip install vllm, or sglang-kernel; or set {LIBRARY_VARIABLE}"
-            return [f"FlashAttention 3 is not installed ({how})", *reasons]
-        if need.sinks and not library.has_sinks:
+    def why_missing(cls) -> list[str]:
+        if cls.find() is not None:
+            return []
+        how = f"pip install vllm, or sglang-kernel; or set {LIBRARY_VARIABLE}"
+        return [f"FlashAttention 3 is not installed ({how})"]
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons, library = super().why_unfit(need), cls.find()
+        if need.sinks and library is not None and not library.has_sinks:
             reasons.append(f"{library.name} has no attention sinks")
         return reasons
 

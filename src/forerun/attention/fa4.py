@@ -95,8 +95,12 @@ class Fa4(FlashBackend):
         return CuteFlash(module, num_splits=1 if need.arch == "sm_90" else 0)
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        reasons = [*cls.package.why_not(), *super().why_not(need)]
+    def why_missing(cls) -> list[str]:
+        return cls.package.why_not()
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
         if need.arch == "sm_90" and need.phase is not Phase.PREFILL:
             reasons.append("it does not split K/V over CTAs on sm_90: prefill only")
         if need.arch == "sm_90" and need.mla:

@@ -136,8 +136,8 @@ class FlashBackend(PagedBackend):
         """
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        reasons = super().why_not(need)
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
         if need.kv_dtype not in (None, need.dtype):
             reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
         if need.mla:

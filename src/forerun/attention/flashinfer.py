@@ -98,8 +98,12 @@ class FlashInfer(PagedBackend):
     )
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        reasons = [*FLASHINFER.why_not(), *super().why_not(need)]
+    def why_missing(cls) -> list[str]:
+        return FLASHINFER.why_not()
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
         if need.kv_dtype not in (None, need.dtype):
             reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
         return reasons

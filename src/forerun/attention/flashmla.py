@@ -51,8 +51,8 @@ class FlashMla(PagedBackend):
     )
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        return [*cls.package.why_not(), *super().why_not(need)]
+    def why_missing(cls) -> list[str]:
+        return cls.package.why_not()
 
     @classmethod
     def load(cls, need: AttentionNeed) -> Any:

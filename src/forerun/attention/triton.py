@@ -88,8 +88,8 @@ class TritonAttention(AttentionBackend):
     )
 
     @classmethod
-    def why_not(cls, need: AttentionNeed) -> list[str]:
-        reasons = super().why_not(need)
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
         if not have_triton(need.device):
             missing = (
                 "Triton is not installed; pip install triton"

@@ -24,7 +24,6 @@ from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.models.base import CausalLM
-from forerun.platform.device import gpu_arch
 from forerun.speculative.base import SpecCaps
 
 TARGET, DRAFT = "the target", "the draft"
@@ -39,6 +38,7 @@ class Placement:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     graphs: bool  # decode steps are captured as CUDA graphs
+    arch: str | None = None  # of the GPU: `gpu_arch`
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,13 @@ def choose_attention(
         ConfigError: the selected backend, or every backend, cannot serve the model; or the
             algorithm drafts trees for a model with recurrent state.
     """
+    return choose_backends(config, model_needs(config, model, caps, where))
+
+
+def model_needs(
+    config: EngineConfig, model: CausalLM, caps: SpecCaps, where: Placement
+) -> list[ModelNeed]:
+    """What target and draft need of attention; see `choose_attention`."""
     layout = model.kv_layout(where.kv_dtype)
     if caps.makes_trees and layout.has_recurrent_state:
         raise ConfigError(
@@ -107,7 +114,7 @@ def choose_attention(
     if caps.draft_kv is not None:
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
         models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
-    return choose_backends(config, models)
+    return models
 
 
 @dataclass(frozen=True)
@@ -222,5 +229,5 @@ def _need(
         latent_dim=latent[0].latent_dim if latent else 0,
         expanded_dims=latent[0].expanded_dims if latent else None,
         uniform=len(kinds) <= 1,
-        arch=gpu_arch(where.device),
+        arch=where.arch,
     )

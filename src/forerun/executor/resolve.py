@@ -17,7 +17,7 @@ from forerun.executor.attention_setup import AttentionSetup, Placement, choose_a
 from forerun.layers.communication import WeightPlacement
 from forerun.models.registry import model_class
 from forerun.platform.cpu_threads import CpuThreads
-from forerun.platform.device import resolve_device, resolve_dtype, resolve_kv_dtype
+from forerun.platform.device import gpu_arch, resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
@@ -77,7 +77,7 @@ def resolve(
     # On the meta device: its KV layout and attention follow from the config.
     meta = WeightPlacement(dtype, torch.device("meta"))
     model = model_class(target)(target, meta, max_positions=1)
-    where = Placement(device, dtype, kv_dtype, captures_graphs(config, device))
+    where = Placement(device, dtype, kv_dtype, captures_graphs(config, device), gpu_arch(device))
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     threads = None
