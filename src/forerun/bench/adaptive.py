@@ -1,7 +1,7 @@
 """Adaptive width compared with plain decoding and with the full width in every step.
 
-One engine decodes plainly. Another, with drafts, runs with either width policy, so that both have
-the same weights, pools and graphs. Accept lengths are those of the text, or simulated.
+One engine decodes plainly. A second one drafts and runs with either width policy, so that the
+policies share weights, pools and graphs. Accept lengths are real or simulated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Cell:
     """
 
     batch_size: int
-    simulated: float | None  # accept length; None: that of the text
+    simulated: float | None  # simulated accept length; None: the real one
     plain: float
     fixed: float
     adaptive: float
@@ -67,7 +67,7 @@ def sweep(
     repetitions: int = 3,
     on_cell: Callable[[Cell], None] = lambda cell: None,
 ) -> list[Cell]:
-    """Every batch of prompts at every simulated accept length; without any, at that of the text.
+    """Runs every batch of prompts at every simulated accept length; without any, at the real one.
 
     `spec` must have adaptive width and, for `simulated` lengths, simulated acceptance.
     """
@@ -77,7 +77,7 @@ def sweep(
         for index, length in enumerate(simulated or [None]):
             if length is not None:
                 _simulate(spec.engine, length)
-            # The policy adapts to the new length; kernels are warm after the first.
+            # The policy adapts to the new length; kernels are warm after the first round.
             for name in (ADAPTIVE,) if index else runs:
                 flush_caches(plain, spec)
                 runs[name]()

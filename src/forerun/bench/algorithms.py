@@ -44,9 +44,9 @@ def compare_algorithms(
     repetitions: int = 3,
     on_prompt: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Runs every prompt on every engine, interleaved, with empty prefix caches each time.
+    """Runs every prompt on every engine, interleaved, with empty prefix caches.
 
-    `engines` must have been made with adaptive width. The first row is plain decoding.
+    `engines` must have adaptive width. The first row is plain decoding.
     """
     runs: dict[Key, Callable[[Prompt], Trace]] = {
         ("", FULL): lambda prompt: _run(plain.engine, prompt, max_new_tokens)

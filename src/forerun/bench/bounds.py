@@ -30,7 +30,7 @@ class Work:
 
     @classmethod
     def of(cls, engine: Engine, batch_size: int, context: int) -> Work:
-        """Measured on an idle engine, for `context` tokens of K/V a request."""
+        """Measured on an idle engine, with `context` tokens of K/V per request."""
         step = device_step(engine.executor)
         size = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
         if step.draft_attention is not None:

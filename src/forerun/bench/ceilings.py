@@ -1,4 +1,4 @@
-"""Ceilings of this machine, measured in the same process as what is compared with them."""
+"""Ceilings of this machine, measured in the same process as the steps compared with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROTATED_BYTES = 2 << 30  # weights of `gemm_seconds`: too many to stay in a cach
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one device."""
+    """Measured limits of one device."""
 
     read_bytes_per_second: float
     flops: float  # of a large GEMM in `dtype`
@@ -37,7 +37,7 @@ class Ceilings:
         return asdict(self)
 
     def line(self) -> str:
-        """One line for above a table."""
+        """One line, shown above a table."""
         read, flops = self.read_bytes_per_second / 1e12, self.flops / 1e12
         return f"Measured ceilings: read {read:.3g} TB/s, {self.dtype} GEMM {flops:.3g} TFLOP/s"
 
@@ -89,7 +89,7 @@ def seconds_of(
     device: torch.device,
     reduce: Callable[[Sequence[float]], float] = median,
 ) -> float:
-    """Device time of `work`, on a GPU as one graph. Ceilings `reduce` with `min`."""
+    """Device time of `work` in seconds, on a GPU as one graph; `reduce`: over the repetitions."""
     if device.type != "cuda":
         return reduce(_host_seconds(work))
     with torch.cuda.device(device):  # where captures and events go

@@ -17,7 +17,7 @@ PLAIN, SPEC = "plain", "spec"
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt. Seconds are those of a whole `generate`: median over the repetitions."""
+    """One prompt. Seconds of a whole `generate`, median over the repetitions."""
 
     prompt: Prompt
     plain: RequestOutput
@@ -108,9 +108,9 @@ def compare(
     repetitions: int = 3,
     on_prompt: Callable[[PromptResult], None] = lambda result: None,
 ) -> Comparison:
-    """Runs every prompt on both engines, interleaved, with empty prefix caches each time.
+    """Runs every prompt on both engines, interleaved, with empty prefix caches.
 
-    `params` must be greedy or carry a seed, or the texts have no reason to agree.
+    `params` must be greedy or have a seed; otherwise the texts differ.
     """
     for llm in (plain, spec):
         llm.generate(input_ids=list(prompts[0].ids), sampling_params=params)

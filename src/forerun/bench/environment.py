@@ -22,7 +22,7 @@ class Environment:
     versions: dict[str, str | None]
     device: str
     hardware: str
-    threads: int  # of one operation on a CPU
+    threads: int  # intra-op threads on a CPU
     commit: str | None  # None outside a checkout; "+" when tracked files are changed
 
     @classmethod
@@ -40,14 +40,14 @@ class Environment:
         return asdict(self)
 
     def line(self) -> str:
-        """One line for under a table."""
+        """One line, shown under a table."""
         at = f" (commit {self.commit})" if self.commit else ""
         threads = f", {self.threads} threads" if self.device == "cpu" else ""
         return f"forerun {self.forerun}{at}, torch {torch.__version__}, {self.hardware}{threads}"
 
 
 def environment(llm: LLM) -> dict[str, Any]:
-    """For `--json`: the environment, and what the engine chose at start."""
+    """For `--json`: the environment, and the engine's choices at start."""
     chosen = llm.explain()
     here = Environment.here(str(chosen["device"])).as_dict()
     if chosen["threads"] is not None:
@@ -65,7 +65,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or is not there."""
+    """Output of a git command; None if it fails or git is not installed."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

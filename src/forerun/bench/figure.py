@@ -102,7 +102,7 @@ def _legend(timeline: Timeline, colours: dict[str, str], y: float) -> list[str]:
 
 
 def _colours(timeline: Timeline) -> dict[str, str]:
-    """Of the kernels that take the most time."""
+    """The legend of the kernels that take the most time."""
     names = [row.name for row in timeline.kernels()]
     return dict(zip(names, COLOURS, strict=False))
 

@@ -23,11 +23,11 @@ class FirstToken:
 
     input_len: int
     seconds: float  # from the submission to the first token on the host
-    gpu_seconds: float | None  # in which a kernel of the request runs; None: not on a GPU
+    gpu_seconds: float | None  # time in which its kernels run; None: not on a GPU
 
     @property
     def ratio(self) -> float | None:
-        """How much longer a user waits than the GPU works."""
+        """Time to the first token over GPU time."""
         return None if not self.gpu_seconds else self.seconds / self.gpu_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,8 +72,11 @@ def first_token(engine: Engine, input_len: int, repetitions: int) -> FirstToken:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union. Kernels overlap: with programmatic dependent launch one waits on chip
-    for its predecessor, and the sum of their durations counts that time twice."""
+    """Length of the union of intervals.
+
+    With programmatic dependent launch, a kernel starts while its predecessor runs and waits for it,
+    so a sum of durations would count that time twice.
+    """
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)

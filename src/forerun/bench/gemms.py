@@ -57,7 +57,7 @@ class Gemm:
 
 @contextmanager
 def recording() -> Iterator[list[Gemm]]:
-    """Gives a list that grows, in order, by every GEMM with a weight that runs inside."""
+    """Yields a list to which every GEMM with a weight that runs in the block is appended."""
     mode = _Recorder()
     with _wrapped(own_kernels, "_launch", mode.watch), mode:
         yield mode.gemms
@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
         return _storage(tensor) in self._results
 
     def _note_results(self, inputs: Any, out: Any) -> None:
-        """Remembers what an operator made; views of its inputs are not new."""
+        """Remembers the tensors that an operator allocated; views of its inputs are not new."""
         known = {_storage(x) for x in tree_iter(inputs) if _has_storage(x)}
         for tensor in tree_iter(out):
             if _has_storage(tensor) and _storage(tensor) not in known:
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _onednn_operands(func: OpOverload, args: Any) -> tuple[Tensor, Tensor]:
-    """x and the reordered weight; the binary form has the other summand between them."""
+    """x and the packed weight; in the binary form the other addend is between them."""
     return args[0], args[2] if func._overloadname == "binary" else args[1]
 
 
@@ -136,7 +136,7 @@ def _storage(tensor: Tensor) -> int:
 def _wrapped(
     module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """The module's function `name`, wrapped while this lasts."""
+    """Replaces the module's function `name` by `wrap(function)` within the block."""
     original = vars(module)[name]
     vars(module)[name] = wrap(original)
     try:
@@ -147,7 +147,7 @@ def _wrapped(
 
 @torch.inference_mode()
 def step_gemms(engine: Engine, batch_size: int) -> tuple[Gemm, ...]:
-    """Of one decode step of the full width, run eagerly on the padding slot of an idle engine.
+    """The GEMMs of a decode step at full width, run eagerly on the padding slot of an idle engine.
 
     Raises:
         AlgorithmError: the algorithm failed in it.

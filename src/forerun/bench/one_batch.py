@@ -24,7 +24,7 @@ from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
 from forerun.llm.output import meta_info
 
-FEW_STEPS = 5  # fewer whole-batch steps in a run say little
+FEW_STEPS = 5  # with fewer whole-batch steps in a run, medians are unreliable
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Trace:
 
     steps: tuple[tuple[float, int], ...]
     prefill_steps: int  # results until every request had its first token
-    whole_steps: int  # results until the batch was no longer whole: the first request had ended
+    whole_steps: int  # results until the first request ended
     output_ids: tuple[tuple[int, ...], ...]
     acceptance: Acceptance
 
@@ -57,7 +57,7 @@ class Trace:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Of the steps in which every request decodes and none prefills."""
+        """Times of the steps in which every request decodes and none prefills."""
         times = [at for at, _ in self.steps[self.prefill_steps - 1 : self.whole_steps]]
         return [after - before for before, after in pairwise(times)]
 
@@ -90,7 +90,7 @@ class BatchTiming:
 
 @dataclass(frozen=True)
 class OneBatch:
-    """A batch size. The speculative half is None where no algorithm was asked for."""
+    """Results for one batch size; `spec` and what follows it are None without an algorithm."""
 
     batch_size: int
     input_len: int
@@ -109,7 +109,7 @@ class OneBatch:
 
     @property
     def speedup(self) -> float | None:
-        """Of decoding, the prefill left out."""
+        """Speed-up of decoding, without the prefill."""
         return self.spec.decode_tok_s / self.plain.decode_tok_s if self.spec else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def one_batch(
     repetitions: int = 3,
     simulated: bool = False,
 ) -> OneBatch:
-    """Both engines on the same prompts, warmed up, in turn, with empty prefix caches each time.
+    """Runs both engines on the same prompts, warmed up, interleaved, with empty prefix caches.
 
     `simulated`: acceptance is simulated, so the texts differ and are not compared.
 

@@ -1,8 +1,8 @@
 """Forerun against `transformers` on the bundled target: same weights, dtype, prompts and process.
 
-Every engine continues every prompt greedily, one request at a time, and the engines take turns.
-Whole requests are timed, prefill included. A prompt's figure is the median over its repetitions, a
-ratio the median over prompts. Forerun's prefix cache is flushed before each run; `transformers` has
+Every engine continues every prompt greedily, one request at a time; runs are interleaved. Whole
+requests are timed, prefill included. A prompt's figure is the median over its repetitions, a ratio
+the median over prompts. Forerun's prefix cache is flushed before each run; `transformers` has
 none.
 """
 
@@ -25,7 +25,7 @@ from forerun.llm.bundled import bundled
 Generate = Callable[[Prompt], list[int]]  # the new token ids
 
 REFERENCE = "transformers"
-LOOKUP = "transformers, prompt look-up"
+LOOKUP = "transformers, prompt lookup"
 PLAIN = "forerun, plain"
 
 
@@ -88,7 +88,7 @@ def compare_engines(
     max_new_tokens: int,
     repetitions: int,
 ) -> list[Row]:
-    """`transformers`, its prompt look-up, plain decoding, speculation; in this order."""
+    """`transformers`, its prompt lookup, plain decoding, speculation; in this order."""
     algorithm = spec.explain()["algorithm"]
     engines = {
         REFERENCE: by_transformers(model, device, max_new_tokens),

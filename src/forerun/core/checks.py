@@ -48,6 +48,6 @@ def text(name: str, value: Any, error: Error) -> str:
 
 
 def of_type(kind: type, name: str, value: Any, error: Error) -> Any:
-    """A value that is declared as bool, int, float or str; what is declared otherwise passes."""
+    """Checks a value against its declared type: bool, int, float or str; others always pass."""
     checks = {bool: boolean, int: integer, float: number, str: text}
     return checks[kind](name, value, error) if kind in checks else value

@@ -56,14 +56,14 @@ class Request:
     node: Any = None  # node of the prefix cache, locked while admitted
     cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
     prefill_tokens: tuple[int, ...] = ()  # prompt; after a preemption also the output
-    prefill_done: int = 0  # of them, launched
+    prefill_done: int = 0  # how many of them were launched
     snapshot_at: int = 0  # length at which prefill saves a snapshot of recurrent state; 0: none
     snapshot: int | None = None  # its row, until the prefix cache owns it
     kv_len: int = 0  # committed KV slots, as of the last result
-    pending: list[int] = field(default_factory=list)  # tokens of each step in flight
+    pending: list[int] = field(default_factory=list)  # per step in flight: tokens it may add
     pending_observe: int = 0  # last tokens, whose observe is deferred
 
-    # Of the width policy; None: no verify step yet.
+    # Owned by the width policy; None before the first step with drafts.
     acceptance: Any = None  # acceptance rates so far
     expected_tokens: tuple[float, ...] | None = None  # per step, for every width
 

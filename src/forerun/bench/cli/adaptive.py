@@ -34,14 +34,14 @@ from forerun.core.errors import ConfigError
 def adaptive_command(
     batch_size: Annotated[list[int], typer.Option(help="One or more")] = [1, 2, 4, 8, 16],  # noqa: B006
     accept_length: Annotated[
-        list[float], typer.Option(help="Simulated, one or more; none: that of the text")
+        list[float], typer.Option(help="Simulated, one or more; default: real acceptance")
     ] = [],  # noqa: B006
     input_len: Annotated[int, typer.Option(help="Prompt tokens")] = 128,
     output_len: Annotated[int, typer.Option(help="New tokens")] = 64,
     *,
     random_input: RandomInput = False,
     preset: Preset = None,
-    repetitions: Annotated[int, typer.Option(help="Runs of each batch, each way")] = 3,
+    repetitions: Annotated[int, typer.Option(help="Runs of each batch and policy")] = 3,
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
@@ -75,7 +75,11 @@ def adaptive_command(
 def adaptive_settings(
     engine: Values, shapes: Sequence[Shape], lengths: Sequence[float], random_input: bool
 ) -> dict[str, Any]:
-    """Raises ConfigError where adaptive width does not apply."""
+    """Settings of the engine with drafts.
+
+    Raises:
+        ConfigError: adaptive width does not apply.
+    """
     settings = with_room(with_speculation(engine), shapes, random_input)
     if "speculative_algorithm" not in settings:
         raise ConfigError("Adaptive width needs --speculative-algorithm.")
@@ -84,7 +88,7 @@ def adaptive_settings(
     if any(length < 1 for length in lengths):
         raise ConfigError(f"--accept-length must be at least 1, got {min(lengths)}.")
     if random_input and not lengths:
-        raise ConfigError("Random text has no accept length; give --accept-length.")
+        raise ConfigError("Drafts of random text are not accepted; give --accept-length.")
     if lengths:  # the largest is checked against the verify width
         settings["speculative_simulate_accept_length"] = max(lengths)
     return settings | {"speculative_adaptive": True}

@@ -32,7 +32,7 @@ def algorithms_command(
     num_examples: Annotated[int, typer.Option(help="Prompts of each skill")] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     *,
-    repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, each way")] = 3,
+    repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt and algorithm")] = 3,
     as_json: AsJson = False,
     engine: Values,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks of `forerun bench`: shapes, prompts, lists on the command line."""
+"""Inputs of `forerun bench`: shapes, prompts, lists on the command line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,11 @@ class Shape:
 def check(
     shapes: Sequence[Shape], repetitions: int, random_input: bool, engine: Mapping[str, Any]
 ) -> None:
-    """Raises ConfigError, before anything is loaded, for what cannot be measured."""
+    """Checks the arguments before anything is loaded.
+
+    Raises:
+        ConfigError: they cannot be measured.
+    """
     for shape in shapes:
         for name, value in vars(shape).items():
             if value < 1:
@@ -78,7 +82,10 @@ def check(
 
 
 def check_repetitions(repetitions: int) -> None:
-    """Raises ConfigError."""
+    """
+    Raises:
+        ConfigError: it is below 1.
+    """
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be >= 1, got {repetitions}.")
 
@@ -96,7 +103,7 @@ def with_preset(name: str, engine: Values) -> dict[str, Any]:
 def with_room(
     settings: Mapping[str, Any], shapes: Sequence[Shape], random_input: bool
 ) -> dict[str, Any]:
-    """Sets limits that were not given to what the largest batch needs."""
+    """Sets limits that are not given to the needs of the largest batch."""
     out = dict(settings)
     if random_input:
         out["skip_tokenizer_init"] = True

@@ -99,7 +99,7 @@ def one_batch_command(
 
 
 def too_few(result: OneBatch) -> str | None:
-    """A remark where the step times rest on too few steps of the whole batch."""
+    """A remark if step times are based on too few steps of the whole batch."""
     halves = [half for half in (result.plain, result.spec) if half is not None]
     if not any(half.too_few_steps for half in halves):
         return None
@@ -126,7 +126,7 @@ def with_bounds(
     device: torch.device,
     folder: Path | None,
 ) -> OneBatch:
-    """Adds the step's lower bounds. Runs after all timing: profiling slows later launches down."""
+    """Adds the step's lower bounds. Call it after all timing: profiling slows later launches."""
 
     def bounds(name: str, llm: LLM) -> Bounds:
         work = Work.of(llm.engine, result.batch_size, result.context)
@@ -151,7 +151,11 @@ def with_bounds(
 
 
 def prepare_folder(folder: Path, device: str) -> None:
-    """Raises ConfigError where no profile can be recorded or written."""
+    """Creates the folder of `--profile`.
+
+    Raises:
+        ConfigError: no profile can be recorded or written.
+    """
     if resolve_device(device).type != "cuda":
         raise ConfigError("--profile records GPU kernels and needs a GPU; drop it.")
     if folder.exists() and not folder.is_dir():

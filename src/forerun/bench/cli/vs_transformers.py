@@ -26,13 +26,14 @@ def vs_transformers_command(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     repetitions: Annotated[int, typer.Option(help="Timed runs of each prompt, each engine")] = 5,
     algorithm: Annotated[
-        str | None, typer.Option(help="How to draft; none: the first with a bundled draft")
+        str | None,
+        typer.Option(help="Speculative algorithm; default: the first with a bundled draft"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """The demo's prompts by transformers, with its prompt look-up, plain, and speculative."""
+    """The demo's prompts: transformers, its prompt lookup, plain decoding and speculation."""
     check_repetitions(repetitions)
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {dtype!r}.")

@@ -17,7 +17,7 @@ from forerun.kernels.runtime.pdl import pdl_options
 
 @dataclass(frozen=True)
 class SlotState:
-    """What a step advances for each of S slots. The last slot is the padding slot."""
+    """The state of S slots that a step advances. The last slot is the padding slot."""
 
     kv_len: Tensor  # [S] int32, committed tokens in the K/V cache; 0 in the padding slot
     last_token: Tensor  # [S] int64, the newest sampled token, at position kv_len
