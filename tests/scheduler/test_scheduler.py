@@ -4,6 +4,7 @@ The device stores, per (page, offset), a fingerprint of the tokens whose K/V was
 step reads its whole context through the page table and fails if a KV slot holds another prefix, so
 a page that is reused too early, shared wrongly or written by two requests is found at once. The
 draft's K/V is modelled likewise: it is read by steps with drafts, and plain steps may defer it.
+Either may be in windowed pools; then only the window before a token is read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -22,10 +24,12 @@ from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import NoPrefixCache, RadixCache
+from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
 from forerun.scheduler.scheduler import ScheduledStep, Scheduler
 
 EOS = 6
+MODELS = st.sampled_from([frozenset({"target"}), frozenset({"draft"}), frozenset({"target", "draft"})])
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
@@ -59,30 +63,36 @@ class LaunchError(Exception):
 class Device:
     """Executes plans in launch order, as a CUDA stream does."""
 
-    def __init__(self, limits: Limits, rng: random.Random) -> None:
-        self.limits, self.rng = limits, rng
+    def __init__(
+        self, limits: Limits, rng: random.Random, windowed: frozenset[str] = frozenset()
+    ) -> None:
+        """`windowed`: which of "target" and "draft" keep their K/V in window pages."""
+        self.limits, self.rng, self.windowed = limits, rng, windowed
         self.until_failure: int | None = None  # parts of the next launch; None: it succeeds
         self.kv: dict[tuple[int, int], int] = {}
         self.draft_kv: dict[tuple[int, int], int] = {}
         self.table: dict[int, dict[int, int]] = {}
+        self.window_table: dict[int, dict[int, int]] = {}
         self.known: dict[int, tuple[int, ...]] = {}  # tokens of each admission
         self.tokens: dict[int, tuple[int, ...]] = {}  # per slot: prompt and all sampled tokens
 
-    def kv_slot(self, slot: int, position: int) -> tuple[int, int]:
+    def kv_slot(self, slot: int, position: int, model: str) -> tuple[int, int]:
         size = self.limits.page_size
-        return self.table[slot][position // size], position % size
+        table = self.window_table if model in self.windowed else self.table
+        return table[slot][position // size], position % size
 
     def write(self, slot: int, tokens: tuple[int, ...], position: int, observed: bool) -> None:
-        kv_slot, mark = self.kv_slot(slot, position), hash(tokens[: position + 1])
-        self.kv[kv_slot] = mark
+        mark = hash(tokens[: position + 1])
+        self.kv[self.kv_slot(slot, position, "target")] = mark
         if observed:
-            self.draft_kv[kv_slot] = mark
+            self.draft_kv[self.kv_slot(slot, position, "draft")] = mark
 
     def read(self, slot: int, tokens: tuple[int, ...], end: int, drafts: bool) -> None:
-        for position in range(end):
-            kv_slot, mark = self.kv_slot(slot, position), hash(tokens[: position + 1])
-            assert self.kv.get(kv_slot) == mark
-            assert not drafts or self.draft_kv.get(kv_slot) == mark
+        for model, kv in (("target", self.kv), ("draft", self.draft_kv)):
+            begin = max(0, end - self.limits.window) if model in self.windowed else 0
+            for position in range(begin, end if drafts or model == "target" else 0):
+                mark = hash(tokens[: position + 1])
+                assert kv.get(self.kv_slot(slot, position, model)) == mark
 
     def observe_deferred(self, slot: int, count: int) -> None:
         assert 0 < count <= self.limits.max_pending_observe
@@ -101,6 +111,7 @@ class Device:
         for admission in plan.admitted:
             self._part()
             self.table[admission.slot] = {}
+            self.window_table[admission.slot] = {}
             self.known[admission.slot] = admission.tokens
         written = set()
         for write in plan.page_writes:
@@ -110,6 +121,9 @@ class Device:
                 written.add((write.slot, i))
                 assert page != 0
                 self.table[write.slot][i] = page
+        for write in plan.window_writes:
+            self._part()
+            self.window_table[write.slot].update(enumerate(write.pages, write.first))
         for deferred in plan.deferred:
             self.observe_deferred(deferred.slot, deferred.count)
         width = plan.num_verify_tokens
@@ -125,8 +139,8 @@ class Device:
         assert kv_len <= bound
         self.read(slot, tokens, kv_len, drafts=width > 1)
         for position in range(kv_len, kv_len + self.limits.kv_reserve):  # rejected drafts
-            kv_slot = self.kv_slot(slot, position)
-            self.kv[kv_slot] = self.draft_kv[kv_slot] = -1
+            self.kv[self.kv_slot(slot, position, "target")] = -1
+            self.draft_kv[self.kv_slot(slot, position, "draft")] = -1
         sampled: tuple[int, ...] = ()
         for _ in range(self.rng.randint(1, width)):
             sampled = (*sampled, next_token(tokens + sampled))
@@ -139,7 +153,7 @@ class Device:
     def _prefill(self, slot: int, start: int, end: int, last: bool) -> int | None:
         self._part()
         known = self.known[slot]
-        self.read(slot, known, start, drafts=True)
+        self.read(slot, known, start, drafts="draft" not in self.windowed)
         for position in range(start, end):
             self.write(slot, known, position, observed=True)
         if not last:
@@ -147,6 +161,20 @@ class Device:
         token = next_token(known)
         self.tokens[slot] = (*known, token)
         return token
+
+
+@dataclass(frozen=True)
+class Window:
+    """Windowed pools: the window, whose they are, and window pages beyond what one request needs."""
+
+    size: int
+    models: frozenset[str]
+    surplus: int = 100
+
+    def pages(self, limits: Limits, pages: int) -> WindowPages:
+        alone = min(pages, limits.max_window_pages)
+        count = 1 + min(pages, alone + self.surplus)
+        return WindowPages(count, limits.page_size, self.size, "target" in self.models)
 
 
 def make(
@@ -159,12 +187,18 @@ def make(
     cache: bool = True,
     seed: int = 0,
     max_pending_observe: int = 0,
+    window: Window | None = None,
 ) -> tuple[Scheduler, Device]:
-    limits = Limits(slots, page_size, width, width, chunk, 64, overlap_depth, max_pending_observe)
+    limits = Limits(
+        slots, page_size, width, width, chunk, 64, overlap_depth, max_pending_observe,
+        0 if window is None else window.size,
+    )  # fmt: skip
     allocator = PageAllocator(pages + 1)
-    prefix = RadixCache(allocator, page_size) if cache else NoPrefixCache()
+    windowed = None if window is None else window.pages(limits, pages)
+    prefix = RadixCache(allocator, page_size, window=windowed) if cache else NoPrefixCache()
     widths = RandomWidth(width, random.Random(seed + 1))
-    return Scheduler(limits, allocator, prefix, widths), Device(limits, random.Random(seed))
+    device = Device(limits, random.Random(seed), window.models if window else frozenset())
+    return Scheduler(limits, allocator, prefix, widths, windowed), device
 
 
 def request(rid: int, prompt: tuple[int, ...], limit: int, eos: bool = True) -> Request:
@@ -214,6 +248,7 @@ def run(
         owned = sum(len(r.pages) - r.node.end for r in _holding(scheduler))
         total = scheduler.allocator.num_free + scheduler.prefix.num_pages + owned
         assert total == scheduler.allocator.capacity
+        scheduler.windows.check()
         if not queue and not scheduler.has_work and not flight:
             return
     raise AssertionError("the scheduler does not finish")
@@ -236,6 +271,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     aborts=st.sampled_from([0.0, 0.1]),
     failures=st.sampled_from([0.0, 0.1]),
     max_pending_observe=st.sampled_from([0, 1, 3]),
+    window=st.none() | st.builds(Window, st.sampled_from([1, 5, 16, 40]), MODELS, st.integers(0, 40)),
 )
 def test_output_equals_plain_decoding(
     seed: int,
@@ -248,12 +284,13 @@ def test_output_equals_plain_decoding(
     aborts: float,
     failures: float,
     max_pending_observe: int,
+    window: Window | None,
 ) -> None:
     rng = random.Random(seed)
     largest = -(-(64 + 2 * width) // page_size)  # pages of the largest request
     pages = largest + rng.randint(0, largest) if tight else largest * 4
     scheduler, device = make(
-        page_size, pages, overlap_depth, width, chunk, 4, cache, seed, max_pending_observe
+        page_size, pages, overlap_depth, width, chunk, 4, cache, seed, max_pending_observe, window
     )
     stem = tuple(rng.randrange(6) for _ in range(40))
     requests = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -119,18 +119,26 @@ class HostBatch:
     # Committed tokens in front of the step's own; exact, or an upper bound (`HostLengths`).
     kv_lens: Sequence[int]
     pages: Sequence[Sequence[int]] | None = None  # page ids, where a backend asks for them
+    window_pages: Sequence[Sequence[int]] | None = None  # the same for windowed pools
 
     def padded(self, batch_size: int) -> HostBatch:
         """With padding slots at the end: no context, the null page."""
         more = batch_size - len(self.kv_lens)
-        pages = None if self.pages is None else [*self.pages, *[[NULL_PAGE]] * more]
-        return HostBatch([*self.kv_lens, *[0] * more], pages)
+        pages, window_pages = (
+            None if each is None else [*each, *[[NULL_PAGE]] * more]
+            for each in (self.pages, self.window_pages)
+        )
+        return HostBatch([*self.kv_lens, *[0] * more], pages, window_pages)
+
+    def for_pools(self, pools: ModelPools) -> HostBatch:
+        """With the page ids of these pools in `pages`."""
+        return replace(self, pages=self.window_pages) if pools.windowed else self
 
     def shifted(self, offset: int) -> HostBatch:
         """Of tokens that begin `offset` later (drafts of a chain: one forward per draft)."""
         if not offset:
             return self
-        return HostBatch([max(0, length + offset) for length in self.kv_lens], self.pages)
+        return replace(self, kv_lens=[max(0, length + offset) for length in self.kv_lens])
 
     @classmethod
     def padding(cls, batch_size: int) -> HostBatch:

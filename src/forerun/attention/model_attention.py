@@ -35,7 +35,7 @@ class StepBuffers:
         """Prepares all buffers for a run; `host` None: padding slots alone."""
         self._host = (host or HostBatch([], [])).padded(self._batch_size)
         for (backend, _, offset), buffers in self._made.items():
-            backend.prepare(buffers, self._host.shifted(offset))
+            backend.prepare(buffers, self._host_batch(backend, offset))
 
     def of(self, backend: AttentionBackend, batch: AttentionBatch, offset: int) -> Buffers:
         """For a forward whose tokens begin `offset` after the committed length."""
@@ -44,9 +44,12 @@ class StepBuffers:
         if key not in self._made:
             made = backend.allocate(shape)
             assert made is not None, f"{backend.name} plans on the host and allocates no buffers"
-            backend.prepare(made, self._host.shifted(offset))
+            backend.prepare(made, self._host_batch(backend, offset))
             self._made[key] = made
         return self._made[key]
+
+    def _host_batch(self, backend: AttentionBackend, offset: int) -> HostBatch:
+        return self._host.for_pools(backend.pools).shifted(offset)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ class ExecutorInfo:
     verify_widths: tuple[int, ...]  # values that `StepPlan.num_verify_tokens` may take
     # Seconds of a decode step by batch size, one for every width; None: fixed width.
     step_costs: dict[int, list[float]] | None = None
+    num_window_pages: int | None = None  # the same of windowed pools; None: there are none
+    # Prompt tokens attend to windowed pools; False: only decode steps do.
+    window_in_prefill: bool = True
     tree_depth: int | None = None  # drafts on the longest path of a draft tree; None: W - 1
     explain: dict[str, Any] = field(default_factory=dict)  # choices made at start, and why
 

@@ -21,6 +21,7 @@ class Limits:
     context_length: int
     overlap_depth: int  # steps that may be in flight when the next one is scheduled
     max_pending_observe: int = 0  # plain steps per request whose observe may be deferred
+    window: int = 0  # K/V positions that windowed pools keep behind a token; 0: no such pools
 
     def pages(self, tokens: int) -> int:
         """Pages needed for this many tokens."""
@@ -30,6 +31,26 @@ class Limits:
     def overshoot(self) -> int:
         """KV slots beyond its last token that a request may touch before the host knows its end."""
         return self.kv_reserve + self.overlap_depth * self.max_verify_tokens
+
+    @property
+    def window_reach(self) -> int:
+        """Positions before the committed length whose K/V may be read or written in window pages."""
+        return self.window + self.max_pending_observe
+
+    @property
+    def decode_window_pages(self) -> int:
+        """Window pages that a request in decode holds at most."""
+        return self.pages(self.window_reach + self.overshoot) + 1
+
+    @property
+    def prompt_window_pages(self) -> int:
+        """Window pages that a prompt takes at most, for the window before a chunk and the chunk."""
+        return self.pages(self.window_reach + self.chunked_prefill_size + self.overshoot) + 1
+
+    @property
+    def max_window_pages(self) -> int:
+        """Window pages that a request holds at most, those of a shared prefix included."""
+        return self.prompt_window_pages + self.pages(self.window_reach) + 1
 
     @property
     def max_positions(self) -> int:
@@ -77,7 +98,7 @@ class SnapshotCopy:
 
 @dataclass(frozen=True, slots=True)
 class PageWrite:
-    """Entries [first, first + len(pages)) of a slot's page-table row."""
+    """Entries [first, first + len(pages)) of a slot's row in a page table."""
 
     slot: int
     first: int
@@ -121,9 +142,11 @@ class StepPlan:
 
     # K/V pages of failed requests, to be zeroed: NaN would reach other requests even if masked.
     cleared_pages: list[int] = field(default_factory=list)
+    cleared_window_pages: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     load_snapshots: list[SnapshotCopy] = field(default_factory=list)  # of admitted requests
     page_writes: list[PageWrite] = field(default_factory=list)
+    window_writes: list[PageWrite] = field(default_factory=list)  # in the table of window pages
     deferred: list[DeferredCount] = field(default_factory=list)
     decode: list[DecodeRequest] = field(default_factory=list)
     num_verify_tokens: int = 1  # W of this step: tokens verified for each request of `decode`

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.attention.base import HostBatch
 from forerun.core.executor import Executor, ExecutorInfo
 from forerun.core.plan import DecodeRequest, SlotSampling, StepPlan, StepResult
 from forerun.core.tokens import INVALID_TOKEN
@@ -67,6 +66,8 @@ class DeviceExecutor:
             clock = StepClock.start(self.tables.device)
             if plan.cleared_pages:
                 self.step.clear_pages(plan.cleared_pages)
+            if plan.cleared_window_pages:
+                self.step.clear_pages(plan.cleared_window_pages, windowed=True)
             failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
@@ -139,6 +140,8 @@ class DeviceExecutor:
             self.step.reset_states([a.slot for a in plan.admitted], plan.load_snapshots)
         if plan.page_writes:
             self.tables.write_pages(plan.page_writes)
+        if plan.window_writes:
+            self.tables.write_pages(plan.window_writes, windowed=True)
         return failed
 
     def _batch(self, plan: StepPlan) -> DecodeBatch:
@@ -154,9 +157,7 @@ class DeviceExecutor:
             num_verify_tokens=plan.num_verify_tokens,
             kv_len_ub=self._kv_len_ub(plan.decode),
             flags=self.flags(slots),
-            lengths=HostBatch(
-                [request.kv_len_ub for request in plan.decode], self.tables.host_pages_of(slots)
-            ),
+            lengths=self.tables.host_batch(slots, [r.kv_len_ub for r in plan.decode]),
             host=host,
         )
 
@@ -168,7 +169,7 @@ class DeviceExecutor:
             slots=slots,
             counts=[deferred.count for deferred in plan.deferred],
             kv_len_ub=self._kv_len_ub(plan.decode),
-            lengths=HostBatch(before, self.tables.host_pages_of(slots)),
+            lengths=self.tables.host_batch(slots, before),
         )
 
     def _kv_len_ub(self, requests: Sequence[DecodeRequest]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.attention.base import HostBatch
 from forerun.core.plan import Admission, Limits, PageWrite, SlotSampling
 from forerun.kernels.speculation.accept import SlotState, accept_commit
 from forerun.kvcache.pages import NULL_PAGE
@@ -34,22 +35,37 @@ class SlotTables:
         # The newest sampled token, at position kv_len.
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        # Of windowed pools; entries behind a request's window are stale.
+        self.window_table = torch.zeros(
+            rows, pages if limits.window else 0, dtype=torch.int32, device=device
+        )
         # Tokens by position, valid up to kv_len; after it, rejected tokens of the last step.
         self.history = torch.zeros(rows, positions, dtype=torch.int32, device=device)
         self.max_drafts = torch.zeros(rows, dtype=torch.int32, device=device)  # per step
         self.sampling = SamplingTable(rows, device)
         self.states: list[Tensor] = []  # of the algorithm
-        self._host_pages: dict[int, list[int]] | None = None  # page ids by slot
+        # Page ids by slot, of both tables; None: no backend reads them on the host.
+        self._host_pages: tuple[dict[int, list[int]], dict[int, list[int]]] | None = None
 
     def mirror_pages(self) -> None:
         """Keeps a host copy of the page tables, for attention backends that plan on the host."""
-        self._host_pages = {}
+        self._host_pages = {}, {}
 
-    def host_pages_of(self, slots: Sequence[int]) -> list[list[int]] | None:
-        """Page ids of slots; None without a host copy."""
+    def host_pages_of(self, slots: Sequence[int], windowed: bool) -> list[list[int]] | None:
+        """Page ids of slots in one of the tables; None without a host copy."""
         if self._host_pages is None:
             return None
-        return [self._host_pages.get(slot) or [NULL_PAGE] for slot in slots]
+        return [self._host_pages[windowed].get(slot) or [NULL_PAGE] for slot in slots]
+
+    def host_batch(self, slots: Sequence[int], kv_lens: Sequence[int]) -> HostBatch:
+        """What the host knows of a decode batch."""
+        return HostBatch(
+            kv_lens, self.host_pages_of(slots, False), self.host_pages_of(slots, True)
+        )
+
+    def pages_of(self, windowed: bool) -> Tensor:
+        """[slots + 1, pages] int32: the page table of windowed or of all other pools."""
+        return self.window_table if windowed else self.page_table
 
     def upload(self, values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
         """Copies host integers to the device asynchronously."""
@@ -61,8 +77,8 @@ class SlotTables:
         Returns (slot, reason) of admissions whose values do not fit the tables. Only these fail:
         their slots get valid rows, and their results of the step are dropped.
         """
-        if self._host_pages is not None:
-            self._host_pages |= {a.slot: [] for a in admissions}
+        for mirror in self._host_pages or ():
+            mirror.update({a.slot: [] for a in admissions})
         rows, failed = [], []
         for admission in admissions:
             try:
@@ -80,13 +96,15 @@ class SlotTables:
         lengths = upload(torch.stack([row.lengths for row in rows]), self.device)
         self.kv_len[slots], self.max_drafts[slots] = lengths.unbind(1)
         self.page_table.index_fill_(0, slots, 0)  # masked reads may go past the request's pages
+        self.window_table.index_fill_(0, slots, 0)
         for state in self.states:  # of the slot's last request
             state.index_fill_(0, slots, 0)
         for row in rows:
             self.history[row.slot, : row.tokens.shape[0]] = upload(row.tokens, self.device)
         self.sampling.set_packed(slots, [row.sampling for row in rows])
 
-    def write_pages(self, writes: Sequence[PageWrite]) -> None:
+    def write_pages(self, writes: Sequence[PageWrite], windowed: bool = False) -> None:
+        """Writes entries of a page table, on the device and to its host copy."""
         rows: list[int] = []
         columns: list[int] = []
         values: list[int] = []
@@ -95,10 +113,11 @@ class SlotTables:
             columns += range(write.first, write.first + len(write.pages))
             values += write.pages
             if self._host_pages is not None:
-                pages = self._host_pages.setdefault(write.slot, [])
+                pages = self._host_pages[windowed].setdefault(write.slot, [])
+                pages += [NULL_PAGE] * (write.first - len(pages))  # behind the window
                 pages[write.first : write.first + len(write.pages)] = write.pages
         index = self.upload([rows, columns], torch.int64)
-        self.page_table[index[0], index[1]] = self.upload(values, torch.int32)
+        self.pages_of(windowed)[index[0], index[1]] = self.upload(values, torch.int32)
 
     def set_first_tokens(self, slots: Tensor, positions: Tensor, sampled: Tensor) -> None:
         """Stores the first sampled tokens [n] of slots [n], at positions [n] int64."""

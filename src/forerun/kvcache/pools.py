@@ -1,8 +1,9 @@
 """The memory behind a `ModelLayout`: K/V pages, latent pages, recurrent states.
 
 Paged memory of every model (target, draft) is indexed by the same page ids, so a shared prefix
-shares the K/V of both. Page 0 is the null page: padding slots write there. Recurrent states are
-indexed by request slot; the last slot is the padding slot.
+shares the K/V of both. A model that attends to a window only has window pages instead, ids of a
+second space (`window_pages`). Page 0 of either is the null page: padding slots write there.
+Recurrent states are indexed by request slot; the last slot is the padding slot.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class PoolShape:
     num_slots: int = 1  # request slots, the padding slot included
     num_verify_tokens: int = 1  # W, the most a step verifies
     num_snapshots: int = 0  # recurrent states that the prefix cache may keep
+    windowed: bool = False  # its pages are window pages
 
 
 class ModelPools:
@@ -80,6 +82,11 @@ class ModelPools:
     @property
     def page_size(self) -> int:
         return self.shape.page_size
+
+    @property
+    def windowed(self) -> bool:
+        """Whether its page ids are those of the second page space."""
+        return self.shape.windowed
 
     @property
     def num_snapshots(self) -> int:

@@ -1,7 +1,8 @@
 """Sharing the K/V of common prefixes: a radix tree whose unit is a page. No torch.
 
-The page ids index every pool, so one hit brings the target's and the draft's K/V. Who owns which
-page is written down in `prefix_cache`.
+The page ids index every pool, so one hit brings the target's and the draft's K/V. (Models that
+attend to a window only have pages of a second space; see `window_pages`.) Who owns which page is
+written down in `prefix_cache`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from forerun.kvcache.prefix_cache import (
     PrefixCache,
     RadixNode,
 )
+from forerun.kvcache.window_pages import WindowPages
 
 __all__ = ["InsertResult", "MatchResult", "NoPrefixCache", "PrefixCache", "RadixCache", "RadixNode"]
 
@@ -33,7 +35,8 @@ class RadixCache(PrefixCache):
     by tokens [0, (j + 1) * page_size + n).
 
     With `num_snapshots` (None: the model has no recurrent state) a prefix matches as far as a
-    snapshot of the state goes; see `prefix_cache`.
+    snapshot of the state goes; see `prefix_cache`. With `window` it matches as far as the window
+    before it is cached.
 
     Tokens are kept as bytes: an edge is compared in one memcmp, whatever its length. Every page
     of an edge was last used at the same time (a match or insert that ends inside one splits it),
@@ -46,8 +49,10 @@ class RadixCache(PrefixCache):
         page_size: int,
         lookahead: int = 0,
         num_snapshots: int | None = None,
+        window: WindowPages | None = None,
     ) -> None:
         self._allocator = allocator
+        self._window = window
         self._page_size = page_size
         self._lookahead = lookahead
         self._page_bytes = page_size * _ITEM
@@ -77,10 +82,32 @@ class RadixCache(PrefixCache):
         self._clock += 1
         pages: list[int] = []
         node = self._walk(self._root, self._pack(tokens, whole), pages)
-        if self._num_snapshots is not None:  # only as far as the recurrent state is known
-            node = next(n for n in _path(node) if n.snapshot is not None or n is self._root)
-            del pages[node.end :]
+        node = self._usable(node, pages, len(tokens))
+        del pages[node.end :]
         return MatchResult(pages, len(pages) * self._page_size, node, node.snapshot)
+
+    def _usable(self, node: RadixNode, pages: list[int], num_tokens: int) -> RadixNode:
+        """The deepest node on the path to `node` from which a prompt can go on."""
+        window = self._window
+        if self._num_snapshots is None:
+            if window is None:
+                return node
+            return self._ending_at(node, window.longest_prefix(pages, num_tokens))
+        for step in _path(node):  # only as far as the recurrent state is known
+            end = step.end
+            whole = window is None or window.longest_prefix(pages[:end], num_tokens) == end
+            if whole and step.snapshot is not None:
+                return step
+        return self._root
+
+    def _ending_at(self, node: RadixNode, n: int) -> RadixNode:
+        """The node on the path to `node` that ends after n pages; an edge that goes on is split."""
+        while node.parent is not None and node.parent.end >= n:
+            node = node.parent
+        if node.end == n:
+            return node
+        assert node.parent is not None
+        return self._split(node, n - node.parent.end)
 
     def inc_lock_ref(self, node: RadixNode) -> None:
         if node.parent is None and node is not self._root:
@@ -143,6 +170,8 @@ class RadixCache(PrefixCache):
                     self._split(leaf, surplus)  # the leaf keeps its end, and that goes
                 freed += leaf.pages
                 self._remove(leaf)
+        if self._window is not None:
+            self._window.drop(freed)
         self._allocator.free(freed)
         return len(freed)
 

@@ -12,6 +12,8 @@ Ownership of pages:
 | of a request, matched at admission | prefix cache | unlocked when the request is released       |
 | of a request, past the match       | the request  | inserted into the cache or freed with it    |
 | all others                         | allocator    |                                             |
+
+Window pages, where pools are windowed, are taken and given back by `windows.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from forerun.core.plan import (
 )
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix_cache import PrefixCache
+from forerun.kvcache.prefix_cache import MatchResult, PrefixCache
+from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
 from forerun.scheduler.stop_checker import append_tokens
+from forerun.scheduler.windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,10 @@ class Scheduler:
         allocator: PageAllocator,
         prefix: PrefixCache,
         widths: WidthPolicy,
+        window_pages: WindowPages | None = None,
     ) -> None:
         self.limits = limits
+        self.windows = Windows(limits, window_pages)
         self.allocator = allocator
         self.prefix = prefix
         self.widths = widths
@@ -156,6 +162,7 @@ class Scheduler:
         if not step.requests:
             return None
         step.plan.cleared_pages, self._uncleared = self._uncleared, []
+        step.plan.cleared_window_pages, self.windows.uncleared = self.windows.uncleared, []
         step.updates, self._updates = self._updates, []
         step.plan.page_writes[:0] = [
             PageWrite(update.request.slot, update.first, update.pages) for update in step.updates
@@ -186,6 +193,7 @@ class Scheduler:
         kept = [update for update in step.updates if update.request.slot >= 0]
         self._updates = kept + self._updates
         self._uncleared[:0] = step.plan.cleared_pages
+        self.windows.uncleared[:0] = step.plan.cleared_window_pages
 
     def _complete_decode(
         self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
@@ -261,10 +269,7 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int, plan: StepPlan) -> bool:
         """Ensures pages for `tokens` KV slots, preempting the youngest requests if necessary."""
-        want = self.limits.pages(tokens) - len(request.pages)
-        if want <= 0:
-            return True
-        while (pages := self._allocate(want)) is None:
+        while not self._extend(request, tokens, plan):
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
                 assert self._leaving, "a request that fits alone found no pages"
@@ -272,8 +277,19 @@ class Scheduler:
             self._preempt(victim)
             if victim is request or victim in self._leaving:
                 return False
-        plan.page_writes.append(PageWrite(request.slot, len(request.pages), tuple(pages)))
-        request.pages += pages
+        return True
+
+    def _extend(self, request: Request, tokens: int, plan: StepPlan) -> bool:
+        """Allocates what `tokens` KV slots need in both page spaces, or nothing."""
+        pages = self._allocate(max(0, self.limits.pages(tokens) - len(request.pages)))
+        if pages is None:
+            return False
+        if not self.windows.extend(request, tokens, plan):
+            self.allocator.free(pages)
+            return False
+        if pages:
+            plan.page_writes.append(PageWrite(request.slot, len(request.pages), tuple(pages)))
+            request.pages += pages
         return True
 
     def _allocate(self, count: int) -> list[int] | None:
@@ -312,6 +328,8 @@ class Scheduler:
         last = start + count == total
         step.plan.prefill.append(PrefillChunk(request.slot, start, count, last))
         step.prefill.append(request)
+        end = total + self.limits.kv_reserve if last else start + count
+        self.windows.prefill(request, start, end, step.plan)
         request.prefill_done += count
         if request.prefill_done == request.snapshot_at:
             self._plan_snapshot(step.plan, request)
@@ -332,13 +350,7 @@ class Scheduler:
         tokens = request.tokens
         match = self.prefix.match_prefix(tokens)
         self.prefix.inc_lock_ref(match.node)
-        need = self.limits.pages(len(tokens) + self.limits.kv_reserve) - len(match.pages)
-        # Keep pages for the next step of the running requests, or they would be preempted at once.
-        spare = len(self.running) * self.limits.pages(self.limits.kv_reserve)
-        if self.allocator.num_free + self.prefix.num_evictable < need + spare:
-            pages = None
-        else:
-            pages = self._allocate(need)
+        pages = self._allocate_prompt(request, match, len(tokens) + self.limits.kv_reserve)
         if pages is None:
             self.prefix.dec_lock_ref(match.node)
             return False
@@ -358,6 +370,21 @@ class Scheduler:
         plan.admitted.append(self._admission(request))
         plan.page_writes.append(PageWrite(request.slot, 0, tuple(request.pages)))
         return True
+
+    def _allocate_prompt(
+        self, request: Request, match: MatchResult, num_tokens: int
+    ) -> list[int] | None:
+        """Pages for what is not cached, and its window pages; None if too few are available."""
+        need = self.limits.pages(num_tokens) - len(match.pages)
+        # Keep pages for the next step of the running requests, or they would be preempted at once.
+        spare = len(self.running) * self.limits.pages(self.limits.kv_reserve)
+        if self.allocator.num_free + self.prefix.num_evictable < need + spare:
+            return None
+        if not self.windows.admit(request, match.pages, num_tokens, spare):
+            return None
+        pages = self._allocate(need)
+        assert pages is not None
+        return pages
 
     def _admission(self, request: Request) -> Admission:
         return Admission(
@@ -420,6 +447,8 @@ class Scheduler:
         self.prefix.inc_lock_ref(inserted.node)
         self.prefix.dec_lock_ref(request.node)
         request.node = inserted.node
+        self.windows.end_prefill(request)
+        self.windows.share(request, request.pages[: inserted.node.end])
         if request.snapshot is not None:
             self.prefix.attach_snapshot(done, request.snapshot_at, request.snapshot)
             request.snapshot = None
@@ -431,6 +460,10 @@ class Scheduler:
         # token less.
         kv_len = min(request.kv_len - request.pending_observe, len(tokens))
         inserted = self.prefix.insert(tokens, request.pages, request.node, kv_len)
+        cached = request.pages[: inserted.start] + inserted.shared
+        cached += request.pages[len(cached) : inserted.node.end]
+        self.windows.share(request, cached)
+        self.windows.release(request)
         self.allocator.free(inserted.owned)
         if request.failed:
             self._uncleared += inserted.owned
@@ -460,5 +493,8 @@ class Scheduler:
             raise InternalError(
                 f"Pages: {free} free + {cached} cached != {self.allocator.capacity}."
             )
+        self.windows.check()
+        if self.windows.num_owned:
+            raise InternalError(f"Window pages: {self.windows.num_owned} leaked.")
         if sorted(self._free_slots) != list(range(self.limits.slots)):
             raise InternalError(f"Slots: {len(self._free_slots)} free of {self.limits.slots}.")
