@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from forerun import LLM
 from forerun.core.request import Request
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.kvcache.pages import PageAllocator
+from forerun.kvcache.pools import ModelPools
 
 GOLDEN = Path(__file__).resolve().parent / "golden" / "zlab-llama-b10"
 CASES: list[dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
@@ -39,7 +42,6 @@ def poison_on_release(llm: LLM) -> None:
     assert isinstance(executor, DeviceExecutor)
     step, tables = executor.step, executor.tables
     release = partial(type(scheduler)._release, proxy(scheduler))
-    free = partial(type(scheduler.allocator).free, proxy(scheduler.allocator))
     pools = [step.attention.pools]
     if step.draft_attention is not None:
         pools.append(step.draft_attention.pools)
@@ -52,6 +54,7 @@ def poison_on_release(llm: LLM) -> None:
         tables.last_token[slot] = 2**30
         tables.history[slot] = 2**30
         tables.page_table[slot] = 2**30
+        tables.window_table[slot] = 2**30
         for state in tables.states:
             state[slot] = 2**30
         for pool in step.attention.pools.states:
@@ -62,12 +65,23 @@ def poison_on_release(llm: LLM) -> None:
                 if kept is not None:
                     kept[slot] = torch.nan
 
+    scheduler._release = poisoned_release  # type: ignore[method-assign]
+    poison_freed_pages(scheduler.allocator, [pool for pool in pools if not pool.windowed])
+    if scheduler.windows.pages is not None:
+        allocator = scheduler.windows.pages.allocator
+        poison_freed_pages(allocator, [pool for pool in pools if pool.windowed])
+
+
+def poison_freed_pages(allocator: PageAllocator, pools: list[ModelPools]) -> None:
+    """Overwrites pages of `pools` when `allocator` takes them back."""
+    free = partial(type(allocator).free, proxy(allocator))
+
     @torch.inference_mode()
-    def poisoned_free(pages: list[int]) -> None:
-        free(pages)
+    def poisoned_free(pages: Iterable[int]) -> None:
+        freed = list(pages)
+        free(freed)
         for pool in pools:
             for data in pool.paged.values():
-                data[:, :, list(pages)] = min(POISON, torch.finfo(data.dtype).max)
+                data[:, :, freed] = min(POISON, torch.finfo(data.dtype).max)
 
-    scheduler._release = poisoned_release  # type: ignore[method-assign]
-    scheduler.allocator.free = poisoned_free  # type: ignore[method-assign, assignment]
+    allocator.free = poisoned_free  # type: ignore[method-assign]

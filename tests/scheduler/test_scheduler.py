@@ -29,7 +29,6 @@ from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_wid
 from forerun.scheduler.scheduler import ScheduledStep, Scheduler
 
 EOS = 6
-MODELS = st.sampled_from([frozenset({"target"}), frozenset({"draft"}), frozenset({"target", "draft"})])
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
@@ -165,7 +164,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Window:
-    """Windowed pools: the window, whose they are, and window pages beyond what one request needs."""
+    """Windowed pools: whose they are, and pages beyond what one request needs."""
 
     size: int
     models: frozenset[str]
@@ -175,6 +174,14 @@ class Window:
         alone = min(pages, limits.max_window_pages)
         count = 1 + min(pages, alone + self.surplus)
         return WindowPages(count, limits.page_size, self.size, "target" in self.models)
+
+
+WINDOWS = st.builds(
+    Window,
+    st.sampled_from([1, 5, 16, 40]),
+    st.sampled_from(["target", "draft", "target draft"]).map(str.split).map(frozenset),
+    st.integers(0, 40),
+)
 
 
 def make(
@@ -271,7 +278,7 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     aborts=st.sampled_from([0.0, 0.1]),
     failures=st.sampled_from([0.0, 0.1]),
     max_pending_observe=st.sampled_from([0, 1, 3]),
-    window=st.none() | st.builds(Window, st.sampled_from([1, 5, 16, 40]), MODELS, st.integers(0, 40)),
+    window=st.none() | WINDOWS,
 )
 def test_output_equals_plain_decoding(
     seed: int,

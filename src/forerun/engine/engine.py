@@ -24,6 +24,7 @@ from forerun.engine.tracing import Tracing, start_tracing
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 from forerun.kvcache.radix_cache import RadixCache
+from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
 from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
@@ -43,11 +44,13 @@ class Engine:
         self.limits = info.limits
         self._in_flight: deque[tuple[PendingStep, float]] = deque()  # and launch times
         allocator = PageAllocator(info.num_pages)
+        windows = _window_pages(info)
         self.scheduler = Scheduler(
             info.limits,
             allocator,
-            _prefix_cache(config, info, allocator),
+            _prefix_cache(config, info, allocator, windows),
             _width_policy(info),
+            windows,
         )
         algorithm = config.speculative_algorithm or "NONE"
         self._stats = SpecStats(algorithm.upper(), info.limits.max_verify_tokens - 1)
@@ -244,12 +247,26 @@ class Engine:
         return {**self._stats.as_dict(), "width": self.scheduler.widths.as_dict()}
 
 
+def _window_pages(info: ExecutorInfo) -> WindowPages | None:
+    if info.num_window_pages is None:
+        return None
+    limits = info.limits
+    return WindowPages(
+        info.num_window_pages, limits.page_size, limits.window, info.window_in_prefill
+    )
+
+
 def _prefix_cache(
-    config: EngineConfig, info: ExecutorInfo, allocator: PageAllocator
+    config: EngineConfig,
+    info: ExecutorInfo,
+    allocator: PageAllocator,
+    windows: WindowPages | None,
 ) -> PrefixCache:
     if config.disable_radix_cache:
         return NoPrefixCache()
-    return RadixCache(allocator, info.limits.page_size, info.prefix_lookahead, info.num_snapshots)
+    return RadixCache(
+        allocator, info.limits.page_size, info.prefix_lookahead, info.num_snapshots, windows
+    )
 
 
 def _width_policy(info: ExecutorInfo) -> WidthPolicy:

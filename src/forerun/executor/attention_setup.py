@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -49,6 +49,8 @@ class AttentionSetup:
     choices: Mapping[Phase, BackendChoice]  # of the phases that this model has
     # Runs padded short prompts in a captured step; None: they are not captured.
     short_prefill: type[AttentionBackend] | None = None
+    # Its pools are windowed: K/V positions that its layers read behind a token, at most.
+    window: int | None = None
 
     @property
     def needs_exact_lengths(self) -> bool:
@@ -160,9 +162,17 @@ def choose_backends(config: EngineConfig, models: Sequence[ModelNeed]) -> list[A
             model.layout,
             choices := {phase: chosen[model.name, phase] for phase in model.phases},
             _short_prefill(model, choices, (model.name, Phase.PREFILL) in named),
+            _window(model.need.masks),
         )
         for model in models
     ]
+
+
+def _window(masks: Iterable[LayerMask]) -> int | None:
+    """The largest window; None if a layer has none."""
+    windows = [mask.window for mask in masks]
+    sizes = [window for window in windows if window is not None]
+    return max(sizes, default=None) if len(sizes) == len(windows) else None
 
 
 def _wanted(

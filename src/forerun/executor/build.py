@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from forerun.attention.model_attention import ModelAttention
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
+from forerun.executor.attention_setup import AttentionSetup
 from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.device_executor import DeviceExecutor
@@ -74,8 +76,8 @@ class _Builder:
             tables = self._tables()
             deferred = self._deferred()
 
-        def make_step(pages: int, snapshots: int = 0) -> DeviceStep:
-            step = self._step(model, tables, pages, snapshots)
+        def make_step(budget: KVBudget) -> DeviceStep:
+            step = self._step(model, tables, budget)
             step.deferred = deferred
             return step
 
@@ -83,7 +85,7 @@ class _Builder:
         limits = settings.limits
         budget = kv_budget(config, self._demand(), settings.device, profiled)
         with self.memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
-            step = make_step(budget.num_pages, budget.num_snapshots)
+            step = make_step(budget)
         step.simulate = self._simulated()
         # A compiled step would contain the timestamps of its tracing as constants.
         if config.enable_trace and not config.cpu_graph:
@@ -97,6 +99,8 @@ class _Builder:
             num_snapshots=(
                 budget.num_snapshots if step.attention.pools.layout.has_recurrent_state else None
             ),
+            num_window_pages=budget.num_window_pages if limits.window else None,
+            window_in_prefill=settings.window_in_prefill,
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.config.eos_token_ids,
             prefix_lookahead=settings.caps.prefix_lookahead,
@@ -157,7 +161,10 @@ class _Builder:
         if config.disable_radix_cache:
             snapshots = 0
         return KVDemand(
-            layouts=[each.layout for each in settings.attention],
+            layouts=[each.layout for each in settings.attention if each.window is None],
+            window_layouts=[each.layout for each in settings.attention if each.window is not None],
+            slot_window_pages=limits.decode_window_pages,
+            min_window_pages=limits.max_window_pages,
             page_size=limits.page_size,
             max_tokens=limits.slots * (limits.context_length + limits.overshoot),
             min_tokens=1 + limits.overshoot,
@@ -166,25 +173,30 @@ class _Builder:
             max_snapshots=2 * limits.slots if snapshots is None else snapshots,
         )
 
-    def _step(self, model: CausalLM, tables: SlotTables, pages: int, snapshots: int) -> DeviceStep:
+    def _step(self, model: CausalLM, tables: SlotTables, budget: KVBudget) -> DeviceStep:
         settings, limits = self.settings, self.settings.limits
-        shape = PoolShape(
-            pages, limits.page_size, limits.slots + 1, limits.max_verify_tokens, snapshots
-        )
-        target, *draft = (each.build(shape, settings.device) for each in settings.attention)
+        rows, width = limits.slots + 1, limits.max_verify_tokens
+
+        def build(setup: AttentionSetup) -> ModelAttention:
+            windowed = setup.window is not None
+            pages = budget.num_window_pages if windowed else budget.num_pages
+            shape = PoolShape(pages, limits.page_size, rows, width, budget.num_snapshots, windowed)
+            return setup.build(shape, settings.device)
+
+        target, *draft = map(build, settings.attention)
         draft_attention = draft[0] if draft else None
         return DeviceStep(
             model, self.algorithm, self.settings.caps, tables, target, draft_attention
         )
 
-    def _profile(self, make_step: Callable[[int], DeviceStep]) -> ProfilingRun:
+    def _profile(self, make_step: Callable[[KVBudget], DeviceStep]) -> ProfilingRun:
         """On a GPU: measures activation and graph memory, with KV pools of one page."""
         settings = self.settings
         if settings.device.type != "cuda":
             return ProfilingRun()
         fix = "lower chunked_prefill_size, max_running_requests or cuda_graph_max_bs"
         with self.memory.stage("profiling run", fix), progress("profiling run"):
-            step = make_step(1)
+            step = make_step(KVBudget(num_pages=1, num_window_pages=1))
             return profile_run(
                 DeviceExecutor(step), settings.limits, settings.widths, self._graphs(step)
             )
@@ -237,14 +249,18 @@ def _explain(
     settings: Settings, budget: KVBudget, memory: MemoryLog, profiled: ProfilingRun
 ) -> dict[str, Any]:
     limits, (target, *draft) = settings.limits, settings.attention
-    tokens = budget.num_pages * limits.page_size
-    kv = {"kv_target": target.layout.token_bytes * tokens}
+
+    def paged(setup: AttentionSetup) -> int:
+        pages = budget.num_pages if setup.window is None else budget.num_window_pages
+        return setup.layout.token_bytes * pages * limits.page_size
+
+    kv = {"kv_target": paged(target)}
     if target.layout.has_recurrent_state:
         states = target.layout.slot_bytes(limits.max_verify_tokens)
         kv["states"] = (limits.slots + 1) * states
         kv["snapshots"] = budget.num_snapshots * target.layout.state_bytes
     if draft:
-        kv["kv_draft"] = draft[0].layout.token_bytes * tokens
+        kv["kv_draft"] = paged(draft[0])
     return {
         "architecture": settings.target.architecture,
         "device": str(settings.device),
@@ -262,6 +278,9 @@ def _explain(
         "kv_pages": budget.num_pages - 1,
         "kv": budget.describe(limits.page_size),
         "kv_bytes_per_token": budget.token_bytes,
+        "kv_window": limits.window,
+        "kv_window_pages": max(0, budget.num_window_pages - 1),
+        "kv_bytes_per_window_token": budget.window_token_bytes,
         "state_snapshots": budget.num_snapshots,
         "memory_bytes": kv | memory.report(profiled),
     }

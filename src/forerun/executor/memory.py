@@ -24,7 +24,6 @@ from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.kernels.gemm.dispatch import LARGE_M
 from forerun.kvcache.layouts import ModelLayout
-from forerun.kvcache.pools import pages_for
 from forerun.platform.device import memory
 
 MAX_CPU_KV_BYTES = 4 << 30  # main memory is shared with other processes
@@ -47,41 +46,64 @@ class ProfilingRun:
 class KVDemand:
     """What target and draft store in pools, and how much of it they can use."""
 
-    layouts: Sequence[ModelLayout]
+    layouts: Sequence[ModelLayout]  # of models whose pools are not windowed
     page_size: int
     max_tokens: int  # all slots at full context length
     min_tokens: int  # one request of one token
     num_slots: int = 0  # including the padding slot
     num_verify_tokens: int = 1
     max_snapshots: int = 0  # recurrent states for the prefix cache
+    window_layouts: Sequence[ModelLayout] = ()  # of models whose pools are windowed
+    slot_window_pages: int = 0  # that a request in decode holds at most
+    min_window_pages: int = 0  # that one request alone holds at most
 
     @property
     def token_bytes(self) -> int:
-        """Per token, target and draft."""
+        """Per token, target and draft, without windowed pools."""
         return sum(layout.token_bytes for layout in self.layouts)
+
+    @property
+    def window_token_bytes(self) -> int:
+        """Per token of windowed pools."""
+        return sum(layout.token_bytes for layout in self.window_layouts)
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_tokens // self.page_size)
 
     @property
     def slots_bytes(self) -> int:
         """Recurrent states of all slots."""
         return self.num_slots * sum(
-            layout.slot_bytes(self.num_verify_tokens) for layout in self.layouts
+            layout.slot_bytes(self.num_verify_tokens) for layout in self._all_layouts
         )
 
     @property
     def state_bytes(self) -> int:
         """Per snapshot."""
-        return sum(layout.state_bytes for layout in self.layouts)
+        return sum(layout.state_bytes for layout in self._all_layouts)
+
+    @property
+    def _all_layouts(self) -> Sequence[ModelLayout]:
+        return [*self.layouts, *self.window_layouts]
 
 
 @dataclass(frozen=True)
 class KVBudget:
     num_pages: int  # including the null page
-    token_bytes: int  # per token, target and draft
+    token_bytes: int = 0  # per token, target and draft, without windowed pools
     num_snapshots: int = 0  # recurrent states that the prefix cache can keep
+    num_window_pages: int = 1  # including the null page
+    window_token_bytes: int = 0  # per token of windowed pools
 
     def describe(self, page_size: int) -> str:
         tokens = (self.num_pages - 1) * page_size
-        return f"{tokens} tokens, {tokens * self.token_bytes / 2**20:.0f} MiB"
+        text = f"{tokens} tokens, {tokens * self.token_bytes / 2**20:.0f} MiB"
+        if not self.window_token_bytes:
+            return text
+        tokens = (self.num_window_pages - 1) * page_size
+        size = tokens * self.window_token_bytes / 2**20
+        return f"{text}; of windowed layers {tokens} tokens, {size:.0f} MiB"
 
 
 def kv_budget(
@@ -96,7 +118,7 @@ def kv_budget(
     Raises:
         ConfigError: not even one request fits.
     """
-    page, max_pages = demand.page_size, -(-demand.max_tokens // demand.page_size)
+    page = demand.page_size
     free, total = memory(device)
     if device.type == "cpu":
         budget = min(int(free * config.mem_fraction_static), MAX_CPU_KV_BYTES)
@@ -114,17 +136,54 @@ def kv_budget(
     if snapshots and config.max_state_snapshots is None:
         snapshots = min(snapshots, int(budget * SNAPSHOT_FRACTION) // demand.state_bytes)
     if config.max_total_tokens is not None:
-        pages = min(-(-config.max_total_tokens // page), max_pages)
+        pages = min(-(-config.max_total_tokens // page), demand.max_pages)
+        window_pages = min(pages, _wanted_window_pages(demand))
     else:
         budget = max(budget - snapshots * demand.state_bytes, 0)
-        pages = min(pages_for(budget, demand.layouts, page) - 1, max_pages)  # without the null page
+        pages, window_pages = _divide(budget, demand)
     if pages * page < demand.min_tokens:
         raise ConfigError(
             f"K/V memory holds {max(pages, 0) * page} tokens and one request needs"
             f" {demand.min_tokens}; raise mem_fraction_static or max_total_tokens, or lower"
             " page_size, chunked_prefill_size or max_running_requests."
         )
-    return KVBudget(pages + 1, demand.token_bytes, snapshots)
+    return KVBudget(
+        pages + 1, demand.token_bytes, snapshots, window_pages + 1, demand.window_token_bytes
+    )
+
+
+def _wanted_window_pages(demand: KVDemand) -> int:
+    """With which no request ever waits for window pages; 0: no pools are windowed."""
+    if not demand.window_token_bytes:
+        return 0
+    slots = demand.num_slots - 1
+    return slots * demand.slot_window_pages + demand.min_window_pages
+
+
+def _divide(budget: int, demand: KVDemand) -> tuple[int, int]:
+    """(pages, window pages) in `budget` bytes, each without its null page.
+
+    Window pages are for the windows of all slots, in at most half of the memory; but for as many
+    as requests of full context need. There are never more than pages. Where every pool is windowed,
+    pages of the first space cost nothing.
+    """
+    size, max_pages = demand.page_size, demand.max_pages
+    page, window_page = demand.token_bytes * size, demand.window_token_bytes * size
+    budget -= page + window_page  # the null pages
+    if not window_page:
+        return (min(budget // page, max_pages) if page else max_pages), 0
+    alone = demand.min_window_pages
+    if not page:
+        return max_pages, min(budget // window_page, max_pages)
+    full_context = -(-max_pages // (demand.num_slots - 1)) * page
+    requests = budget // (full_context + demand.slot_window_pages * window_page)
+    wanted = min(_wanted_window_pages(demand), budget // 2 // window_page)
+    window_pages = max(wanted, requests * demand.slot_window_pages, alone)
+    pages = (budget - window_pages * window_page) // page
+    if pages < window_pages:
+        pages = window_pages = budget // (page + window_page)
+    pages = min(pages, max_pages)
+    return pages, min(pages, (budget - pages * page) // window_page)
 
 
 # --- profiling run, on a GPU --------------------------------------------------------------------

@@ -40,6 +40,14 @@ class Settings:
     threads: CpuThreads | None  # intra-op threads; None: not a CPU
 
     @property
+    def window_in_prefill(self) -> bool:
+        """Whether prompt tokens attend to windowed pools: the target's, or such a draft's."""
+        target, *draft = self.attention
+        if target.window is not None:
+            return True
+        return any(each.window is not None for each in draft) and self.caps.draft_attends_in_prefill
+
+    @property
     def graphs(self) -> bool:
         """Whether steps are captured as CUDA graphs."""
         return captures_graphs(self.config, self.device)
@@ -80,6 +88,7 @@ def resolve(
     where = Placement(device, dtype, kv_dtype, captures_graphs(config, device), gpu_arch(device))
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
+    attention, limits = _with_windows(attention, limits)
     threads = None
     if device.type == "cpu":
         threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
@@ -103,6 +112,25 @@ def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
                     f"{name} is set, but {config.speculative_algorithm or 'plain decoding'} has"
                     " no draft attention; drop it."
                 )
+
+
+def _with_windows(
+    attention: list[AttentionSetup], limits: Limits
+) -> tuple[list[AttentionSetup], Limits]:
+    """Pools are windowed where that keeps fewer pages than the context has."""
+
+    def keeps_fewer(window: int | None) -> bool:
+        if window is None:
+            return False
+        return replace(limits, window=window).decode_window_pages < limits.pages(
+            limits.context_length
+        )
+
+    attention = [
+        each if keeps_fewer(each.window) else replace(each, window=None) for each in attention
+    ]
+    window = max((each.window for each in attention if each.window is not None), default=0)
+    return attention, replace(limits, window=window)
 
 
 def _limits(

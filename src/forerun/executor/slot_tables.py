@@ -59,9 +59,7 @@ class SlotTables:
 
     def host_batch(self, slots: Sequence[int], kv_lens: Sequence[int]) -> HostBatch:
         """What the host knows of a decode batch."""
-        return HostBatch(
-            kv_lens, self.host_pages_of(slots, False), self.host_pages_of(slots, True)
-        )
+        return HostBatch(kv_lens, self.host_pages_of(slots, False), self.host_pages_of(slots, True))
 
     def pages_of(self, windowed: bool) -> Tensor:
         """[slots + 1, pages] int32: the page table of windowed or of all other pools."""

@@ -24,6 +24,7 @@ from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_inputs import (
     DecodeOutput,
     DecodeTokens,
+    PageTables,
     PlannedAttention,
     PrefillOutput,
     StepShape,
@@ -91,11 +92,12 @@ class DeviceStep:
         able = all(each.short_prefill is not None for each in self._attentions)
         return able and not self.keeps_recurrent_state
 
-    def clear_pages(self, pages: Sequence[int]) -> None:
-        """Zeroes the K/V of these pages in the pools of target and draft."""
+    def clear_pages(self, pages: Sequence[int], windowed: bool = False) -> None:
+        """Zeroes the K/V of these pages (or window pages) in the pools of target and draft."""
         index = self.tables.upload(pages, torch.int64)
         for attention in self._attentions:
-            attention.pools.clear_pages(index)
+            if attention.pools.windowed is windowed:
+                attention.pools.clear_pages(index)
 
     @property
     def _shows_dummy(self) -> bool:
@@ -228,10 +230,11 @@ class DeviceStep:
         kv_len: Tensor | None = None,
     ) -> tuple[DecodeTokens, PlannedAttention | None]:
         """`kv_len` [slots + 1]: lengths to start from, instead of those of the tables."""
-        tables, page, width = self.tables, self.attention.pools.page_size, shape.num_verify_tokens
+        tables, pools, width = self.tables, self.attention.pools, shape.num_verify_tokens
         lengths = tables.kv_len if kv_len is None else kv_len
+        page_table, page, bound = tables.pages_of(pools.windowed), pools.page_size, shape.kv_len_ub
         inputs = build_decode_inputs(
-            slots, lengths, tables.last_token, tables.page_table, width, page, shape.kv_len_ub
+            slots, lengths, tables.last_token, page_table, width, page, bound
         )
         tokens = DecodeTokens(
             slots=slots,
@@ -385,16 +388,16 @@ class DeviceStep:
         spans = tuple((c.start, c.num_tokens) for c in chunks)
         owner, positions = (upload(each, slots.device) for each in slots_and_positions(chunks))
         ids = tables.history[owner, positions].long()
-        host_pages = tables.host_pages_of([c.slot for c in chunks])
+        windowed = self.attention.pools.windowed
         longest = max(c.end for c in chunks)
         tokens = StepTokens(
             slots,
-            tables.page_table[slots],
+            tables.pages_of(windowed)[slots],
             start,
             positions,
             longest,
             ragged=spans,
-            host_pages=host_pages,
+            host_pages=tables.host_pages_of([c.slot for c in chunks], windowed),
         )
         context = self.attention.context(tokens.attention(tokens.q_len))
         hidden_states, aux = self.model.forward(ids, positions, context, self.caps.target_layers)
@@ -406,7 +409,7 @@ class DeviceStep:
             # After the last prompt token comes the one just sampled.
             next_ids = tables.history[owner, positions + 1].long()
             out = TargetOutput(ids, hidden_states, aux, next_ids, counts)
-            attention = self._draft_attention(tokens, None)
+            attention = self._draft_attention(tokens, None, [c.slot for c in chunks])
             self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, attention))
         return sampled
 
@@ -477,10 +480,25 @@ class DeviceStep:
         return sampled
 
     def _draft_attention(
-        self, tokens: StepTokens, buffers: StepBuffers | None
+        self,
+        tokens: StepTokens,
+        buffers: StepBuffers | None,
+        host_slots: Sequence[int] | None = None,
     ) -> PlannedAttention | None:
-        attention = self.draft_attention
-        return None if attention is None else PlannedAttention(attention, tokens, buffers)
+        """`host_slots`: those of a prefill."""
+        attention, tables = self.draft_attention, self.tables
+        if attention is None:
+            return None
+        windowed = attention.pools.windowed
+        if windowed is self.attention.pools.windowed:
+            return PlannedAttention(attention, tokens, buffers)
+
+        def page_tables() -> PageTables:
+            pages = tables.pages_of(windowed)[tokens.slots, : tokens.page_table.shape[1]]
+            host = None if host_slots is None else tables.host_pages_of(host_slots, windowed)
+            return PageTables(pages, host)
+
+        return PlannedAttention(attention, tokens, buffers, page_tables)
 
     def _observe_input(
         self,

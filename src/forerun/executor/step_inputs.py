@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -74,13 +75,30 @@ class DecodeTokens(StepTokens):
         )
 
 
+@dataclass(frozen=True)
+class PageTables:
+    """The page tables of a batch in one page space."""
+
+    device: Tensor  # [B, pages] int32
+    host: Sequence[Sequence[int]] | None = None  # of a prefill
+
+
 class PlannedAttention:
     """Attention over the draft's pool, planned once per shape."""
 
     def __init__(
-        self, attention: ModelAttention, tokens: StepTokens, buffers: StepBuffers | None
+        self,
+        attention: ModelAttention,
+        tokens: StepTokens,
+        buffers: StepBuffers | None,
+        page_tables: Callable[[], PageTables] | None = None,
     ) -> None:
+        """`page_tables`: of the draft, where its pool is in another page space than the target's.
+
+        Called when they are first needed.
+        """
         self._attention, self._tokens, self._buffers = attention, tokens, buffers
+        self._page_tables = None if page_tables is None else cache(page_tables)
         self._planned: dict[tuple[AttentionBackend, int | None, int], AttentionContext] = {}
 
     def __call__(self, q_len: int | None, offset: int = 0) -> AttentionContext:
@@ -98,6 +116,9 @@ class PlannedAttention:
         key = (self._attention.backend_of(q_len, extends), q_len, offset)
         if key not in self._planned:
             batch = self._tokens.attention(q_len, offset)
+            if self._page_tables is not None:
+                own = self._page_tables()
+                batch = replace(batch, page_table=own.device, host_pages=own.host, kv_slots=None)
             self._planned[key] = self._attention.context(batch, self._buffers, offset, extends)
         return self._planned[key]
 

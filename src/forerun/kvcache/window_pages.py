@@ -47,7 +47,7 @@ class WindowPages:
     def __init__(
         self, num_pages: int, page_size: int, window: int, attends_in_prefill: bool = True
     ) -> None:
-        self._allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages)
         self._page_size = page_size
         self._window = window
         self._attends_in_prefill = attends_in_prefill
@@ -58,11 +58,11 @@ class WindowPages:
     @property
     def capacity(self) -> int:
         """Window pages that can be out at once."""
-        return self._allocator.capacity
+        return self.allocator.capacity
 
     @property
     def num_free(self) -> int:
-        return self._allocator.num_free
+        return self.allocator.num_free
 
     @property
     def num_cached(self) -> int:
@@ -71,21 +71,21 @@ class WindowPages:
     @property
     def num_available(self) -> int:
         """Window pages that `allocate` can give."""
-        return self._allocator.num_free + len(self._evictable)
+        return self.allocator.num_free + len(self._evictable)
 
     # --- for requests ----------------------------------------------------------------------------
 
     def allocate(self, n: int) -> list[int] | None:
         """n window pages, cached ones evicted if needed; None if so many cannot be had."""
-        short = n - self._allocator.num_free
+        short = n - self.allocator.num_free
         if short > len(self._evictable):
             return None
         for _ in range(short):
             self._evict(next(iter(self._evictable)))
-        return self._allocator.allocate(n)
+        return self.allocator.allocate(n)
 
     def free(self, window_pages: Iterable[int]) -> None:
-        self._allocator.free(window_pages)
+        self.allocator.free(window_pages)
 
     def lock(self, page: int) -> int | None:
         """Keeps the window page of a cached page from eviction; None if it has none."""
@@ -134,12 +134,12 @@ class WindowPages:
 
     def _evict(self, page: int) -> None:
         del self._evictable[page]
-        self._allocator.free([self._cached.pop(page)])
+        self.allocator.free([self._cached.pop(page)])
 
     def check(self) -> None:
         """Raises InternalError if an invariant is broken."""
         pages = list(self._cached.values())
-        if len(set(pages)) != len(pages) or not all(map(self._allocator.is_out, pages)):
+        if len(set(pages)) != len(pages) or not all(map(self.allocator.is_out, pages)):
             raise InternalError("Window pages: a cached one is free, or has two owners.")
         if self._cached.keys() != self._locks.keys() | self._evictable.keys():
             raise InternalError("Window pages: a cached one is neither locked nor evictable.")

@@ -39,7 +39,7 @@ class Windows:
 
     def __init__(self, limits: Limits, pages: WindowPages | None) -> None:
         self._limits = limits
-        self._pages = pages
+        self.pages = pages
         self._held: dict[Request, HeldWindow] = {}
         self.uncleared: list[int] = []  # released by failed requests
 
@@ -53,23 +53,23 @@ class Windows:
             num_tokens: of the prompt, and KV slots after it.
             reserved: window pages that must stay available.
         """
-        if self._pages is None:
+        if self.pages is None:
             return True
         end = len(shared)
         begin = self._first_page(end * self._limits.page_size)
         held = HeldWindow(begin, end, written=begin)
         for i in range(begin, end):
-            window_page = self._pages.lock(shared[i])
+            window_page = self.pages.lock(shared[i])
             if window_page is not None:
                 held.pages[i], held.locked[i] = window_page, shared[i]
         rest = self._limits.pages(num_tokens) - end
         need = min(rest, self._limits.prompt_window_pages)
         spare = None
-        if need + reserved <= self._pages.num_available:
-            spare = self._pages.allocate(need)
+        if need + reserved <= self.pages.num_available:
+            spare = self.pages.allocate(need)
         if spare is None:
             for page in held.locked.values():
-                self._pages.unlock(page)
+                self.pages.unlock(page)
             return False
         held.spare = spare
         self._held[request] = held
@@ -77,7 +77,7 @@ class Windows:
 
     def prefill(self, request: Request, start: int, end: int, plan: StepPlan) -> None:
         """Before a chunk of tokens [start, end) (the last: and KV slots after it) is launched."""
-        if self._pages is None:
+        if self.pages is None:
             return
         held = self._held[request]
         held.spare += self._drop(held, self._first_page(start))
@@ -91,13 +91,13 @@ class Windows:
 
     def extend(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Ensures window pages for `num_tokens` KV slots; False if too few are available."""
-        if self._pages is None:
+        if self.pages is None:
             return True
         held = self._held[request]
         # What is behind the window of the confirmed length was read by successful steps: no NaN.
-        self._pages.free(self._drop(held, self._first_page(request.kv_len)))
+        self.pages.free(self._drop(held, self._first_page(request.kv_len)))
         new = range(held.end, max(held.end, self._limits.pages(num_tokens)))
-        pages = self._pages.allocate(len(new))
+        pages = self.pages.allocate(len(new))
         if pages is None:
             return False
         held.pages.update(zip(new, pages, strict=True))
@@ -109,29 +109,29 @@ class Windows:
 
     def end_prefill(self, request: Request) -> None:
         """The whole prompt was computed without a failure."""
-        if self._pages is not None:
+        if self.pages is not None:
             held = self._held[request]
-            self._pages.free(held.spare)
+            self.pages.free(held.spare)
             held.spare = []
 
     def share(self, request: Request, cached: list[int]) -> None:
         """Hands window pages to the cache, where the pages they belong to are `cached` now."""
-        if self._pages is None:
+        if self.pages is None:
             return
         held = self._held[request]
         for i, window_page in held.pages.items():
             shareable = i < len(cached) and i not in held.locked
-            if shareable and self._pages.insert(cached[i], window_page):
-                self._pages.lock(cached[i])
+            if shareable and self.pages.insert(cached[i], window_page):
+                self.pages.lock(cached[i])
                 held.locked[i] = cached[i]
 
     def release(self, request: Request) -> None:
         """The request ended, or was preempted."""
-        if self._pages is None:
+        if self.pages is None:
             return
         held = self._held.pop(request)
         pages = self._drop(held, held.end) + held.spare
-        self._pages.free(pages)
+        self.pages.free(pages)
         if request.failed:
             self.uncleared += pages
 
@@ -143,12 +143,12 @@ class Windows:
 
     def _drop(self, held: HeldWindow, begin: int) -> list[int]:
         """Gives up what is before page index `begin`; returns the request's own pages."""
-        assert self._pages is not None
+        assert self.pages is not None
         own = []
         for i in range(held.begin, begin):
             window_page = held.pages.pop(i, None)
             if i in held.locked:
-                self._pages.unlock(held.locked.pop(i))
+                self.pages.unlock(held.locked.pop(i))
             elif window_page is not None:
                 own.append(window_page)
         held.begin = max(held.begin, begin)
@@ -176,12 +176,12 @@ class Windows:
         Raises:
             InternalError: a window page leaked, or has two owners.
         """
-        if self._pages is None:
+        if self.pages is None:
             return
-        self._pages.check()
-        free, cached, owned = self._pages.num_free, self._pages.num_cached, self.num_owned
-        if free + cached + owned != self._pages.capacity:
+        self.pages.check()
+        free, cached, owned = self.pages.num_free, self.pages.num_cached, self.num_owned
+        if free + cached + owned != self.pages.capacity:
             raise InternalError(
                 f"Window pages: {free} free + {cached} cached + {owned} of requests !="
-                f" {self._pages.capacity}."
+                f" {self.pages.capacity}."
             )

@@ -53,6 +53,8 @@ class SpecCaps:
     draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
     draft_heads: int = 0  # query heads of the draft model's attention
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
+    # False: `observe` of prompts writes the draft's K/V and never attends to it.
+    draft_attends_in_prefill: bool = True
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` returns trees
     tree_depth: int | None = None  # drafts on the longest path of a tree, if known
     prefix_lookahead: int = 0  # 1: draft K/V at position i depends on token i + 1

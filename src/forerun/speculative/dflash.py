@@ -64,6 +64,7 @@ class DFlash(SpeculativeAlgorithm):
             draft_kv=ModelLayout.dense(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
             draft_heads=draft.num_heads,
             draft_attention=draft.layer_masks(window),
+            draft_attends_in_prefill=False,
             deferred_observe=True,
         )
 
