@@ -22,13 +22,15 @@ CASES: list[dict[str, Any]] = json.loads((GOLDEN / "cases.json").read_text())
 POISON = 3e4  # finite, because masked K/V is multiplied by 0
 
 
-def golden_llm(algorithm: str | None = None, **settings: Any) -> LLM:
+def golden_llm(
+    algorithm: str | None = None, target: Path = GOLDEN / "target", **settings: Any
+) -> LLM:
     """The golden target in float32, with token ids as input and output."""
     if algorithm in ("DFLASH", "DDTREE"):
         settings.setdefault("speculative_draft_model_path", str(GOLDEN / "draft"))
     settings.setdefault("speculative_adaptive", False)  # a fixed width, independent of timing
     settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}
-    llm = LLM(GOLDEN / "target", speculative_algorithm=algorithm, **settings)
+    llm = LLM(target, speculative_algorithm=algorithm, **settings)
     poison_on_release(llm)
     return llm
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -66,16 +66,17 @@ def hold(
     chunk: int,
     overlap_depth: int,
     tight: bool,
+    wanted: Callable[[int, bool, bool], list[list[int]]] = reference,
     **settings: Any,
 ) -> None:
-    """One cell of the matrix."""
+    """One cell of the matrix. `wanted`: output by page size, tight, sampled."""
     settings |= {"page_size": page_size, "chunked_prefill_size": chunk}
     if tight:  # hardly more pages than one request needs
         settings["max_total_tokens"] = {1: 120, 16: 128, 256: 1280}[page_size]
     with golden_llm(algorithm, overlap_depth=overlap_depth, **settings) as llm:
         preempted = 0
         for sampled, kind in enumerate((GREEDY, SEEDED)):
-            want = reference(page_size, tight, bool(sampled))
+            want = wanted(page_size, tight, bool(sampled))
             asked = prompts(page_size, tight)
             kinds = [params(kind, i) for i in range(len(asked))]
             llm.engine.flush_cache()

@@ -34,8 +34,12 @@ class Limits:
 
     @property
     def window_reach(self) -> int:
-        """Positions before the committed length whose K/V may be read or written in window pages."""
-        return self.window + self.max_pending_observe
+        """Positions before the committed length whose K/V is kept in window pages.
+
+        What may be read, or written by a deferred observe; and a page, so that a text can be shared
+        up to its last whole page, together with the window before that.
+        """
+        return self.window + self.max_pending_observe + self.page_size
 
     @property
     def decode_window_pages(self) -> int:
