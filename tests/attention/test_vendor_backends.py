@@ -136,7 +136,7 @@ def test_other_expanded_heads_are_computed_plainly() -> None:
 GPU = AttentionNeed(
     "cuda", torch.bfloat16, 128, 32, 8, frozenset({CAUSAL}), arch="sm_90", phase=Phase.PREFILL
 )
-MLA = replace(GPU, mla=True, dense=False, head_dim=576, num_kv_heads=1)
+MLA = replace(GPU, mla=True, dense=False, head_dim=576, latent_dim=512, num_kv_heads=1)
 
 
 @pytest.fixture
@@ -225,7 +225,8 @@ def test_a_package_that_does_not_load_is_refused_at_the_start(name: str, bare: P
         ("fa3", replace(GPU, page_sizes=frozenset({256})), "not of 256"),
         ("fa3", replace(GPU, sinks=True, num_heads=128), "at most 64 heads"),
         ("fa3", replace(GPU, logit_softcap=True), "soft-cap"),
-        ("fa3", replace(MLA, head_dim=320), "head dim 512 . 64, not 320"),
+        ("fa3", replace(MLA, head_dim=320, latent_dim=256), "512 . 64, not 256 . 64"),
+        ("fa3", replace(MLA, latent_dim=448), "512 . 64, not 448 . 128"),
         ("fa3", replace(MLA, masks=frozenset({LayerMask(window=8)})), "latent.*no window"),
         ("fa3", replace(MLA, sinks=True), "latent.*no sinks"),
         ("fa4", replace(GPU, arch="sm_80"), "it runs on sm_100 and sm_90, not sm_80"),
@@ -235,6 +236,8 @@ def test_a_package_that_does_not_load_is_refused_at_the_start(name: str, bare: P
         ("fa4", replace(GPU, page_sizes=frozenset({16})), "pages of 64, 128 tokens, not of 16"),
         ("flashmla", replace(MLA), "it does not serve prefill"),
         ("flashmla", replace(GPU, phase=Phase.DECODE), "no attention over K and V"),
+        ("flashmla", replace(MLA, phase=Phase.DECODE, latent_dim=448), "512 values, not 448"),
+        ("flashmla", replace(MLA, phase=Phase.DECODE, head_dim=320), "320 is not one of 576"),
         ("flashmla", replace(MLA, phase=Phase.VERIFY, arch="sm_100"), "not sm_100"),
     ],
 )

@@ -216,9 +216,9 @@ class FlashBackend(PagedBackend):
 
 def _refused_latent(need: AttentionNeed) -> list[str]:
     reasons = []
-    if need.head_dim != LATENT_DIM + ROPE_DIM:
-        asked, sizes = need.head_dim, f"{LATENT_DIM} + {ROPE_DIM}"
-        reasons.append(f"its latent attention has head dim {sizes}, not {asked}")
+    latent, rope = need.latent_dim, need.head_dim - need.latent_dim
+    if (latent, rope) != (LATENT_DIM, ROPE_DIM):
+        reasons.append(f"its latent rows are {LATENT_DIM} + {ROPE_DIM}, not {latent} + {rope}")
     if any(mask.window is not None for mask in need.masks):
         reasons.append("its latent attention has no window")
     if need.sinks:

@@ -20,7 +20,7 @@ from forerun.core.errors import ConfigError, InternalError
 from forerun.kvcache.layouts import LatentKV
 from forerun.kvcache.pools import ModelPools
 
-PAGE_SIZE = 64
+PAGE_SIZE, LATENT_DIM, ROPE_DIM = 64, 512, 64
 
 
 @dataclass
@@ -42,7 +42,7 @@ class FlashMla(PagedBackend):
         phases=frozenset(PER_STEP),
         masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
         windows=frozenset(),
-        head_dims=(576,),
+        latent_dims=(LATENT_DIM + ROPE_DIM,),
         dtypes=(torch.bfloat16,),
         kv_dtypes=(torch.bfloat16,),
         page_sizes=(PAGE_SIZE,),
@@ -53,6 +53,13 @@ class FlashMla(PagedBackend):
     @classmethod
     def why_missing(cls) -> list[str]:
         return cls.package.why_not()
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
+        if need.mla and need.latent_dim != LATENT_DIM:
+            reasons.append(f"its latent part has {LATENT_DIM} values, not {need.latent_dim}")
+        return reasons
 
     @classmethod
     def load(cls, need: AttentionNeed) -> Any:

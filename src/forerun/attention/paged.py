@@ -1,7 +1,6 @@
-"""What backends share that attend with a library's kernel: K/V is written by our own kernels.
+"""K/V written by our own kernels, and a forward's tokens as the kernels of others want them.
 
-A forward's tokens are described to the library by `PagedTokens`. Nothing is read on the host but
-the counts of a prefill, which are exact there.
+Nothing is read on the host but the counts of a prefill, which are exact there.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from forerun.attention.base import (
     QKNormRope,
     RopeInput,
 )
+from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
 from forerun.kernels.elementwise.qk_norm_rope import (
     RopePositions,
     kv_norm_rope_write,
     qk_norm_rope_write,
 )
-from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3_ref
 from forerun.platform.device import upload
 
 
@@ -64,28 +63,39 @@ class PagedTokens:
         return cls(kv_slots, kv_lens, used, max(counts), first)
 
 
+class SlotPlan(Plan):
+    """Knows where the tokens of its forward are stored."""
+
+    kv_slots: Tensor  # [T] int64
+
+
 @dataclass
-class PagedPlan(Plan):
+class PagedPlan(SlotPlan):
+    """Of a library's kernels."""
+
     tokens: PagedTokens
+
+    def __post_init__(self) -> None:
+        self.kv_slots = self.tokens.kv_slots
 
 
 class PagedBackend(AttentionBackend):
-    """Writes to the pools with our kernels; its plans are `PagedPlan`s."""
+    """Writes to the pools with our kernels; its plans are `SlotPlan`s."""
 
     def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-        assert isinstance(plan, PagedPlan)
-        write_kv(k, v, plan.tokens.kv_slots, self.pools.k(layer), self.pools.v(layer))
+        assert isinstance(plan, SlotPlan)
+        write_kv(k, v, plan.kv_slots, self.pools.k(layer), self.pools.v(layer))
 
     def rope_write(
         self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
     ) -> Tensor:
-        assert isinstance(plan, PagedPlan)
+        assert isinstance(plan, SlotPlan)
         return qk_norm_rope_write(
             qkv,
             norm_rope.heads,
             norm_rope.norms,
             RopePositions(rope.table, rope.positions),
-            plan.tokens.kv_slots,
+            plan.kv_slots,
             self.pools.k(layer),
             self.pools.v(layer),
         )
@@ -98,18 +108,16 @@ class PagedBackend(AttentionBackend):
         rope: RopeInput,
         num_committed: Tensor | None,
     ) -> None:
-        assert isinstance(plan, PagedPlan)
+        assert isinstance(plan, SlotPlan)
         kv_norm_rope_write(
             kv,
             norm_rope.norms,
             RopePositions(rope.table, rope.positions),
-            plan.tokens.kv_slots,
+            plan.kv_slots,
             self.pools.dense,
             num_committed,
         )
 
     def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
-        assert isinstance(plan, PagedPlan)
-        pool = self.pools.latent(layer)
-        cast = encode_e4m3_ref(latent) if pool.dtype == FP8 else latent.to(pool.dtype)
-        as_bits(pool).flatten(0, 1).index_copy_(0, plan.tokens.kv_slots, as_bits(cast))
+        assert isinstance(plan, SlotPlan)
+        write_latent(latent, plan.kv_slots, self.pools.latent(layer))

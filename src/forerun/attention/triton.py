@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import (
-    AttentionBackend,
     AttentionBatch,
     AttentionSpec,
     Buffers,
-    KVNormRope,
     Plan,
-    QKNormRope,
-    RopeInput,
 )
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask
+from forerun.attention.paged import PagedBackend, SlotPlan
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
 from forerun.kernels.attention.mla_absorbed import (
     PagedLatent,
@@ -30,8 +27,7 @@ from forerun.kernels.attention.mla_absorbed import (
     mla_decode,
     mla_prefill,
 )
-from forerun.kernels.attention.mla_write import write_latent
-from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots, write_kv
+from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
 from forerun.kernels.attention.prefill import (
     Spans,
     TileMap,
@@ -48,11 +44,6 @@ from forerun.kernels.attention.tiles import (
     mla_prefill_tile_config,
     prefill_tile_config,
 )
-from forerun.kernels.elementwise.qk_norm_rope import (
-    RopePositions,
-    kv_norm_rope_write,
-    qk_norm_rope_write,
-)
 from forerun.kernels.runtime.fp8 import FP8
 from forerun.kernels.runtime.gpu import gpu_of, have_triton
 from forerun.kvcache.layouts import LatentKV
@@ -64,7 +55,7 @@ MAX_LATENT, MAX_ROPE = 512, 128  # values of a latent row that MLA kernels take
 
 
 @dataclass
-class TritonPlan(Plan):
+class TritonPlan(SlotPlan):
     """`tree` [T] int64, bit j: the token sees token j of its request; None: no tree."""
 
     batch: AttentionBatch
@@ -74,7 +65,7 @@ class TritonPlan(Plan):
     tree: Tensor | None = None
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(PagedBackend):
     name = "triton"
 
     capabilities = Capabilities(
@@ -171,42 +162,6 @@ class TritonAttention(AttentionBackend):
             self.pools.page_size,
         )
 
-    def write(self, plan: Plan, layer: int, k: Tensor, v: Tensor) -> None:
-        assert isinstance(plan, TritonPlan)
-        write_kv(k, v, plan.kv_slots, self.pools.k(layer), self.pools.v(layer))
-
-    def rope_write(
-        self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
-    ) -> Tensor:
-        assert isinstance(plan, TritonPlan)
-        return qk_norm_rope_write(
-            qkv,
-            norm_rope.heads,
-            norm_rope.norms,
-            RopePositions(rope.table, rope.positions),
-            plan.kv_slots,
-            self.pools.k(layer),
-            self.pools.v(layer),
-        )
-
-    def rope_write_layers(
-        self,
-        plan: Plan,
-        kv: Tensor,
-        norm_rope: KVNormRope,
-        rope: RopeInput,
-        num_committed: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, TritonPlan)
-        kv_norm_rope_write(
-            kv,
-            norm_rope.norms,
-            RopePositions(rope.table, rope.positions),
-            plan.kv_slots,
-            self.pools.dense,
-            num_committed,
-        )
-
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
         batch, mask = plan.batch, _mask(plan, spec)
@@ -215,10 +170,6 @@ class TritonAttention(AttentionBackend):
             return paged_attention(q, kv, batch.q_len, mask, spec.scale, plan.num_splits)
         assert batch.ragged is not None
         return prefill_attention(q, kv, batch.ragged, plan.tile_map, mask, spec.scale)
-
-    def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
-        assert isinstance(plan, TritonPlan)
-        write_latent(latent, plan.kv_slots, self.pools.latent(layer))
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
