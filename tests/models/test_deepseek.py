@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 
 from forerun.attention.torch_native import TorchNative
+from forerun.bench.cli.inputs import with_preset
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import Experts
+from forerun.llm.bundled import preset
 from forerun.models.deepseek import has_experts, latent_heads, routing
 from forerun.models.loader import load_target
+from forerun.models.nextn import NextNDraft, load_nextn_config
 from forerun.models.registry import model_class
 from tests.models.support import CPU, Loop, family, save
 
@@ -34,22 +38,7 @@ def yarn(factor: float, mscale: float) -> dict[str, Any]:
     }
 
 
-LITE: dict[str, Any] = {
-    **MLA,
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "hidden_size": 2048,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "vocab_size": 102400,
-    "rope_scaling": yarn(40, 0.707),
-}
+LITE = json.loads((preset("deepseek-v2-lite")[0] / "config.json").read_text())
 V3: dict[str, Any] = {
     **MLA,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -108,6 +97,15 @@ def test_sizes_are_those_of_the_releases(raw: dict[str, Any], billions: float) -
     assert count / 1e9 == pytest.approx(billions, rel=2e-3)
     layout = model.kv_layout(torch.bfloat16)
     assert layout.token_bytes == 576 * 2 * raw["num_hidden_layers"]
+
+
+def test_the_preset_runs_without_a_draft_by_default() -> None:
+    settings = with_preset("deepseek-v2-lite", {})
+    assert settings["speculative_algorithm"] is None
+    assert "speculative_draft_model_path" not in settings
+    asked = with_preset("deepseek-v2-lite", {"speculative_algorithm": "NEXTN"})
+    nextn = load_nextn_config(Path(asked["model_path"]))  # the release has no MTP layer
+    assert NextNDraft.kv_layout(nextn, torch.bfloat16).token_bytes == 576 * 2
 
 
 def test_dense_layers_and_mixtures() -> None:

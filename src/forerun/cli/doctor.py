@@ -48,7 +48,8 @@ def doctor(
         typer.Option(help="A model (folder or Hub name): how each of its GEMMs is computed"),
     ] = None,
     preset_name: Annotated[
-        str | None, typer.Option("--preset", help="The same for a known model: qwen3-8b")
+        str | None,
+        typer.Option("--preset", help="The same for a known model, as `forerun bench` has them"),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:

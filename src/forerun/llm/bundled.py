@@ -24,8 +24,10 @@ def bundled(name: str) -> Path:
     return folder
 
 
-def preset(name: str) -> tuple[Path, Path]:
-    """Config-only folders of a known target and its draft, for benchmarks with random weights.
+def preset(name: str) -> tuple[Path, Path | None]:
+    """Config-only folders of a known target and of its draft, if there is one.
+
+    For benchmarks with random weights. A target may have an MTP layer that its release has not.
 
     Raises:
         ConfigError: unknown name.
@@ -35,4 +37,5 @@ def preset(name: str) -> tuple[Path, Path]:
         raise ConfigError(
             f"Unknown preset {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
         )
-    return PRESETS / name / "target", PRESETS / name / "draft"
+    draft = PRESETS / name / "draft"
+    return PRESETS / name / "target", draft if draft.is_dir() else None

@@ -24,7 +24,9 @@ RandomInput = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(help="Shapes of a known model, random weights and input: qwen3-8b"),
+    typer.Option(
+        help="Shapes of a known model, random weights and input: deepseek-v2-lite, qwen3-8b"
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
@@ -91,11 +93,14 @@ def check_repetitions(repetitions: int) -> None:
 
 
 def with_preset(name: str, engine: Values) -> dict[str, Any]:
-    """Settings for random weights in the shapes of a known pair; `engine` overrides them."""
+    """Settings for random weights in the shapes of a known model; `engine` overrides them.
+
+    With its draft, if it has one, else without speculation.
+    """
     target, draft = bundled_preset(name)
     settings = {"model_path": str(target), "load_format": "dummy", **engine}
-    settings.setdefault("speculative_algorithm", bundled_algorithm())
-    if get_algorithm(settings["speculative_algorithm"]).bundled_draft:
+    settings.setdefault("speculative_algorithm", bundled_algorithm() if draft else None)
+    if draft is not None and get_algorithm(settings["speculative_algorithm"]).bundled_draft:
         settings.setdefault("speculative_draft_model_path", str(draft))
     return settings
 
