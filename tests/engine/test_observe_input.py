@@ -268,10 +268,9 @@ def test_dummy_steps_reach_no_request(eager: bool, monkeypatch: pytest.MonkeyPat
             observe(given)
 
         monkeypatch.setattr(algorithm, "observe", counted)
-        step.dummy = True
-        for plan in profiling_plans(limits, (1, limits.max_verify_tokens), limits.slots):
-            executor.launch(plan).result()
-        step.dummy = False
+        with step.dummy_steps():
+            for plan in profiling_plans(limits, (1, limits.max_verify_tokens), limits.slots):
+                executor.launch(plan).result()
         assert calls == {phase: {eager} for phase in Phase}
         assert not algorithm.seen and not algorithm.observed[:-1].any()
         calls.clear()

@@ -157,12 +157,8 @@ def step_gemms(engine: Engine, batch_size: int) -> tuple[Gemm, ...]:
     slots = tables.upload([tables.padding_slot] * batch_size, torch.int64)
     draft = step.empty_draft(slots, width) if step.caps.needs_host_tokens and width > 1 else None
     shape = StepShape(width, 1 + step.caps.kv_reserve, SamplingFlags())
-    step.dummy = True
-    try:
-        with recording() as gemms:
-            step.decode(slots, shape, draft)
-    finally:
-        step.dummy = False
+    with step.dummy_steps(), recording() as gemms:
+        step.decode(slots, shape, draft)
     error = step.algorithm.take_error()
     if error is not None:
         raise error

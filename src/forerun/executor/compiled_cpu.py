@@ -108,11 +108,10 @@ class CompiledCpuSteps:
 
         tables = self.step.tables
         slots = tables.upload([tables.padding_slot] * key.batch, torch.int64)
-        self.step.dummy = True
-        if buffers is not None:  # allocates them, so that the trace only reads them
-            decode(slots, *_tensors(draft))
-        traced = make_fx(decode)(slots, *_tensors(draft))
-        self.step.dummy = False
+        with self.step.dummy_steps():
+            if buffers is not None:  # allocates them, so that the trace only reads them
+                decode(slots, *_tensors(draft))
+            traced = make_fx(decode)(slots, *_tensors(draft))
         if error := self.step.algorithm.take_error():
             raise error
         return _compile_subgraphs(traced, self._compiled_graphs)

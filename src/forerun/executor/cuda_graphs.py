@@ -11,8 +11,7 @@ kernels one by one takes the host longer than the GPU needs to run them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -100,7 +99,7 @@ class CudaGraphSteps:
         """
         self._pool = torch.cuda.graph_pool_handle()
         report = progress or (lambda name: None)
-        with self._dummy():
+        with self.step.dummy_steps():
             for size, width in product(reversed(sizes or self.sizes), reversed(self.widths)):
                 for flags in (GREEDY, SAMPLED):
                     report(f"decode {size} x {width} {_sampling(flags)}")
@@ -187,14 +186,6 @@ class CudaGraphSteps:
     def _padding(self, size: int) -> Tensor:
         tables = self.step.tables
         return torch.full((size,), tables.padding_slot, dtype=torch.int64, device=tables.device)
-
-    @contextmanager
-    def _dummy(self) -> Iterator[None]:
-        self.step.dummy = True
-        try:
-            yield
-        finally:
-            self.step.dummy = False
 
     # --- replay ---------------------------------------------------------------------------------
 

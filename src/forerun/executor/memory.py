@@ -197,13 +197,12 @@ def profile_run(
     Everything runs on the padding slot, so one page of K/V is enough. Loaded kernels and library
     workspaces remain allocated; all other memory is released.
     """
-    device, step = executor.tables.device, executor.step
+    device = executor.tables.device
     before = _reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    step.dummy = True
-    for plan in profiling_plans(limits, widths, executor.tables.padding_slot):
-        executor.launch(plan).result()
-    step.dummy = False
+    with executor.step.dummy_steps():
+        for plan in profiling_plans(limits, widths, executor.tables.padding_slot):
+            executor.launch(plan).result()
     peak = torch.cuda.max_memory_reserved(device)
     kept = _reserved(device) - before
     activations = max(0, peak - before - kept)

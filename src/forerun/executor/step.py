@@ -8,7 +8,8 @@ so that a whole step can be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -74,7 +75,7 @@ class DeviceStep:
         self.simulate: SimulatedAcceptance | None = None
         self.timer: StepTimer | None = None
         self.deferred: DeferredObserve | None = None
-        self.dummy = False  # profiling or capture: no real requests
+        self._dummy = False  # see `dummy_steps`
         if any(each.needs_host_pages for each in self._attentions):
             tables.mirror_pages()
 
@@ -99,10 +100,19 @@ class DeviceStep:
             if attention.pools.windowed is windowed:
                 attention.pools.clear_pages(index)
 
+    @contextmanager
+    def dummy_steps(self) -> Iterator[None]:
+        """Steps in the block are dummy steps: profiling, capture or measurement, no requests."""
+        self._dummy = True
+        try:
+            yield
+        finally:
+            self._dummy = False
+
     @property
     def _shows_dummy(self) -> bool:
-        """`dummy`, unless it would be captured with the step."""
-        return self.dummy and not self.captures_drafts
+        """Whether algorithms see a dummy step; not if the value would be captured."""
+        return self._dummy and not self.captures_drafts
 
     @property
     def keeps_recurrent_state(self) -> bool:

@@ -36,12 +36,11 @@ def measure_step_costs(
     """
     budget = CAPTURED if executor.steps.captured else EAGER
     costs, end = {}, time.monotonic() + budget.seconds
-    executor.step.dummy = True
-    for batch in executor.steps.measured_batches(largest):
-        costs[batch] = [_cost(executor, batch, width, budget) for width in widths]
-        if time.monotonic() > end:
-            break
-    executor.step.dummy = False
+    with executor.step.dummy_steps():
+        for batch in executor.steps.measured_batches(largest):
+            costs[batch] = [_cost(executor, batch, width, budget) for width in widths]
+            if time.monotonic() > end:
+                break
     return costs
 
 
