@@ -34,7 +34,7 @@ log = logging.getLogger("forerun")
 class Engine:
     """Serves requests on one executor; input and output are token ids.
 
-    Not thread-safe: one thread calls it, except for `make_request`.
+    Not thread-safe, except for `make_request`.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
@@ -73,6 +73,11 @@ class Engine:
 
         Stop strings are ignored: the text layer finds them and calls `finish`.
 
+        Args:
+            prompt: token ids.
+            rid: request id; default: a new one.
+            seed_offset: added to the seed: the index of a sample, with n > 1.
+
         Raises:
             RequestError: it cannot be served.
         """
@@ -93,9 +98,8 @@ class Engine:
         check_stop_ids(params, stop_ids)
         seed = params.sampling_seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
-        seed = (
-            seed + seed_offset + 2**63
-        ) % 2**64 - 2**63  # consecutive for the samples of a prompt
+        # Consecutive seeds for the samples of a prompt, wrapped to signed 64 bits.
+        seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
         request = Request(rid, tuple(prompt), params, seed, stop_ids)
         self.scheduler.check(request)
         return request
@@ -171,7 +175,7 @@ class Engine:
         return done.changed
 
     def _launch(self, plan: StepPlan) -> None:
-        """A step that cannot be launched ends its own requests only."""
+        """Launches a step; an exception aborts the requests of this step only."""
         launched = time.monotonic()
         try:
             self._in_flight.append((self.executor.launch(plan), launched))
@@ -180,7 +184,7 @@ class Engine:
             raise
 
     def _executor_failed(self, error: Exception) -> None:
-        """No step in flight will be done: their requests end."""
+        """Aborts the requests of the steps in flight: their results will not arrive."""
         for _ in range(1 + len(self._in_flight)):
             self.scheduler.fail(f"{type(error).__name__}: {error}")
         self._in_flight.clear()

@@ -9,7 +9,7 @@ reading weights, which is faster with all cores.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +29,15 @@ class CpuThreads:
     reason: str
 
     @classmethod
-    def choose(cls, weight_bytes: int, environment: Mapping[str, str] | None = None) -> CpuThreads:
+    def choose(cls, weight_bytes: int) -> CpuThreads:
         """The user's setting; else one thread for small models and all physical cores for others.
 
         Args:
             weight_bytes: size of the target's weights in memory.
-            environment: default: `os.environ`.
         """
         current = torch.get_num_threads()
-        variables = os.environ if environment is None else environment
         for name in VARIABLES:
-            if variables.get(name):
+            if os.environ.get(name):
                 return cls(current, f"{name} is set")
         logical, physical = _logical_cores(), _physical_cores()
         if current not in (logical, physical):  # torch starts with one of these
