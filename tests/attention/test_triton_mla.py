@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun import LLM
+from forerun.attention import latent
 from forerun.attention.base import (
     AttentionBackend,
     AttentionBatch,
@@ -17,6 +18,7 @@ from forerun.attention.base import (
     LayerMask,
     Mask,
 )
+from forerun.attention.latent import LatentDims, LatentExpand
 from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
 from forerun.kvcache.layouts import LatentKV, ModelLayout
@@ -108,6 +110,64 @@ def run_forwards(need: AttentionNeed, page: int, q_len: int, device: torch.devic
 @pytest.mark.parametrize(("page", "q_len"), [(1, 1), (16, 4), (64, 5)])
 def test_prefill_then_steps(page: int, q_len: int, device: torch.device) -> None:
     run_forwards(need_of(device, 4, 24, 8, torch.float32), page, q_len, device)
+
+
+class Expand(LatentExpand):
+    """Random up-projections."""
+
+    def __init__(self, heads: int, dims: LatentDims, device: torch.device, dtype: torch.dtype):
+        self.num_heads, self.dims = heads, dims
+        draw = torch.Generator().manual_seed(5)
+        w = torch.randn(heads, dims.nope + dims.v, dims.latent, generator=draw)
+        self.w = (w * dims.latent**-0.5).to(device, dtype)
+        self.groups: list[slice] = []
+
+    def __call__(self, rows: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        self.groups.append(heads)
+        dims = self.dims
+        both = torch.einsum("sr,hdr->shd", rows[:, : dims.latent], self.w[heads])
+        rope = rows[:, None, dims.latent :].expand(-1, both.shape[1], -1)
+        return torch.cat((both[..., : dims.nope], rope), -1), both[..., dims.nope :]
+
+
+def run_expanded(
+    need: AttentionNeed, dims: LatentDims, mask: LayerMask, device: torch.device
+) -> Expand:
+    """Chunks behind contexts of several lengths."""
+    pair, table = backends(need, 16, device), tables(16, device)[:3]
+    draw, dtype = torch.Generator().manual_seed(2), need.dtype
+    expand = Expand(need.num_heads, dims, device, dtype)
+    rows = torch.randn(3 * 256, need.head_dim, generator=draw).to(device, dtype)
+    chunks = ((20, 3), (0, 40), (33, 1))
+    start = torch.tensor([s for s, _ in chunks], dtype=torch.int32, device=device)
+    batch = AttentionBatch(table, start, 40, ragged=chunks)
+    q = torch.randn(44, need.num_heads, dims.qk, generator=draw).to(device, dtype)
+    results = []
+    for backend in pair:
+        backend.pools.latent(0)[1:].flatten(0, 1).copy_(rows)
+        plan, spec = backend.plan(batch), AttentionSpec(mask, dims.qk**-0.5)
+        backend.write_latent(plan, 0, rows[:44])
+        results.append(backend.attend_latent_prefill(plan, batch, 0, spec, q, expand))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+    return expand
+
+
+@pytest.mark.parametrize("mask", MASKS[:2], ids=str)
+def test_expanded_prefill(
+    mask: LayerMask, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two groups of heads."""
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 2 * 97 * (24 + 16) * 4)
+    need, dims = need_of(device, 4, 24, 8, torch.float32), LatentDims(24, 8, 16, 16)
+    assert [slice(0, 2), slice(2, 4)] == run_expanded(need, dims, mask, device).groups[:2]
+
+
+@pytest.mark.gpu
+def test_expanded_prefill_with_the_sizes_of_deepseek() -> None:
+    device = torch.device("cuda")
+    need = need_of(device, 16, 512, 64, torch.bfloat16)
+    run_expanded(need, LatentDims(512, 64, 128, 128), LayerMask(), device)
 
 
 @pytest.mark.gpu

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from forerun.kernels.attention.mla_expanded import _expanded_attention_kernel, split_dim
 from forerun.kernels.attention.mla_kernels import mla_attention_kernel
 from forerun.kernels.attention.mla_write import _write_latent
 from forerun.kernels.attention.tiles import (
     LatentShape,
+    expanded_tile_config,
     mla_prefill_tile_config,
     mla_tile_config,
     mla_uses_tma,
@@ -88,6 +90,43 @@ def absorbed(
     return _on_each(name, targets, make)
 
 
+def expanded(
+    name: str,
+    dims: tuple[int, int] = (192, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    targets: tuple[str, ...] = TARGETS,
+    window: int = -1,
+) -> list[Case]:
+    half = f"*{NAMES[dtype]}"
+    names = "q_ptr k_ptr v_ptr out_ptr cu_kv_lens tile_map qk_scale"
+    strides = tuple(f"{x}_{of}_stride" for x in "qkv" for of in ("token", "head"))
+    kinds = [*[half] * 4, "*i32", "*i32", "fp32", *["i32"] * 6]
+
+    def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
+        blocks, options = _tiles(expanded_tile_config(gpu, *dims, dtype))
+        main, rest = split_dim(dims[0])
+        return Case(
+            name,
+            _expanded_attention_kernel,
+            dict(zip((*names.split(), *strides), kinds, strict=True)),
+            {
+                "DIM": dims[0],
+                "V_DIM": dims[1],
+                "WINDOW": window,
+                "BLOCK_D": main,
+                "BLOCK_R": rest,
+                "BLOCK_V": padded(dims[1]),
+                **blocks,
+            },
+            options,
+            targets=targets,
+            multiples=strides,
+            matrix=dtype != torch.float32,
+        )
+
+    return _on_each(name, targets, make)
+
+
 def _spills(gpu: GpuInfo, shape: LatentShape) -> int:
     """RDNA's 256 registers do not hold 16 x 512.
 
@@ -117,6 +156,10 @@ CASES = [
     *absorbed("decode, small rows", 1, dims=(48, 16), targets=ONE),
     *absorbed("prefill", 0),
     *absorbed("prefill, pages of 16", 0, page=16, targets=ONE),
+    *expanded("expanded"),
+    *expanded("expanded, window", window=512, targets=ONE),
+    *expanded("expanded, 256 values", dims=(256, 256), targets=(*ONE, "sm_80")),
+    *expanded("expanded, float32", dtype=torch.float32, targets=ONE),
     *(
         Case(
             f"write latent rows, {pool}",

@@ -16,10 +16,18 @@ from forerun.kernels.attention.mla_absorbed import (
     mla_prefill,
     mla_prefill_ref,
 )
+from forerun.kernels.attention.mla_expanded import (
+    ExpandedKV,
+    expanded_attention,
+    expanded_attention_ref,
+    split_dim,
+)
+from forerun.kernels.attention.prefill import build_tile_map
 from forerun.kernels.attention.tiles import (
     LatentShape,
     TileConfig,
     choose_mla_splits,
+    expanded_tile_config,
     mla_prefill_tile_config,
     mla_tile_config,
     mla_uses_tma,
@@ -183,6 +191,81 @@ def test_tiles_of_deepseek_on_hopper() -> None:
     assert mla_uses_tma(HOPPER, shape, 64)
     assert not mla_uses_tma(HOPPER, replace(shape, page_size=16), 64)
     assert not mla_uses_tma(HOPPER, replace(shape, rope_dim=24), 64)
+
+
+# --- expanded K and V ---------------------------------------------------------------------------
+
+SPANS = [(0, 7), (37, 1), (5, 21), (0, 1)]
+
+
+def make_expanded(
+    spans: list[tuple[int, int]],
+    heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[torch.Tensor, ExpandedKV]:
+    """q [T, H, D] and K, V, all of them views into wider rows, as the model's are."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = [start + count for start, count in spans]
+    tokens, positions = sum(n for _, n in spans), sum(lengths)
+    q = torch.randn(tokens, heads + 1, dims[0], generator=draw).to(device, dtype)[:, :heads]
+    both = torch.randn(positions, heads, sum(dims), generator=draw).to(device, dtype)
+    k, v = both.split_with_sizes(dims, 2)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    return q, ExpandedKV(k, v, ends)
+
+
+def run_expanded(
+    spans: list[tuple[int, int]],
+    q: torch.Tensor,
+    kv: ExpandedKV,
+    window: int | None,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    dims = q.shape[2], kv.v.shape[2]
+    tile = config or expanded_tile_config(gpu_of(q.device), *dims, q.dtype)
+    tiles = build_tile_map(spans, tile.block_m, lambda host: host.to(q.device))
+    return expanded_attention(q, kv, spans, tiles, dims[0] ** -0.5, window, config)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("dims", [(192, 128), (24, 16), (80, 40)])
+def test_expanded_attention(
+    dims: tuple[int, int], window: int | None, device: torch.device
+) -> None:
+    q, kv = make_expanded(SPANS, 2, dims, torch.float32, device)
+    exact = ExpandedKV(kv.k.double(), kv.v.double(), kv.cu_kv_lens)
+    right = expanded_attention_ref(q.double(), exact, SPANS, dims[0] ** -0.5, window)
+    out = run_expanded(SPANS, q, kv, window, TileConfig(16, 16, 4, 1))
+    assert relative_error(out, right) < 2e-6
+
+
+def test_a_neighbour_full_of_nan_changes_nothing(device: torch.device) -> None:
+    q, kv = make_expanded(SPANS, 2, (32, 16), torch.float32, device)
+    before = run_expanded(SPANS, q, kv, None)
+    kv.k[7:45], kv.v[7:45] = float("nan"), float("nan")  # the context of the second request
+    after = run_expanded(SPANS, q, kv, None)
+    others = [i for i in range(len(q)) if i != 7]
+    assert torch.equal(after[others], before[others])
+
+
+def test_head_dims_are_split_into_powers_of_two() -> None:
+    sizes = {64: (64, 0), 48: (64, 0), 192: (128, 64), 128: (128, 0), 256: (256, 0), 96: (64, 32)}
+    assert {dim: split_dim(dim) for dim in sizes} == sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 100])
+def test_expanded_attention_on_gpu(
+    window: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    spans = [(0, 333), (700, 65), (1500, 1), (64, 64), (0, 1024)]
+    q, kv = make_expanded(spans, 16, (192, 128), dtype, device)
+    exact = ExpandedKV(kv.k.double(), kv.v.double(), kv.cu_kv_lens)
+    right = expanded_attention_ref(q.double(), exact, spans, 192**-0.5, window)
+    assert relative_error(run_expanded(spans, q, kv, window), right) < BOUND[dtype]
 
 
 # --- on a GPU: DeepSeek's sizes -----------------------------------------------------------------

@@ -17,12 +17,10 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import AttentionNeed, LayerMask, Mask
 from forerun.attention.latent import LatentExpand
-from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens
+from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens, WholeContexts
 from forerun.core.errors import ConfigError
-from forerun.kernels.attention.paged_kv import compute_kv_slots
 from forerun.kvcache.layouts import LatentKV
 from forerun.kvcache.pools import ModelPools
-from forerun.platform.device import upload
 
 MAX_HEAD_DIM = 256
 LATENT_DIM, ROPE_DIM = 512, 64  # what its kernels for absorbed MLA are compiled for
@@ -93,24 +91,6 @@ class FlashLibrary(ABC):
     @abstractmethod
     def attend_unpaged(self, x: UnpagedInput, mask: FlashMask, scale: float) -> Tensor:
         """[T, H, Dv]."""
-
-
-@dataclass(frozen=True)
-class WholeContexts:
-    """All K/V of the requests of a prefill, one after another: S in all."""
-
-    kv_slots: Tensor  # [S] int64
-    cu_kv_lens: Tensor  # [B + 1] int32
-    max_kv_len: int
-
-    @classmethod
-    def of(cls, batch: AttentionBatch, page_size: int) -> WholeContexts:
-        assert batch.ragged is not None
-        lengths, table = [start + count for start, count in batch.ragged], batch.page_table
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        cu_kv_lens, begin = upload(ends, table.device), torch.zeros_like(batch.start)
-        kv_slots = compute_kv_slots(table, begin, cu_kv_lens, max(lengths), sum(lengths), page_size)
-        return cls(kv_slots, cu_kv_lens, max(lengths))
 
 
 @dataclass

@@ -63,6 +63,24 @@ class PagedTokens:
         return cls(kv_slots, kv_lens, used, max(counts), first)
 
 
+@dataclass(frozen=True)
+class WholeContexts:
+    """All K/V of the requests of a prefill, one after another: S in all."""
+
+    kv_slots: Tensor  # [S] int64
+    cu_kv_lens: Tensor  # [B + 1] int32
+    max_kv_len: int
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, page_size: int) -> WholeContexts:
+        assert batch.ragged is not None
+        lengths, table = [start + count for start, count in batch.ragged], batch.page_table
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        cu_kv_lens, begin = upload(ends, table.device), torch.zeros_like(batch.start)
+        kv_slots = compute_kv_slots(table, begin, cu_kv_lens, max(lengths), sum(lengths), page_size)
+        return cls(kv_slots, cu_kv_lens, max(lengths))
+
+
 class SlotPlan(Plan):
     """Knows where the tokens of its forward are stored."""
 

@@ -19,7 +19,8 @@ from forerun.attention.base import (
     Plan,
 )
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask
-from forerun.attention.paged import PagedBackend, SlotPlan
+from forerun.attention.latent import LatentExpand
+from forerun.attention.paged import PagedBackend, SlotPlan, WholeContexts
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
 from forerun.kernels.attention.mla_absorbed import (
     PagedLatent,
@@ -27,6 +28,7 @@ from forerun.kernels.attention.mla_absorbed import (
     mla_decode,
     mla_prefill,
 )
+from forerun.kernels.attention.mla_expanded import ExpandedKV, expanded_attention
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
 from forerun.kernels.attention.prefill import (
     Spans,
@@ -41,10 +43,11 @@ from forerun.kernels.attention.tiles import (
     best_page_size,
     choose_mla_splits,
     choose_num_splits,
+    expanded_tile_config,
     mla_prefill_tile_config,
     prefill_tile_config,
 )
-from forerun.kernels.runtime.fp8 import FP8
+from forerun.kernels.runtime.fp8 import FP8, as_bits
 from forerun.kernels.runtime.gpu import gpu_of, have_triton
 from forerun.kvcache.layouts import LatentKV
 from forerun.platform.device import upload
@@ -52,6 +55,7 @@ from forerun.platform.device import upload
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_LATENT, MAX_ROPE = 512, 128  # values of a latent row that MLA kernels take
+MAX_EXPANDED = 256  # values of a head of expanded K or V that the kernel for them takes
 
 
 @dataclass
@@ -63,6 +67,15 @@ class TritonPlan(SlotPlan):
     num_splits: int
     tile_map: TileMap | None  # of ragged chunks
     tree: Tensor | None = None
+    expanded: _Expanded | None = None  # made by the first layer that needs it
+
+
+@dataclass(frozen=True)
+class _Expanded:
+    """What layers share that attend to expanded latent rows."""
+
+    contexts: WholeContexts
+    tile_map: TileMap
 
 
 class TritonAttention(PagedBackend):
@@ -182,6 +195,37 @@ class TritonAttention(PagedBackend):
             return mla_decode(q, cache, batch.q_len, mask, spec.scale, plan.num_splits)
         assert batch.ragged is not None
         return mla_prefill(q, cache, batch.ragged, plan.tile_map, mask, spec.scale)
+
+    def attend_latent_prefill(
+        self,
+        plan: Plan,
+        batch: AttentionBatch,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        expand: LatentExpand,
+    ) -> Tensor:
+        assert isinstance(plan, TritonPlan)
+        assert batch.ragged is not None
+        dims, device = expand.dims, q.device
+        if max(dims.qk, dims.v) > MAX_EXPANDED:
+            return super().attend_latent_prefill(plan, batch, layer, spec, q, expand)
+        if plan.expanded is None:
+            tile = expanded_tile_config(gpu_of(device), dims.qk, dims.v, q.dtype)
+            send = partial(upload, device=device)
+            tile_map = build_tile_map(batch.ragged, tile.block_m, send)
+            plan.expanded = _Expanded(WholeContexts.of(batch, self.pools.page_size), tile_map)
+        contexts, pool = plan.expanded.contexts, self.pools.latent(layer)
+        stored = as_bits(pool).flatten(0, 1).index_select(0, contexts.kv_slots)
+        rows = stored.view(pool.dtype).to(q.dtype)
+        parts = []
+        for heads in expand.head_groups(rows.shape[0], q.element_size()):
+            kv = ExpandedKV(*expand(rows, heads), contexts.cu_kv_lens)
+            tile_map, window = plan.expanded.tile_map, spec.mask.window
+            parts.append(
+                expanded_attention(q[:, heads], kv, batch.ragged, tile_map, spec.scale, window)
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _mask(plan: TritonPlan, spec: AttentionSpec) -> MaskSpec:

@@ -225,3 +225,19 @@ def choose_mla_splits(
     tiles = -(-q_rows // block_m) * batch_size
     most = -(-kv_len_ub // (2 * MIN_SPLIT_LEN if block_m == 64 else MIN_SPLIT_LEN))
     return max(1, min(gpu.num_sms // tiles, most, MAX_SPLITS))
+
+
+def expanded_tile_config(gpu: GpuInfo, head_dim: int, v_dim: int, dtype: torch.dtype) -> TileConfig:
+    """The tile of a prefill CTA over expanded K and V (MLA): a tile is of one head."""
+    row_bytes = (padded(head_dim) + padded(v_dim)) * dtype.itemsize
+    if gpu.interpreted:
+        return TileConfig(16, 16, 4, 1)
+    if dtype == torch.float32:
+        return TileConfig(32, 16, 4, 1)
+    if gpu.amd and gpu.warp_size == 32:
+        return TileConfig(32, 16, 8, 1)
+    if gpu.amd:
+        return TileConfig(128, 64, 8, 1) if row_bytes <= 768 else TileConfig(64, 32, 8, 1)
+    if gpu.capability < 90 or gpu.smem_bytes < 160 << 10:
+        return TileConfig(128, 32, 8, 2) if row_bytes <= 768 else TileConfig(64, 32, 8, 2)
+    return TileConfig(128, 128 if row_bytes <= 768 else 64, 8, 2)
