@@ -17,15 +17,18 @@ from tests.models.support import CPU, CPU_F32, Loop  # noqa: E402
 IDS = torch.arange(60, 90)
 
 
+def unrounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = (-(-size // mtp.BLOCK) for size in weight.shape)
+    return weight, torch.ones(rows, columns)
+
+
 def test_wide_heads_compute_what_small_ones_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After two steps of training; compared before the rounding to FP8."""
     target, layer = mtp.train(2)
-    monkeypatch.setattr(
-        mtp, "quantise", lambda w: (w, torch.ones(-(-len(w) // 128), -(-w.shape[1] // 128)))
-    )
-    monkeypatch.setattr(torch, "bfloat16", torch.float32)
+    monkeypatch.setattr(mtp, "quantise", unrounded)
+    monkeypatch.setattr(mtp, "PLAIN", torch.float32)
     mtp.save(target, layer, tmp_path)
     wide, further = mtp.stored(tmp_path)
     with torch.no_grad():
