@@ -45,14 +45,20 @@ class PaddedSteps(EagerSteps):
         return out.sampled
 
 
-@pytest.mark.parametrize("name", [None, "DFLASH", "NGRAM", "EAGLE3", "STANDALONE"], ids=str)
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [*((name, None) for name in (None, "DFLASH", "NGRAM", "EAGLE3", "STANDALONE")), ("DFLASH", 16)],
+    ids=str,
+)
 def test_text_and_accept_lengths_do_not_change(
-    name: str | None, chain_llm: Callable[..., LLM]
+    name: str | None, window: int | None, chain_llm: Callable[..., LLM]
 ) -> None:
     make = chain_llm if name in ("EAGLE3", "STANDALONE") else golden_llm
     seen = []
     for padded in (False, True):
-        with make(name, max_running_requests=2, page_size=16) as llm:
+        settings = {"page_size": 16, "speculative_draft_window_size": window}
+        with make(name, max_running_requests=2, **settings) as llm:
+            assert llm.engine.limits.window == (window or 0)
             executor = llm.engine.executor
             assert isinstance(executor, DeviceExecutor)
             steps = PaddedSteps(executor.step)

@@ -98,6 +98,16 @@ def test_backends_may_read_window_pages_on_the_host(
         hold(algorithm, 1, 4, 1, True, **settings)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 4), (256, 512)])
+@pytest.mark.parametrize("models", ["target", "draft", "target draft"])
+def test_output_on_a_gpu(models: str, page_size: int, chunk: int, tight: bool, graph: bool) -> None:
+    own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
+    hold("DFLASH", page_size, chunk, 1, tight, **windowed(models, "DFLASH"), **own)
+
+
 def windowed(models: str, algorithm: str | None) -> dict[str, Any]:
     """Settings for `hold`."""
     settings: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
-from forerun.kvcache.pools import ModelPools, PoolShape, pages_for
+from forerun.kvcache.pools import ModelPools, PoolShape
 
 CPU, MIB = torch.device("cpu"), 2**20
 F32, BF16 = torch.float32, torch.bfloat16
@@ -54,9 +54,6 @@ def test_sizes() -> None:
     assert MIXED.state_bytes == 2 * (2 * 3 * 4 + 4 * 2)
     assert MIXED.slot_bytes(num_verify_tokens=5) == 6 * MIXED.state_bytes
     assert MIXED.has_recurrent_state and not ModelLayout.dense(1, 1, 2, F32).has_recurrent_state
-    assert pages_for(1000, [MIXED, ModelLayout.dense(1, 1, 2, F32)], 2) == 1000 // (
-        2 * (MIXED.token_bytes + 16)
-    )
 
 
 def test_the_kv_dtype_does_not_apply_to_recurrent_state() -> None:

@@ -105,7 +105,7 @@ class EngineConfig:
         None, "Tokens verified per request and step (drafts + 1); default: the algorithm's"
     )
     speculative_draft_window_size: int | None = _setting(
-        None, "Context tokens that the draft attends to; default: all"
+        None, "Context tokens that the draft attends to, and whose K/V it keeps; default: all"
     )
     speculative_draft_attention_backend: str | None = _setting(
         None, "For the draft; default: the target's where it can serve, else the fastest supported"

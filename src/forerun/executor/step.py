@@ -419,8 +419,10 @@ class DeviceStep:
             # After the last prompt token comes the one just sampled.
             next_ids = tables.history[owner, positions + 1].long()
             out = TargetOutput(ids, hidden_states, aux, next_ids, counts)
-            attention = self._draft_attention(tokens, None, [c.slot for c in chunks])
-            self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, attention))
+            draft = self.draft_attention
+            host_slots = [c.slot for c in chunks]
+            own = None if draft is None else self._planned(draft, tokens, host_slots=host_slots)
+            self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, own))
         return sampled
 
     def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
@@ -460,7 +462,7 @@ class DeviceStep:
 
         def observe() -> ObserveInput:
             draft = self.draft_attention
-            own = None if draft is None else PlannedAttention(draft.for_short_prefill, tokens, None)
+            own = None if draft is None else self._planned(draft.for_short_prefill, tokens)
             return self._observe_input(Phase.PREFILL, tokens, out, own)
 
         return PrefillOutput(sampled, observe)
@@ -490,16 +492,20 @@ class DeviceStep:
         return sampled
 
     def _draft_attention(
-        self,
-        tokens: StepTokens,
-        buffers: StepBuffers | None,
-        host_slots: Sequence[int] | None = None,
+        self, tokens: StepTokens, buffers: StepBuffers | None
     ) -> PlannedAttention | None:
-        """`host_slots`: those of a prefill."""
-        attention, tables = self.draft_attention, self.tables
-        if attention is None:
-            return None
-        windowed = attention.pools.windowed
+        attention = self.draft_attention
+        return None if attention is None else self._planned(attention, tokens, buffers)
+
+    def _planned(
+        self,
+        attention: ModelAttention,
+        tokens: StepTokens,
+        buffers: StepBuffers | None = None,
+        host_slots: Sequence[int] | None = None,
+    ) -> PlannedAttention:
+        """`attention`: over the draft's pool. `host_slots`: the slots of a prefill."""
+        tables, windowed = self.tables, attention.pools.windowed
         if windowed is self.attention.pools.windowed:
             return PlannedAttention(attention, tokens, buffers)
 

@@ -231,12 +231,3 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         return torch.zeros(shape, dtype=dtype, device=device)
     data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # calloc
     return torch.from_numpy(data).view(dtype).view(*shape)
-
-
-def pages_for(memory_bytes: int, layouts: Sequence[ModelLayout], page_size: int) -> int:
-    """Pages that fit: memory over the *sum* of all models' bytes per token (drafts count too).
-
-    Where nothing is kept per token a page costs nothing: any number fits.
-    """
-    token = sum(layout.token_bytes for layout in layouts)
-    return memory_bytes // (token * page_size) if token else memory_bytes
