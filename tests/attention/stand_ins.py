@@ -388,7 +388,11 @@ def on_cpu(kind: type[AttentionBackend], library: FlashLibrary | Any) -> type[At
             return library
 
         @classmethod
-        def why_not(cls, need: AttentionNeed) -> list[str]:
+        def why_missing(cls) -> list[str]:
+            return []
+
+        @classmethod
+        def why_unfit(cls, need: AttentionNeed) -> list[str]:
             return cls.capabilities.refusals(need)
 
     return StandIn

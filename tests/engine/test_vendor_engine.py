@@ -13,6 +13,7 @@ from transformers import DeepseekV2Config
 from forerun import LLM
 from tests.attention import stand_ins
 from tests.engine.test_matrix import GREEDY, SEEDED, hold, params
+from tests.engine.test_windows import windowed
 from tests.golden_engine import poison_on_release
 from tests.models.support import _COMMON, _DENSE, random_hf, save
 
@@ -35,6 +36,15 @@ def test_the_text_is_that_of_plain_decoding(
     stand_ins.calls.clear()
     with stand_ins.registered(KINDS[name]) as backend:
         hold(algorithm, page, chunk, 1, tight, attention_backend=backend)
+    assert "fwd" in stand_ins.calls
+
+
+def test_windows_whose_pages_are_reused() -> None:
+    """What lies behind a window is not there any more."""
+    stand_ins.calls.clear()
+    with stand_ins.registered(KINDS["fa3-vllm"]) as backend:
+        settings = {**windowed("target", "NGRAM"), "attention_backend": backend}
+        hold("NGRAM", 16, 4, 1, False, **settings)
     assert "fwd" in stand_ins.calls
 
 
