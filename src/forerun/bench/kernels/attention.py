@@ -247,19 +247,20 @@ def sweep() -> Iterable[Result]:
         for config in decode_candidates(q_len):
             for num_splits in sorted(counts):
                 run = partial(decode, pools, q_len, num_splits, config)
-                found.append((_try(run), num_splits, config))
-        yield from _best(f"b{batch} w{q_len} ctx{context}", found)
+                found.append((try_us(run), num_splits, config))
+        yield from best(f"b{batch} w{q_len} ctx{context}", found)
     for count, rows, context in PREFILL:
         pools = Pools.make(count, context, rows, torch.bfloat16, PREFILL_PAGE, 1)
         tried = [
-            (_try(partial(prefill, pools, count, context, config, splits)), splits, config)
+            (try_us(partial(prefill, pools, count, context, config, splits)), splits, config)
             for config in prefill_candidates()
             for splits in (1, 2, 4)
         ]
-        yield from _best(f"prefill {count} x {rows} ctx{context}", tried)
+        yield from best(f"prefill {count} x {rows} ctx{context}", tried)
 
 
-def _try(run: Callable[[], float]) -> float:
+def try_us(run: Callable[[], float]) -> float:
+    """What `run` measures; infinite if the tile is too large for the GPU."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -268,7 +269,8 @@ def _try(run: Callable[[], float]) -> float:
         return float("inf")
 
 
-def _best(name: str, found: list[tuple[float, int, TileConfig]]) -> Iterator[Result]:
+def best(name: str, found: list[tuple[float, int, TileConfig]]) -> Iterator[Result]:
+    """(microseconds, number of splits, tile) of a case, fastest first."""
     for took, num_splits, config in sorted(found, key=lambda f: f[0])[:400]:
         yield {"case": name, "us": took, "num_splits": num_splits, **asdict(config)}
 
