@@ -27,7 +27,7 @@ class DecoderModel(Module):
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
         self.layers = [decoder_layer(config, i, mask, place) for i, mask in enumerate(masks)]
         self.norm = FinalRMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.rope = Rope(config.rope, config.head_dim, max_positions, place.dtype, place.device)
+        self.rope = Rope(config.rope, config.rotary_dim, max_positions, place.dtype, place.device)
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates

@@ -6,8 +6,6 @@ correction bias). Kimi-K2 is of V3's shape and names V3's architecture.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
@@ -16,30 +14,20 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden, Linear, MergedLinear, PendingGemm, RowLinear
 from forerun.layers.mla import LatentAttention, LatentHeads, LatentUpProjection, deinterleave
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.moe import PendingExperts, Routing, SparseMoE
 from forerun.layers.norm import RMSNorm
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates, FinalRMSNorm
-from forerun.layers.rope import Rope, yarn_mscale
-from forerun.models.base import CausalLM, DecoderLayer
+from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.layers.rope import yarn_mscale
+from forerun.models.base import DecoderLayer
+from forerun.models.decoder import DecoderForCausalLM
 
 V3 = "DeepseekV3ForCausalLM"
 NUM_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"
 INNER_EPS = 1e-6  # of the norms inside attention, whatever rms_norm_eps is
-
-
-def need(config: ModelConfig, *names: str) -> Any:
-    """The value of the first of these keys that config.json has; some have two spellings."""
-    for name in names:
-        if config.raw.get(name) is not None:
-            return config.raw[name]
-    raise ConfigError(
-        f"config.json lacks {names[0]!r}, which {config.architecture} needs. Is it complete?"
-    )
 
 
 def latent_heads(config: ModelConfig) -> LatentHeads:
@@ -49,10 +37,10 @@ def latent_heads(config: ModelConfig) -> LatentHeads:
     m = 0.1 · mscale_all_dim · ln(factor) + 1, as in the checkpoints' own modeling_deepseek.py.
     """
     dims = LatentDims(
-        latent=int(need(config, "kv_lora_rank")),
-        rope=int(need(config, "qk_rope_head_dim")),
-        nope=int(need(config, "qk_nope_head_dim")),
-        v=int(need(config, "v_head_dim")),
+        latent=config.need("kv_lora_rank"),
+        rope=config.need("qk_rope_head_dim"),
+        nope=config.need("qk_nope_head_dim"),
+        v=config.need("v_head_dim"),
     )
     scale, yarn = dims.qk**-0.5, config.rope.yarn
     if yarn is not None and yarn.mscale_all_dim:
@@ -65,10 +53,15 @@ def has_experts(config: ModelConfig, layer_id: int) -> bool:
     raw = config.raw
     freq = int(raw.get("moe_layer_freq") or 1)
     return (
-        any(raw.get(name) for name in NUM_EXPERTS)
+        _experts_key(config) is not None
         and layer_id >= int(raw.get("first_k_dense_replace") or 0)
         and layer_id % freq == 0
     )
+
+
+def _experts_key(config: ModelConfig) -> str | None:
+    """Where the number of experts stands; None: there are none."""
+    return next((name for name in NUM_EXPERTS if config.raw.get(name)), None)
 
 
 def routing(config: ModelConfig) -> Routing:
@@ -88,13 +81,13 @@ def routing(config: ModelConfig) -> Routing:
     norm = bool(raw.get("norm_topk_prob", v3))
     factor = float(raw.get("routed_scaling_factor") or 1.0)
     return Routing(
-        num_experts=int(need(config, *NUM_EXPERTS)),
-        top_k=int(need(config, "num_experts_per_tok")),
+        num_experts=config.need(_experts_key(config) or NUM_EXPERTS[0]),
+        top_k=config.need("num_experts_per_tok"),
         scoring=raw.get("scoring_func") or ("softmax" if unbiased else "sigmoid"),
         norm_topk_prob=norm,
         routed_scaling_factor=1.0 if norm and unbiased else factor,
-        n_group=None if method == "greedy" else int(need(config, "n_group")),
-        topk_group=None if method == "greedy" else int(need(config, "topk_group")),
+        n_group=None if method == "greedy" else config.need("n_group"),
+        topk_group=None if method == "greedy" else config.need("topk_group"),
         group_score="max" if unbiased else "top2",
         correction_bias=not unbiased,
     )
@@ -147,7 +140,7 @@ class DeepseekMoE(SparseMoE):
     """Routed experts and, one MLP as wide as all of them, the shared experts."""
 
     def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
-        hidden_size, width = config.hidden_size, int(need(config, "moe_intermediate_size"))
+        hidden_size, width = config.hidden_size, config.need("moe_intermediate_size")
         super().__init__(hidden_size, width, routing(config), place)
         shared = int(config.raw.get("n_shared_experts") or 0)
         self.shared_experts: GatedMLP | None = None
@@ -199,54 +192,7 @@ class DeepseekDecoderLayer(DecoderLayer):
         return x, residual
 
 
-class DeepseekModel(Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        masks: tuple[LayerMask, ...],
-        place: WeightPlacement,
-        max_positions: int,
-    ) -> None:
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
-        self.layers = [DeepseekDecoderLayer(config, i, mask, place) for i, mask in enumerate(masks)]
-        self.norm = FinalRMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.rope = Rope(config.rope, config.rotary_dim, max_positions, place.dtype, place.device)
-
-    def __call__(
-        self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
-    ) -> Tensor:
-        x: Hidden = self.embed_tokens(input_ids)
-        residual: Tensor | None = None
-        rope = self.rope.rows(positions)
-        for layer in self.layers:
-            x, residual = layer(x, residual, rope, ctx, aux)
-        hidden_states, residual = self.norm(x, residual)
-        aux.capture(len(self.layers), residual)
-        return hidden_states
-
-
-class DeepseekForCausalLM(CausalLM):
+class DeepseekForCausalLM(DecoderForCausalLM):
     """DeepseekV2ForCausalLM and DeepseekV3ForCausalLM: they differ in routing alone."""
 
     decoder_layer = DeepseekDecoderLayer
-
-    def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
-        self.config = config
-        self.layer_masks = (LayerMask(),) * config.num_layers
-        self.model = DeepseekModel(config, self.layer_masks, place, max_positions)
-        embed_tokens = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, embed_tokens)
-
-    def embed(self, input_ids: Tensor) -> Tensor:
-        return self.model.embed_tokens(input_ids)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        ctx: AttentionContext,
-        capture_layers: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        aux = AuxHiddenStates(capture_layers)
-        hidden_states = self.model(input_ids, positions, ctx, aux)
-        return hidden_states, aux.concatenated()
