@@ -152,11 +152,17 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def install(folder: Path, *files: str) -> None:
+def install(folder: Path, *files: str, broken: bool = True) -> None:
+    """Files that are found but cannot be imported, or have just what is asked when loaded."""
+    text = (
+        "raise ImportError('built for another torch')"
+        if broken
+        else "def has_legacy(): return True"
+    )
     for name in files:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("raise ImportError('built for another torch')")
+        path.write_text(text)
     importlib.invalidate_caches()
 
 
@@ -275,12 +281,17 @@ def default(need: AttentionNeed) -> str:
     return select(need, Wanted()).backend.name
 
 
-def test_defaults_without_and_with_packages(bare: Path) -> None:
+def test_defaults_without_and_with_packages(bare: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Prefill goes to fa3 where it is, steps with K and V stay with triton."""
     mla = [replace(MLA, phase=phase) for phase in Phase]
     dense = [replace(GPU, phase=phase) for phase in Phase]
     assert {default(need) for need in dense} == {"triton"}
-    install(bare, *(file for files in PACKAGES.values() for file in files))
+    files = [file for files in PACKAGES.values() for file in files]
+    install(bare, *files)  # they are there, and do not load
+    assert {default(need) for need in dense} == {"triton"}
+    assert "fa3 is passed over: its library cannot be loaded with torch" in caplog.text
+    assert "built for another torch" in caplog.text
+    install(bare, *files, broken=False)
     assert [default(need) for need in dense] == ["fa3", "triton", "triton", "triton"]
     assert {default(need) for need in mla} == {"fa3"}
     for arch in ("gfx942", "gfx950", "sm_80", "sm_100", None):

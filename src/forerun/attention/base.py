@@ -228,6 +228,14 @@ class AttentionBackend(ABC):
         return cls.capabilities.refusals(need)
 
     @classmethod
+    def why_broken(cls, need: AttentionNeed) -> list[str]:
+        """Why an installed package cannot be loaded; empty: it can, or there is none.
+
+        Loads it, so it is asked only before this backend becomes a default.
+        """
+        return []
+
+    @classmethod
     def preferred_page_size(cls, need: AttentionNeed) -> int:
         """The page size that is fastest for this need; one of its `page_sizes`."""
         sizes = cls.capabilities.page_sizes

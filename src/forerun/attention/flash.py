@@ -17,10 +17,8 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import AttentionNeed, LayerMask, Mask
 from forerun.attention.latent import LatentExpand
-from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens, WholeContexts
-from forerun.core.errors import ConfigError
+from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens, WholeContexts
 from forerun.kvcache.layouts import LatentKV
-from forerun.kvcache.pools import ModelPools
 
 MAX_HEAD_DIM = 256
 LATENT_DIM, ROPE_DIM = 512, 64  # what its kernels for absorbed MLA are compiled for
@@ -101,19 +99,12 @@ class FlashPlan(PagedPlan):
     contexts: WholeContexts | None = None
 
 
-class FlashBackend(PagedBackend):
+class FlashBackend(LibraryBackend):
     """A backend over a `FlashLibrary`."""
 
     expanded_dims = EXPANDED_DIMS
 
-    @classmethod
-    @abstractmethod
-    def load(cls, need: AttentionNeed) -> FlashLibrary:
-        """Imports the library.
-
-        Raises:
-            ImportError, OSError: it does not fit this Python or torch.
-        """
+    library: FlashLibrary
 
     @classmethod
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
@@ -127,17 +118,6 @@ class FlashBackend(PagedBackend):
         elif need.sinks and need.num_heads > MAX_HEADS_WITH_SINKS:
             reasons.append(f"with attention sinks it has at most {MAX_HEADS_WITH_SINKS} heads")
         return reasons
-
-    def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
-        super().__init__(need, pools)
-        try:
-            self.library = self.load(need)
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"The library of attention backend {self.name} cannot be loaded with torch"
-                f" {torch.__version__}: {error}. Install a build for this torch, or choose another"
-                " attention_backend."
-            ) from error
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashPlan:
         return FlashPlan(PagedTokens.of(batch, self.pools.page_size))

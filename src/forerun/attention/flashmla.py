@@ -15,10 +15,9 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import PER_STEP, AttentionNeed, Capabilities, Mask
 from forerun.attention.packages import Package
-from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens
-from forerun.core.errors import ConfigError, InternalError
+from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
+from forerun.core.errors import InternalError
 from forerun.kvcache.layouts import LatentKV
-from forerun.kvcache.pools import ModelPools
 
 PAGE_SIZE, LATENT_DIM, ROPE_DIM = 64, 512, 64
 
@@ -33,7 +32,7 @@ class FlashMlaPlan(PagedPlan):
     schedules: dict[bool, Any] = field(default_factory=dict)
 
 
-class FlashMla(PagedBackend):
+class FlashMla(LibraryBackend):
     name = "flashmla"
     package = Package("flash_mla", "sgl-flash-mla")
     capabilities = Capabilities(
@@ -63,25 +62,11 @@ class FlashMla(PagedBackend):
 
     @classmethod
     def load(cls, need: AttentionNeed) -> Any:
-        """The module `flash_mla`.
-
-        Raises:
-            ImportError, OSError: it does not fit this torch, or has no kernels for Hopper.
-        """
+        """The module `flash_mla`."""
         module = importlib.import_module("flash_mla")
         if not module.has_legacy():  # where those for Hopper are
             raise ImportError("flash_mla was built without its kernels for Hopper")
         return module
-
-    def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
-        super().__init__(need, pools)
-        try:
-            self.module = self.load(need)
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"Attention backend {self.name} cannot be loaded with torch {torch.__version__}:"
-                f" {error}. Install a build for this torch, or choose another attention_backend."
-            ) from error
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashMlaPlan:
         return FlashMlaPlan(PagedTokens.of(batch, self.pools.page_size))
@@ -95,8 +80,8 @@ class FlashMla(PagedBackend):
         assert isinstance(kind, LatentKV)
         tokens, causal = plan.tokens, spec.mask.mask is Mask.CAUSAL
         if causal not in plan.schedules:
-            plan.schedules[causal] = self.module.get_mla_metadata()[0]
-        out, _ = self.module.flash_mla_with_kvcache(
+            plan.schedules[causal] = self.library.get_mla_metadata()[0]
+        out, _ = self.library.flash_mla_with_kvcache(
             q.view(tokens.batch_size, tokens.max_q_len, *q.shape[1:]),
             self.pools.latent(layer).unsqueeze(2),
             tokens.page_table,

@@ -5,7 +5,9 @@ Nothing is read on the host but the counts of a prefill, which are exact there.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +15,13 @@ from torch import Tensor
 from forerun.attention.base import (
     AttentionBackend,
     AttentionBatch,
+    AttentionNeed,
     KVNormRope,
     Plan,
     QKNormRope,
     RopeInput,
 )
+from forerun.core.errors import ConfigError
 from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
 from forerun.kernels.elementwise.qk_norm_rope import (
@@ -25,6 +29,7 @@ from forerun.kernels.elementwise.qk_norm_rope import (
     kv_norm_rope_write,
     qk_norm_rope_write,
 )
+from forerun.kvcache.pools import ModelPools
 from forerun.platform.device import upload
 
 
@@ -139,3 +144,34 @@ class PagedBackend(AttentionBackend):
     def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
         assert isinstance(plan, SlotPlan)
         write_latent(latent, plan.kv_slots, self.pools.latent(layer))
+
+
+class LibraryBackend(PagedBackend):
+    """Attends with a library, which is loaded when the backend is created."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, need: AttentionNeed) -> Any:
+        """The library.
+
+        Raises:
+            ImportError, OSError: it does not fit this Python, torch or GPU.
+        """
+
+    @classmethod
+    def why_broken(cls, need: AttentionNeed) -> list[str]:
+        try:
+            cls.load(need)
+        except (ImportError, OSError) as error:
+            said = str(error).partition("\n")[0]
+            return [f"its library cannot be loaded with torch {torch.__version__}: {said}"]
+        return []
+
+    def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
+        super().__init__(need, pools)
+        if reasons := self.why_broken(need):
+            raise ConfigError(
+                f"attention_backend {self.name}: {reasons[0]}. Install a build for this torch, or"
+                " choose another backend."
+            )
+        self.library = self.load(need)

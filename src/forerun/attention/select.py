@@ -204,6 +204,10 @@ def _first(need: AttentionNeed, wanted: Wanted, refused: dict[str, list[str]]) -
         backend = BACKENDS[name]()
         reasons = backend.why_not(need)
         if not reasons:
+            reasons = backend.why_broken(need)
+            if reasons:
+                log.warning("Attention backend %s is passed over: %s", name, "; ".join(reasons))
+        if not reasons:
             return BackendChoice(backend, need, refused)
         refused[name] = reasons
     listing = " ".join(f"{name}: {'; '.join(reasons)}." for name, reasons in refused.items())
