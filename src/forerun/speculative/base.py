@@ -47,9 +47,7 @@ class SpecCaps:
     num_drafts: int = 0  # K: most draft tokens per request and step
     flexible: bool = False  # `propose` takes any W from 2 to K + 1; otherwise K + 1 only
     kv_reserve: int = 1  # KV slots past the committed length that a step may write, >= K + 1
-    target_layers: tuple[
-        int, ...
-    ] = ()  # decoder layers whose outputs are captured (aux hidden states)
+    target_layers: tuple[int, ...] = ()  # layers whose outputs are captured (aux hidden states)
     draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
     draft_heads: int = 0  # query heads of the draft model's attention
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
