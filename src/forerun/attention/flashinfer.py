@@ -35,7 +35,7 @@ from forerun.attention.capabilities import (
 )
 from forerun.attention.host_pages import PageLists
 from forerun.attention.packages import FLASHINFER
-from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens
+from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
 from forerun.kvcache.pools import ModelPools
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"})
@@ -83,7 +83,7 @@ class FlashInferPlan(PagedPlan):
     tree: bool = False
 
 
-class FlashInfer(PagedBackend):
+class FlashInfer(LibraryBackend):
     name = "flashinfer"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
@@ -108,9 +108,13 @@ class FlashInfer(PagedBackend):
             reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
         return reasons
 
+    @classmethod
+    def load(cls, need: AttentionNeed) -> Any:
+        """The module `flashinfer`."""
+        return importlib.import_module("flashinfer")
+
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)
-        self._module = importlib.import_module("flashinfer")
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pools.device)
         # Two sets, in turn: a wrapper's plan is copied from pinned memory while the step before
         # may still wait for its own; with overlap at most one step is in flight.
@@ -163,7 +167,7 @@ class FlashInfer(PagedBackend):
         wrappers = {}
         for mask in self._masks:
             fa3 = self.need.arch == "sm_90" and mask.window is None
-            wrappers[mask] = self._module.BatchPrefillWithPagedKVCacheWrapper(
+            wrappers[mask] = self.library.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "NHD", backend="fa3" if fa3 else "fa2"
             )
         return wrappers
@@ -175,7 +179,7 @@ class FlashInfer(PagedBackend):
         def room(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=shape.device)
 
-        return self._module.BatchPrefillWithPagedKVCacheWrapper(
+        return self.library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,

@@ -25,7 +25,7 @@ from forerun.attention.capabilities import AttentionNeed, Capabilities, HostLeng
 from forerun.attention.flashinfer import ARCHS, WORKSPACE_BYTES
 from forerun.attention.host_pages import PageLists
 from forerun.attention.packages import FLASHINFER
-from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens
+from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
 from forerun.core.errors import InternalError
 from forerun.kvcache.layouts import LatentKV
 from forerun.kvcache.pools import ModelPools
@@ -48,7 +48,7 @@ class FlashInferMlaPlan(PagedPlan):
     passes: MlaPasses
 
 
-class FlashInferMla(PagedBackend):
+class FlashInferMla(LibraryBackend):
     name = "flashinfer_mla"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
@@ -76,9 +76,13 @@ class FlashInferMla(PagedBackend):
             reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
         return reasons
 
+    @classmethod
+    def load(cls, need: AttentionNeed) -> Any:
+        """The module `flashinfer.mla`."""
+        return importlib.import_module("flashinfer.mla")
+
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)
-        self._module = importlib.import_module("flashinfer.mla")
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=pools.device)
         self._kernels = "fa3" if need.arch == "sm_90" else "fa2"
         # Plans hold the softmax scale, which the first layer tells: in a warm-up, before capture.
@@ -125,7 +129,7 @@ class FlashInferMla(PagedBackend):
         return {mask: self._wrapper(shape) for mask in masks}
 
     def _wrapper(self, shape: DecodeShape | None) -> Any:
-        make = self._module.BatchMLAPagedAttentionWrapper
+        make = self.library.BatchMLAPagedAttentionWrapper
         if shape is None:
             return make(self._workspace, backend=self._kernels)
         pages = -(-shape.kv_len_ub // self.pools.page_size)

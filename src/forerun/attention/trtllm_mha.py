@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import PER_STEP, AttentionNeed, Capabilities, Mask, Phase
 from forerun.attention.packages import FLASHINFER
-from forerun.attention.paged import PagedBackend, PagedPlan, PagedTokens
+from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
 from forerun.kvcache.pools import ModelPools
 
 XQA_ARCHS = frozenset({"sm_90"})
@@ -35,7 +35,7 @@ class TrtllmPlan(PagedPlan):
     tree: Tensor | None = None  # mask of `pack_tree`, which replaces that of causal layers
 
 
-class TrtllmMha(PagedBackend):
+class TrtllmMha(LibraryBackend):
     name = "trtllm_mha"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
@@ -67,9 +67,13 @@ class TrtllmMha(PagedBackend):
             reasons.append("XQA's window is the same for all tokens of a step, so W > 1 has none")
         return reasons
 
+    @classmethod
+    def load(cls, need: AttentionNeed) -> Any:
+        """The module `flashinfer.decode`."""
+        return importlib.import_module("flashinfer.decode")
+
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)
-        self._decode = importlib.import_module("flashinfer.decode")
         # Its head holds semaphores: zeroed once, the kernels leave them zero.
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pools.device)
         self._masks: dict[tuple[Mask, int, int], Tensor] = {}  # by (mask, B, W)
@@ -81,7 +85,7 @@ class TrtllmMha(PagedBackend):
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TrtllmPlan)
         tokens, window = plan.tokens, spec.mask.window
-        out: Any = self._decode.trtllm_batch_decode_with_kv_cache(
+        out: Any = self.library.trtllm_batch_decode_with_kv_cache(
             q.contiguous(),
             (self.pools.k(layer), self.pools.v(layer)),
             self._workspace,
