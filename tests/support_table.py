@@ -38,6 +38,12 @@ Config = dict[str, Any]
 
 # --- models and drafts: configs of real sizes -----------------------------------------------------
 
+
+def preset(name: str) -> Config:
+    found: Config = json.loads((PRESETS / name / "target" / "config.json").read_text())
+    return found
+
+
 _DENSE: Config = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -59,7 +65,7 @@ _MLA: Config = {
     "norm_topk_prob": True,
     "n_shared_experts": 1,
 }
-# Few layers: they are alike. By label.
+# By label; as published, but for what attention does not depend on.
 MODELS: dict[str, Config] = {
     "Llama-3.1-8B": _DENSE | {"architectures": ["LlamaForCausalLM"]},
     "Mistral-7B-v0.1": _DENSE
@@ -71,7 +77,7 @@ MODELS: dict[str, Config] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
     },
-    "Qwen3-8B": json.loads((PRESETS / "qwen3-8b" / "target" / "config.json").read_text()),
+    "Qwen3-8B": preset("qwen3-8b"),
     "Qwen3-30B-A3B": _DENSE
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -82,17 +88,7 @@ MODELS: dict[str, Config] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
-    "DeepSeek-V2-Lite": _MLA
-    | {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "hidden_size": 2048,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-    },
+    "DeepSeek-V2-Lite": preset("deepseek-v2-lite"),
     "DeepSeek-V3": _MLA
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -111,7 +107,7 @@ MODELS: dict[str, Config] = {
         "routed_scaling_factor": 2.5,
     },
 }
-LAYERS = 4  # of each, in `MODELS` as published
+LAYERS = 4
 
 
 def shrunk(config: Config) -> Config:

@@ -33,4 +33,4 @@ def test_recorded_cells_are_of_today() -> None:
     for cell, test in read_cells().items():
         assert cell.architecture in ARCHITECTURES and cell.backend in BACKENDS
         assert cell.algorithm in BUILT_IN
-        assert "passed(llm)" in (ROOT / test).read_text(encoding="utf-8")
+        assert "passed(llm, __file__)" in (ROOT / test).read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import torch
 from forerun import LLM
 from forerun.evals.prompts import held_out
 from forerun.llm.bundled import bundled
+from tests.support_cells import passed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,3 +91,4 @@ def test_every_token_is_nearly_the_most_likely(
             lengths = [out.meta_info["spec_accept_length"] for out in outputs]
             assert sum(lengths) / len(lengths) > LEAST_ACCEPTED[algorithm]
         llm.engine.check()
+        passed(llm, __file__)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -86,8 +87,15 @@ def prompts() -> list[list[int]]:
     return [stem[:66], stem[:40], stem[50:53]]
 
 
-def texts(label: str, algorithm: str, backend: str, record: bool = False) -> list[list[int]]:
+def texts(
+    label: str,
+    algorithm: str,
+    backend: str,
+    record: bool = False,
+    setting: str = "attention_backend",
+) -> list[list[int]]:
     """Of the prompts twice, so that the second time their prefixes are cached."""
+    chosen: dict[str, Any] = {setting: backend}
     with TemporaryDirectory() as root:
         target, draft = folders_of(Path(root), small(label), algorithm)
         with LLM(
@@ -98,7 +106,7 @@ def texts(label: str, algorithm: str, backend: str, record: bool = False) -> lis
             speculative_algorithm=algorithm,
             speculative_draft_model_path=None if draft is None else str(draft),
             speculative_adaptive=False,
-            attention_backend=backend,
+            **chosen,
             chunked_prefill_size=48,
             page_size=64,
             max_running_requests=6,
@@ -111,7 +119,7 @@ def texts(label: str, algorithm: str, backend: str, record: bool = False) -> lis
             llm.engine.check()
             if record:
                 assert out == plain(label, "triton" if backend == "triton" else "torch_native")
-                passed(llm)
+                passed(llm, __file__)
             return out
 
 
@@ -121,9 +129,12 @@ def plain(label: str, backend: str = "torch_native") -> list[list[int]]:
 
 
 def hold(label: str, algorithm: str, backend: str) -> None:
-    with named(*backend.split(" on ")) as name:
+    """`backend`: on which GPU (its stand-in), and for which phase if not for all."""
+    where, _, phase = backend.partition(" for ")
+    setting = f"{phase}_attention_backend" if phase else "attention_backend"
+    with named(*where.split(" on ")) as name:
         try:
-            texts(label, algorithm, name, record=True)
+            texts(label, algorithm, name, record=True, setting=setting)
         except ConfigError as error:
             assert "cannot serve" in str(error)
             pytest.skip(str(error))
@@ -138,6 +149,7 @@ def hold(label: str, algorithm: str, backend: str) -> None:
         "trtllm_mha on sm_100",
         "flashinfer on sm_90",
         "fa3 on sm_90",
+        "fa4 on sm_90 for prefill",
         "fa4 on sm_100",
     ],
 )

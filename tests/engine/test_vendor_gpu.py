@@ -18,6 +18,7 @@ from forerun.attention.select import BACKENDS
 from forerun.platform.device import gpu_arch
 from tests.engine.test_matrix import NEW, prompts
 from tests.golden_engine import GOLDEN, golden_llm
+from tests.support_cells import passed
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +107,4 @@ def test_every_token_is_nearly_the_most_likely(
                 assert len(output.output_ids) == NEW
                 assert behind(prompt, output.output_ids) < CLOSE
         llm.engine.check()
+        passed(llm, __file__)
