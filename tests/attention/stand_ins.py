@@ -201,14 +201,17 @@ def _vllm_metadata(*args: Any) -> Tensor:
     return schedule(used_k, max_q, causal, (left, right))
 
 
+NAMESPACE = "forerun_stand_in_fa3"
+
+
 @cache
 def vllm_ops() -> Any:
-    """`torch.ops._vllm_fa3_C` with the real schemas."""
-    library = torch.library.Library("_vllm_fa3_C", "DEF")
+    """As `torch.ops._vllm_fa3_C`, with the real schemas; that name is left to the real library."""
+    library = torch.library.Library(NAMESPACE, "DEF")
     for schema, function in ((VLLM_FWD, _vllm_fwd), (VLLM_METADATA, _vllm_metadata)):
         library.define(" ".join(schema.split()))
         library.impl(schema.partition("(")[0], function, "CPU")
-    return SimpleNamespace(ops=torch.ops._vllm_fa3_C, library=library)
+    return SimpleNamespace(ops=torch.ops.forerun_stand_in_fa3, library=library)
 
 
 # --- flash_attn_interface, sgl_kernel.flash_attn ------------------------------------------------

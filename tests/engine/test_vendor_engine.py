@@ -35,7 +35,7 @@ def test_the_text_is_that_of_plain_decoding(
 ) -> None:
     stand_ins.calls.clear()
     with stand_ins.registered(KINDS[name]) as backend:
-        hold(algorithm, page, chunk, 1, tight, attention_backend=backend)
+        hold(algorithm, page, chunk, 1, tight, attention_backend=backend, device="cpu")
     assert "fwd" in stand_ins.calls
 
 
@@ -43,8 +43,8 @@ def test_windows_whose_pages_are_reused() -> None:
     """What lies behind a window is not there any more."""
     stand_ins.calls.clear()
     with stand_ins.registered(KINDS["fa3-vllm"]) as backend:
-        settings = {**windowed("target", "NGRAM"), "attention_backend": backend}
-        hold("NGRAM", 16, 4, 1, False, **settings)
+        own = {"attention_backend": backend, "device": "cpu"}
+        hold("NGRAM", 16, 4, 1, False, **windowed("target", "NGRAM"), **own)
     assert "fwd" in stand_ins.calls
 
 
@@ -80,6 +80,7 @@ def latent_prompts() -> list[list[int]]:
 def latent_texts(folder: Path, algorithm: str | None = None, **settings: Any) -> list[list[int]]:
     with LLM(
         folder,
+        device="cpu",
         dtype="float32",
         speculative_algorithm=algorithm,
         speculative_adaptive=False,
