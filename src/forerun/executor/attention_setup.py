@@ -27,7 +27,6 @@ from forerun.models.base import CausalLM
 from forerun.speculative.base import SpecCaps
 
 TARGET, DRAFT = "the target", "the draft"
-DRAFT_FLAG = "speculative_draft_attention_backend"
 
 
 @dataclass(frozen=True)
