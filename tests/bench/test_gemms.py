@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch.nn.functional as F
 
 from forerun import LLM
 from forerun.bench.bounds import Work
-from forerun.bench.gemms import Gemm, recording, step_gemms
+from forerun.bench.ceilings import gemm_seconds
+from forerun.bench.gemms import Gemm, recording, step_gemms, touched_experts
 from forerun.executor.device_executor import device_step
 from forerun.kernels.gemm import gemm as own
 from forerun.llm.bundled import PAIR
@@ -93,6 +96,35 @@ def test_the_bundled_target(algorithm: str | None, dtype: str) -> None:
         work = Work.of(llm.engine, 2, 100)
         assert work.gemms == found
         assert work.weight_bytes == sum(g.n * g.k * g.dtype.itemsize for g in found)
+
+
+def test_experts_that_are_read(tmp_path: Path) -> None:
+    """Of a mixture: the router, and the experts that so many tokens are expected to touch."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "mlp_only_layers": [0],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, load_format="dummy", dtype="float32", skip_tokenizer_init=True) as llm:
+        found = step_gemms(llm.engine, 3)
+    attention = [(64, 32, 3), (32, 32, 3)]
+    dense = [*attention, (96, 32, 3), (32, 48, 3)]
+    sparse = [*attention, (8, 32, 3), (32, 32, 6), (32, 16, 6)]
+    assert by_shape(found) == sorted([*dense, *sparse, (64, 32, 3)])
+    touched = 8 * (1 - 0.75**3)
+    assert [g.matrices for g in found if g.tokens == 6] == [touched] * 2
+    experts = [g for g in found if g.tokens == 6]
+    assert sum(g.weight_bytes for g in experts) == round(touched * 3 * 32 * 16 * 4)
+    assert experts[0].flops == 2 * 32 * 32 * 6
+    assert experts[0].per_matrix() == [Gemm(32, 32, torch.float32, 2)] * 5
+    assert gemm_seconds(found, torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize(("tokens", "touched"), [(1, 8), (2, 15.5), (8, 51.6), (10_000, 128)])
+def test_expected_number_of_touched_experts(tokens: int, touched: float) -> None:
+    assert touched_experts(tokens, 8, 128) == pytest.approx(touched, abs=0.1)
 
 
 def test_operators() -> None:

@@ -132,6 +132,7 @@ def radix_digit(level: int) -> Case:
 _CASES = [
     norms("add and norm", B16),
     norms("split-K partials, add and norm", F32, SPLIT_K=4),
+    norms("outputs of 8 experts, add and norm", F32, 2048, SPLIT_K=8),
     norms("norm", B16, ADD=False),
     norms("norm of 5120", B16, 8192),
     silu("silu", B16, 1),

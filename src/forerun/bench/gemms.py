@@ -3,7 +3,9 @@
 Library GEMMs (cuBLAS, oneDNN) pass PyTorch's dispatcher, where a `TorchDispatchMode` reads their
 operands; composite operators (`linear`, `matmul`, `einsum`) are decomposed into `mm`, `addmm` and
 `bmm` first. Our own kernels bypass the dispatcher, but all are launched by one function,
-`kernels.gemm.gemm._launch`, which is wrapped while recording.
+`kernels.gemm.gemm._launch`, which is wrapped while recording. So are the functions of the
+experts of a mixture; which of them are read depends on the tokens, and their expected number is
+counted (`touched_experts`).
 
 Only GEMMs with a weight count: one operand must have existed before recording began. Attention is
 not counted.
@@ -13,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +32,9 @@ from forerun.kernels.gemm import gemm as own_kernels
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig
 from forerun.kernels.gemm.gemm import GemmWeight
+from forerun.kernels.moe import router
+from forerun.kernels.moe.routing import Routed
+from forerun.layers import moe
 from forerun.sampling.sampler import SamplingFlags
 
 _OPERANDS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # first of two
@@ -39,27 +44,43 @@ _ATTENTION = "aten::scaled_dot_product_attention"
 
 @dataclass(frozen=True)
 class Gemm:
-    """x [tokens, k] times a weight [n, k]."""
+    """x [tokens, k] times a weight [n, k], or times the experts' weights of that shape."""
 
     n: int
     k: int
     dtype: torch.dtype
-    tokens: int
+    tokens: int  # of all experts together: k per token
+    matrices: float = 1.0  # weights that are read: the expected number of touched experts
 
     @property
     def weight_bytes(self) -> int:
-        return self.n * self.k * self.dtype.itemsize
+        return round(self.matrices * self.n * self.k * self.dtype.itemsize)
+
+    def per_matrix(self) -> list[Gemm]:
+        """One GEMM per touched expert, equally many tokens in each."""
+        count = round(self.matrices)
+        return [replace(self, tokens=-(-self.tokens // count), matrices=1.0)] * count
 
     @property
     def flops(self) -> int:
         return 2 * self.n * self.k * self.tokens
 
 
+def touched_experts(tokens: int, top_k: int, num_experts: int) -> float:
+    """The expected number of different experts if every set of `top_k` is equally likely."""
+    return float(num_experts * (1 - (1 - top_k / num_experts) ** tokens))
+
+
 @contextmanager
 def recording() -> Iterator[list[Gemm]]:
     """Yields a list to which every GEMM with a weight that runs in the block is appended."""
     mode = _Recorder()
-    with _wrapped(own_kernels, "_launch", mode.watch), mode:
+    with (
+        _wrapped(own_kernels, "_launch", mode.watch),
+        _wrapped(router, "router_partials", mode.watch_router),
+        _wrapped(moe, "expert_partials", mode.watch_experts),
+        mode,
+    ):
         yield mode.gemms
 
 
@@ -104,6 +125,24 @@ class _Recorder(TorchDispatchMode):
         def watched(config: GemmConfig, w: GemmWeight, args: GemmArguments) -> None:
             self._add(args.x, args.weight)
             launch(config, w, args)
+
+        return watched
+
+    def watch_router(self, partials: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, weight: Tensor) -> Tensor:
+            self._add(x, weight)
+            return cast(Tensor, partials(x, weight))
+
+        return watched
+
+    def watch_experts(self, partials: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, *shared: Any) -> Tensor:
+            tokens, top_k = routed.experts.shape
+            touched = touched_experts(tokens, top_k, len(w13))
+            for weight in (w13, w2):
+                n, k = weight.shape[1:]
+                self.gemms.append(Gemm(n, k, weight.dtype, tokens * top_k, touched))
+            return cast(Tensor, partials(x, w13, w2, routed, *shared))
 
         return watched
 

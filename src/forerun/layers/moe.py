@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.kernels.moe.experts import experts_ref
-from forerun.kernels.moe.routing import Routed, Routing, route_ref
-from forerun.layers.communication import WeightPlacement
+from forerun.kernels.moe.experts import combine, expert_partials
+from forerun.kernels.moe.router import new_counts, route
+from forerun.kernels.moe.routing import Routed, Routing
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.gemm import Gemm
 from forerun.layers.linear import Pending, PendingGemm
 from forerun.layers.module import Module
@@ -52,6 +52,7 @@ class Router(Module):
             if routing.correction_bias
             else None
         )
+        self._counts = torch.empty(0)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         out = {f"{prefix}weight": self.weight}
@@ -59,13 +60,13 @@ class Router(Module):
             out[f"{prefix}e_score_correction_bias"] = self.e_score_correction_bias
         return out
 
+    def prepare(self) -> None:
+        self._counts = new_counts(self.routing, self.weight.device)
+
     def __call__(self, x: Tensor) -> Routed:
         """x [T, H] -> experts and weights of T tokens."""
-        if self.routing.float32_logits:
-            logits = F.linear(x.float(), self.weight.float())
-        else:
-            logits = F.linear(x, self.weight)
-        return route_ref(logits, self.e_score_correction_bias, self.routing)
+        bias = self.e_score_correction_bias
+        return route(x, self.weight, bias, self.routing, self._counts)
 
 
 class Experts(Module):
@@ -94,9 +95,9 @@ class Experts(Module):
             out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts.items()}
         return out
 
-    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
-        """x [T, H] -> [T, H]: the weighted sum over each token's experts, on this rank."""
-        return experts_ref(x, self.w13, self.w2, routed)
+    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None) -> Tensor:
+        """x [T, H] -> [k, T, H], weighted, best expert first; `shared` [T, H] is in the first."""
+        return expert_partials(x, self.w13, self.w2, routed, shared)
 
 
 class SparseMoE(Module):
@@ -120,26 +121,37 @@ class SparseMoE(Module):
             shared: output of experts that compute every token, added to the sum.
         """
         assert isinstance(x, Tensor), "a norm before a router is not deferred"
-        return PendingExperts(self, x, shared)
+        return PendingExperts(self, x, shared, self._comm)
 
 
 class PendingExperts(Pending):
     """The output of a `SparseMoE`, not computed yet."""
 
-    def __init__(self, moe: SparseMoE, x: Tensor, shared: PendingGemm | None) -> None:
-        self._moe, self._x, self._shared = moe, x, shared
+    def __init__(
+        self, moe: SparseMoE, x: Tensor, shared: PendingGemm | None, comm: Communicator
+    ) -> None:
+        self._moe, self._x, self._shared, self._comm = moe, x, shared, comm
 
     def result(self) -> Tensor:
-        moe, x = self._moe, self._x
-        out = moe.experts(x, moe.gate(x))
-        if self._shared is not None:
-            out = out + self._shared.local_result()
-        return moe._comm.all_reduce(out)
+        return self._reduced(self._partials())
 
     def add_rms_norm(
         self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        return norm.add(self.result(), residual)
+        """The norm adds up the outputs of a token's experts, where they are float32."""
+        partials = self._partials()
+        if self._comm.size == 1 and partials.dtype == torch.float32:
+            return norm.add(partials, residual)
+        return norm.add(self._reduced(partials), residual)
+
+    def _reduced(self, partials: Tensor) -> Tensor:
+        return self._comm.all_reduce(combine(partials, self._x.dtype))
+
+    def _partials(self) -> Tensor:
+        """[k, T, H], of this rank."""
+        moe, x = self._moe, self._x
+        shared = None if self._shared is None else self._shared.local_result()
+        return moe.experts(x, moe.gate(x), shared)
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:

@@ -25,7 +25,8 @@ RandomInput = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="Shapes of a known model, random weights and input: deepseek-v2-lite, qwen3-8b"
+        help="Shapes of a known model, random weights and input: deepseek-v2-lite,"
+        " qwen3-30b-a3b, qwen3-8b"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]

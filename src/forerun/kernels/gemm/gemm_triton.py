@@ -132,7 +132,7 @@ def gemm_kernel(
             first = begin - first_tile * iters_per_tile
             column = first * BLOCK_K
             count = tl.minimum(tl.minimum(K - column, (end - begin) * BLOCK_K), prefetch_k)
-            _prefetch_weight(
+            prefetch_weight(
                 w, first_tile // tiles_m, column, count, N, K, BLOCK_N, SILU_MUL, NUM_THREADS
             )
         tl.extra.cuda.gdc_wait()
@@ -292,7 +292,7 @@ def _epilogue(
 
 
 @jit
-def _prefetch_weight(
+def prefetch_weight(
     w, tile, first, count, N, K,
     BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr, NUM_THREADS: tl.constexpr,
 ):  # fmt: skip

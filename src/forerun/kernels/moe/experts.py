@@ -1,7 +1,19 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """The experts of a mixture of experts: y = Σ_j weight_j · down(silu(gate(x)) · up(x)).
 
 Every expert has a gate/up matrix and a down matrix, stacked in `w13` [E, 2I, H] (gate rows before
-up rows) and `w2` [E, H, I].
+up rows) and `w2` [E, H, I]. There are two grouped GEMMs. A CTA computes one tile (up to BLOCK_M
+pairs of one expert, from `ExpertTiles`) by one block of output columns:
+
+1. `_gate_up`: rows of x are gathered; SiLU(gate) * up in the epilogue -> one row per pair;
+2. `_down`: times the pair's weight -> partials [k, T, H], by choice.
+
+The partials of a token are added up in the order of the choices, by the RMSNorm that follows (as
+split-K partials) or by `combine`; nothing is added atomically. So a token's result does not depend
+on which other tokens are in the batch, within the ranges of `choose_moe`.
+
+Tiles of one expert have neighbouring CTAs with the same block of columns, so that its weights are
+read from memory once. CTAs beyond the tiles in use return at once.
 """
 
 from __future__ import annotations
@@ -10,21 +22,240 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.elementwise.silu_mul import silu_mul_ref
-from forerun.kernels.moe.routing import Routed
+from forerun.kernels.gemm.gemm_triton import prefetch_weight
+from forerun.kernels.moe.config import MAX_DECODE_TOKENS, GroupedGemmConfig, choose_moe
+from forerun.kernels.moe.routing import ExpertTiles, Routed
+from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.jit import jit_no_specialize, tl, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+PREFETCH_K = 512  # columns of its w2 tile that a CTA prefetches into L2 (PDL)
+COMBINE_BLOCK = 1024
 
 
-def experts_ref(x: Tensor, w13: Tensor, w2: Tensor, routed: Routed) -> Tensor:
-    """Reference implementation: x [T, H] -> [T, H], one GEMM per expert and nothing on the host.
-
-    The k outputs of a token are weighted and summed in float32.
-    """
+def expert_partials_ref(
+    x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, shared: Tensor | None = None
+) -> Tensor:
+    """Reference implementation of `expert_partials`: one GEMM per expert, none on the host."""
     (tokens, top_k), num_experts = routed.experts.shape, len(w13)
     ids = routed.experts.flatten()
-    order = ids.argsort(stable=True)  # (token, rank) pairs, by expert
+    order = ids.argsort(stable=True)  # pairs, by expert
     expert = torch.arange(num_experts, device=ids.device).unsqueeze(1)
     ends = (ids <= expert).sum(1, dtype=torch.int32)  # [E], where each expert's pairs end
     gate_up = torch._grouped_mm(x[order // top_k], w13.transpose(1, 2), offs=ends)
     act = silu_mul_ref(gate_up, x.dtype)
-    sorted_out = torch._grouped_mm(act, w2.transpose(1, 2), offs=ends)
-    out = sorted_out[order.argsort()].view(tokens, top_k, -1)
-    return (out.float() * routed.weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    by_expert = torch._grouped_mm(act, w2.transpose(1, 2), offs=ends)
+    out = by_expert[order.argsort()].view(tokens, top_k, -1).transpose(0, 1).float()
+    out = out * routed.weights.t().unsqueeze(-1)
+    return out if shared is None else torch.cat((out[:1] + shared.float(), out[1:]))
+
+
+def expert_partials(
+    x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, shared: Tensor | None = None
+) -> Tensor:
+    """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
+
+    float32; on a GPU in x's dtype for more than `MAX_DECODE_TOKENS` tokens.
+
+    Args:
+        routed: of `route` for the same x, with its tiles.
+        shared: [T, H], added to the first choice.
+    """
+    if not use_triton(x):
+        return expert_partials_ref(x, w13, w2, routed, shared)
+    tokens, (_, hidden, width) = x.shape[0], w2.shape
+    tiles, config = routed.tiles, choose_moe(tokens, gpu_of(x.device), x.itemsize)
+    assert tiles is not None and tiles.block_m == config.block_m
+    assert x.is_contiguous() and w13.is_contiguous() and w2.is_contiguous()
+    assert hidden % 8 == 0 and width % 8 == 0 and routed.experts.shape[0] == tokens
+    top_k = routed.experts.shape[1]
+    act = x.new_empty(tokens * top_k, width)
+    _gate_up[_grid(tiles, width, config.gate_up)](
+        x, w13, act, tiles.pairs, tiles.tiles,
+        tiles.tiles.shape[1], hidden // 8, width // 8,
+        TOP_K=top_k, **_constants(tiles, config.gate_up, hidden), **pdl_options(x),
+    )  # fmt: skip
+    dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
+    out = torch.empty(top_k, tokens, hidden, dtype=dtype, device=x.device)
+    _down[_grid(tiles, hidden, config.down)](
+        act, w2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
+        tiles.tiles.shape[1], tokens, hidden // 8, width // 8,
+        PREFETCH_K if width % 64 == 0 else 0,
+        TOP_K=top_k, NUM_THREADS=32 * config.down.num_warps,
+        **_constants(tiles, config.down, width), **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+def _grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
+    return (tiles.tiles.shape[1] * -(-columns // config.block_n),)
+
+
+def _constants(tiles: ExpertTiles, config: GroupedGemmConfig, k: int) -> dict[str, int | bool]:
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "EVEN_K": k % config.block_k == 0,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def combine_ref(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reference implementation of `combine`."""
+    return partials.float().sum(0).to(dtype)
+
+
+def combine(partials: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the choices: [k, T, H] -> [T, H] in `dtype`."""
+    if not use_triton(partials):
+        return combine_ref(partials, dtype)
+    top_k, tokens, hidden = partials.shape
+    out = torch.empty(tokens, hidden, dtype=dtype, device=partials.device)
+    _combine[(tokens, -(-hidden // COMBINE_BLOCK))](
+        partials, out, tokens, hidden,
+        TOP_K=top_k, BLOCK=COMBINE_BLOCK, num_warps=4, **pdl_options(out),
+    )  # fmt: skip
+    return out
+
+
+@jit_no_specialize("max_tiles")
+def _gate_up(
+    x,  # [T, H]
+    w13,  # [E, 2I, H]
+    act,  # [T * k, I]
+    pairs,
+    tiles,  # [3, max_tiles]
+    max_tiles,
+    h_vectors,  # H / 8
+    i_vectors,  # I / 8
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    H, I = h_vectors * 8, i_vectors * 8  # noqa: E741  so that the compiler knows of the 8
+    tile, n_block = tl.program_id(0) % max_tiles, tl.program_id(0) // max_tiles
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Not before the wait: `_down` reads the tiles as soon as it starts.
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.load(tiles + 2 * max_tiles + tile)
+    if rows > 0:
+        expert = tl.load(tiles + tile).to(tl.int64)
+        m = tl.arange(0, BLOCK_M)
+        m_mask = m < rows
+        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + k[None, :]
+        gate_tile = w13 + expert * 2 * I * H + tl.minimum(n, I - 1)[:, None] * H + k[None, :]
+        up_tile = gate_tile + I * H
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, H, BLOCK_K):
+            if EVEN_K:
+                xs = tl.load(x_tile + first, mask=m_mask[:, None], other=0.0)
+                gates = tl.load(gate_tile + first)
+                ups = tl.load(up_tile + first)
+            else:
+                k_mask = first + k[None, :] < H
+                xs = tl.load(x_tile + first, mask=m_mask[:, None] & k_mask, other=0.0)
+                gates = tl.load(gate_tile + first, mask=k_mask, other=0.0)
+                ups = tl.load(up_tile + first, mask=k_mask, other=0.0)
+            gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
+            up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
+        # Rounded as the output of a GEMM is, before the activation.
+        gate = gate.to(act.dtype.element_ty).to(tl.float32)
+        up = up.to(act.dtype.element_ty).to(tl.float32)
+        out = gate * tl.sigmoid(gate) * up
+        address = act + pair.to(tl.int64)[:, None] * I + n[None, :]
+        mask = m_mask[:, None] & (n[None, :] < I)
+        tl.store(address, out.to(act.dtype.element_ty), mask=mask)
+
+
+@jit_no_specialize("max_tiles", "T")
+def _down(
+    act,  # [T * k, I]
+    w2,  # [E, H, I]
+    out,  # [k, T, H]
+    weights,  # [T, k] float32
+    shared,  # [T, H] or None
+    pairs,
+    tiles,  # [3, max_tiles]
+    max_tiles,
+    T,
+    h_vectors,  # H / 8
+    i_vectors,  # I / 8
+    prefetch_k,  # a multiple of 64, with PDL
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    H, I = h_vectors * 8, i_vectors * 8  # noqa: E741  so that the compiler knows of the 8
+    tile, n_block = tl.program_id(0) % max_tiles, tl.program_id(0) // max_tiles
+    # Before the wait: the kernel that made the tiles has finished, see `_gate_up`.
+    rows = tl.load(tiles + 2 * max_tiles + tile)
+    expert = tl.load(tiles + tile, mask=rows > 0, other=0).to(tl.int64)
+    w = w2 + expert * H * I
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if (rows > 0) & (prefetch_k > 0):
+            count = tl.minimum(I, prefetch_k)
+            prefetch_weight(w, n_block, 0, count, H, I, BLOCK_N, False, NUM_THREADS)
+        tl.extra.cuda.gdc_wait()
+    if rows > 0:
+        m = tl.arange(0, BLOCK_M)
+        m_mask = m < rows
+        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
+        w_tile = w + tl.minimum(n, H - 1)[:, None] * I + k[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, I, BLOCK_K):
+            if EVEN_K:
+                xs = tl.load(act_tile + first, mask=m_mask[:, None], other=0.0)
+                ws = tl.load(w_tile + first)
+            else:
+                k_mask = first + k[None, :] < I
+                xs = tl.load(act_tile + first, mask=m_mask[:, None] & k_mask, other=0.0)
+                ws = tl.load(w_tile + first, mask=k_mask, other=0.0)
+            acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+        # Rounded as the output of a GEMM is, then weighted in float32.
+        acc = acc.to(act.dtype.element_ty).to(tl.float32)
+        acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]
+        token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
+        mask = m_mask[:, None] & (n[None, :] < H)
+        if shared is not None:
+            first_choice = mask & (choice == 0)[:, None]
+            address = shared + token[:, None] * H + n[None, :]
+            acc += tl.load(address, mask=first_choice, other=0.0).to(tl.float32)
+        address = out + (choice * T.to(tl.int64) + token)[:, None] * H + n[None, :]
+        tl.store(address, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@jit_no_specialize("T")
+def _combine(
+    partials, out, T, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One CTA per BLOCK elements of a token."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < H
+    address = partials + token * H + at
+    total = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+    for choice in tl.static_range(1, TOP_K):
+        offset = (choice * T).to(tl.int64) * H
+        total += tl.load(address + offset, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * H + at, total.to(out.dtype.element_ty), mask=inside)

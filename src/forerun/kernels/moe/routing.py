@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.moe.config import max_tiles
 
 NORM_EPS = 1e-20  # DeepSeek-V3 adds it to the sum of a token's weights
 MAX_EXPERTS, MAX_TOP_K = 512, 16  # limits of the kernels
@@ -73,11 +74,24 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class ExpertTiles:
+    """Which (token, choice) pairs each expert computes, as the grouped GEMMs read it.
+
+    Pair p is token p // k with its choice p % k, 0 the best. Tiles of one expert are neighbours.
+    """
+
+    pairs: Tensor  # int32
+    tiles: Tensor  # [3, max_tiles] int32: expert, first index into `pairs`, number of pairs (or 0)
+    block_m: int  # most pairs of a tile
+
+
+@dataclass(frozen=True)
 class Routed:
     """The experts of T tokens, best first."""
 
     weights: Tensor  # [T, k] float32
     experts: Tensor  # [T, k] int32
+    tiles: ExpertTiles | None = None  # for the kernels
 
 
 def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
@@ -103,3 +117,20 @@ def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) 
 def _top_k(scores: Tensor, k: int) -> Tensor:
     """The indices of the k largest, best first, the lowest of equals first (unlike `topk`)."""
     return scores.argsort(dim=-1, descending=True, stable=True)[:, :k]
+
+
+def align_ref(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
+    """The tiles of experts [T, k]: pairs sorted by expert. Serves large T on a GPU, too."""
+    ids = experts.flatten()
+    pairs = ids.argsort(stable=True)
+    expert = torch.arange(num_experts, device=ids.device)
+    ends = torch.searchsorted(ids[pairs], expert, right=True)  # [E], where their pairs end
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    tile_ends = ((counts + block_m - 1) // block_m).cumsum(0)
+    tile = torch.arange(max_tiles(len(ids), num_experts, block_m), device=ids.device)
+    owner = torch.searchsorted(tile_ends, tile, right=True)
+    used, owner = owner < num_experts, owner.clamp(max=num_experts - 1)
+    first = block_m * (tile - (tile_ends - (counts + block_m - 1) // block_m)[owner])
+    rows = torch.where(used, (counts[owner] - first).clamp(max=block_m), 0)
+    tiles = torch.stack((owner, (ends - counts)[owner] + first, rows)).to(torch.int32)
+    return ExpertTiles(pairs.to(torch.int32), tiles, block_m)

@@ -1,0 +1,303 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The router on a GPU: logits, top-k experts and weights, and the experts' tiles. Two kernels.
+
+1. `_router_logits`: x Wᵀ in float32, K split into slices: with few tokens one CTA per tile of
+   experts could not read the weight quickly enough.
+2. `_top_k`: sums the slices in order, scores, chooses and weights. Up to `MAX_DECODE_TOKENS`
+   tokens it also sorts the pairs: every pair takes the next place in its expert's list, and the CTA
+   that finishes last makes tiles of the lists. The order within a list varies; the results of the
+   GEMMs do not depend on it. For more tokens, PyTorch sorts (`align_ref`).
+
+Nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels.gemm.gemm_triton import prefetch_weight
+from forerun.kernels.moe.config import MAX_DECODE_TOKENS, choose_moe, max_tiles, router_slice
+from forerun.kernels.moe.routing import (
+    NORM_EPS,
+    ExpertTiles,
+    Routed,
+    Routing,
+    align_ref,
+    route_ref,
+)
+from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+BLOCK_N, BLOCK_K = 32, 128  # experts and columns per tile of the logits
+TOKENS, MANY_TOKENS = 4, 8  # per CTA of `_top_k`; up to `MAX_DECODE_TOKENS` one to a warp
+WARPS, STAGES = 4, 3
+
+
+def new_counts(routing: Routing, device: torch.device) -> Tensor:
+    """[E + 1] int32, zero: pairs per expert, and CTAs done. Every routing leaves them zero.
+
+    Two routings with the same counts must not run at once.
+    """
+    return torch.zeros(routing.num_experts + 1, dtype=torch.int32, device=device)
+
+
+def route(
+    x: Tensor, weight: Tensor, correction_bias: Tensor | None, routing: Routing, counts: Tensor
+) -> Routed:
+    """The experts of tokens x [T, H]; weight [E, H] of x's dtype, correction_bias [E] float32."""
+    if not use_triton(x):
+        if routing.float32_logits:
+            logits = F.linear(x.float(), weight.float())
+        else:
+            logits = F.linear(x, weight)
+        return route_ref(logits, correction_bias, routing)
+    partials = router_partials(x, weight)
+    rounded_like = None if routing.float32_logits else weight
+    return top_k(partials, correction_bias, routing, counts, rounded_like)
+
+
+def router_partials(x: Tensor, weight: Tensor) -> Tensor:
+    """Split-K partials of x [T, H] weightᵀ, float32 [S, T, E]; S depends on H alone."""
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    width = router_slice(hidden)
+    slices, block_m = -(-hidden // width), 16 if tokens <= MAX_DECODE_TOKENS else 64
+    assert x.is_contiguous() and weight.is_contiguous() and hidden % 8 == 0
+    partials = torch.empty(slices, tokens, experts, dtype=torch.float32, device=x.device)
+    _router_logits[(-(-experts // BLOCK_N), -(-tokens // block_m), slices)](
+        x, weight, partials, tokens, experts, hidden // 8,
+        SLICE=width, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        EVEN_K=hidden % BLOCK_K == 0, PREFETCH=hidden % 64 == 0, NUM_THREADS=32 * WARPS,
+        num_warps=WARPS, num_stages=STAGES, **pdl_options(x),
+    )  # fmt: skip
+    return partials
+
+
+def top_k(
+    partials: Tensor,
+    correction_bias: Tensor | None,
+    routing: Routing,
+    counts: Tensor,
+    rounded_like: Tensor | None = None,
+) -> Routed:
+    """Split-K partials of the logits [S, T, E] -> experts, weights and tiles.
+
+    `rounded_like`: logits are rounded to this tensor's dtype first.
+    """
+    slices, tokens, num_experts = partials.shape
+    device, k, (num_groups, kept) = partials.device, routing.top_k, routing.groups
+    block_m, in_kernel = choose_moe(tokens, gpu_of(device)).block_m, tokens <= MAX_DECODE_TOKENS
+    weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
+    experts = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    pairs = tiles = None
+    if in_kernel:  # a list of up to `tokens` pairs per expert
+        pairs = torch.empty(num_experts * tokens, dtype=torch.int32, device=device)
+        most = max_tiles(tokens * k, num_experts, block_m)
+        tiles = torch.empty(3, most, dtype=torch.int32, device=device)
+    tokens_per_cta = TOKENS if in_kernel else MANY_TOKENS
+    _top_k[(-(-tokens // tokens_per_cta),)](
+        partials, correction_bias, rounded_like, weights, experts, counts, pairs, tiles,
+        tokens, 0 if tiles is None else tiles.shape[1], routing.routed_scaling_factor, NORM_EPS,
+        SLICES=slices, NUM_EXPERTS=num_experts, NUM_GROUPS=num_groups, KEPT_GROUPS=kept,
+        GROUPS_BLOCK=next_power_of_2(num_groups),
+        GROUP_BLOCK=next_power_of_2(num_experts // num_groups),
+        EXPERTS_BLOCK=next_power_of_2(num_experts), TOP_K=k, TOP_K_BLOCK=next_power_of_2(k),
+        SIGMOID=routing.scoring == "sigmoid", TOP2=routing.group_score == "top2",
+        NORM=routing.norm_topk_prob, ALIGN=in_kernel, BLOCK_M=block_m,
+        TOKENS=tokens_per_cta,
+        num_warps=WARPS, **pdl_options(weights),
+    )  # fmt: skip
+    if pairs is None or tiles is None:
+        return Routed(weights, experts, align_ref(experts, num_experts, block_m))
+    return Routed(weights, experts, ExpertTiles(pairs, tiles, block_m))
+
+
+@jit_no_specialize("T")
+def _router_logits(
+    x,  # [T, K]
+    w,  # [E, K]
+    partials,  # [slices, T, E] float32
+    T,
+    E,
+    k_vectors,  # K / 8
+    SLICE: tl.constexpr,  # columns of a slice, a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    NUM_THREADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One CTA per tile of experts, tile of tokens and slice."""
+    K = k_vectors * 8  # so that the compiler knows of the 8
+    tile_n, tile_m, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = part * SLICE
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            count = tl.minimum(K - first, SLICE)
+            prefetch_weight(w, tile_n, first, count, E, K, BLOCK_N, False, NUM_THREADS)
+        tl.extra.cuda.gdc_wait()
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = first + tl.arange(0, BLOCK_K)
+    m_mask = m[:, None] < T
+    x_tile = x + m[:, None].to(tl.int64) * K + k[None, :]
+    w_tile = w + tl.minimum(n, E - 1)[:, None] * K + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(tl.cdiv(tl.minimum(K - first, SLICE), BLOCK_K)):
+        offset = i * BLOCK_K
+        if EVEN_K:
+            xs = tl.load(x_tile + offset, mask=m_mask, other=0.0)
+            ws = tl.load(w_tile + offset)
+        else:
+            k_mask = (k + offset)[None, :] < K
+            xs = tl.load(x_tile + offset, mask=m_mask & k_mask, other=0.0)
+            ws = tl.load(w_tile + offset, mask=k_mask, other=0.0)
+        acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+    address = partials + (part * T + m[:, None]).to(tl.int64) * E + n[None, :]
+    tl.store(address, acc, mask=m_mask & (n[None, :] < E))
+
+
+@jit_no_specialize("T", "max_tiles")
+def _top_k(
+    partials,  # [SLICES, T, E] float32
+    correction_bias,  # [E] float32 or None
+    rounded_like,  # anything of the dtype that logits are rounded to, or None
+    weights_out,  # [T, k] float32
+    experts_out,  # [T, k] int32
+    counts,  # [E + 1] int32, zero before and after
+    pairs,  # [E, T] int32, with ALIGN
+    tiles,  # [3, max_tiles] int32, with ALIGN
+    T,
+    max_tiles,
+    factor,
+    norm_eps,
+    SLICES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TOP2: tl.constexpr,
+    NORM: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One CTA per TOKENS tokens."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    COLUMNS: tl.constexpr = GROUPS_BLOCK * GROUP_BLOCK
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    # Groups are padded to a power of two each, so columns are in the order of expert ids.
+    column = tl.arange(0, COLUMNS)
+    group, member = column // GROUP_BLOCK, column % GROUP_BLOCK
+    valid = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    expert = tl.where(valid, group * GROUP_SIZE + member, 0)
+    mask = (t < T)[:, None] & valid[None, :]
+    address = partials + t[:, None].to(tl.int64) * NUM_EXPERTS + expert[None, :]
+    logits = tl.load(address, mask=mask, other=0.0)
+    for part in tl.static_range(1, SLICES):
+        stride = (part * T).to(tl.int64) * NUM_EXPERTS
+        logits += tl.load(address + stride, mask=mask, other=0.0)
+    if rounded_like is not None:
+        logits = logits.to(rounded_like.dtype.element_ty).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(logits)
+    else:
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        scores = tl.exp(logits - tl.max(logits, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    choice = scores
+    if correction_bias is not None:
+        choice += tl.load(correction_bias + expert, mask=valid, other=0.0)[None, :]
+    # A token with NaN still gets k different experts; its weights are NaN.
+    choice = tl.where(choice == choice, choice, -1e30)
+    choice = tl.where(valid[None, :], choice, float("-inf"))
+    if NUM_GROUPS > 1:
+        choice = _best_groups(choice, TOKENS, GROUPS_BLOCK, GROUP_BLOCK, KEPT_GROUPS, TOP2)
+
+    rank = tl.arange(0, TOP_K_BLOCK)[None, :]
+    weights = tl.zeros((TOKENS, TOP_K_BLOCK), tl.float32)
+    experts = tl.zeros((TOKENS, TOP_K_BLOCK), tl.int32)
+    for i in tl.static_range(TOP_K):
+        chosen = tl.argmax(choice, 1)[:, None]  # the lowest of equals
+        hit = column[None, :] == chosen
+        weight = tl.sum(tl.where(hit, scores, 0.0), 1)[:, None]
+        weights = tl.where(rank == i, weight, weights)
+        id = chosen // GROUP_BLOCK * GROUP_SIZE + chosen % GROUP_BLOCK
+        experts = tl.where(rank == i, id, experts)
+        choice = tl.where(hit, float("-inf"), choice)
+    if NORM:
+        weights = weights / (tl.sum(weights, 1)[:, None] + norm_eps)
+    pair = t[:, None] * TOP_K + rank
+    mask = (t < T)[:, None] & (rank < TOP_K)
+    tl.store(weights_out + pair, weights * factor, mask=mask)
+    tl.store(experts_out + pair, experts, mask=mask)
+    if ALIGN:
+        place = tl.atomic_add(counts + experts, 1, mask=mask, sem="relaxed")
+        tl.store(pairs + experts * T + place, pair, mask=mask)
+        tl.debug_barrier()  # all pairs are counted before the CTA signals
+        done = tl.atomic_add(counts + NUM_EXPERTS, 1, sem="acq_rel")
+        if done == tl.num_programs(0) - 1:
+            _make_tiles(counts, tiles, T, max_tiles, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+
+
+@jit
+def _best_groups(
+    choice, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, KEPT: tl.constexpr,
+    TOP2: tl.constexpr,
+):  # fmt: skip
+    """`choice` [TOKENS, GROUPS * SIZE] with -inf in all but each token's best groups."""
+    grouped = tl.reshape(choice, (TOKENS, GROUPS, SIZE))
+    best = tl.max(grouped, 2)
+    if TOP2:
+        first = tl.argmax(grouped, 2)[:, :, None]
+        member = tl.arange(0, SIZE)[None, None, :]
+        best += tl.max(tl.where(member == first, float("-inf"), grouped), 2)
+    group = tl.arange(0, GROUPS)[None, :]
+    kept = tl.zeros((TOKENS, GROUPS), tl.int32)
+    for _ in tl.static_range(KEPT):
+        hit = group == tl.argmax(best, 1)[:, None]
+        kept = tl.where(hit, 1, kept)
+        best = tl.where(hit, float("-inf"), best)
+    grouped = tl.where(kept[:, :, None] == 1, grouped, float("-inf"))
+    return tl.reshape(grouped, (TOKENS, GROUPS * SIZE))
+
+
+@jit
+def _make_tiles(
+    counts, tiles, T, max_tiles,
+    NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Cuts every expert's list into tiles and clears the counts; L1 is bypassed."""
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    valid = expert < NUM_EXPERTS
+    count = tl.load(counts + expert, mask=valid, other=0, cache_modifier=".cg")
+    num_tiles = tl.cdiv(count, BLOCK_M)
+    before = tl.cumsum(num_tiles, 0) - num_tiles
+    for i in range(tl.max(num_tiles, 0)):
+        mask = i < num_tiles
+        tile = tiles + before + i
+        tl.store(tile, expert, mask=mask)
+        tl.store(tile + max_tiles, expert * T + i * BLOCK_M, mask=mask)
+        rows = tl.minimum(count - i * BLOCK_M, BLOCK_M)
+        tl.store(tile + 2 * max_tiles, rows, mask=mask)
+    used = tl.sum(num_tiles, 0)
+    for first in range(0, max_tiles - used, EXPERTS_BLOCK):
+        rest = used + first + expert
+        tl.store(tiles + 2 * max_tiles + rest, 0, mask=rest < max_tiles)
+    tl.debug_barrier()  # the counts have been read by all threads
+    tl.store(counts + expert, 0, mask=valid)
+    tl.store(counts + NUM_EXPERTS, 0)

@@ -1,0 +1,136 @@
+"""Mixtures of experts, at the sizes of Qwen3-30B-A3B and DeepSeek's routing; decode and prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.kernels.moe import experts, router
+from forerun.kernels.moe.config import choose_moe, router_slice
+from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
+from tests.kernels.compiled import TARGETS, Case
+
+B16, F32, I32 = "*bf16", "*fp32", "*i32"
+HIDDEN, WIDTH, TOP_K = 2048, 768, 8
+NVIDIA = GpuInfo(num_sms=132, amd=False)
+CDNA = GpuInfo(num_sms=304, amd=True, warp_size=64)
+RDNA = GpuInfo(num_sms=96, amd=True, warp_size=32)
+
+
+def logits(name: str, hidden: int, block_m: int) -> Case:
+    return Case(
+        name,
+        router._router_logits,
+        {"x": B16, "w": B16, "partials": F32, **dict.fromkeys(("T", "E", "k_vectors"), "i32")},
+        {
+            "SLICE": router_slice(hidden), "BLOCK_M": block_m, "BLOCK_N": router.BLOCK_N,
+            "BLOCK_K": router.BLOCK_K, "EVEN_K": hidden % router.BLOCK_K == 0, "PREFETCH": True,
+            "NUM_THREADS": 32 * router.WARPS,
+        },
+        options={"num_warps": router.WARPS, "num_stages": router.STAGES},
+        multiples=("E", "k_vectors"),
+        matrix=True,
+    )  # fmt: skip
+
+
+def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
+    groups = constants.get("NUM_GROUPS", 1)
+    all_ = {
+        "rounded_like": None, "correction_bias": None, "SLICES": 8, "NUM_EXPERTS": num_experts,
+        "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "GROUPS_BLOCK": next_power_of_2(groups),
+        "GROUP_BLOCK": next_power_of_2(num_experts // groups),
+        "EXPERTS_BLOCK": next_power_of_2(num_experts), "TOP_K": TOP_K, "TOP_K_BLOCK": 8,
+        "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True, "BLOCK_M": 16,
+        "TOKENS": router.TOKENS, **constants,
+    }  # fmt: skip
+    pointers = {
+        "partials": F32, "correction_bias": F32, "rounded_like": B16, "weights_out": F32,
+        "experts_out": I32, "counts": I32, "pairs": I32, "tiles": I32,
+    }  # fmt: skip
+    all_ |= {} if all_["ALIGN"] else {"pairs": None, "tiles": None}
+    for present in [n for n, value in all_.items() if value is ...]:
+        del all_[present]
+    signature = {n: kind for n, kind in pointers.items() if n not in all_}
+    signature |= {"T": "i32", "max_tiles": "i32", "factor": "fp32", "norm_eps": "fp32"}
+    return Case(
+        name, router._top_k, signature, all_, options={"num_warps": router.WARPS}, wide=False
+    )
+
+
+def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
+    """Both grouped GEMMs with the tiles of so many tokens."""
+    wave64 = tuple(target for target in TARGETS if target != "gfx1100")
+    return [
+        *_gemms(name, tokens, out, shared, even, CDNA, wave64),
+        *_gemms(name, tokens, out, shared, even, RDNA, ("gfx1100",)),
+    ]
+
+
+def _gemms(
+    name: str,
+    tokens: int,
+    out: str,
+    shared: bool,
+    even: bool,
+    amd_gpu: GpuInfo,
+    targets: tuple[str, ...],
+) -> list[Case]:
+    nvidia, amd = choose_moe(tokens, NVIDIA), choose_moe(tokens, amd_gpu)
+    strides = ("h_vectors", "i_vectors") if even else ()  # otherwise multiples of 8
+    sizes = dict.fromkeys(("max_tiles", "h_vectors", "i_vectors"), "i32")
+    pairs = {"pairs": I32, "tiles": I32}
+    gate_up = {"x": B16, "w13": B16, "act": B16, **pairs, **sizes}
+    down = {"act": B16, "w2": B16, "out": out, "weights": F32, **pairs, **sizes, "T": "i32"}
+    down |= {"prefetch_k": "i32", **({"shared": B16} if shared else {})}
+    absent = {} if shared else {"shared": None}
+    cases = []
+    for kernel, label, signature, config, hip, more in (
+        (experts._gate_up, "gate/up", gate_up, nvidia.gate_up, amd.gate_up, {}),
+        (experts._down, "down", down, nvidia.down, amd.down, absent),
+    ):
+        constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": nvidia.block_m, **more}
+        if kernel is experts._down:
+            constants["NUM_THREADS"] = 32 * config.num_warps
+        blocks = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+        hip_blocks = {"BLOCK_N": hip.block_n, "BLOCK_K": hip.block_k, "BLOCK_M": amd.block_m}
+        cases.append(
+            Case(
+                f"{label}, {name}",
+                kernel,
+                signature,
+                constants | blocks,
+                options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+                hip_constants=hip_blocks,
+                hip_options={"num_warps": hip.num_warps, "num_stages": hip.num_stages},
+                targets=targets,
+                multiples=strides,
+                matrix=True,
+            )
+        )
+    return cases
+
+
+CASES = [
+    logits("router logits", HIDDEN, 16),
+    logits("router logits of many tokens", HIDDEN, 64),
+    logits("router logits of 7168", 7168, 16),
+    top_k("top-k, Qwen3", rounded_like=...),
+    top_k("top-k of many tokens", ALIGN=False, TOKENS=router.MANY_TOKENS),
+    top_k("top-k, DeepSeek-V2", 160, NUM_GROUPS=8, KEPT_GROUPS=3, TOP_K=6, NORM=False),
+    top_k("top-k, DeepSeek-V3", 256, NUM_GROUPS=8, KEPT_GROUPS=4, TOP2=True, SIGMOID=True,
+          correction_bias=...),
+    top_k("top-k, Kimi-K2", 384, SIGMOID=True, correction_bias=...),
+    *gemms("1 token", 1, F32),
+    *gemms("128 tokens and shared experts", 128, F32, shared=True),
+    *gemms("512 tokens", 512, B16),
+    *gemms("8192 tokens", 8192, B16),
+    *gemms("multiples of 8", 1, F32, even=False),
+    Case(
+        "combine",
+        experts._combine,
+        {"partials": B16, "out": B16, "T": "i32", "H": "i32"},
+        {"TOP_K": TOP_K, "BLOCK": experts.COMBINE_BLOCK},
+        options={"num_warps": 4},
+        hip_options={"num_warps": 2},
+        multiples=("H",),
+    ),
+]  # fmt: skip

@@ -1,0 +1,251 @@
+"""Mixtures of experts: router, tiles and grouped GEMMs against their reference implementations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.kernels.moe.config import choose_moe, max_tiles, router_slice
+from forerun.kernels.moe.experts import (
+    combine,
+    combine_ref,
+    expert_partials,
+    expert_partials_ref,
+)
+from forerun.kernels.moe.router import new_counts, route, top_k
+from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing, align_ref, route_ref
+from forerun.kernels.runtime.gpu import gpu_of
+
+ROUTINGS = {
+    "softmax": Routing(8, 2),
+    "normalized": Routing(20, 5, norm_topk_prob=True, float32_logits=False),
+    "one expert": Routing(1, 1),
+    "groups by their best": Routing(12, 3, n_group=3, topk_group=2, routed_scaling_factor=16.0),
+    "groups by their two best": Routing(
+        24, 4, "sigmoid", True, 2.5, n_group=4, topk_group=2, group_score="top2",
+        correction_bias=True,
+    ),
+    "sigmoid without groups": Routing(48, 6, "sigmoid", True, correction_bias=True),
+}  # fmt: skip
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def tiles_by_expert(tiles: ExpertTiles) -> list[tuple[int, list[int]]]:
+    """(expert, its pairs) of every tile in use."""
+    pairs = tiles.pairs.tolist()
+    used = [tile for tile in zip(*tiles.tiles.tolist(), strict=True) if tile[2] > 0]
+    return [(expert, pairs[first : first + rows]) for expert, first, rows in used]
+
+
+def check_tiles(routed: Routed, tiles: ExpertTiles, num_experts: int) -> None:
+    """Every pair is in one tile of its expert, and no expert has more tiles than it needs."""
+    experts, found = routed.experts.flatten().tolist(), tiles_by_expert(tiles)
+    assert all(experts[pair] == expert for expert, members in found for pair in members)
+    assert sorted(pair for _, members in found for pair in members) == list(range(len(experts)))
+    assert all(len(members) <= tiles.block_m for _, members in found)
+    want = {e: -(-n // tiles.block_m) for e, n in Counter(experts).items()}
+    assert Counter(expert for expert, _ in found) == want
+    order = [expert for expert, _ in found]
+    assert order == sorted(order)  # tiles of an expert are neighbours
+    assert tiles.tiles.shape[1] == max_tiles(len(experts), num_experts, tiles.block_m)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*product(ROUTINGS, (1, 7)), ("softmax", 65), ("groups by their best", 131)]
+)
+def test_routing(name: str, tokens: int, device: torch.device) -> None:
+    routing, hidden = ROUTINGS[name], 136  # two slices of the router's K, one of them ragged
+    x, weight = random(tokens, hidden, seed=1), random(routing.num_experts, hidden, seed=2)
+    bias = random(routing.num_experts, seed=3) if routing.correction_bias else None
+    want = route_ref(x @ weight.T, bias, routing)
+    counts = new_counts(routing, device)
+    for _ in range(2):  # the counts are left as they were
+        got = route(
+            x.to(device), weight.to(device), bias if bias is None else bias.to(device), routing,
+            counts,
+        )  # fmt: skip
+        assert torch.equal(got.experts.cpu(), want.experts)
+        torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=1e-4, atol=1e-6)
+        assert got.tiles is not None
+        assert got.tiles.block_m == choose_moe(tokens, gpu_of(device)).block_m
+        check_tiles(got, got.tiles, routing.num_experts)
+        assert not counts.any()
+
+
+def test_rounded_logits(device: torch.device) -> None:
+    """Experts whose logits are equal in bfloat16 are chosen by their number."""
+    weight = torch.ones(4, 8)
+    weight[2] += 1e-3  # 8.008: 8 in bfloat16
+    weight[3] += 0.1
+    x = torch.ones(1, 8)
+    for float32, first in ((True, 2), (False, 0)):
+        routing = Routing(4, 2, float32_logits=float32)
+        partials = (x @ weight.T).unsqueeze(0).to(device)
+        like = None if float32 else partials.bfloat16()
+        got = top_k(partials, None, routing, new_counts(routing, device), like)
+        assert got.experts.tolist() == [[3, first]]
+
+
+def test_a_token_of_nan_has_different_experts_and_harms_no_other(device: torch.device) -> None:
+    routing = ROUTINGS["groups by their two best"]
+    x, weight = random(6, 64, seed=1), random(24, 64, seed=2)
+    bias = random(24, seed=3)
+    clean = route_ref(x @ weight.T, bias, routing)
+    x[2] = torch.nan
+    counts = new_counts(routing, device)
+    got = route(x.to(device), weight.to(device), bias.to(device), routing, counts)
+    experts = got.experts.tolist()
+    assert len(set(experts[2])) == 4 and all(0 <= e < 24 for e in experts[2])
+    assert got.weights[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(got.experts.cpu()[others], clean.experts[others])
+    assert got.tiles is not None
+    check_tiles(got, got.tiles, 24)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("skew", [False, True])
+def test_tiles_of_many_tokens(tokens: int, block_m: int, skew: bool) -> None:
+    scores = random(tokens, 10, seed=4)
+    if skew:
+        scores[:, 3:7] -= 100  # experts without a token
+    experts = scores.topk(3).indices.to(torch.int32)
+    check_tiles(Routed(torch.empty(0), experts), align_ref(experts, 10, block_m), 10)
+
+
+def test_the_bound_on_tiles_is_reached_and_never_passed() -> None:
+    for pairs, experts, block_m in product((1, 5, 64, 100), (1, 4, 128), (16, 64)):
+        bound = max_tiles(pairs, experts, block_m)
+        touched = min(pairs, experts)
+        most = touched - 1 + -(-(pairs - touched + 1) // block_m)  # all but one pair to one expert
+        assert most <= bound <= touched + pairs // block_m
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # no bfloat16 in the interpreter
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width", "shared"),
+    [(1, 64, 24, False), (9, 136, 72, True), (70, 40, 16, False), (131, 24, 24, True)],
+)
+def test_experts(
+    tokens: int, hidden: int, width: int, shared: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    routing = Routing(6, 3, norm_topk_prob=True)
+    x = random(tokens, hidden, seed=1).to(dtype)
+    gate = random(6, hidden, seed=2, scale=0.2).to(dtype)
+    w13 = random(6, 2 * width, hidden, seed=3, scale=0.2).to(dtype)
+    w2 = random(6, hidden, width, seed=4, scale=0.2).to(dtype)
+    extra = random(tokens, hidden, seed=5).to(dtype) if shared else None
+    routed = route(x.to(device), gate.to(device), None, routing, new_counts(routing, device))
+    plain = Routed(routed.weights.cpu(), routed.experts.cpu())
+    want = expert_partials_ref(x.float(), w13.float(), w2.float(), plain, extra)
+    moved = None if extra is None else extra.to(device)
+    got = expert_partials(x.to(device), w13.to(device), w2.to(device), routed, moved)
+    assert got.dtype == (torch.float32 if tokens <= 128 else dtype)
+    error = (got.cpu().float() - want).norm(dim=-1) / want.norm(dim=-1)
+    assert error.max() < (1e-5 if dtype == torch.float32 else 2e-3)
+    torch.testing.assert_close(combine(got, dtype).cpu(), combine_ref(got.cpu(), dtype))
+
+
+def test_the_order_of_tokens_does_not_matter(device: torch.device) -> None:
+    """Bit for bit on a GPU, below; NumPy's GEMM in the interpreter rounds by row."""
+    routing = Routing(6, 3)
+    x, gate = random(20, 64, seed=1).to(device), random(6, 64, seed=2, scale=0.2).to(device)
+    w13 = random(6, 48, 64, seed=3, scale=0.2).to(device)
+    w2 = random(6, 64, 24, seed=4, scale=0.2).to(device)
+
+    def run(tokens: Tensor) -> Tensor:
+        routed = route(tokens, gate, None, routing, new_counts(routing, device))
+        return combine(expert_partials(tokens, w13, w2, routed), x.dtype)
+
+    whole = run(x)
+    torch.testing.assert_close(run(x[3:9].contiguous()), whole[3:9], rtol=1e-5, atol=1e-5)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).to(device)
+    torch.testing.assert_close(run(x[order]), whole[order], rtol=1e-5, atol=1e-5)
+
+
+def test_slices_of_the_router_cover_its_columns() -> None:
+    for hidden in (8, 128, 136, 2048, 4096, 5120, 7168):
+        width = router_slice(hidden)
+        assert width % 128 == 0 and 1 <= -(-hidden // width) <= 8
+
+
+# --- on a GPU, at real sizes ----------------------------------------------------------------------
+
+
+class Layer:
+    """One MoE layer of Qwen3-30B-A3B, with random weights."""
+
+    def __init__(self) -> None:
+        self.routing = Routing(128, 8, norm_topk_prob=True, float32_logits=False)
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            made = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+            return made * 0.02
+
+        self.gate = normal(128, 2048)
+        self.w13, self.w2 = normal(128, 1536, 2048), normal(128, 2048, 768)
+        self.counts = new_counts(self.routing, torch.device("cuda"))
+        self.x = normal(2048, 2048) * 50
+
+    def run(self, x: Tensor) -> Tensor:
+        routed = route(x, self.gate, None, self.routing, self.counts)
+        return combine(expert_partials(x, self.w13, self.w2, routed), x.dtype)
+
+    def run_ref(self, x: Tensor) -> Tensor:
+        """In float32, one expert after the other, for the experts that the kernel chose."""
+        routed = route(x, self.gate, None, self.routing, self.counts)
+        out = torch.zeros(x.shape, device="cuda")
+        for expert in range(128):
+            token, choice = (routed.experts == expert).nonzero(as_tuple=True)
+            gate, up = (x[token].float() @ self.w13[expert].float().T).chunk(2, 1)
+            y = (torch.nn.functional.silu(gate) * up) @ self.w2[expert].float().T
+            out.index_add_(0, token, y * routed.weights[token, choice, None])
+        return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 64, 100, 128, 129, 512, 2048])
+def test_real_sizes(tokens: int) -> None:
+    layer = Layer()
+    x = layer.x[:tokens].contiguous()
+    got, want = layer.run(x).float(), layer.run_ref(x)
+    assert (got - want).norm() / want.norm() < 0.01
+    for _ in range(5):
+        assert torch.equal(layer.run(x).float(), got)
+    assert not layer.counts.any()
+    scores = x.float() @ layer.gate.float().T
+    chosen = route(x, layer.gate, None, layer.routing, layer.counts).experts
+    rounded = route_ref(scores.bfloat16(), None, layer.routing).experts
+    assert (chosen == rounded).float().mean() > 0.98  # near-ties aside
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_a_captured_layer_follows_its_input(tokens: int) -> None:
+    layer = Layer()
+    x = layer.x[:tokens].clone()
+    layer.run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.run(x)
+    for first in (0, 300, 700):
+        x.copy_(layer.x[first : first + tokens])
+        graph.replay()
+        assert torch.equal(out, layer.run(layer.x[first : first + tokens].contiguous()))
+
+
+@pytest.mark.gpu
+def test_a_token_has_the_same_result_in_any_batch_on_a_gpu() -> None:
+    layer = Layer()
+    whole = layer.run(layer.x[:64].contiguous())
+    for tokens in (1, 2, 17, 48):
+        assert torch.equal(layer.run(layer.x[:tokens].contiguous()), whole[:tokens])
