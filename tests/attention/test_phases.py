@@ -81,6 +81,8 @@ class Planned(Toy):
 def _registered(monkeypatch: pytest.MonkeyPatch, _interpreter: None) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     own = {name: BACKENDS[name] for name in ("triton", "torch_native")}
+    own["fa4"] = BACKENDS["fa4"]
+    monkeypatch.setattr(BACKENDS["fa4"](), "why_missing", classmethod(lambda cls: []))
     toys = {kind.name: lambda kind=kind: kind for kind in (Gen, Chunks, Planned)}
     monkeypatch.setattr("forerun.attention.select.BACKENDS", own | toys)
     for order in ("PREFILL_ORDER", "STEP_ORDER"):
@@ -163,6 +165,9 @@ def test_defaults_without_packages(
             of("triton gen triton triton"),
         ),
         (H200, {"prefill_attention_backend": "chunks"}, of("chunks triton triton chunks")),
+        # Made for fewer phases on this GPU than on others.
+        (H200, {"attention_backend": "fa4"}, of("fa4 triton triton -")),
+        (B200, {"attention_backend": "fa4"}, of("fa4 fa4 fa4 fa4")),
     ],
 )
 def test_named_backends_of_the_target(
@@ -218,10 +223,10 @@ def test_a_default_that_falls_back_says_why(caplog: pytest.LogCaptureFixture) ->
         " triton does."
     )
     assert (
-        "attention_backend gen does not serve verify of the draft (on sm_100 it is causal only);"
-        " triton does."
+        "attention_backend gen does not serve decode, verify, draft extend of the draft"
+        " (on sm_100 it is causal only); triton does."
     ) in said
-    assert len(said) == 5  # prefill of both, and three phases of the draft
+    assert len(said) == 3  # and prefill of the draft
 
 
 @pytest.mark.parametrize(
@@ -251,7 +256,7 @@ def test_a_default_that_falls_back_says_why(caplog: pytest.LogCaptureFixture) ->
             False,
             {"prefill_attention_backend": "gen"},
             r"prefill_attention_backend gen cannot serve prefill of the target: it does not serve"
-            r" prefill\. These can: triton, torch_native, chunks, planned\.$",
+            r" prefill\. These can: triton, torch_native, fa4, chunks, planned\.$",
         ),
         (
             H200,

@@ -131,8 +131,8 @@ def test_what_a_backend_cannot_serve_runs_on_the_next(
         "one: target prefill",
         "one: target W tokens",
     }
-    assert "attention_backend one does not serve verify of the draft" in caplog.text
-    assert "it has no block mask" in caplog.text
+    phases = "prefill, decode, verify, draft extend of the draft (it has no block mask)"
+    assert f"attention_backend one does not serve {phases}; torch_native does." in caplog.text
     with pytest.raises(ConfigError, match=r"of the draft: it has no block mask\. These can"):
         golden_llm("DFLASH", speculative_draft_attention_backend="one")
 

@@ -236,6 +236,11 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
+    def phases_on(cls, arch: str | None) -> frozenset[Phase]:
+        """The phases that it is made for on a GPU; override where that depends on the GPU."""
+        return cls.capabilities.phases
+
+    @classmethod
     def preferred_page_size(cls, need: AttentionNeed) -> int:
         """The page size that is fastest for this need; one of its `page_sizes`."""
         sizes = cls.capabilities.page_sizes

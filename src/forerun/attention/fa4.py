@@ -99,9 +99,13 @@ class Fa4(FlashBackend):
         return cls.package.why_not()
 
     @classmethod
+    def phases_on(cls, arch: str | None) -> frozenset[Phase]:
+        return frozenset({Phase.PREFILL}) if arch == "sm_90" else cls.capabilities.phases
+
+    @classmethod
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
         reasons = super().why_unfit(need)
-        if need.arch == "sm_90" and need.phase is not Phase.PREFILL:
+        if need.phase not in cls.phases_on(need.arch):
             reasons.append("it does not split K/V over CTAs on sm_90: prefill only")
         if need.arch == "sm_90" and need.mla:
             reasons.append("it has no latent (MLA) attention on sm_90")

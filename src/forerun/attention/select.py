@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from forerun.attention.base import AttentionBackend
@@ -112,6 +112,7 @@ class BackendChoice:
     backend: type[AttentionBackend]
     need: AttentionNeed
     refused: dict[str, list[str]]
+    instead_of: Wanted | None = None  # what was wanted and cannot serve
 
     @property
     def page_sizes(self) -> tuple[int, ...] | None:
@@ -148,7 +149,7 @@ def default_order(need: AttentionNeed) -> list[str]:
 def select(need: AttentionNeed, wanted: Wanted) -> BackendChoice:
     """The wanted backend, or the first in order that can serve.
 
-    A name that is not binding (`Force`) falls back with one warning, which has the reasons.
+    A name that is not binding (`Force`) may fall back; `log_fallbacks` says so.
 
     Raises:
         ConfigError: unknown name; a binding name that cannot serve (lists those that can); nothing
@@ -160,22 +161,28 @@ def select(need: AttentionNeed, wanted: Wanted) -> BackendChoice:
         reasons = backend.why_not(need)
         if not reasons:
             return BackendChoice(backend, need, {})
-        other_phase = need.phase not in backend.capabilities.phases
+        other_phase = need.phase not in backend.phases_on(need.arch)
         if wanted.force is Force.PHASE or (wanted.force is Force.MODEL and not other_phase):
             raise ConfigError(_refusal(need, wanted, reasons))
         refused[wanted.name] = reasons
     choice = _first(need, wanted, refused)
-    if wanted.name is not None:
-        log.warning(
-            "%s %s does not serve %s of %s (%s); %s does.",
-            wanted.flag,
-            wanted.name,
-            need.phase.value,
-            wanted.model,
-            "; ".join(refused[wanted.name]),
-            choice.backend.name,
-        )
-    return choice
+    return choice if wanted.name is None else replace(choice, instead_of=wanted)
+
+
+def log_fallbacks(choices: Iterable[BackendChoice]) -> None:
+    """One warning for all phases of a model that fell back alike: the reasons, and what serves."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for choice in choices:
+        if (wanted := choice.instead_of) is None:
+            continue
+        assert wanted.name is not None
+        phase = choice.need.phase.value
+        reasons = "; ".join(choice.refused[wanted.name])
+        key = (wanted.flag, wanted.name, wanted.model, reasons, choice.backend.name)
+        alike.setdefault(key, []).append(phase)
+    for (flag, name, model, reasons, backend), phases in alike.items():
+        text = "%s %s does not serve %s of %s (%s); %s does."
+        log.warning(text, flag, name, ", ".join(phases), model, reasons, backend)
 
 
 def _known(wanted: Wanted) -> type[AttentionBackend]:

@@ -105,8 +105,8 @@ class Ask:
 ASKS = (
     Ask("prefill", frozenset({LayerMask()}), Phase.PREFILL),
     Ask("decode", frozenset({LayerMask()})),
-    Ask("block draft", frozenset({LayerMask(Mask.BLOCK)})),
-    Ask("token tree", frozenset({LayerMask(Mask.CUSTOM)})),
+    Ask("block draft", frozenset({LayerMask(Mask.BLOCK)}), Phase.VERIFY),
+    Ask("token tree", frozenset({LayerMask(Mask.CUSTOM)}), Phase.VERIFY),
     Ask("MLA decode", frozenset({LayerMask()}), mla=True),
 )
 

@@ -18,7 +18,7 @@ from forerun.attention.capabilities import (
     Phase,
 )
 from forerun.attention.model_attention import ModelAttention
-from forerun.attention.select import BackendChoice, Force, Wanted, select
+from forerun.attention.select import BackendChoice, Force, Wanted, log_fallbacks, select
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
@@ -156,6 +156,7 @@ def choose_backends(config: EngineConfig, models: Sequence[ModelNeed]) -> list[A
             if choice.page_sizes is not None:
                 both = frozenset(choice.page_sizes).intersection(pages or choice.page_sizes)
                 pages = both or pages  # nothing in common: `choose_page_size` says so
+    log_fallbacks(chosen.values())
     return [
         AttentionSetup(
             model.layout,

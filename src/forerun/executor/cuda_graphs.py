@@ -74,6 +74,7 @@ class CudaGraphSteps:
         self._prefill_buckets = PREFILL_BUCKETS if step.captures_prefill else ()
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
+        self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -115,18 +116,26 @@ class CudaGraphSteps:
     def clear(self) -> None:
         """Frees all graphs."""
         self._decode.clear()
+        self._buffers.clear()
         self._prefill.clear()
 
     def _capture_decode(self, size: int, width: int, flags: SamplingFlags) -> _DecodeGraph:
         step, slots = self.step, self._padding(size)
         shape = StepShape(width, self.kv_len_ub, flags)
-        buffers = step.plan_buffers(size)
+        buffers = self._buffers_of(size, width)
         if step.captures_drafts:
             graph, output = self._captured(lambda: step.decode(slots, shape, None, buffers))
             return _DecodeGraph(graph, slots, None, output, True, buffers)
         draft = step.empty_draft(slots, width) if width > 1 else None
         graph, output = self._captured(lambda: step.verify(slots, shape, draft, buffers))
         return _DecodeGraph(graph, slots, draft, output, False, buffers)
+
+    def _buffers_of(self, size: int, width: int) -> StepBuffers | None:
+        """Of backends that plan on the host; shared by the greedy and the sampled graph."""
+        key = (size, width)
+        if key not in self._buffers:
+            self._buffers[key] = self.step.plan_buffers(size)
+        return self._buffers[key]
 
     def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
         step, slots = self.step, self._padding(1)
