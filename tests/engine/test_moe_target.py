@@ -140,7 +140,7 @@ def test_drafts_are_accepted() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_compiled_steps_give_the_same_output() -> None:
-    with moe_llm(cpu_graph=True) as llm:
+    with moe_llm(device="cpu", cpu_graph=True) as llm:
         out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
     assert out.output_ids == reference(False)[0]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.config.model_config import parse_model_config
 from forerun.kernels.gemm import dispatch
 from forerun.kernels.runtime.gpu import GpuInfo
-from forerun.layers import gemm, norm
+from forerun.layers import gemm, moe, norm
 from forerun.layers.communication import SingleRank, WeightPlacement
 from forerun.layers.linear import RowLinear
 from forerun.models.registry import model_class
@@ -51,6 +51,7 @@ class Recorder:
         for owner, names in (
             (gemm, ("gemm", *fused, "silu_mul", "argmax")),
             (norm, ("rms_norm", "add_rms_norm")),
+            (moe, ("route", "expert_partials", "combine")),
         ):
             for name in names:
                 monkeypatch.setattr(owner, name, self.recorded(name, vars(owner)[name]))
@@ -143,6 +144,30 @@ def test_latent_attention_on_an_h200(h200: Recorder, q_rank: int | None, tokens:
     layer = [*qkv, *q_b, "rms_norm", "attention", *o_proj, *gate_up, *down_proj]
     raw = QWEN3_8B | LATENT | {"q_lora_rank": q_rank}
     got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), tokens)
+    assert got == ["rms_norm", *layer * LAYERS, *head]
+
+
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+# tokens -> qkv_proj, o_proj + norm, head
+EXPERTS_ON_H200: dict[int, tuple[list[str], ...]] = {
+    1: (["gemm"], PARTIALS, ["gemm_argmax"]),
+    200: (["library"], LIBRARY, ["library", "argmax"]),
+}
+
+
+@pytest.mark.parametrize("tokens", EXPERTS_ON_H200)
+def test_experts_on_an_h200(h200: Recorder, tokens: int) -> None:
+    """The norm after the experts adds up their outputs."""
+    qkv, o_proj, head = EXPERTS_ON_H200[tokens]
+    layer = [*qkv, "attention", *o_proj, "route", "expert_partials", "add_rms_norm"]
+    got = h200.sequence(QWEN3_30B_A3B, WeightPlacement(torch.bfloat16, META), tokens)
     assert got == ["rms_norm", *layer * LAYERS, *head]
 
 

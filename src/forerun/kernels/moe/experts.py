@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.kernels.elementwise.silu_mul import silu_mul_ref
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
-from forerun.kernels.moe.config import MAX_DECODE_TOKENS, GroupedGemmConfig, choose_moe
+from forerun.kernels.moe.config import MAX_DECODE_TOKENS, GroupedGemmConfig, MoeConfig, choose_moe
 from forerun.kernels.moe.routing import ExpertTiles, Routed
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, use_triton
@@ -51,7 +51,12 @@ def expert_partials_ref(
 
 
 def expert_partials(
-    x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, shared: Tensor | None = None
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    routed: Routed,
+    shared: Tensor | None = None,
+    config: MoeConfig | None = None,
 ) -> Tensor:
     """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
 
@@ -60,11 +65,12 @@ def expert_partials(
     Args:
         routed: of `route` for the same x, with its tiles.
         shared: [T, H], added to the first choice.
+        config: tile sizes; None: those of `choose_moe`.
     """
     if not use_triton(x):
         return expert_partials_ref(x, w13, w2, routed, shared)
     tokens, (_, hidden, width) = x.shape[0], w2.shape
-    tiles, config = routed.tiles, choose_moe(tokens, gpu_of(x.device), x.itemsize)
+    tiles, config = routed.tiles, config or choose_moe(tokens, gpu_of(x.device), x.itemsize)
     assert tiles is not None and tiles.block_m == config.block_m
     assert x.is_contiguous() and w13.is_contiguous() and w2.is_contiguous()
     assert hidden % 8 == 0 and width % 8 == 0 and routed.experts.shape[0] == tokens
