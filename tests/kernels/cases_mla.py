@@ -15,9 +15,12 @@ from forerun.kernels.attention.tiles import (
     mla_uses_tma,
     padded,
 )
+from forerun.kernels.elementwise.latent_norm_rope import _latent_norm_rope_write
 from forerun.kernels.runtime.gpu import GpuInfo
 from tests.kernels.cases_attention import NAMES, ONE, POOLS, RDNA, _on_each, _tiles
 from tests.kernels.compiled import TARGETS, Case
+
+STRIDES = ("kv_stride", "q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
 
 
 def absorbed(
@@ -171,5 +174,31 @@ CASES = [
             targets=ONE,
         )
         for pool in ("bf16", "u8")
+    ),
+    *(
+        Case(
+            f"latent norm, RoPE and write, {heads} heads, {pool}",
+            _latent_norm_rope_write,
+            {
+                **dict.fromkeys(("kv_ptr", "q_ptr", "weight_ptr", "table"), "*bf16"),
+                **{"positions": "*i32", "kv_slots": "*i64", "pool": f"*{pool}", "out_ptr": "*bf16"},
+                "eps": "fp32",
+                **dict.fromkeys(STRIDES, "i32"),
+            },
+            {
+                "HEADS": heads,
+                "LATENT": 512,
+                "ROPE": 64,
+                "FP8": pool == "u8",
+                "GROUP": 8,
+                "BLOCK": 512,
+                "HALF": 32,
+                "PDL": False,
+            },
+            {"num_warps": 2},
+            multiples=STRIDES,
+            wide=False,
+        )
+        for heads, pool in ((16, "bf16"), (128, "bf16"), (16, "u8"))
     ),
 ]

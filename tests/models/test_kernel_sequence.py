@@ -76,7 +76,10 @@ class Recorder:
 
     batch = SimpleNamespace(ragged=None)  # a decode step
 
-    def run_latent(self, layer: int, spec: object, q: Tensor, latent: Tensor) -> Tensor:
+    def rope_write_latent(self, *_: object) -> None:
+        self.calls.append("rope_write")
+
+    def attend_latent(self, layer: int, spec: object, q: Tensor) -> Tensor:
         self.calls.append("attention")
         return q[..., : self.latent_dim]
 
@@ -138,10 +141,10 @@ LATENT = {
 @pytest.mark.parametrize("q_rank", [None, 1536])
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_latent_attention_on_an_h200(h200: Recorder, q_rank: int | None, tokens: int) -> None:
-    """q_a and kv_a are one GEMM; further norms are those of the two low ranks."""
+    """q_a and kv_a are one GEMM; the norm of the latent row is part of its write."""
     qkv, o_proj, gate_up, down_proj, head = ON_H200[tokens]
     q_b = [] if q_rank is None else ["rms_norm", "gemm"]
-    layer = [*qkv, *q_b, "rms_norm", "attention", *o_proj, *gate_up, *down_proj]
+    layer = [*qkv, *q_b, "rope_write", "attention", *o_proj, *gate_up, *down_proj]
     raw = QWEN3_8B | LATENT | {"q_lora_rank": q_rank}
     got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), tokens)
     assert got == ["rms_norm", *layer * LAYERS, *head]

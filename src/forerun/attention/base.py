@@ -34,6 +34,7 @@ from forerun.attention.capabilities import (
 from forerun.attention.latent import LatentExpand, attend_expanded_ref
 from forerun.attention.recurrent import RecurrentContext
 from forerun.core.errors import InternalError
+from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
 from forerun.kvcache.pages import NULL_PAGE
 from forerun.kvcache.pools import ModelPools
@@ -51,6 +52,7 @@ __all__ = [
     "HostLengths",
     "KVNormRope",
     "LatentExpand",
+    "LatentNormRope",
     "LayerMask",
     "Mask",
     "Phase",
@@ -185,6 +187,16 @@ class QKNormRope(ABC):
         """(q [T, Hq, D], k, v [T, Hkv, D]), normed and rotated."""
 
 
+class LatentNormRope(ABC):
+    """What MLA does between projections and attention: norm and RoPE of latent rows, RoPE of q."""
+
+    norm: LatentNorm
+
+    @abstractmethod
+    def split(self, kv_a: Tensor, q_rope: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor]:
+        """(latent rows [T, Dl + Dr], q_rope [T, Hq, Dr]), normed and rotated."""
+
+
 class KVNormRope(ABC):
     """The same for K/V of many layers from one GEMM [T, 2 · L · Hkv · D]: all k, then all v."""
 
@@ -301,6 +313,24 @@ class AttentionBackend(ABC):
         """Stores latent [T, Dl + Dr] of the batch's tokens. Needs `Capabilities.mla`."""
         raise InternalError(f"{self.name} has no latent (MLA) attention.")
 
+    def rope_write_latent(
+        self,
+        plan: Plan,
+        layer: int,
+        kv_a: Tensor,
+        q_rope: Tensor,
+        norm_rope: LatentNormRope,
+        rope: RopeInput,
+        q_out: Tensor,
+    ) -> None:
+        """Norms and rotates kv_a [T, Dl + Dr] and stores it; rotates q_rope into q_out.
+
+        q_rope and q_out [T, Hq, Dr] have any strides and may be the same.
+        """
+        rows, q = norm_rope.split(kv_a, q_rope, rope)
+        self.write_latent(plan, layer, rows)
+        q_out.copy_(q)
+
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         """MLA with absorbed projections: q [T, Hq, Dl + Dr], returns [T, Hq, Dl].
 
@@ -373,11 +403,27 @@ class AttentionContext:
         self.backend.write_latent(self.plan, layer, latent)
         return self.backend.attend_latent(self.plan, layer, spec, q)
 
-    def run_latent_prefill(
-        self, layer: int, spec: AttentionSpec, q: Tensor, latent: Tensor, expand: LatentExpand
+    def rope_write_latent(
+        self,
+        layer: int,
+        kv_a: Tensor,
+        q_rope: Tensor,
+        norm_rope: LatentNormRope,
+        rope: RopeInput,
+        q_out: Tensor,
+    ) -> None:
+        """See `AttentionBackend.rope_write_latent`."""
+        args = kv_a, q_rope, norm_rope, rope, q_out
+        self.backend.rope_write_latent(self.plan, layer, *args)
+
+    def attend_latent(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
+        return self.backend.attend_latent(self.plan, layer, spec, q)
+
+    def attend_latent_prefill(
+        self, layer: int, spec: AttentionSpec, q: Tensor, expand: LatentExpand
     ) -> Tensor:
         """The same for prefill chunks with expanded K and V: q [T, Hq, Dn + Dr] -> [T, Hq, Dv]."""
-        self.backend.write_latent(self.plan, layer, latent)
         return self.backend.attend_latent_prefill(self.plan, self.batch, layer, spec, q, expand)
 
     def recurrent(self, layer: int) -> RecurrentContext:

@@ -17,6 +17,7 @@ from forerun.attention.base import (
     AttentionBatch,
     AttentionNeed,
     KVNormRope,
+    LatentNormRope,
     Plan,
     QKNormRope,
     RopeInput,
@@ -24,6 +25,7 @@ from forerun.attention.base import (
 from forerun.core.errors import ConfigError
 from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
+from forerun.kernels.elementwise.latent_norm_rope import latent_norm_rope_write
 from forerun.kernels.elementwise.qk_norm_rope import (
     RopePositions,
     kv_norm_rope_write,
@@ -144,6 +146,27 @@ class PagedBackend(AttentionBackend):
     def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
         assert isinstance(plan, SlotPlan)
         write_latent(latent, plan.kv_slots, self.pools.latent(layer))
+
+    def rope_write_latent(
+        self,
+        plan: Plan,
+        layer: int,
+        kv_a: Tensor,
+        q_rope: Tensor,
+        norm_rope: LatentNormRope,
+        rope: RopeInput,
+        q_out: Tensor,
+    ) -> None:
+        assert isinstance(plan, SlotPlan)
+        latent_norm_rope_write(
+            kv_a,
+            q_rope,
+            norm_rope.norm,
+            RopePositions(rope.table, rope.positions),
+            plan.kv_slots,
+            self.pools.latent(layer),
+            q_out,
+        )
 
 
 class LibraryBackend(PagedBackend):

@@ -17,10 +17,12 @@ from forerun.attention.base import (
     AttentionContext,
     AttentionSpec,
     LatentExpand,
+    LatentNormRope,
     LayerMask,
     RopeInput,
 )
 from forerun.attention.latent import LatentDims
+from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
 from forerun.kernels.elementwise.qk_norm_rope import rotate
 from forerun.kvcache.layouts import LatentKV
 from forerun.layers.attention import KVLayer
@@ -48,13 +50,15 @@ class LatentUpProjection(LatentExpand, Module):
         self._w_uk = self._by_head[:, : dims.nope]  # [Hq, Dn, R]
         self._w_uv_t = self._by_head[:, dims.nope :].transpose(1, 2)  # [Hq, R, Dv]
 
-    def absorb(self, q_nope: Tensor) -> Tensor:
-        """[T, Hq, Dn] -> [T, Hq, R], to be multiplied with latent rows."""
-        return torch.bmm(q_nope.transpose(0, 1), self._w_uk).transpose(0, 1)
+    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
+        """[T, Hq, Dn] -> out [T, Hq, R] (any strides), to be multiplied with latent rows."""
+        _bmm(q_nope.transpose(0, 1), self._w_uk, out.transpose(0, 1))
 
-    def project_v(self, out: Tensor) -> Tensor:
+    def project_v(self, latent: Tensor) -> Tensor:
         """Sums of latent rows [T, Hq, R] -> sums of V, [T, Hq, Dv]."""
-        return torch.bmm(out.transpose(0, 1), self._w_uv_t).transpose(0, 1)
+        out = latent.new_empty(*latent.shape[:2], self.dims.v)
+        _bmm(latent.transpose(0, 1), self._w_uv_t, out.transpose(0, 1))
+        return out
 
     def __call__(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         dims = self.dims
@@ -63,6 +67,28 @@ class LatentUpProjection(LatentExpand, Module):
         k_nope, v = both.view(len(rows), -1, dims.nope + dims.v).split((dims.nope, dims.v), -1)
         shared = k_rope.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
         return torch.cat((k_nope, shared), -1), v
+
+
+def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Into `out`, whose last dimension is contiguous: on a GPU without a copy."""
+    if out.is_cuda:
+        torch.bmm(a, b, out=out)
+    else:  # compiled CPU steps take no strided `out`
+        out.copy_(torch.bmm(a, b))
+
+
+class KVNormRope(LatentNormRope):
+    """Norm and RoPE of one layer, in plain PyTorch."""
+
+    def __init__(self, norm: RMSNorm) -> None:
+        self.norm = LatentNorm(norm.weight, norm.eps)
+        self._norm = norm
+
+    def split(self, kv_a: Tensor, q_rope: Tensor, rope: RopeInput) -> tuple[Tensor, Tensor]:
+        rope_dim = q_rope.shape[-1]
+        latent, k_rope = kv_a.split_with_sizes((kv_a.shape[1] - rope_dim, rope_dim), 1)
+        k_rope = rotate(k_rope.unsqueeze(1), rope.cos_sin).squeeze(1)
+        return torch.cat((self._norm(latent), k_rope), 1), rotate(q_rope, rope.cos_sin)
 
 
 @dataclass(frozen=True)
@@ -87,7 +113,7 @@ class LatentAttention(KVLayer):
     ) -> None:
         self.layer_id, self.heads = layer_id, heads
         self.spec = AttentionSpec(mask, heads.scale)
-        self._kv_norm, self._up = kv_norm, up
+        self._norm_rope, self._up = KVNormRope(kv_norm), up
 
     def kv_layout(self, kv_dtype: torch.dtype) -> LatentKV:
         dims = self.heads.dims
@@ -98,20 +124,18 @@ class LatentAttention(KVLayer):
 
         The rope parts of q and kv_a are half-split: see `deinterleave`.
         """
-        dims, up = self.heads.dims, self._up
+        dims, up, layer = self.heads.dims, self._up, self.layer_id
         q = q.view(len(q), self.heads.num_heads, dims.qk)
         q_nope, q_rope = q.split_with_sizes((dims.nope, dims.rope), 2)
-        latent, k_rope = kv_a.split_with_sizes((dims.latent, dims.rope), 1)
-        q_rope = rotate(q_rope, rope.cos_sin)
-        k_rope = rotate(k_rope.unsqueeze(1), rope.cos_sin).squeeze(1)
-        rows = torch.cat((self._kv_norm(latent), k_rope), 1)
         chunks = ctx.batch.ragged
         if chunks is not None and dims.expanding_is_cheaper(chunks):
-            q = torch.cat((q_nope, q_rope), 2)
-            return ctx.run_latent_prefill(self.layer_id, self.spec, q, rows, up).flatten(1)
-        q = torch.cat((up.absorb(q_nope), q_rope), 2)
-        out = ctx.run_latent(self.layer_id, self.spec, q, rows)
-        return up.project_v(out).flatten(1)
+            ctx.rope_write_latent(layer, kv_a, q_rope, self._norm_rope, rope, q_rope)
+            return ctx.attend_latent_prefill(layer, self.spec, q.contiguous(), up).flatten(1)
+        absorbed = q.new_empty(len(q), self.heads.num_heads, dims.latent + dims.rope)
+        up.absorb(q_nope, absorbed[..., : dims.latent])
+        rotated = absorbed[..., dims.latent :]
+        ctx.rope_write_latent(layer, kv_a, q_rope, self._norm_rope, rope, rotated)
+        return up.project_v(ctx.attend_latent(layer, self.spec, absorbed)).flatten(1)
 
 
 def deinterleave(rows: Tensor) -> None:
