@@ -151,6 +151,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         ]  # fmt: skip
         self.custom, self.custom_indptr = custom_mask_buf, mask_indptr_buf
         self.rows: int | None = None
+        self.workspace = float_workspace_buffer
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        self.workspace = float_workspace_buffer
 
     def plan(
         self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
@@ -171,6 +176,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
             for buf, value in zip(self.bufs, given, strict=True):
                 assert len(value) <= len(buf)
                 buf[: len(value)].copy_(value)
+            tiles = self._tiles(rows, len(qo_indptr) - 1, num_qo_heads // num_kv_heads)
+            size = num_qo_heads * tiles * (head_dim_qk + 1) * 4
+            assert self.workspace.numel() >= size, "batch_prefill_tmp_v"
         else:
             self.bufs = [x.clone() for x in given]
         pages, last = paged_kv_indptr.diff(), paged_kv_last_page_len
@@ -183,6 +191,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
             "dtypes": (q_data_type, kv_data_type),
         }
         self.causal, self.window_left, self.scale = causal, window_left, sm_scale
+
+    @staticmethod
+    def _tiles(rows: int, batch: int, group: int) -> int:
+        """Query rows in the tiles of a captured plan (scheduler.cuh, PrefillSplitQOKVIndptr)."""
+        packed = (rows - batch + 1) * group
+        tile = 16 if packed <= 16 else 64 if packed <= 64 else 128
+        return tile * (-(-rows * group // tile) + batch - 1)
 
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None,

@@ -36,11 +36,29 @@ from forerun.attention.capabilities import (
 from forerun.attention.host_pages import PageLists
 from forerun.attention.packages import FLASHINFER
 from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
+from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kvcache.pools import ModelPools
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"})
-WORKSPACE_BYTES = 256 << 20  # partial results of split contexts
+WORKSPACE_BYTES = 256 << 20  # partial results of split contexts, at least
+INDEX_BYTES = 1 << 20  # a plan's indices, a few per CTA and token
 TREE = LayerMask(Mask.CUSTOM)
+CTAS_PER_SM = 2
+
+
+def split_bytes(shape: DecodeShape, need: AttentionNeed, num_sms: int) -> int:
+    """Bytes of partial results that fa2 sets aside for a captured shape, in float32.
+
+    As its planner counts them: a tile of query rows (those of a K/V head's group) for every CTA
+    that a captured launch may have.
+    """
+    group = need.num_heads // need.num_kv_heads
+    rows = shape.batch_size * shape.q_len
+    longest = (rows - shape.batch_size + 1) * group
+    tile = 128 if longest > 64 else 64 if longest > 16 else 16
+    tiles = -(-rows * group // tile) + shape.batch_size - 1
+    tiles = max(tiles, CTAS_PER_SM * num_sms // need.num_kv_heads)
+    return need.num_heads * tiles * tile * (need.head_dim + 1) * 4 + (1 << 10)
 
 
 class TreeMask:
@@ -121,6 +139,9 @@ class FlashInfer(LibraryBackend):
         self._prefill = [self._prefill_wrappers() for _ in range(2)]
 
     def allocate(self, shape: DecodeShape) -> FlashInferBuffers:
+        size = split_bytes(shape, self.need, gpu_of(shape.device).num_sms)
+        if size > self._workspace.numel():  # the largest shape is captured first
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=shape.device)
         tree = TreeMask(shape) if shape.tree else None
         masks = [TREE if shape.tree and m.mask is Mask.CAUSAL else m for m in self._masks]
         wrappers = {mask: self._step_wrapper(shape, tree) for mask in dict.fromkeys(masks)}
@@ -179,7 +200,7 @@ class FlashInfer(LibraryBackend):
         def room(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=shape.device)
 
-        return self.library.BatchPrefillWithPagedKVCacheWrapper(
+        wrapper = self.library.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
@@ -191,6 +212,10 @@ class FlashInfer(LibraryBackend):
             mask_indptr_buf=None if tree is None else tree.indptr,
             backend="fa2",
         )
+        # Its own 8 MB, and as much pinned memory, would be many GB over all captured steps.
+        indices = torch.empty(INDEX_BYTES, dtype=torch.uint8, device=shape.device)
+        wrapper.reset_workspace_buffer(self._workspace, indices)
+        return wrapper
 
     def _plan(self, wrapper: Any, mask: LayerMask, lists: PageLists) -> None:
         """The scale is given to `run`; a tree's mask is in the wrapper's buffers."""
