@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,14 +219,10 @@ def test_rows_that_the_kernels_cannot_take() -> None:
     )
 
 
-@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_the_engine_on_a_latent_target(
-    algorithm: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_on_a_latent_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prefill, decode and verify give the text of the plain backend."""
     monkeypatch.setitem(registry.ARCHITECTURES, "ToyLatentForCausalLM", ToyLatentForCausalLM)
     folder = save_toy(ToyLatentForCausalLM, tmp_path / "toy")
-    prompt = [3, 4, 5, 6] * 3
     outputs = []
     for name in ("torch_native", "triton"):
         with LLM(
@@ -233,12 +230,32 @@ def test_the_engine_on_a_latent_target(
             load_format="dummy",
             skip_tokenizer_init=True,
             attention_backend=name,
-            speculative_algorithm=algorithm,
+            speculative_algorithm="NGRAM",
             speculative_adaptive=False,
             chunked_prefill_size=8,
             max_running_requests=2,
         ) as llm:
-            made = llm.generate(input_ids=prompt, sampling_params={"max_new_tokens": 5})
+            made = llm.generate(input_ids=[3, 4, 5, 6] * 3, sampling_params={"max_new_tokens": 5})
             outputs.append(made.output_ids)
-            assert llm.explain()["attention"]["decode"].startswith(name)
     assert outputs[0] == outputs[1]
+
+
+def test_the_engine_on_deepseeks_sizes(device: torch.device) -> None:
+    """The trained toy of `tests/golden`, with its MTP layer: expanded prefill, verify, drafts."""
+    folder = Path(__file__).parents[1] / "golden" / "deepseek-toy"
+    case = json.loads((folder / "cases.json").read_text())[0]
+    with LLM(
+        folder,
+        device=device.type,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend="triton",
+        speculative_algorithm="NEXTN",
+        speculative_num_steps=1,
+        speculative_adaptive=False,
+        page_size=64,
+    ) as llm:
+        greedy = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+        made = llm.generate(input_ids=case["prompt"], sampling_params=greedy)
+    assert made.output_ids == case["output"][:4]
+    assert made.meta_info["spec_accept_lengths"][0] == 2

@@ -22,6 +22,7 @@ from forerun.kernels.attention.mla_expanded import (
     expanded_attention_ref,
     split_dim,
 )
+from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.prefill import build_tile_map
 from forerun.kernels.attention.tiles import (
     LatentShape,
@@ -131,8 +132,11 @@ def test_partial_results_are_combined_in_parts(num_splits: int, device: torch.de
     assert relative_error(out, expected(case, cache, MaskSpec())) < 2e-6
 
 
-@pytest.mark.parametrize("mask", MASKS[:4], ids=str)
-@pytest.mark.parametrize(("page", "heads"), [(1, 3), (16, 8), (64, 24)])
+@pytest.mark.parametrize(
+    ("page", "heads", "mask"),
+    [(1, 3, MASKS[0]), (16, 8, MASKS[1]), (16, 3, MASKS[2]), (1, 8, MASKS[3]), (64, 24, MASKS[0])],
+    ids=str,
+)
 def test_prefill_matches_the_definition(
     page: int, heads: int, mask: MaskSpec, device: torch.device
 ) -> None:
@@ -191,6 +195,17 @@ def test_tiles_of_deepseek_on_hopper() -> None:
     assert mla_uses_tma(HOPPER, shape, 64)
     assert not mla_uses_tma(HOPPER, replace(shape, page_size=16), 64)
     assert not mla_uses_tma(HOPPER, replace(shape, rope_dim=24), 64)
+
+
+# --- the write ----------------------------------------------------------------------------------
+
+
+def test_rows_are_stored_as_they_are(device: torch.device) -> None:
+    rows, kv_slots = torch.randn(3, 40, device=device)[:, :32], torch.tensor([5, 1, 9]).to(device)
+    pool = torch.zeros(5, 2, 32, device=device)
+    write_latent(rows, kv_slots, pool)
+    assert torch.equal(pool.flatten(0, 1)[kv_slots], rows)
+    assert int(pool.abs().sum(2).count_nonzero()) == 3
 
 
 # --- expanded K and V ---------------------------------------------------------------------------
