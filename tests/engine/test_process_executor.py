@@ -120,12 +120,14 @@ sampling = st.builds(
     stop_ids=tokens.map(tuple),
     min_position=ints,
 )
+page_writes = st.lists(st.builds(PageWrite, ints, ints, tokens.map(tuple)), max_size=3)
 plans = st.builds(
     StepPlan,
     admitted=st.lists(
         st.builds(Admission, ints, st.text(), tokens.map(tuple), ints, ints, sampling), max_size=3
     ),
-    page_writes=st.lists(st.builds(PageWrite, ints, ints, tokens.map(tuple)), max_size=3),
+    page_writes=page_writes,
+    window_writes=page_writes,
     deferred=st.lists(st.builds(DeferredCount, ints, ints), max_size=3),
     decode=st.lists(st.builds(DecodeRequest, ints, ints), max_size=3),
     num_verify_tokens=st.integers(1, 64),

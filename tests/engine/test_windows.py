@@ -199,7 +199,9 @@ def demand(
 def divide(wanted: KVDemand, budget: int, monkeypatch: pytest.MonkeyPatch) -> KVBudget:
     monkeypatch.setattr(memory, "memory", lambda device: (2 * budget, 2 * budget))
     monkeypatch.setattr(memory, "MAX_CPU_KV_BYTES", budget)
-    got = kv_budget(EngineConfig(), wanted, torch.device("cpu"), ProfilingRun())
+    got = kv_budget(
+        EngineConfig(mem_fraction_static=0.5), wanted, torch.device("cpu"), ProfilingRun()
+    )
     used = got.num_pages * got.token_bytes + got.num_window_pages * got.window_token_bytes
     assert used * 64 <= budget
     assert wanted.min_window_pages < got.num_window_pages <= got.num_pages
@@ -227,10 +229,19 @@ def test_a_windowed_target_runs_many_more_requests(monkeypatch: pytest.MonkeyPat
     assert drafting.num_window_pages * 64 > 140 * 4096
 
 
-def test_little_memory_is_divided_as_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    got = divide(demand([TARGET], [DRAFT], 1024), 3 * GIB, monkeypatch)
-    whole = 3 * GIB // (64 * (TARGET.token_bytes + DRAFT.token_bytes))
-    assert got.num_pages == pytest.approx(whole, abs=1)
+@pytest.mark.parametrize("full", [[TARGET], []], ids=["draft", "all"])
+def test_little_memory_is_divided_as_without_windows(
+    full: list[ModelLayout], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it holds less than the window and the chunk of one request."""
+    wanted = demand(full, [DRAFT], 1024)
+    whole = 100 * 64 * (wanted.token_bytes + wanted.window_token_bytes)
+    monkeypatch.setattr(memory, "memory", lambda device: (2 * whole, 2 * whole))
+    got = kv_budget(
+        EngineConfig(mem_fraction_static=0.5), wanted, torch.device("cpu"), ProfilingRun()
+    )
+    assert wanted.min_window_pages > 100
+    assert got.num_pages == got.num_window_pages == 100
 
 
 def test_windows_as_long_as_the_context_are_not_windowed_pools() -> None:

@@ -164,8 +164,9 @@ def _divide(budget: int, demand: KVDemand) -> tuple[int, int]:
     """(pages, window pages) in `budget` bytes, each without its null page.
 
     Window pages are for the windows of all slots, in at most half of the memory; but for as many
-    as requests of full context need. There are never more than pages. Where every pool is windowed,
-    pages of the first space cost nothing.
+    as requests of full context need. There are never more than pages, and never fewer than one
+    request needs, or as many as pages. Where every pool is windowed, pages of the first space cost
+    nothing.
     """
     size, max_pages = demand.page_size, demand.max_pages
     page, window_page = demand.token_bytes * size, demand.window_token_bytes * size
@@ -174,7 +175,8 @@ def _divide(budget: int, demand: KVDemand) -> tuple[int, int]:
         return (min(budget // page, max_pages) if page else max_pages), 0
     alone = demand.min_window_pages
     if not page:
-        return max_pages, min(budget // window_page, max_pages)
+        window_pages = min(budget // window_page, max_pages)
+        return (max_pages if window_pages >= alone else window_pages), window_pages
     full_context = -(-max_pages // (demand.num_slots - 1)) * page
     requests = budget // (full_context + demand.slot_window_pages * window_page)
     wanted = min(_wanted_window_pages(demand), budget // 2 // window_page)

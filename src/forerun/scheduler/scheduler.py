@@ -281,7 +281,8 @@ class Scheduler:
 
     def _extend(self, request: Request, tokens: int, plan: StepPlan) -> bool:
         """Allocates what `tokens` KV slots need in both page spaces, or nothing."""
-        pages = self._allocate(max(0, self.limits.pages(tokens) - len(request.pages)))
+        want = self.limits.pages(tokens) - len(request.pages)
+        pages = self._allocate(want) if want > 0 else []
         if pages is None:
             return False
         if not self.windows.extend(request, tokens, plan):

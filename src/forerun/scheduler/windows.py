@@ -94,9 +94,12 @@ class Windows:
         if self.pages is None:
             return True
         held = self._held[request]
-        # What is behind the window of the confirmed length was read by successful steps: no NaN.
-        self.pages.free(self._drop(held, self._first_page(request.kv_len)))
+        begin = self._first_page(request.kv_len)
+        if begin > held.begin:  # what is before it was written by successful steps: no NaN
+            self.pages.free(self._drop(held, begin))
         new = range(held.end, max(held.end, self._limits.pages(num_tokens)))
+        if not new:
+            return True
         pages = self.pages.allocate(len(new))
         if pages is None:
             return False
