@@ -56,10 +56,10 @@ def prompts() -> list[list[int]]:
 
 
 @cache
-def reference(sampled: bool) -> list[list[int]]:
+def reference(sampled: bool, device: str = "cpu") -> list[list[int]]:
     """Plain decoding, one prompt at a time, without prefix cache."""
     kind = SEEDED if sampled else GREEDY
-    with deepseek(disable_radix_cache=True) as llm:
+    with deepseek(disable_radix_cache=True, device=device) as llm:
         return [
             llm.generate(input_ids=p, sampling_params=params(kind, i)).output_ids
             for i, p in enumerate(prompts())
@@ -92,14 +92,39 @@ def test_output_equals_plain_decoding(
     tight: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
+    settings = {"page_size": page_size, "chunked_prefill_size": chunk}
+    hold(algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_output_on_a_gpu(
+    algorithm: str | None,
+    chunk: int,
+    overlap_depth: int,
+    graph: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"page_size": 16, "chunked_prefill_size": chunk, "overlap_depth": overlap_depth}
+    own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
+    hold(algorithm, chunk == 4, monkeypatch, **settings, **own)
+
+
+def hold(
+    algorithm: str | None, tight: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> None:
+    """One cell of the matrix."""
+    page_size, device = settings["page_size"], settings.get("device", "cpu")
     if tight:
         settings["max_total_tokens"] = 160
     asked = prompts()
-    with deepseek(algorithm, overlap_depth=overlap_depth, **settings) as llm:
+    with deepseek(algorithm, **settings) as llm:
         preempted = 0
         for sampled, chosen in enumerate((GREEDY, SEEDED)):
-            want = reference(bool(sampled))
+            want = reference(bool(sampled), device)
             answers = {tuple(p): o for p, o in zip(asked, want, strict=True)}
             monkeypatch.setattr(Oracle, "answers", answers)
             kinds = [params(chosen, i) for i in range(len(asked))]

@@ -363,8 +363,9 @@ class AttentionBackend(ABC):
         - what depends on the batch alone (cumulative lengths, page ids of the gather) belongs into
           `plan`, made once for all layers; `plan` does not know yet which form a layer takes;
         - rows of several requests may be gathered and expanded together: `expand` takes any rows,
-          k and v come back contiguous as [S, h, Dn + Dr] and [S, h, Dv], for kernels that take
-          unpaged K and V of unequal head dims, causal and aligned to the end of each request;
+          k and v come back as [S, h, Dn + Dr] and [S, h, Dv] with a contiguous last dimension, for
+          kernels that take unpaged K and V of unequal head dims, causal and aligned to the end of
+          each request;
         - a context may be expanded in parts and merged by log-sum-exp instead of by groups of
           heads.
 
