@@ -19,6 +19,11 @@ from forerun.kernels.moe.experts import (
 from forerun.kernels.moe.router import new_counts, route, top_k
 from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.module import Module
+from forerun.layers.moe import SparseMoE
+from forerun.layers.residual import AddRMSNorm
 
 ROUTINGS = {
     "softmax": Routing(8, 2),
@@ -169,6 +174,34 @@ def test_the_order_of_tokens_does_not_matter(device: torch.device) -> None:
     torch.testing.assert_close(run(x[3:9].contiguous()), whole[3:9], rtol=1e-5, atol=1e-5)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).to(device)
     torch.testing.assert_close(run(x[order]), whole[order], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 131])
+def test_a_layer_and_the_norm_after_it(tokens: int, device: torch.device) -> None:
+    """Routed and shared experts, residual and norm."""
+    routing, place = Routing(6, 3, "sigmoid", True, 2.5), WeightPlacement(torch.float32, device)
+    moe, shared = SparseMoE(64, 24, routing, place), GatedMLP(64, 48, False, place)
+    norm = AddRMSNorm(64, 1e-6, place)
+    parts: tuple[Module, ...] = (moe, shared, norm)
+    for seed, view in enumerate(v for part in parts for v in part.weights().values()):
+        view.copy_(random(*view.shape, seed=seed, scale=0.2))
+    gate, w13, w2 = (w.cpu().clone() for w in (moe.gate.weight, moe.experts.w13, moe.experts.w2))
+    wide = [w.cpu().clone() for w in (shared.gate_up_proj.weight, shared.down_proj.weight)]
+    for part in parts:
+        part.prepare()
+    x, residual = random(tokens, 64, seed=90), random(tokens, 64, seed=91)
+    moved = x.to(device)
+    normed, total = norm(moe(moved, shared(moved)), residual.to(device))
+    routed = route_ref(x @ gate.T, None, routing)
+    up = x @ wide[0].T
+    always = (torch.nn.functional.silu(up[:, :48]) * up[:, 48:]) @ wide[1].T
+    want = residual + always + expert_partials_ref(x, w13, w2, routed).sum(0)
+    torch.testing.assert_close(total.cpu(), want, rtol=1e-4, atol=1e-4)
+    scaled = torch.nn.functional.rms_norm(want, (64,), norm.norm.weight.cpu(), 1e-6)
+    assert isinstance(normed, Tensor)
+    torch.testing.assert_close(normed.cpu(), scaled, rtol=1e-4, atol=1e-4)
+    result = moe(moved, shared(moved)).result()
+    torch.testing.assert_close(result.cpu(), want - residual, rtol=1e-4, atol=1e-4)
 
 
 def test_slices_of_the_router_cover_its_columns() -> None:

@@ -15,12 +15,16 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.moe.routing import route_ref
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import Experts, Routing, SparseMoE, choose_expert_layout
+from forerun.llm.bundled import preset
+from forerun.models.dflash_config import load_dflash_config
 from forerun.models.loader import load_target
+from forerun.models.registry import model_class
 from tests.models.support import CPU, CPU_F32, Loop, family, save
 
 H, WIDTH, E, K = 64, 24, 16, 4
@@ -206,3 +210,15 @@ def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
 def test_sizes_that_a_kernel_cannot_take_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="multiples of 8"):
         Experts(E, *sizes, CPU_F32)
+
+
+def test_the_preset_has_the_size_of_its_name() -> None:
+    target, draft = preset("qwen3-30b-a3b")
+    config = load_model_config(target)
+    place = WeightPlacement(torch.bfloat16, torch.device("meta"))
+    model = model_class(config)(config, place, max_positions=1)
+    assert round(sum(view.numel() for view in model.weights().values()) / 1e9, 1) == 30.5
+    layer = next(iter(model.modules(SparseMoE)))
+    assert layer.experts.w13.shape == (128, 2 * 768, 2048)
+    assert draft is not None
+    assert load_dflash_config(draft).target_layer_ids == (1, 12, 23, 34, 45)
