@@ -172,8 +172,9 @@ def test_expanded_prefill_with_the_sizes_of_deepseek() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (16, 5), (16, 16), (128, 4)])
+@pytest.mark.parametrize(
+    ("page", "heads", "q_len"), [(64, 16, 1), (16, 16, 5), (64, 16, 16), (64, 128, 4)]
+)
 def test_prefill_then_steps_with_the_sizes_of_deepseek(page: int, heads: int, q_len: int) -> None:
     device = torch.device("cuda")
     run_forwards(need_of(device, heads, 512, 64, torch.bfloat16), page, q_len, device)

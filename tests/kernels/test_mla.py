@@ -286,18 +286,24 @@ def test_expanded_attention_on_gpu(
 # --- on a GPU: DeepSeek's sizes -----------------------------------------------------------------
 
 
+GPU_MASKS = [MaskSpec(), MaskSpec(BLOCK), MaskSpec(TREE), MaskSpec(CAUSAL, 100)]
+
+
 @pytest.mark.gpu
+@pytest.mark.covering(2)  # each cell is compiled anew
+@pytest.mark.parametrize("num_splits", [1, 7])
+@pytest.mark.parametrize("mask", GPU_MASKS, ids=str)
 @pytest.mark.parametrize("page", [1, 16, 64, 128])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2, 5, 16])
-def test_decode_on_gpu(q_len: int, heads: int, page: int, device: torch.device) -> None:
+def test_decode_on_gpu(
+    q_len: int, heads: int, page: int, mask: MaskSpec, num_splits: int, device: torch.device
+) -> None:
     half = torch.bfloat16
     spans = [(700, q_len), (1500, q_len), (90, q_len), (33, q_len)]
     case, cache = make(spans, heads, (512, 64), page, half, device=device, padded=1)
-    for mask in (MaskSpec(), MaskSpec(BLOCK), MaskSpec(TREE), MaskSpec(CAUSAL, 100)):
-        right = mla_decode_ref(case.q.double(), _double(cache), q_len, case.mask(mask), case.scale)
-        for num_splits in (1, 7):
-            assert relative_error(decode(case, cache, mask, num_splits), right) < BOUND[half]
+    right = mla_decode_ref(case.q.double(), _double(cache), q_len, case.mask(mask), case.scale)
+    assert relative_error(decode(case, cache, mask, num_splits), right) < BOUND[half]
 
 
 @pytest.mark.gpu
