@@ -48,21 +48,23 @@ def test_plain_decoding_gives_the_texts_of_transformers() -> None:
 def test_nextn_accepts_what_the_reference_accepts() -> None:
     """Step by step, cold and warm; the checkpoint itself has the draft."""
     with toy(**ONE_STEP, chunked_prefill_size=16, page_size=64) as llm:
-        for _ in ("cold", "warm"):
-            outs = llm.generate(input_ids=PROMPTS, sampling_params=PARAMS)
-            assert [out.output_ids for out in outs] == TEXTS
-            for out, case in zip(outs, CASES, strict=True):
+        for asked in (PROMPTS, PROMPTS[-2:]):  # cold, warm
+            outs = llm.generate(input_ids=asked, sampling_params=PARAMS)
+            for out, case in zip(outs, CASES[-len(asked) :], strict=True):
+                assert out.output_ids == case["output"]
                 ours = out.meta_info["spec_accept_lengths"]  # the last step may be cut short
                 assert ours[:-1] == case["accept"][: len(ours) - 1]
-        assert accept_length([o.meta_info["spec_accept_lengths"] for o in outs]) >= 1.6
+            if asked is PROMPTS:
+                assert accept_length([o.meta_info["spec_accept_lengths"] for o in outs]) >= 1.6
+        assert all(out.meta_info["cached_tokens"] >= 64 for out in outs)
         llm.engine.check()
 
 
 def test_a_chain_runs_the_layer_over_its_own_output() -> None:
     """Three drafts: more tokens per step than one draft could ever give."""
     with toy(**{**ONE_STEP, "speculative_num_steps": 3}) as llm:
-        outs = llm.generate(input_ids=PROMPTS, sampling_params=PARAMS)
-        assert [out.output_ids for out in outs] == TEXTS
+        outs = llm.generate(input_ids=PROMPTS[:3], sampling_params=PARAMS)
+        assert [out.output_ids for out in outs] == TEXTS[:3]
         assert accept_length([o.meta_info["spec_accept_lengths"] for o in outs]) > 2.0
 
 
