@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
-from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
+from tests.engine.test_matrix import GREEDY, NEW, SEEDED, generate, params
 from tests.golden_engine import poison_on_release
 from tests.models.support import random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
@@ -64,8 +64,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
 def moe_llm(algorithm: str | None = None, **settings: Any) -> LLM:
     if algorithm in FOLDERS:
         settings.setdefault("speculative_draft_model_path", str(FOLDERS[algorithm]))
+    settings = {"device": "cpu", "dtype": "float32", **settings}
     settings = {"speculative_adaptive": False, "skip_tokenizer_init": True, **settings}
-    llm = LLM(FOLDERS["target"], dtype="float32", speculative_algorithm=algorithm, **settings)
+    llm = LLM(FOLDERS["target"], speculative_algorithm=algorithm, **settings)
     poison_on_release(llm)
     return llm
 
@@ -79,9 +80,9 @@ def prompts() -> list[list[int]]:
 
 
 @cache
-def reference(sampled: bool) -> list[list[int]]:
+def reference(sampled: bool, device: str = "cpu") -> list[list[int]]:
     """Plain decoding, one prompt at a time, without prefix cache."""
-    with moe_llm(disable_radix_cache=True) as llm:
+    with moe_llm(disable_radix_cache=True, device=device) as llm:
         kind = SEEDED if sampled else GREEDY
         return [
             llm.generate(input_ids=p, sampling_params=params(kind, i)).output_ids
@@ -140,7 +141,7 @@ def test_drafts_are_accepted() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_compiled_steps_give_the_same_output() -> None:
-    with moe_llm(device="cpu", cpu_graph=True) as llm:
+    with moe_llm(cpu_graph=True) as llm:
         out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
     assert out.output_ids == reference(False)[0]
 
@@ -150,3 +151,39 @@ def test_expert_sizes_are_refused_before_weights_are_read(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 20}))
     with pytest.raises(ConfigError, match=r"expert width 20 is not supported.* multiples of 8"):
         LLM(tmp_path, skip_tokenizer_init=True)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_output_equals_plain_decoding_on_a_gpu(algorithm: str | None, graph: bool) -> None:
+    settings: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": not graph}
+    with moe_llm(algorithm, page_size=16, max_running_requests=6, **settings) as llm:
+        for sampled, chosen in enumerate((GREEDY, SEEDED)):
+            kinds = [params(chosen, i) for i in range(len(prompts()))]
+            for _ in ("cold", "prefix hits"):
+                got = generate(llm, prompts(), kinds, False)
+                assert [o[0] for o in got] == reference(bool(sampled), "cuda")
+        llm.engine.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_do_not_wait_for_the_gpu(dtype: str) -> None:
+    with moe_llm("NGRAM", device="cuda", dtype=dtype, max_running_requests=2) as llm:
+        launch = llm.engine.executor.launch
+
+        def strict(plan: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        llm.engine.executor.launch = strict  # type: ignore[method-assign]
+        for prompt in (prompts()[0], [*range(90)]):
+            out = llm.generate(input_ids=prompt, sampling_params=params(GREEDY, 0))
+            assert len(out.output_ids) == NEW

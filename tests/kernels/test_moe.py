@@ -262,7 +262,7 @@ def test_real_sizes(tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 64, 256])
 def test_a_captured_layer_follows_its_input(tokens: int) -> None:
     layer = Layer()
     x = layer.x[:tokens].clone()
@@ -274,6 +274,20 @@ def test_a_captured_layer_follows_its_input(tokens: int) -> None:
         x.copy_(layer.x[first : first + tokens])
         graph.replay()
         assert torch.equal(out, layer.run(layer.x[first : first + tokens].contiguous()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_nothing_waits_for_the_gpu(tokens: int) -> None:
+    layer = Layer()
+    x = layer.x[:tokens].contiguous()
+    want = layer.run(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = layer.run(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
