@@ -31,7 +31,7 @@ def _registered() -> Iterator[None]:
     ("name", "algorithm", "page", "chunk", "tight"),
     [
         ("flashinfer", "DFLASH", 16, 4, True),
-        ("trtllm_mha", "DFLASH", 16, 512, True),
+        pytest.param("trtllm_mha", "DFLASH", 16, 512, True, marks=EXHAUSTIVE),
         ("trtllm_mha", "TOY-TREES", 16, 4, False),
         pytest.param("flashinfer", "TOY-TREES", 1, 512, False, marks=EXHAUSTIVE),
         pytest.param("flashinfer", "NGRAM", 1, 4, True, marks=EXHAUSTIVE),

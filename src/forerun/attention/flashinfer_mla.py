@@ -58,7 +58,7 @@ class FlashInferMla(LibraryBackend):
         head_dims=(LATENT_DIM + ROPE_DIM,),
         dtypes=(torch.bfloat16, torch.float16),
         kv_dtypes=(torch.bfloat16, torch.float16),
-        page_sizes=(1, 16, 32, 64),
+        page_sizes=(16, 32, 64),
         dense=False,
         mla=True,
         host_lengths=HostLengths.EXACT,
