@@ -1,6 +1,7 @@
-"""FlashMLA on Hopper: absorbed MLA for decode, verification and draft extend, W tokens a request.
+"""FlashMLA on Hopper: absorbed MLA for decode and verification, W tokens a request.
 
-It has no prefill kernel for this GPU: chunks of prompts go to another backend.
+It has no prefill kernel for this GPU. Prompts and draft extend go to the backend of prefill, as in
+SGLang (PR 24640): `fa3`, else `triton`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
-from forerun.attention.capabilities import PER_STEP, AttentionNeed, Capabilities, Mask
+from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask, Phase
 from forerun.attention.packages import Package
 from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
 from forerun.core.errors import InternalError
@@ -38,7 +39,7 @@ class FlashMla(LibraryBackend):
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=frozenset({"sm_90"}),
-        phases=frozenset(PER_STEP),
+        phases=frozenset({Phase.DECODE, Phase.VERIFY}),
         masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
         windows=frozenset(),
         latent_dims=(LATENT_DIM + ROPE_DIM,),
