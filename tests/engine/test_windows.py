@@ -89,12 +89,14 @@ def test_output_equals_plain_decoding(
     hold(algorithm, page_size, chunk, overlap_depth, tight, **windowed(models, algorithm))
 
 
-@pytest.mark.parametrize("algorithm", [None, "DFLASH"])
-def test_backends_may_read_window_pages_on_the_host(
-    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "adaptive"), [(None, False), ("DFLASH", False), ("DFLASH", True)]
+)
+def test_backends_may_read_window_pages_on_the_host(algorithm: str | None, adaptive: bool) -> None:
+    """Adaptive width measures steps of padding slots, with window pages as well."""
     with registered():
         settings = windowed("target", algorithm) | {"attention_backend": NAME}
+        settings["speculative_adaptive"] = adaptive
         hold(algorithm, 1, 4, 1, True, **settings)
 
 

@@ -145,7 +145,7 @@ class HostBatch:
     @classmethod
     def padding(cls, batch_size: int) -> HostBatch:
         """Padding slots alone: profiling, warm-up, capture."""
-        return cls([], []).padded(batch_size)
+        return cls([], [], []).padded(batch_size)
 
 
 class Buffers(ABC):  # noqa: B024 - each backend has its own

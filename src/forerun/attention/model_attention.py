@@ -33,7 +33,8 @@ class StepBuffers:
 
     def begin(self, host: HostBatch | None) -> None:
         """Prepares all buffers for a run; `host` None: padding slots alone."""
-        self._host = (host or HostBatch([], [])).padded(self._batch_size)
+        size = self._batch_size
+        self._host = HostBatch.padding(size) if host is None else host.padded(size)
         for (backend, _, offset), buffers in self._made.items():
             backend.prepare(buffers, self._host_batch(backend, offset))
 
