@@ -279,7 +279,7 @@ def _explain(
         "kv": budget.describe(limits.page_size),
         "kv_bytes_per_token": budget.token_bytes,
         "kv_window": limits.window,
-        "kv_window_pages": max(0, budget.num_window_pages - 1),
+        "kv_window_pages": budget.num_window_pages - 1,
         "kv_bytes_per_window_token": budget.window_token_bytes,
         "state_snapshots": budget.num_snapshots,
         "memory_bytes": kv | memory.report(profiled),

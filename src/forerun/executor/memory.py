@@ -163,10 +163,9 @@ def _wanted_window_pages(demand: KVDemand) -> int:
 def _divide(budget: int, demand: KVDemand) -> tuple[int, int]:
     """(pages, window pages) in `budget` bytes, each without its null page.
 
-    Window pages are for the windows of all slots, in at most half of the memory; but for as many
-    as requests of full context need. There are never more than pages, and never fewer than one
-    request needs, or as many as pages. Where every pool is windowed, pages of the first space cost
-    nothing.
+    Window pages: for the windows of all slots in at most half of the memory, or for those of all
+    requests of full context that fit, whichever is more. At least what one request alone needs, and
+    at most as many as pages. Where every pool is windowed, pages of the first space cost nothing.
     """
     size, max_pages = demand.page_size, demand.max_pages
     page, window_page = demand.token_bytes * size, demand.window_token_bytes * size

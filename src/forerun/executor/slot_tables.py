@@ -36,8 +36,9 @@ class SlotTables:
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         # Of windowed pools; entries behind a request's window are stale.
+        self._has_windows = limits.window > 0
         self.window_table = torch.zeros(
-            rows, pages if limits.window else 0, dtype=torch.int32, device=device
+            rows, pages if self._has_windows else 0, dtype=torch.int32, device=device
         )
         # Tokens by position, valid up to kv_len; after it, rejected tokens of the last step.
         self.history = torch.zeros(rows, positions, dtype=torch.int32, device=device)
@@ -59,7 +60,8 @@ class SlotTables:
 
     def host_batch(self, slots: Sequence[int], kv_lens: Sequence[int]) -> HostBatch:
         """What the host knows of a decode batch."""
-        return HostBatch(kv_lens, self.host_pages_of(slots, False), self.host_pages_of(slots, True))
+        window_pages = self.host_pages_of(slots, True) if self._has_windows else None
+        return HostBatch(kv_lens, self.host_pages_of(slots, False), window_pages)
 
     def pages_of(self, windowed: bool) -> Tensor:
         """[slots + 1, pages] int32: the page table of windowed or of all other pools."""
@@ -94,7 +96,8 @@ class SlotTables:
         lengths = upload(torch.stack([row.lengths for row in rows]), self.device)
         self.kv_len[slots], self.max_drafts[slots] = lengths.unbind(1)
         self.page_table.index_fill_(0, slots, 0)  # masked reads may go past the request's pages
-        self.window_table.index_fill_(0, slots, 0)
+        if self._has_windows:
+            self.window_table.index_fill_(0, slots, 0)
         for state in self.states:  # of the slot's last request
             state.index_fill_(0, slots, 0)
         for row in rows:

@@ -94,9 +94,10 @@ class RadixCache(PrefixCache):
                 return node
             return self._ending_at(node, window.longest_prefix(pages, num_tokens))
         for step in _path(node):  # only as far as the recurrent state is known
+            if step.snapshot is None:
+                continue
             end = step.end
-            whole = window is None or window.longest_prefix(pages[:end], num_tokens) == end
-            if whole and step.snapshot is not None:
+            if window is None or window.longest_prefix(pages[:end], num_tokens) == end:
                 return step
         return self._root
 

@@ -1,8 +1,9 @@
 """The second page space: K/V of models that attend to a window only. No torch.
 
 A model whose layers all have a sliding window reads nothing behind it, so its pages go back as the
-window moves on. They have ids of their own (window pages), while lengths, sharing and preemption
-follow the pages of the first space, which every request has for all of its tokens.
+window moves on. They have ids of their own (window pages; SGLang: the SWA pool, vLLM: the KV cache
+group of sliding-window layers), while lengths, sharing and preemption follow the pages of the first
+space, which every request has for all of its tokens.
 
 The prefix cache keeps a window page beside a cached page of the first space. That page's id stands
 for one prefix as long as it is cached, so it is the key; the radix tree knows nothing of window
@@ -116,13 +117,16 @@ class WindowPages:
 
     def longest_prefix(self, pages: Sequence[int], num_tokens: int) -> int:
         """How many leading cached pages can be shared by a prompt of `num_tokens` tokens."""
-        longest = run = 0  # window pages without a gap that end here
-        for n, page in enumerate(pages, 1):
-            run = run + 1 if page in self._cached else 0
+        n = len(pages)
+        while n:
             end = n * self._page_size if self._attends_in_prefill else num_tokens
-            if n - run <= max(0, end - self._window) // self._page_size:
-                longest = n
-        return longest
+            first = max(0, end - self._window) // self._page_size
+            gaps = (i for i in range(n - 1, first - 1, -1) if pages[i] not in self._cached)
+            gap = next(gaps, None)
+            if gap is None:
+                break
+            n = gap  # whatever ends behind the gap has it in its window too
+        return n
 
     def drop(self, pages: Iterable[int]) -> None:
         """These pages are no longer cached."""

@@ -5,7 +5,7 @@ Some are its own; those of a shared prefix belong to the prefix cache and are lo
 launch order, so a page goes back as soon as no later step reads it, whatever is in flight.
 
 At admission a request takes what its window and one prompt chunk need, and each chunk uses the
-pages behind its window again. So a prompt never waits for window pages.
+pages behind its window again. So an admitted prompt never waits for window pages.
 """
 
 from __future__ import annotations
