@@ -1,8 +1,8 @@
 """Lower bounds of a decode step: the bytes it must read, its GEMMs, and the time both take.
 
-The floor is weight bytes (the LM head once for each time it is read) plus the batch's K/V bytes,
-over the measured read bandwidth. It leaves out what is small: norms, biases, embedding rows,
-activations and all writes.
+The floor is weight bytes (the LM head once for each time it is read; of a mixture of experts, the
+expected number of touched ones) plus the batch's K/V bytes, over the measured read bandwidth. It
+leaves out what is small: norms, biases, embedding rows, activations and all writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Where weights live: dtype, device, and the tensor-parallel ranks that share a model.
 
-Reductions across ranks happen in two layers only, both through a `Communicator`: the output of a
-row-parallel linear (`layers/linear.py`) and of the vocabulary embedding (`layers/embedding.py`).
+Reductions across ranks happen in three layers only, all through a `Communicator`: the output of a
+row-parallel linear (`layers/linear.py`), of a mixture of experts (`layers/moe.py`) and of the
+vocabulary embedding (`layers/embedding.py`).
 The LM head gathers its logits.
 """
 

@@ -19,7 +19,7 @@ from forerun.models.qwen3 import Qwen3Attention
 def is_sparse(config: ModelConfig, layer_id: int) -> bool:
     """Whether a layer has experts; the others are dense."""
     raw = config.raw
-    step, dense_layers = int(raw.get("decoder_sparse_step", 1)), raw.get("mlp_only_layers") or ()
+    step, dense_layers = int(raw.get("decoder_sparse_step") or 1), raw.get("mlp_only_layers") or ()
     return _num_experts(config) > 0 and (layer_id + 1) % step == 0 and layer_id not in dense_layers
 
 

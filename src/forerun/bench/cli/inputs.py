@@ -100,7 +100,7 @@ def with_preset(name: str, engine: Values) -> dict[str, Any]:
     """
     target, draft = bundled_preset(name)
     settings = {"model_path": str(target), "load_format": "dummy", **engine}
-    settings.setdefault("speculative_algorithm", bundled_algorithm() if draft else None)
+    settings.setdefault("speculative_algorithm", bundled_algorithm() if draft else "NONE")
     if draft is not None and get_algorithm(settings["speculative_algorithm"]).bundled_draft:
         settings.setdefault("speculative_draft_model_path", str(draft))
     return settings

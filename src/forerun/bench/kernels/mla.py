@@ -74,6 +74,11 @@ class Latents:
         return cls(layers, q)
 
 
+def unmasked_scores(count: int, q_len: int, context: int) -> float:
+    """Per head: of `count` requests, causal, their last `q_len` tokens at the end of `context`."""
+    return count * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
+
+
 def decode_us(
     rows: Latents, q_len: int, num_splits: int, config: TileConfig | None = None
 ) -> float:
@@ -89,7 +94,7 @@ def decode_case(heads: int, context: int, batch: int, q_len: int, page: int) -> 
     shape = rows.layers[0].shape(HALF)
     gpu = gpu_of(rows.q.device)
     num_splits = choose_mla_splits(gpu, heads * q_len, shape, batch, context)
-    seen = batch * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
+    seen = unmasked_scores(batch, q_len, context)
     return {
         "case": f"decode ctx{context} b{batch} w{q_len} page{page}",
         "num_splits": num_splits,
@@ -109,7 +114,7 @@ def absorbed_case(heads: int, count: int, q_len: int, context: int) -> Result:
         for layer in rows.layers:
             mla_prefill(rows.q, layer, spans, tile_map, MaskSpec(), SCALE)
 
-    seen = count * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
+    seen = unmasked_scores(count, q_len, context)
     return {
         "case": f"absorbed prefill {count} x {q_len} ctx{context}",
         "us": median_us(run, len(rows.layers)),
@@ -136,7 +141,7 @@ def expanded_us(
 
 
 def expanded_case(heads: int, count: int, q_len: int, context: int) -> Result:
-    seen = count * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
+    seen = unmasked_scores(count, q_len, context)
     return {
         "case": f"expanded prefill {count} x {q_len} ctx{context}",
         "us": expanded_us(heads, count, q_len, context),
@@ -156,13 +161,14 @@ def decode_candidates(rows: int) -> list[TileConfig]:
 
 
 def sweep(heads: int) -> Iterator[Result]:
+    num_sms = gpu_of(torch.device("cuda")).num_sms
     for context, batch, q_len in DECODE:
         rows = Latents.make(heads, batch, context, q_len, PAGE)
         found = []
         for config in decode_candidates(heads * q_len):
             tiles = batch * -(-heads * q_len // config.block_m)
             most = min(64, context // 64)
-            counts = {max(1, min(most, int(f * 132) // tiles)) for f in (0.5, 1, 2, 3)}
+            counts = {max(1, min(most, int(f * num_sms) // tiles)) for f in (0.5, 1, 2, 3)}
             for num_splits in sorted(counts):
                 run = partial(decode_us, rows, q_len, num_splits, config)
                 found.append((try_us(run), num_splits, config))

@@ -120,10 +120,13 @@ def _top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def align_ref(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
-    """The tiles of experts [T, k]: pairs sorted by expert. Serves large T on a GPU, too."""
+    """The tiles of experts [T, k]: pairs sorted by expert (in SGLang, vLLM: moe_align_block_size).
+
+    Serves large T on a GPU, too.
+    """
     ids = experts.flatten()
     pairs = ids.argsort(stable=True)
-    expert = torch.arange(num_experts, device=ids.device)
+    expert = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(ids[pairs], expert, right=True)  # [E], where their pairs end
     counts = ends.diff(prepend=ends.new_zeros(1))
     tile_ends = ((counts + block_m - 1) // block_m).cumsum(0)
