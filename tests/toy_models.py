@@ -225,7 +225,8 @@ class ToyLatentForCausalLM(ToyModel):
         up_k, up_v = self._made[layer]["kv_b"].view(HEADS, 2, DIM, LATENT).unbind(1)
         q = torch.cat([torch.einsum("thd,hdr->thr", q_nope, up_k), q_rope], -1)
         spec = AttentionSpec(LayerMask(), (DIM + ROPE) ** -0.5)
-        out = ctx.run_latent(layer, spec, q, torch.cat([latent, k_rope], -1))
+        ctx.backend.write_latent(ctx.plan, layer, torch.cat([latent, k_rope], -1))
+        out = ctx.attend_latent(layer, spec, q)
         values = torch.einsum("thr,hdr->thd", out, up_v)
         return F.linear(values.flatten(1), self._made[layer]["o"])
 

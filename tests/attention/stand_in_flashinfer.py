@@ -319,8 +319,8 @@ def on_cpu(kind: type[AttentionBackend]) -> type[AttentionBackend]:
         devices=frozenset({"cpu"}),
         archs=None,
         dtypes=None,
-        kv_dtypes=None,
         head_dims=None,
+        latent_row=None,
     )
     return type(kind)(f"{kind.__name__}OnCpu", (kind,), {"capabilities": capabilities})
 

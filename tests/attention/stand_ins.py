@@ -379,7 +379,7 @@ def on_cpu(kind: type[AttentionBackend], library: FlashLibrary | Any) -> type[At
         dtypes=None,
         kv_dtypes=None,
         head_dims=None,
-        latent_dims=None,
+        latent_row=None,
         mixed_layouts=True,
     )
 

@@ -19,9 +19,8 @@ def test_forwards_equal_the_plain_backend(tmp_path: Path) -> None:
     """A prompt (expanded), a short chunk (absorbed), a verify pass; norm and RoPE in one kernel."""
     model = load_target(save(family("deepseek-v3"), tmp_path), torch.float32, CPU)
     plain, kernels = Loop.of_model(model, requests=2), Loop.of_model(model, requests=2)
-    pools, dims = kernels.backend.pools, model.kv_layout(torch.float32).layers[0]
-    need = replace(kernels.backend.need, latent_dim=24, expanded_dims=(20, 10))
-    assert dims.expanded_dims == (20, 10)  # type: ignore[union-attr]
+    pools = kernels.backend.pools
+    need = replace(kernels.backend.need, latent_dim=24)
     kernels.backend = TritonAttention(need, ModelPools(pools.layout, pools.shape, CPU))  # type: ignore[assignment]
     ids = torch.arange(30)
     for loop in (plain, kernels):

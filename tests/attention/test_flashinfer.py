@@ -192,6 +192,8 @@ def test_what_is_refused() -> None:
         assert any("float8" in reason for reason in kind.why_not(fp8))
     mla = replace(H200, mla=True, dense=False, head_dim=576, latent_dim=512, num_kv_heads=1)
     assert FlashInferMla.why_not(mla) == []
+    (reason,) = FlashInferMla.why_not(replace(mla, latent_dim=448))
+    assert reason == "its latent rows are 512 + 64, not 448 + 128"
     assert "it has no custom mask" in FlashInferMla.why_not(replace(mla, masks=tree))
     assert "it has no attention over K and V (MLA only)" in FlashInferMla.why_not(H200)
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from forerun.attention.base import AttentionBackend, AttentionSpec, LayerMask, M
 from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.attention.fa3 import LIBRARIES, LIBRARY_VARIABLE, Fa3, SglFa3, UpstreamFa3, VllmFa3
 from forerun.attention.fa4 import Fa4
-from forerun.attention.flash import EXPANDED_DIMS, LATENT_DIM, ROPE_DIM
+from forerun.attention.flash import EXPANDED_DIMS, FlashMask, UnpagedInput
 from forerun.attention.flashmla import FlashMla
+from forerun.attention.paged import LATENT_ROW
 from forerun.attention.select import Wanted, select
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
@@ -98,7 +100,7 @@ def test_sinks(name: str) -> None:
 @pytest.mark.parametrize("name", [*DENSE, "flashmla"])
 def test_latent(name: str) -> None:
     """Absorbed MLA at DeepSeek's sizes."""
-    each = pair(name, Sizes(4, 1, LATENT_DIM + ROPE_DIM, LATENT_DIM), 64, [CAUSAL, BLOCK])
+    each = pair(name, Sizes(4, 1, sum(LATENT_ROW), LATENT_ROW[0]), 64, [CAUSAL, BLOCK])
     # A chunk of prompts is another backend's where this one has no prefill.
     each.prefill([(0, 20), (0, 1), (0, 33)], Phase.PREFILL in KINDS[name].capabilities.phases)
     for width in (1, 5, 16):
@@ -215,6 +217,27 @@ def test_a_package_that_does_not_load_is_refused_at_the_start(name: str, bare: P
         REAL[name](GPU, pools)
 
 
+def test_another_version_of_a_package_is_passed_over(bare: Path) -> None:
+    """DeepSeek's flash_mla has no `has_legacy`."""
+    (bare / "flash_mla").mkdir()
+    (bare / "flash_mla" / "__init__.py").write_text("def get_mla_metadata(): ...")
+    importlib.invalidate_caches()
+    [reason] = FlashMla.why_broken(MLA)
+    assert "has_legacy" in reason
+    assert default(replace(MLA, phase=Phase.DECODE)) == "triton"
+
+
+def test_older_builds_return_the_log_sum_exp_too() -> None:
+    def varlen(q: Tensor, *rest: object, **named: object) -> tuple[Tensor, Tensor]:
+        return q, q.new_zeros(1)
+
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    q = torch.randn(2, 3, 8)
+    library = UpstreamFa3(SimpleNamespace(flash_attn_varlen_func=varlen))
+    x = UnpagedInput(q, q, q, ends, ends, 2, 2)
+    assert library.attend_unpaged(x, FlashMask(causal=True), 1.0) is q
+
+
 @pytest.mark.parametrize(
     ("name", "need", "reason"),
     [
@@ -242,8 +265,9 @@ def test_a_package_that_does_not_load_is_refused_at_the_start(name: str, bare: P
         ("fa4", replace(GPU, page_sizes=frozenset({16})), "pages of 64, 128 tokens, not of 16"),
         ("flashmla", replace(MLA), "it does not serve prefill"),
         ("flashmla", replace(GPU, phase=Phase.DECODE), "no attention over K and V"),
-        ("flashmla", replace(MLA, phase=Phase.DECODE, latent_dim=448), "512 values, not 448"),
-        ("flashmla", replace(MLA, phase=Phase.DECODE, head_dim=320), "320 is not one of 576"),
+        ("flashmla", replace(MLA, phase=Phase.DECODE, latent_dim=448), "512 . 64, not 448 . 128"),
+        ("flashmla", replace(MLA, phase=Phase.DECODE, head_dim=544), "512 . 64, not 512 . 32"),
+        ("flashmla", replace(MLA, kv_dtype=torch.float8_e4m3fn), "not torch.float8_e4m3fn"),
         ("flashmla", replace(MLA, phase=Phase.VERIFY, arch="sm_100"), "not sm_100"),
     ],
 )

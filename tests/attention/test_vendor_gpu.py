@@ -13,8 +13,8 @@ from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionSp
 from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.attention.fa3 import LIBRARIES, Fa3, Fa3Library
 from forerun.attention.fa4 import Fa4
-from forerun.attention.flash import LATENT_DIM, ROPE_DIM
 from forerun.attention.flashmla import FlashMla
+from forerun.attention.paged import LATENT_ROW
 from forerun.platform.device import gpu_arch
 from tests.attention.pair import BLOCK, CAUSAL, Expand, Pair, Sizes
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 WINDOW = LayerMask(window=300)
 DENSE = Sizes(32, 8, 128, positions=2048)
-LATENT = Sizes(16, 1, LATENT_DIM + ROPE_DIM, LATENT_DIM, positions=2048)
+LATENT = Sizes(16, 1, sum(LATENT_ROW), LATENT_ROW[0], positions=2048)
 LENGTHS = ([700, 1500, 90], [1900, 300, 1025])
 
 

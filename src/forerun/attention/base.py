@@ -399,11 +399,6 @@ class AttentionContext:
         q = self.backend.rope_write(self.plan, layer, qkv, norm_rope, rope)
         return self.backend.attend(self.plan, layer, spec, q)
 
-    def run_latent(self, layer: int, spec: AttentionSpec, q: Tensor, latent: Tensor) -> Tensor:
-        """Stores latent [T, Dl + Dr] and attends with q [T, Hq, Dl + Dr]; [T, Hq, Dl]."""
-        self.backend.write_latent(self.plan, layer, latent)
-        return self.backend.attend_latent(self.plan, layer, spec, q)
-
     def rope_write_latent(
         self,
         layer: int,

@@ -72,8 +72,6 @@ class AttentionNeed:
     kv_dtype: torch.dtype | None = None  # of stored K/V; None: `dtype`
     mla: bool = False  # some layers keep a latent row per token instead of K and V
     latent_dim: int = 0  # with `mla`: Dl, the part of `head_dim` that V is
-    # With `mla`: (Dn + Dr, Dv), the head dims of expanded K and V in prefill; None: never expanded.
-    expanded_dims: tuple[int, int] | None = None
     dense: bool = True  # some layers keep K and V
     uniform: bool = True  # all layers keep the same
     sinks: bool = False  # a learned logit per head in the denominator of the softmax
@@ -94,6 +92,7 @@ class Capabilities:
     windows: frozenset[Mask] = frozenset(Mask)  # masks that may have a window
     head_dims: Collection[int] | None = None
     latent_dims: Collection[int] | None = None  # Dl + Dr with `mla`; None: as `head_dims`
+    latent_row: tuple[int, int] | None = None  # Dl and Dr with `mla`, where just one pair will do
     dtypes: tuple[torch.dtype, ...] | None = None
     kv_dtypes: tuple[torch.dtype, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
@@ -128,6 +127,10 @@ class Capabilities:
         dims = self.latent_dims if latent else self.head_dims
         if dims is not None and need.head_dim not in dims:
             out.append(f"head dim {need.head_dim} is not {_span(dims)}")
+        row = need.latent_dim, need.head_dim - need.latent_dim
+        if need.mla and self.latent_row not in (None, row):
+            rows = " + ".join(map(str, self.latent_row or ()))
+            out.append(f"its latent rows are {rows}, not {row[0]} + {row[1]}")
         if self.dtypes is not None and need.dtype not in self.dtypes:
             out.append(f"it computes in {_names(self.dtypes)}, not {need.dtype}")
         stored = need.kv_dtype or need.dtype

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask
 from forerun.attention.flash import FlashBackend, FlashInput, FlashLibrary, FlashMask, UnpagedInput
 from forerun.attention.packages import Package
-from forerun.attention.paged import PagedTokens
+from forerun.attention.paged import LATENT_ROW, PagedTokens
 from forerun.core.errors import ConfigError
 
 LIBRARY_VARIABLE = "FORERUN_FA3_LIBRARY"  # path of vLLM's _vllm_fa3_C.abi3.so, without vLLM
@@ -124,7 +124,7 @@ class VllmFa3(Fa3Library):
             "page_table": tokens.page_table,
             "softmax_scale": scale,
             "scheduler_metadata": schedule,
-            "s_aux": None if x.sinks is None else x.sinks.to(torch.bfloat16),
+            "s_aux": x.sinks,
         }
         return self._forward(asked | _masked(mask))
 
@@ -205,7 +205,7 @@ class UpstreamFa3(Fa3Library):
         return out
 
     def attend_unpaged(self, x: UnpagedInput, mask: FlashMask, scale: float) -> Tensor:
-        out: Tensor = self.module.flash_attn_varlen_func(
+        out: Any = self.module.flash_attn_varlen_func(
             x.q,
             x.k,
             x.v,
@@ -217,7 +217,8 @@ class UpstreamFa3(Fa3Library):
             causal=mask.causal,
             window_size=mask.window,
         )
-        return out
+        # Older builds always return the log-sum-exp as well.
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def _more(self, x: FlashInput) -> dict[str, Any]:
         """Arguments that other builds do not have."""
@@ -236,7 +237,7 @@ class SglFa3(UpstreamFa3):
         return cls(importlib.import_module("sgl_kernel.flash_attn"))
 
     def _more(self, x: FlashInput) -> dict[str, Any]:
-        return {"sinks": None if x.sinks is None else x.sinks.to(torch.bfloat16)}
+        return {"sinks": x.sinks}
 
 
 LIBRARIES: tuple[type[Fa3Library], ...] = (UpstreamFa3, VllmFa3, SglFa3)
@@ -252,6 +253,7 @@ class Fa3(FlashBackend):
         dtypes=(torch.float16, torch.bfloat16),
         page_sizes=(1, 2, 4, 8, 16, 32, 64, 128),
         mla=True,
+        latent_row=LATENT_ROW,
         sinks=True,
     )
 

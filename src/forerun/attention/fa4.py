@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask, Phase
 from forerun.attention.flash import FlashBackend, FlashInput, FlashLibrary, FlashMask, UnpagedInput
 from forerun.attention.packages import Package
-from forerun.attention.paged import PagedTokens
+from forerun.attention.paged import LATENT_ROW, PagedTokens
 
 ARCHS = frozenset({"sm_90", "sm_100"})
 
@@ -86,6 +86,7 @@ class Fa4(FlashBackend):
         dtypes=(torch.float16, torch.bfloat16),
         page_sizes=(64, 128),
         mla=True,
+        latent_row=LATENT_ROW,
         sinks=True,
     )
 

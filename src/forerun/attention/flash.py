@@ -21,7 +21,6 @@ from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens, Whol
 from forerun.kvcache.layouts import LatentKV
 
 MAX_HEAD_DIM = 256
-LATENT_DIM, ROPE_DIM = 512, 64  # what its kernels for absorbed MLA are compiled for
 EXPANDED_DIMS = (192, 128)  # of q and K, and of V: its kernel for expanded MLA
 MAX_HEADS_WITH_SINKS = 64
 
@@ -53,7 +52,7 @@ class FlashInput:
     k: Tensor  # [pages, P, Hkv, D]
     v: Tensor  # [pages, P, Hkv, Dv]
     qv: Tensor | None = None  # [..., Hq, Dv]: MLA, whose V is part of K
-    sinks: Tensor | None = None  # [Hq] float32
+    sinks: Tensor | None = None  # [Hq] bfloat16
 
 
 @dataclass(frozen=True)
@@ -102,17 +101,16 @@ class FlashPlan(PagedPlan):
 class FlashBackend(LibraryBackend):
     """A backend over a `FlashLibrary`."""
 
-    expanded_dims = EXPANDED_DIMS
-
     library: FlashLibrary
 
     @classmethod
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
         reasons = super().why_unfit(need)
-        if need.kv_dtype not in (None, need.dtype):
-            reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
         if need.mla:
-            reasons += _refused_latent(need)
+            if any(mask.window is not None for mask in need.masks):
+                reasons.append("its latent attention has no window")
+            if need.sinks:
+                reasons.append("its latent attention has no sinks")
         elif need.head_dim % 8 or need.head_dim > MAX_HEAD_DIM:
             reasons.append(f"head dim {need.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}")
         elif need.sinks and need.num_heads > MAX_HEADS_WITH_SINKS:
@@ -125,7 +123,8 @@ class FlashBackend(LibraryBackend):
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, FlashPlan)
         k, v = self.pools.k(layer), self.pools.v(layer)
-        return self._run(plan, spec, FlashInput(_by_request(q, plan), k, v, sinks=spec.sinks))
+        sinks = None if spec.sinks is None else spec.sinks.to(torch.bfloat16)
+        return self._run(plan, spec, FlashInput(_by_request(q, plan), k, v, sinks=sinks))
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, FlashPlan)
@@ -134,7 +133,7 @@ class FlashBackend(LibraryBackend):
         sizes = [kind.latent_dim, kind.rope_dim]
         latent, rope = self.pools.latent(layer).unsqueeze(2).split_with_sizes(sizes, -1)
         q_latent, q_rope = _by_request(q, plan).split_with_sizes(sizes, -1)
-        return self._run(plan, spec, FlashInput(q_rope, rope, latent, q_latent, spec.sinks))
+        return self._run(plan, spec, FlashInput(q_rope, rope, latent, q_latent))
 
     def attend_latent_prefill(
         self,
@@ -146,7 +145,7 @@ class FlashBackend(LibraryBackend):
         expand: LatentExpand,
     ) -> Tensor:
         assert isinstance(plan, FlashPlan)
-        if (expand.dims.qk, expand.dims.v) != self.expanded_dims:
+        if (expand.dims.qk, expand.dims.v) != EXPANDED_DIMS:
             return super().attend_latent_prefill(plan, batch, layer, spec, q, expand)
         if plan.contexts is None:
             plan.contexts = WholeContexts.of(batch, self.pools.page_size)
@@ -172,18 +171,6 @@ class FlashBackend(LibraryBackend):
             plan.schedules[mask] = self.library.schedule(x, tokens, mask)
         out = self.library.attend(x, tokens, mask, spec.scale, plan.schedules[mask])
         return out if tokens.cu_q_lens is not None else out.flatten(0, 1)
-
-
-def _refused_latent(need: AttentionNeed) -> list[str]:
-    reasons = []
-    latent, rope = need.latent_dim, need.head_dim - need.latent_dim
-    if (latent, rope) != (LATENT_DIM, ROPE_DIM):
-        reasons.append(f"its latent rows are {LATENT_DIM} + {ROPE_DIM}, not {latent} + {rope}")
-    if any(mask.window is not None for mask in need.masks):
-        reasons.append("its latent attention has no window")
-    if need.sinks:
-        reasons.append("its latent attention has no sinks")
-    return reasons
 
 
 def _by_request(q: Tensor, plan: FlashPlan) -> Tensor:

@@ -109,7 +109,6 @@ class FlashInfer(LibraryBackend):
         windows=frozenset({Mask.CAUSAL}),
         head_dims=(64, 128, 256),
         dtypes=(torch.bfloat16, torch.float16),
-        kv_dtypes=(torch.bfloat16, torch.float16),
         page_sizes=(1, 16, 32, 64, 128),
         host_lengths=HostLengths.EXACT,
         host_page_table=True,
@@ -118,13 +117,6 @@ class FlashInfer(LibraryBackend):
     @classmethod
     def why_missing(cls) -> list[str]:
         return FLASHINFER.why_not()
-
-    @classmethod
-    def why_unfit(cls, need: AttentionNeed) -> list[str]:
-        reasons = super().why_unfit(need)
-        if need.kv_dtype not in (None, need.dtype):
-            reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
-        return reasons
 
     @classmethod
     def load(cls, need: AttentionNeed) -> Any:

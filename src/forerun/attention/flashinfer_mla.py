@@ -25,12 +25,10 @@ from forerun.attention.capabilities import AttentionNeed, Capabilities, HostLeng
 from forerun.attention.flashinfer import ARCHS, WORKSPACE_BYTES
 from forerun.attention.host_pages import PageLists
 from forerun.attention.packages import FLASHINFER
-from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
+from forerun.attention.paged import LATENT_ROW, LibraryBackend, PagedPlan, PagedTokens
 from forerun.core.errors import InternalError
 from forerun.kvcache.layouts import LatentKV
 from forerun.kvcache.pools import ModelPools
-
-LATENT_DIM, ROPE_DIM = 512, 64  # what its kernels are compiled for
 
 
 @dataclass
@@ -55,12 +53,11 @@ class FlashInferMla(LibraryBackend):
         archs=ARCHS,
         masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
         windows=frozenset(),
-        head_dims=(LATENT_DIM + ROPE_DIM,),
         dtypes=(torch.bfloat16, torch.float16),
-        kv_dtypes=(torch.bfloat16, torch.float16),
         page_sizes=(16, 32, 64),
         dense=False,
         mla=True,
+        latent_row=LATENT_ROW,
         host_lengths=HostLengths.EXACT,
         host_page_table=True,
     )
@@ -68,13 +65,6 @@ class FlashInferMla(LibraryBackend):
     @classmethod
     def why_missing(cls) -> list[str]:
         return FLASHINFER.why_not()
-
-    @classmethod
-    def why_unfit(cls, need: AttentionNeed) -> list[str]:
-        reasons = super().why_unfit(need)
-        if need.kv_dtype not in (None, need.dtype):
-            reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
-        return reasons
 
     @classmethod
     def load(cls, need: AttentionNeed) -> Any:

@@ -16,11 +16,11 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask, Phase
 from forerun.attention.packages import Package
-from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
+from forerun.attention.paged import LATENT_ROW, LibraryBackend, PagedPlan, PagedTokens
 from forerun.core.errors import InternalError
 from forerun.kvcache.layouts import LatentKV
 
-PAGE_SIZE, LATENT_DIM, ROPE_DIM = 64, 512, 64
+PAGE_SIZE = 64
 
 
 @dataclass
@@ -42,24 +42,16 @@ class FlashMla(LibraryBackend):
         phases=frozenset({Phase.DECODE, Phase.VERIFY}),
         masks=frozenset({Mask.CAUSAL, Mask.BLOCK}),
         windows=frozenset(),
-        latent_dims=(LATENT_DIM + ROPE_DIM,),
         dtypes=(torch.bfloat16,),
-        kv_dtypes=(torch.bfloat16,),
         page_sizes=(PAGE_SIZE,),
         dense=False,
         mla=True,
+        latent_row=LATENT_ROW,
     )
 
     @classmethod
     def why_missing(cls) -> list[str]:
         return cls.package.why_not()
-
-    @classmethod
-    def why_unfit(cls, need: AttentionNeed) -> list[str]:
-        reasons = super().why_unfit(need)
-        if need.mla and need.latent_dim != LATENT_DIM:
-            reasons.append(f"its latent part has {LATENT_DIM} values, not {need.latent_dim}")
-        return reasons
 
     @classmethod
     def load(cls, need: AttentionNeed) -> Any:

@@ -34,6 +34,8 @@ from forerun.kernels.elementwise.qk_norm_rope import (
 from forerun.kvcache.pools import ModelPools
 from forerun.platform.device import upload
 
+LATENT_ROW = (512, 64)  # Dl, Dr: what the MLA kernels of libraries are compiled for
+
 
 @dataclass(frozen=True)
 class PagedTokens:
@@ -170,7 +172,17 @@ class PagedBackend(AttentionBackend):
 
 
 class LibraryBackend(PagedBackend):
-    """Attends with a library, which is loaded when the backend is created."""
+    """Attends with a library, which is loaded when the backend is created.
+
+    Its kernels read K/V of q's dtype.
+    """
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
+        if need.kv_dtype not in (None, need.dtype):
+            reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
+        return reasons
 
     @classmethod
     @abstractmethod
@@ -178,14 +190,15 @@ class LibraryBackend(PagedBackend):
         """The library.
 
         Raises:
-            ImportError, OSError: it does not fit this Python, torch or GPU.
+            ImportError, OSError, AttributeError: it does not fit this Python, torch or GPU, or
+                is another version, without the functions that are called.
         """
 
     @classmethod
     def why_broken(cls, need: AttentionNeed) -> list[str]:
         try:
             cls.load(need)
-        except (ImportError, OSError) as error:
+        except (ImportError, OSError, AttributeError) as error:
             said = str(error).partition("\n")[0]
             return [f"its library cannot be loaded with torch {torch.__version__}: {said}"]
         return []

@@ -74,9 +74,9 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "torch_native": _torch_native,
 }
 
-# Defaults: the first of these that can serve, fastest first (docs/backends.md has the times); after
-# them the other backends, in the order of `BACKENDS`. On ROCm `triton` must stay the default:
-# whatever is put before it refuses other architectures than its own.
+# Defaults: the first of these that can serve (docs/backends.md has the reasons); after them the
+# other backends, in the order of `BACKENDS`. On ROCm `triton` must stay the default: whatever is
+# put before it refuses other architectures than its own.
 PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")
 STEP_ORDER: tuple[str, ...] = ("triton",)  # decode, verify, draft extend
 MLA_PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")

@@ -44,7 +44,6 @@ class TrtllmMha(LibraryBackend):
         windows=frozenset({Mask.CAUSAL}),
         head_dims=range(16, 257, 16),
         dtypes=(torch.bfloat16, torch.float16),
-        kv_dtypes=(torch.bfloat16, torch.float16),
         page_sizes=(16, 32, 64, 128),
         sinks=True,
     )
@@ -56,8 +55,6 @@ class TrtllmMha(LibraryBackend):
     @classmethod
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
         reasons = super().why_unfit(need)
-        if need.kv_dtype not in (None, need.dtype):
-            reasons.append(f"it reads K/V of q's dtype ({need.dtype}), not {need.kv_dtype}")
         if need.arch in GEN_ARCHS:
             others = sorted({m.mask.value for m in need.masks if m.mask is not Mask.CAUSAL})
             reasons += [

@@ -237,7 +237,6 @@ def _need(
         dense=bool(dense),
         mla=bool(latent),
         latent_dim=latent[0].latent_dim if latent else 0,
-        expanded_dims=latent[0].expanded_dims if latent else None,
         uniform=len(kinds) <= 1,
         arch=where.arch,
     )

@@ -38,8 +38,6 @@ class LatentKV:
     latent_dim: int
     rope_dim: int
     dtype: torch.dtype
-    # Dims of the K and V heads that a row expands to in prefill; None: it is never expanded.
-    expanded_dims: tuple[int, int] | None = None
 
     @property
     def dim(self) -> int:

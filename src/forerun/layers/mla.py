@@ -77,7 +77,7 @@ def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(a, b))
 
 
-class KVNormRope(LatentNormRope):
+class LatentRowNormRope(LatentNormRope):
     """Norm and RoPE of one layer, in plain PyTorch."""
 
     def __init__(self, norm: RMSNorm) -> None:
@@ -113,11 +113,11 @@ class LatentAttention(KVLayer):
     ) -> None:
         self.layer_id, self.heads = layer_id, heads
         self.spec = AttentionSpec(mask, heads.scale)
-        self._norm_rope, self._up = KVNormRope(kv_norm), up
+        self._norm_rope, self._up = LatentRowNormRope(kv_norm), up
 
     def kv_layout(self, kv_dtype: torch.dtype) -> LatentKV:
         dims = self.heads.dims
-        return LatentKV(dims.latent, dims.rope, kv_dtype, expanded_dims=(dims.qk, dims.v))
+        return LatentKV(dims.latent, dims.rope, kv_dtype)
 
     def __call__(self, q: Tensor, kv_a: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
         """q [T, Hq · (Dn + Dr)], kv_a [T, R + Dr] -> [T, Hq · Dv].

@@ -49,16 +49,19 @@ def fp8_blocks(config: ModelConfig) -> Fp8Blocks | None:
     if not raw:
         return None
     spec: dict[str, Any] = dict(raw)
-    method, block = spec.get("quant_method", "unknown"), spec.get("weight_block_size")
-    if method == "fp8" and block is None:
-        method = "fp8 without weight_block_size"
-    elif method == "fp8" and spec.get("fmt", "e4m3") != "e4m3":
+    method: Any = spec.get("quant_method", "unknown")
+    block: Any = spec.get("weight_block_size")
+    if method == "fp8" and spec.get("fmt", "e4m3") != "e4m3":
         method = f"fp8 {spec['fmt']}"
-    elif method == "fp8" and block is not None:
-        sizes = list(block)
-        if len(sizes) == 2 and all(isinstance(size, int) and size > 0 for size in sizes):
-            return Fp8Blocks(*sizes)
-        raise ConfigError(f"weight_block_size {block} is not two positive integers; correct it.")
+    elif method == "fp8" and block is None:
+        method = "fp8 without weight_block_size"
+    elif method == "fp8":
+        pair = isinstance(block, list) and len(block) == 2
+        if not pair or not all(isinstance(size, int) and size > 0 for size in block):
+            raise ConfigError(
+                f"weight_block_size {block} is not two positive integers; correct it."
+            )
+        return Fp8Blocks(*block)
     raise ConfigError(
         f"The checkpoint is quantized ({method}); use the bfloat16 or float32 checkpoint, or one in"
         " FP8 blocks (quant_method fp8 with weight_block_size)."

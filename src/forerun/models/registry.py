@@ -44,12 +44,11 @@ def check_layers(config: ModelConfig) -> None:
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {activation!r} is not supported; Forerun has silu only.")
-    fp8_blocks(config)
+    fp8_blocks(config)  # refuses other quantizations
     rope = raw.get("rope_parameters") or {}
     partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     if float(partial) != 1.0:
         raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
     if config.rotary_dim % 2:
-        raise ConfigError(
-            f"head_dim {config.rotary_dim} is odd; rotary embedding needs an even one."
-        )
+        name = "qk_rope_head_dim" if raw.get("qk_rope_head_dim") else "head_dim"
+        raise ConfigError(f"{name} {config.rotary_dim} is odd; rotary embedding needs an even one.")
