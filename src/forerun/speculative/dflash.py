@@ -103,12 +103,15 @@ class DFlash(SpeculativeAlgorithm):
         """
         assert step.attention is not None
         batch, block = step.slots.shape[0], len(self._offsets)
+        # Before the embedding lookup, which then lies between KV slots and their first reader; see
+        # `kernels/runtime/pdl.py`.
+        attention = step.attention(block)
         masks = self._masks.expand(batch, -1)
         ids = torch.cat([step.last_token.unsqueeze(1), masks], dim=1).flatten()
         positions = step.positions
         if step.num_verify_tokens != block:
             positions = (step.start.unsqueeze(1) + self._offsets).flatten()
-        hidden = self._draft.forward(self._draft.embed(ids), positions, step.attention(block))
+        hidden = self._draft.forward(self._draft.embed(ids), positions, attention)
         end = self._first + self._depth(step.num_verify_tokens)
         return hidden.view(batch, block, -1)[:, self._first : end].flatten(0, 1)
 
