@@ -101,7 +101,7 @@ def test_sizes_are_those_of_the_releases(raw: dict[str, Any], billions: float) -
 
 def test_the_preset_runs_without_a_draft_by_default() -> None:
     settings = with_preset("deepseek-v2-lite", {})
-    assert settings["speculative_algorithm"] is None
+    assert settings["speculative_algorithm"] == "NONE"
     assert "speculative_draft_model_path" not in settings
     asked = with_preset("deepseek-v2-lite", {"speculative_algorithm": "NEXTN"})
     nextn = load_nextn_config(Path(asked["model_path"]))  # the release has no MTP layer

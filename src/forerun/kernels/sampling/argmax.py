@@ -59,12 +59,6 @@ def argmax(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
 
 
 @jit
-def _max_or_nan(a, b):
-    """The larger of two, or NaN if either is: one instruction, `max.NaN.f32`."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
 def _argmax_part(
     logits, keys, vocab, row_stride, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -76,8 +70,8 @@ def _argmax_part(
     id = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + id, mask=id < vocab, other=float("-inf"))
     x = x.to(tl.float32)
-    largest = tl.reduce(x, 0, _max_or_nan)
-    largest = tl.where(largest == largest, largest, float("inf"))  # NaN is as invalid as +inf
+    has_nan = tl.max((x != x).to(tl.int32), 0) > 0
+    largest = tl.where(has_nan, float("inf"), tl.max(x, 0))  # NaN is as invalid as +inf
     first = tl.min(tl.where(x == largest, id, part * BLOCK + BLOCK), 0)
     bits = tl.where(largest == 0, 0.0, largest).to(tl.int32, bitcast=True)  # -0 equals 0
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # these integers sort as the floats do
