@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun import LLM
 from forerun.core.plan import PrefillChunk
+from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.step_inputs import StepShape
 from forerun.executor.steps import EagerSteps
@@ -73,3 +74,15 @@ def test_text_and_accept_lengths_do_not_change(
         seen.append([(out.output_ids, out.meta_info["spec_accept_lengths"]) for out in outs])
         assert steps.padded == (len(outs) if padded else 0)
     assert seen[0] == seen[1]
+
+
+def test_padding_of_captured_prompts_stays_within_a_request() -> None:
+    """Buckets that a request has no KV slots for are not captured."""
+    with golden_llm(None, context_length=100, max_running_requests=1) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        bound = executor.step.tables.history.shape[1]
+        assert 64 < bound < 128
+        graphs = CudaGraphSteps(executor.step, bound, largest=1, widths=(1,))
+        greedy_and_sampled = 2
+        assert graphs.count == greedy_and_sampled * (1 + len([16, 32, 64]))

@@ -39,8 +39,8 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
         "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "GROUPS_BLOCK": next_power_of_2(groups),
         "GROUP_BLOCK": next_power_of_2(num_experts // groups),
         "EXPERTS_BLOCK": next_power_of_2(num_experts), "TOP_K": TOP_K, "TOP_K_BLOCK": 8,
-        "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True, "BLOCK_M": 16,
-        "TOKENS": router.TOKENS, **constants,
+        "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True, "ONE_CTA": False,
+        "BLOCK_M": 16, "TOKENS": router.TOKENS, **constants,
     }  # fmt: skip
     pointers = {
         "partials": F32, "correction_bias": F32, "rounded_like": B16, "weights_out": F32,
@@ -51,9 +51,8 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
         del all_[present]
     signature = {n: kind for n, kind in pointers.items() if n not in all_}
     signature |= {"T": "i32", "max_tiles": "i32", "factor": "fp32", "norm_eps": "fp32"}
-    return Case(
-        name, router._top_k, signature, all_, options={"num_warps": router.WARPS}, wide=False
-    )
+    warps = max(router.WARPS, min(16, all_["TOKENS"])) if all_["ALIGN"] else router.WARPS
+    return Case(name, router._top_k, signature, all_, options={"num_warps": warps}, wide=False)
 
 
 def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
@@ -114,10 +113,14 @@ CASES = [
     logits("router logits of many tokens", HIDDEN, 64),
     logits("router logits of 7168", 7168, 16),
     top_k("top-k, Qwen3", rounded_like=...),
+    top_k("top-k in one CTA", rounded_like=..., ONE_CTA=True),
+    top_k("top-k of 32 tokens in one CTA", rounded_like=..., ONE_CTA=True, TOKENS=32),
     top_k("top-k of many tokens", ALIGN=False, TOKENS=router.MANY_TOKENS),
     top_k("top-k, DeepSeek-V2", 160, NUM_GROUPS=8, KEPT_GROUPS=3, TOP_K=6, NORM=False),
     top_k("top-k, DeepSeek-V3", 256, NUM_GROUPS=8, KEPT_GROUPS=4, TOP2=True, SIGMOID=True,
           correction_bias=...),
+    top_k("top-k of 16 tokens, DeepSeek-V3", 256, NUM_GROUPS=8, KEPT_GROUPS=4, TOP2=True,
+          SIGMOID=True, correction_bias=..., ONE_CTA=True, TOKENS=16),
     top_k("top-k, Kimi-K2", 384, SIGMOID=True, correction_bias=...),
     *gemms("1 token", 1, F32),
     *gemms("128 tokens and shared experts", 128, F32, shared=True),

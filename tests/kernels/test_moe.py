@@ -63,7 +63,8 @@ def check_tiles(routed: Routed, tiles: ExpertTiles, num_experts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens"), [*product(ROUTINGS, (1, 7)), ("softmax", 65), ("groups by their best", 131)]
+    ("name", "tokens"),
+    [*product(ROUTINGS, (1, 7)), ("softmax", 33), ("softmax", 65), ("groups by their best", 131)],
 )
 def test_routing(name: str, tokens: int, device: torch.device) -> None:
     routing, hidden = ROUTINGS[name], 136  # two slices of the router's K, one of them ragged

@@ -8,7 +8,7 @@ experts of a mixture; which of them are read depends on the tokens, and their ex
 counted (`touched_experts`).
 
 Only GEMMs with a weight count: one operand must have existed before recording began. Attention is
-not counted.
+not counted: recording pauses while a backend runs it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from forerun.attention.base import AttentionContext
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
 from forerun.executor.step_inputs import StepShape
@@ -39,7 +39,6 @@ from forerun.sampling.sampler import SamplingFlags
 
 _OPERANDS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # first of two
 _ONEDNN = "mkldnn::_linear_pointwise"
-_ATTENTION = "aten::scaled_dot_product_attention"
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(own_kernels, "_launch", mode.watch),
         _wrapped(router, "router_partials", mode.watch_router),
         _wrapped(moe, "expert_partials", mode.watch_experts),
+        _wrapped(AttentionContext, "run", _unwatched),
+        _wrapped(AttentionContext, "attend_latent", _unwatched),
         mode,
     ):
         yield mode.gemms
@@ -95,9 +96,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.name().partition(".")[0]
-        if name != _ATTENTION and func.has_kernel_for_dispatch_key(
-            torch._C.DispatchKey.CompositeImplicitAutograd
-        ):
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:
                 return func.decompose(*args, **kwargs)
         if name in _OPERANDS:
@@ -157,6 +156,14 @@ class _Recorder(TorchDispatchMode):
                 self._results[_storage(tensor)] = tensor
 
 
+def _unwatched(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def unwatched(*args: Any) -> Any:
+        with _disable_current_modes():
+            return attend(*args)
+
+    return unwatched
+
+
 def _onednn_operands(func: OpOverload, args: Any) -> tuple[Tensor, Tensor]:
     """x and the packed weight; in the binary form the other addend is between them."""
     return args[0], args[2] if func._overloadname == "binary" else args[1]
@@ -173,15 +180,15 @@ def _storage(tensor: Tensor) -> int:
 
 @contextmanager
 def _wrapped(
-    module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replaces the module's function `name` by `wrap(function)` within the block."""
-    original = vars(module)[name]
-    vars(module)[name] = wrap(original)
+    """Replaces function `name` of a module or class by `wrap(function)` within the block."""
+    original = vars(owner)[name]
+    setattr(owner, name, wrap(original))
     try:
         yield
     finally:
-        vars(module)[name] = original
+        setattr(owner, name, original)
 
 
 @torch.inference_mode()

@@ -71,7 +71,9 @@ class CudaGraphSteps:
         self.sizes = batch_buckets(largest)
         self.widths = tuple(widths)
         self._eager = EagerSteps(step)
-        self._prefill_buckets = PREFILL_BUCKETS if step.captures_prefill else ()
+        buckets = PREFILL_BUCKETS if step.captures_prefill else ()
+        # Padding must stay within a request's KV slots.
+        self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
@@ -244,11 +246,11 @@ class CudaGraphSteps:
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags
     ) -> _PrefillGraph | None:
         chunk = chunks[0]
-        at = bisect.bisect_left(PREFILL_BUCKETS, chunk.num_tokens)
-        if len(chunks) > 1 or not chunk.last or at == len(PREFILL_BUCKETS):
+        at = bisect.bisect_left(self._prefill_buckets, chunk.num_tokens)
+        if len(chunks) > 1 or not chunk.last or at == len(self._prefill_buckets):
             return None
-        count = PREFILL_BUCKETS[at]
-        if chunk.start + count >= self.kv_len_ub:  # padding would exceed the page table
+        count = self._prefill_buckets[at]
+        if chunk.start + count >= self.kv_len_ub:
             return None
         return self._prefill.get((count, flags.widened()))
 

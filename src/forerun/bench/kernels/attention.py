@@ -213,31 +213,32 @@ def prefill_candidates() -> list[TileConfig]:
     return found + [replace(config, tma=True) for config in found]
 
 
-def compile_one(job: tuple[str, TileConfig, int]) -> None:
-    """In a process of its own: leaves the compiled kernel in Triton's cache."""
-    from triton.runtime.errors import OutOfResources
-
+def run_once(job: tuple[str, TileConfig, int]) -> float:
+    """Leaves the compiled kernels, with and without splits, in Triton's cache."""
     kind, config, q_len = job
-    torch.cuda.set_per_process_memory_fraction(0.02)
-    try:
-        if kind == "decode":
-            pools = Pools.make(2, 512, q_len, torch.bfloat16, PAGE, 1)
-            for num_splits in (1, 2):
-                decode(pools, q_len, num_splits, config)
-        else:
-            pools = Pools.make(2, 512, 512, torch.bfloat16, PREFILL_PAGE, 1)
-            for num_splits in (1, 2):
-                prefill(pools, 2, 512, config, num_splits)
-    except OutOfResources:
-        print(f"{kind} {config}: too large")
+    if kind == "decode":
+        pools = Pools.make(2, 512, q_len, torch.bfloat16, PAGE, 1)
+        return sum(decode(pools, q_len, splits, config) for splits in (1, 2))
+    pools = Pools.make(2, 512, 512, torch.bfloat16, PREFILL_PAGE, 1)
+    return sum(prefill(pools, 2, 512, config, splits) for splits in (1, 2))
+
+
+def _compile(function: Callable[[Any], float], job: Any) -> None:
+    torch.cuda.set_per_process_memory_fraction(0.06)
+    try_us(partial(function, job))
+
+
+def compile_all(function: Callable[[Any], float], jobs: Iterable[Any]) -> None:
+    """`function(job)` of each in processes of their own: compiling takes longer than measuring."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(14, mp_context=spawn) as workers:
+        list(workers.map(partial(_compile, function), jobs))
 
 
 def sweep() -> Iterable[Result]:
     jobs = [("decode", config, q_len) for q_len in (1, 16) for config in decode_candidates(q_len)]
     jobs += [("prefill", config, 0) for config in prefill_candidates()]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(14, mp_context=spawn) as workers:
-        list(workers.map(compile_one, jobs))
+    compile_all(run_once, jobs)
     for batch, context, q_len in DECODE:
         pools = Pools.make(batch, context, q_len, torch.bfloat16, PAGE, None)
         per_split = batch * KV_HEADS

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from forerun.bench.ceilings import Ceilings
-from forerun.bench.kernels.attention import ROTATE, Result, best, median_us, try_us
+from forerun.bench.kernels.attention import (
+    ROTATE,
+    Result,
+    best,
+    compile_all,
+    median_us,
+    try_us,
+)
 from forerun.kernels.attention.decode import MaskSpec
 from forerun.kernels.attention.mla_absorbed import (
     PagedLatent,
@@ -160,7 +167,24 @@ def decode_candidates(rows: int) -> list[TileConfig]:
     return [TileConfig(*shape) for shape in shapes]
 
 
+def expanded_candidates() -> list[TileConfig]:
+    shapes = [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3)]
+    return [TileConfig(*shape) for shape in shapes]
+
+
+def run_once(job: tuple[int, int, TileConfig]) -> float:
+    """Leaves the compiled kernels in Triton's cache; 0 query tokens: expanded prefill."""
+    heads, q_len, config = job
+    if q_len == 0:
+        return expanded_us(heads, 2, 256, 512, config)
+    rows = Latents.make(heads, 2, 512, q_len, PAGE)
+    return sum(decode_us(rows, q_len, splits, config) for splits in (1, 2))
+
+
 def sweep(heads: int) -> Iterator[Result]:
+    q_lens = sorted({q_len for _, _, q_len in DECODE})
+    jobs = [(heads, n, config) for n in q_lens for config in decode_candidates(heads * n)]
+    compile_all(run_once, [*jobs, *((heads, 0, config) for config in expanded_candidates())])
     num_sms = gpu_of(torch.device("cuda")).num_sms
     for context, batch, q_len in DECODE:
         rows = Latents.make(heads, batch, context, q_len, PAGE)
@@ -173,11 +197,10 @@ def sweep(heads: int) -> Iterator[Result]:
                 run = partial(decode_us, rows, q_len, num_splits, config)
                 found.append((try_us(run), num_splits, config))
         yield from best(f"decode ctx{context} b{batch} w{q_len}", found)
-    shapes = [(128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 64, 4, 3)]
     for case in EXPANDED:
         tried = [
             (try_us(partial(expanded_us, heads, *case, config)), 1, config)
-            for config in (TileConfig(*shape) for shape in shapes)
+            for config in expanded_candidates()
         ]
         yield from best(f"expanded {case[0]} x {case[1]} ctx{case[2]}", tried)
 

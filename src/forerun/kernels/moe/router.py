@@ -4,9 +4,11 @@
 1. `_router_logits`: x Wᵀ in float32, K split into slices: with few tokens one CTA per tile of
    experts could not read the weight quickly enough.
 2. `_top_k`: sums the slices in order, scores, chooses and weights. Up to `MAX_DECODE_TOKENS`
-   tokens it also sorts the pairs: every pair takes the next place in its expert's list, and the CTA
-   that finishes last makes tiles of the lists. The order within a list varies; the results of the
-   GEMMs do not depend on it. For more tokens, PyTorch sorts (`align_ref`).
+   tokens it also sorts the pairs into a list per expert and cuts the lists into tiles. Few tokens
+   are one CTA's, which counts in registers. Otherwise every pair takes the next place in its
+   expert's list by an atomic add, and the CTA that finishes last makes the tiles; the order within
+   a list then varies, and the results of the GEMMs do not depend on it. For more tokens, PyTorch
+   sorts (`align_ref`).
 
 Nothing is read on the host.
 """
@@ -33,6 +35,7 @@ from forerun.kernels.runtime.pdl import pdl_options
 
 BLOCK_N, BLOCK_K = 32, 128  # experts and columns per tile of the logits
 TOKENS, MANY_TOKENS = 4, 8  # per CTA of `_top_k`; up to `MAX_DECODE_TOKENS` one to a warp
+ONE_CTA_SCORES = 4096  # tokens (at most 32) times experts that one CTA takes
 WARPS, STAGES = 4, 3
 
 
@@ -96,7 +99,8 @@ def top_k(
         pairs = torch.empty(num_experts * tokens, dtype=torch.int32, device=device)
         most = max_tiles(tokens * k, num_experts, block_m)
         tiles = torch.empty(3, most, dtype=torch.int32, device=device)
-    tokens_per_cta = TOKENS if in_kernel else MANY_TOKENS
+    columns = next_power_of_2(num_groups) * next_power_of_2(num_experts // num_groups)
+    tokens_per_cta, warps = tokens_of_top_k(tokens, columns)
     _top_k[(-(-tokens // tokens_per_cta),)](
         partials, correction_bias, rounded_like, weights, experts, counts, pairs, tiles,
         tokens, 0 if tiles is None else tiles.shape[1], routing.routed_scaling_factor, NORM_EPS,
@@ -105,13 +109,24 @@ def top_k(
         GROUP_BLOCK=next_power_of_2(num_experts // num_groups),
         EXPERTS_BLOCK=next_power_of_2(num_experts), TOP_K=k, TOP_K_BLOCK=next_power_of_2(k),
         SIGMOID=routing.scoring == "sigmoid", TOP2=routing.group_score == "top2",
-        NORM=routing.norm_topk_prob, ALIGN=in_kernel, BLOCK_M=block_m,
-        TOKENS=tokens_per_cta,
-        num_warps=WARPS, **pdl_options(weights),
+        NORM=routing.norm_topk_prob, ALIGN=in_kernel, ONE_CTA=tokens <= tokens_per_cta,
+        BLOCK_M=block_m, TOKENS=tokens_per_cta,
+        num_warps=warps, **pdl_options(weights),
     )  # fmt: skip
     if pairs is None or tiles is None:
         return Routed(weights, experts, align_ref(experts, num_experts, block_m))
     return Routed(weights, experts, ExpertTiles(pairs, tiles, block_m))
+
+
+def tokens_of_top_k(tokens: int, columns: int) -> tuple[int, int]:
+    """Tokens of a CTA of `_top_k`, and its warps. `columns`: experts, padded."""
+    if tokens > MAX_DECODE_TOKENS:
+        return MANY_TOKENS, WARPS
+    most = min(32, ONE_CTA_SCORES // columns)
+    if tokens <= TOKENS or tokens > most:
+        return TOKENS, WARPS
+    block = next_power_of_2(tokens)
+    return block, min(block, 16)
 
 
 @jit_no_specialize("T")
@@ -189,11 +204,12 @@ def _top_k(
     TOP2: tl.constexpr,
     NORM: tl.constexpr,
     ALIGN: tl.constexpr,
+    ONE_CTA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One CTA per TOKENS tokens."""
+    """One CTA per TOKENS tokens. ONE_CTA: there are no more."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -231,13 +247,18 @@ def _top_k(
     rank = tl.arange(0, TOP_K_BLOCK)[None, :]
     weights = tl.zeros((TOKENS, TOP_K_BLOCK), tl.float32)
     experts = tl.zeros((TOKENS, TOP_K_BLOCK), tl.int32)
+    ranks = tl.full((TOKENS, COLUMNS), -1, tl.int32)  # by expert: which choice it is
     for i in tl.static_range(TOP_K):
-        chosen = tl.argmax(choice, 1)[:, None]  # the lowest of equals
-        hit = column[None, :] == chosen
-        weight = tl.sum(tl.where(hit, scores, 0.0), 1)[:, None]
-        weights = tl.where(rank == i, weight, weights)
+        best, chosen = tl.max(choice, 1, return_indices=True)  # the lowest of equals
+        hit = column[None, :] == chosen[:, None]
+        if correction_bias is not None:
+            weight = tl.sum(tl.where(hit, scores, 0.0), 1)
+        else:
+            weight = tl.where(best == -1e30, float("nan"), best)
+        weights = tl.where(rank == i, weight[:, None], weights)
         id = chosen // GROUP_BLOCK * GROUP_SIZE + chosen % GROUP_BLOCK
-        experts = tl.where(rank == i, id, experts)
+        experts = tl.where(rank == i, id[:, None], experts)
+        ranks = tl.where(hit, i, ranks)
         choice = tl.where(hit, float("-inf"), choice)
     if NORM:
         weights = weights / (tl.sum(weights, 1)[:, None] + norm_eps)
@@ -245,13 +266,26 @@ def _top_k(
     mask = (t < T)[:, None] & (rank < TOP_K)
     tl.store(weights_out + pair, weights * factor, mask=mask)
     tl.store(experts_out + pair, experts, mask=mask)
-    if ALIGN:
+    if ALIGN and ONE_CTA:
+        chosen_by = ((ranks >= 0) & (t < T)[:, None]).to(tl.int32)
+        place = tl.cumsum(chosen_by, 0) - chosen_by
+        address = pairs + expert[None, :] * T + place
+        tl.store(address, t[:, None] * TOP_K + ranks, mask=chosen_by > 0)
+        _make_tiles(tl.sum(chosen_by, 0), expert, tiles, T, max_tiles, BLOCK_M, COLUMNS)
+    elif ALIGN:
         place = tl.atomic_add(counts + experts, 1, mask=mask, sem="relaxed")
         tl.store(pairs + experts * T + place, pair, mask=mask)
         tl.debug_barrier()  # all pairs are counted before the CTA signals
         done = tl.atomic_add(counts + NUM_EXPERTS, 1, sem="acq_rel")
         if done == tl.num_programs(0) - 1:
-            _make_tiles(counts, tiles, T, max_tiles, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
+            each = tl.arange(0, EXPERTS_BLOCK)
+            inside = each < NUM_EXPERTS
+            # L1 is bypassed.
+            count = tl.load(counts + each, mask=inside, other=0, cache_modifier=".cg")
+            _make_tiles(count, each, tiles, T, max_tiles, BLOCK_M, EXPERTS_BLOCK)
+            tl.debug_barrier()  # the counts have been read by all threads
+            tl.store(counts + each, 0, mask=inside)
+            tl.store(counts + NUM_EXPERTS, 0)
 
 
 @jit
@@ -278,13 +312,9 @@ def _best_groups(
 
 @jit
 def _make_tiles(
-    counts, tiles, T, max_tiles,
-    NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    count, expert, tiles, T, max_tiles, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Cuts every expert's list into tiles and clears the counts; L1 is bypassed."""
-    expert = tl.arange(0, EXPERTS_BLOCK)
-    valid = expert < NUM_EXPERTS
-    count = tl.load(counts + expert, mask=valid, other=0, cache_modifier=".cg")
+    """Cuts the lists of [BLOCK] experts, in order of their ids, into tiles."""
     num_tiles = tl.cdiv(count, BLOCK_M)
     before = tl.cumsum(num_tiles, 0) - num_tiles
     for i in range(tl.max(num_tiles, 0)):
@@ -295,9 +325,7 @@ def _make_tiles(
         rows = tl.minimum(count - i * BLOCK_M, BLOCK_M)
         tl.store(tile + 2 * max_tiles, rows, mask=mask)
     used = tl.sum(num_tiles, 0)
-    for first in range(0, max_tiles - used, EXPERTS_BLOCK):
-        rest = used + first + expert
+    each = tl.arange(0, BLOCK)
+    for first in range(0, max_tiles - used, BLOCK):
+        rest = used + first + each
         tl.store(tiles + 2 * max_tiles + rest, 0, mask=rest < max_tiles)
-    tl.debug_barrier()  # the counts have been read by all threads
-    tl.store(counts + expert, 0, mask=valid)
-    tl.store(counts + NUM_EXPERTS, 0)
