@@ -112,9 +112,11 @@ def decode_tile_config(
         return TileConfig(block_m, block_n, 4, 1 if row_bytes > 256 else 2)
     if kv_dtype.itemsize == 1 and block_m == 16 and row_bytes <= 256:
         block_n *= 2
+    tma = uses_tma(gpu, page_size, block_n, head_dim, kv_dtype)
+    if tma and block_m > 16:
+        block_m = 64  # wgmma; 32 rows take mma.sync, whose softmax crosses warps
     # Few CTAs must keep many loads in flight; of many, two should fit on an SM.
     stages = 3 if kv_dtype.itemsize == 1 or (block_m > 16 and not one_cta_per_sm) else 4
-    tma = uses_tma(gpu, page_size, block_n, head_dim, kv_dtype)
     if block_m == 16 and one_cta_per_sm and tma:
         stages = 5
     room = gpu.smem_bytes - 2 * block_m * row_bytes

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from forerun.kernels.runtime.gpu import GpuInfo
 
-FEW_TOKENS = 4
 MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by PyTorch
 ROUTER_SLICES = 8  # at most; the router's K is split into so many parts
 
@@ -34,15 +33,12 @@ class MoeConfig:
 
 
 def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
-    """The tiling for this many tokens; it changes after 4, 128 and 1024 of them.
+    """The tiling for this many tokens; it changes after 128 and 1024 of them.
 
     `itemsize`: bytes of an element; wider ones take fewer stages.
     """
     if gpu.amd:
         return _choose_amd(num_tokens, gpu)
-    if num_tokens <= FEW_TOKENS and itemsize == 2 and gpu.smem_bytes >= 160 << 10:
-        # Few experts: more CTAs along N, and more bytes in flight in each.
-        return MoeConfig(16, GroupedGemmConfig(16, 128, 4, 6), GroupedGemmConfig(64, 256, 4, 3))
     if num_tokens <= MAX_DECODE_TOKENS:
         block_m, block_n, block_k, warps = 16, 32, 128, 4
     elif num_tokens <= 1024:
