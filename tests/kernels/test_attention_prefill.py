@@ -9,11 +9,8 @@ import torch
 
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
 from forerun.kernels.attention.paged_kv import PagedKV
-from forerun.kernels.attention.prefill import (
-    build_tile_map,
-    prefill_attention,
-    prefill_attention_ref,
-)
+from forerun.kernels.attention.prefill import prefill_attention, prefill_attention_ref
+from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config
 from forerun.kernels.runtime.gpu import gpu_of
 from tests.kernels.attention_support import (

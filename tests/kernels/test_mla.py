@@ -23,7 +23,7 @@ from forerun.kernels.attention.mla_expanded import (
     split_dim,
 )
 from forerun.kernels.attention.mla_write import write_latent
-from forerun.kernels.attention.prefill import build_tile_map
+from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import (
     LatentShape,
     TileConfig,

@@ -30,12 +30,8 @@ from forerun.kernels.attention.mla_absorbed import (
 )
 from forerun.kernels.attention.mla_expanded import ExpandedKV, expanded_attention
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
-from forerun.kernels.attention.prefill import (
-    Spans,
-    TileMap,
-    build_tile_map,
-    prefill_attention,
-)
+from forerun.kernels.attention.prefill import prefill_attention
+from forerun.kernels.attention.tile_map import Spans, TileMap, build_tile_map
 from forerun.kernels.attention.tiles import (
     DecodeProblem,
     LatentShape,

@@ -29,7 +29,8 @@ from torch import Tensor
 from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention.decode import MaskSpec, paged_attention
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
-from forerun.kernels.attention.prefill import build_tile_map, prefill_attention
+from forerun.kernels.attention.prefill import prefill_attention
+from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import (
     DecodeProblem,
     TileConfig,

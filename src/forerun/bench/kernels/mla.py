@@ -40,7 +40,7 @@ from forerun.kernels.attention.mla_absorbed import (
     mla_prefill,
 )
 from forerun.kernels.attention.mla_expanded import ExpandedKV, expanded_attention
-from forerun.kernels.attention.prefill import build_tile_map
+from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import (
     TileConfig,
     choose_mla_splits,

@@ -28,12 +28,8 @@ from forerun.kernels.attention.decode import (
 )
 from forerun.kernels.attention.mla_kernels import mla_attention_kernel
 from forerun.kernels.attention.paged_kv import PagedKV
-from forerun.kernels.attention.prefill import (
-    Spans,
-    TileMap,
-    build_tile_map,
-    prefill_attention_ref,
-)
+from forerun.kernels.attention.prefill import prefill_attention_ref
+from forerun.kernels.attention.tile_map import Spans, TileMap, build_tile_map
 from forerun.kernels.attention.tiles import (
     LatentShape,
     TileConfig,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.kernels.attention.decode import LOG2E
 from forerun.kernels.attention.decode_kernels import attends, online_softmax_step
-from forerun.kernels.attention.prefill import Spans, TileMap
+from forerun.kernels.attention.tile_map import Spans, TileMap
 from forerun.kernels.attention.tiles import TileConfig, expanded_tile_config, padded
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl, use_triton

@@ -5,16 +5,20 @@ The tokens are cut into tiles on the host, which knows their counts exactly. A C
 one K/V head: BLOCK_M / group tokens with all query heads that share the head, so that little of the
 triangle under a causal mask is wasted. Requests run one after the other, so that their K/V stays in
 L2; the longest comes first, and of each its last tile.
+
+There are two kernels: on Hopper `prefill_sm90.py` where it can be used (`choose_prefill`),
+elsewhere the Triton kernel here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from forerun.kernels.attention import prefill_sm90
 from forerun.kernels.attention.decode import (
     CAUSAL,
     LOG2E,
@@ -33,41 +37,14 @@ from forerun.kernels.attention.decode_kernels import (
     online_softmax_step,
 )
 from forerun.kernels.attention.paged_kv import PagedKV
+from forerun.kernels.attention.prefill_sm90 import PrefillArguments, Sm90PrefillConfig
+from forerun.kernels.attention.tile_map import Spans, TileMap
 from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config, uses_tma
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
-from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 
-Spans = Sequence[tuple[int, int]]  # (start position, number of tokens) of each request
-
-
-@dataclass(frozen=True)
-class TileMap:
-    """Which tokens each CTA takes.
-
-    `entries` [tiles, 4] int32: the request, its first token in the batch, its number of tokens, the
-    tile's first token among them. `num_splits`: CTAs that share a tile, each with a part of the
-    positions (flash-decoding), which fills the device when a batch has few tiles.
-    """
-
-    entries: Tensor
-    tokens_per_tile: int
-    num_splits: int = 1
-
-
-def build_tile_map(
-    spans: Spans, tokens_per_tile: int, upload: Callable[[Tensor], Tensor]
-) -> TileMap:
-    """On the host. `upload`: host tensor to device."""
-    start, count = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
-    begin = count.cumsum(0) - count
-    order = (start + count).argsort(descending=True, stable=True)
-    tiles = ((count + tokens_per_tile - 1) // tokens_per_tile)[order]
-    request = order.repeat_interleave(tiles)
-    tile = tiles.cumsum(0).repeat_interleave(tiles) - 1 - torch.arange(request.shape[0])
-    first = tile * tokens_per_tile
-    entries = torch.stack((request, begin[request], count[request], first), 1)
-    return TileMap(upload(entries.int()), tokens_per_tile)
+PrefillConfig = TileConfig | Sm90PrefillConfig
 
 
 def prefill_attention(
@@ -77,7 +54,7 @@ def prefill_attention(
     tile_map: TileMap | None,
     mask: MaskSpec,
     scale: float,
-    config: TileConfig | None = None,
+    config: PrefillConfig | None = None,
 ) -> Tensor:
     """Attention of ragged chunks; their K/V is in the pool already.
 
@@ -86,10 +63,11 @@ def prefill_attention(
         kv: the cache.
         spans: (start, tokens) of each request, on the host.
         tile_map: from `build_tile_map` with `config.block_m // group` tokens per tile; the
-            reference implementation needs none.
+            reference implementation needs none. More splits fill the device where there are few
+            tiles, but must not be chosen by the batch: rounding depends on them.
         mask: causal, or the whole chunk as one block.
-        scale: of the scores.
-        config: instead of the tuned tile.
+        scale: of the scores, positive.
+        config: instead of `choose_prefill`; its type chooses the kernel.
 
     Returns:
         [T, Hq, D] in q's dtype.
@@ -98,31 +76,51 @@ def prefill_attention(
         return prefill_attention_ref(q, kv, spans, mask, scale)
     total, heads, dim = q.shape
     if config is None:
-        config = prefill_tile_config(gpu_of(q.device), dim, q.dtype)
+        config = choose_prefill(gpu_of(q.device), q.dtype, kv.k.dtype, dim, kv.page_size)
     rows = tile_map.tokens_per_tile * heads
     assert rows <= config.block_m * kv.num_kv_heads, "a tile has no room for its heads"
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    partial, lse, splits = out, out, tile_map.num_splits
+    partial, lse, splits = out, None, tile_map.num_splits
     if splits > 1:
         partial = torch.empty((total, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((total, heads, splits), dtype=torch.float32, device=q.device)
+    args = PrefillArguments(q, kv, tile_map, mask, scale, partial, lse)
+    if isinstance(config, Sm90PrefillConfig):
+        prefill_sm90.launch(config, args)
+    else:
+        _launch_triton(config, args)
+    if lse is not None:
+        combine(partial, lse, out)
+    return out
+
+
+@cache
+def choose_prefill(
+    gpu: GpuInfo, q_dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, page_size: int
+) -> PrefillConfig:
+    """The kernel and its tile. Both kernels take tiles of the same number of rows here."""
+    if prefill_sm90.why_unfit(gpu, q_dtype, kv_dtype, head_dim, page_size) is None:
+        return Sm90PrefillConfig()
+    return prefill_tile_config(gpu, head_dim, q_dtype)
+
+
+def _launch_triton(config: TileConfig, args: PrefillArguments) -> None:
+    q, kv, tile_map, mask = args.q, args.kv, args.tile_map, args.mask
+    dim, splits = q.shape[2], tile_map.num_splits
     tma = config.tma and uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
     _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0], splits)](
         q, as_bits(kv.k), as_bits(kv.v),
         tma_descriptor(kv.k, config) if tma else None,
         tma_descriptor(kv.v, config) if tma else None,
-        partial, lse, kv.page_table, kv.start, tile_map.entries,
-        scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
-        TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
+        args.out, args.out if args.lse is None else args.lse, kv.page_table, kv.start,
+        tile_map.entries, args.scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        TILE_TOKENS=tile_map.tokens_per_tile, GROUP=args.group,
         KV_HEADS=kv.num_kv_heads, DIM=dim, PAGE_SIZE=kv.page_size,
         MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=splits > 1,
         FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(dim),
         num_warps=config.num_warps, num_stages=config.num_stages, **config.launch_options(),
     )  # fmt: skip
-    if splits > 1:
-        combine(partial, lse, out)
-    return out
 
 
 @jit

@@ -126,30 +126,31 @@ def load_kernel(
     return CudaKernel(function, smem_bytes)
 
 
-def tma_descriptor(matrix: Tensor, box: tuple[int, int]) -> Any:
-    """A TMA descriptor (CUtensorMap) for boxes [rows, columns] of a bfloat16 matrix.
+def tma_descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
+    """A TMA descriptor (CUtensorMap) for boxes of a bfloat16 or float16 tensor of any rank.
 
-    128-byte swizzle; elements out of bounds are read as zeros.
+    The last dimension is contiguous; a box takes 64 elements of it, or fewer. 128-byte swizzle;
+    elements out of bounds are read as zeros.
     """
-    row_bytes = matrix.stride(0) * matrix.element_size()
-    return _tma_descriptor(matrix.data_ptr(), tuple(matrix.shape), row_bytes, box)
+    strides = tuple(stride * tensor.element_size() for stride in tensor.stride()[:-1])
+    return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box)
 
 
 @lru_cache(maxsize=1 << 14)  # weights do not move, and the allocator reuses addresses
 def _tma_descriptor(
-    address: int, shape: tuple[int, int], row_bytes: int, box: tuple[int, int]
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
+    """`strides`: in bytes, without the last, which is one element."""
     driver = _driver()
-    (rows, columns), one = shape, driver.cuuint32_t(1)
     return _check(
         driver.cuTensorMapEncodeTiled,
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # two bytes
+        len(shape),
         address,
-        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],  # the innermost dimension first
-        [driver.cuuint64_t(row_bytes)],
-        [driver.cuuint32_t(box[1]), driver.cuuint32_t(box[0])],
-        [one, one],
+        [driver.cuuint64_t(size) for size in reversed(shape)],  # the innermost dimension first
+        [driver.cuuint64_t(stride) for stride in reversed(strides)],
+        [driver.cuuint32_t(size) for size in reversed(box)],
+        [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
