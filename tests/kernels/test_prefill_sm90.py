@@ -1,0 +1,274 @@
+"""Hopper's prefill attention: its source, when it is chosen, and on a GPU its results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from forerun.kernels.attention import prefill_sm90
+from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
+from forerun.kernels.attention.paged_kv import PagedKV
+from forerun.kernels.attention.prefill import (
+    choose_prefill,
+    prefill_attention,
+    prefill_attention_ref,
+)
+from forerun.kernels.attention.prefill_sm90 import (
+    ARCHITECTURE,
+    MAX_SMEM_BYTES,
+    SOURCE,
+    Sm90PrefillConfig,
+    Sm90PrefillVariant,
+    cuda_source,
+    smem_bytes,
+    why_unfit,
+)
+from forerun.kernels.attention.tile_map import build_tile_map
+from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config
+from forerun.kernels.runtime import nvrtc
+from forerun.kernels.runtime.gpu import GpuInfo
+from tests.kernels.attention_support import Paged, make_paged, relative_error
+
+HOPPER = GpuInfo(132, amd=False)
+BF16, FP16 = torch.bfloat16, torch.float16
+BOUND = {FP16: 1e-3, BF16: 8e-3}
+VARIANTS = [
+    Sm90PrefillVariant(dim, dtype, split_kv)
+    for dim, dtype, split_kv in ((128, BF16, False), (128, BF16, True), (64, FP16, False))
+]
+CONFIGS = [
+    Sm90PrefillConfig(),
+    Sm90PrefillConfig(q_stages=2, persistent=False),
+    Sm90PrefillConfig(96, kv_stages=3),
+    Sm90PrefillConfig(160),
+    Sm90PrefillConfig(176),
+    Sm90PrefillConfig(80, consumer_warpgroups=3),
+    Sm90PrefillConfig(128, consumer_warpgroups=1),
+]
+
+needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
+
+
+# --- the source ---------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_compiles_without_spills(config: Sm90PrefillConfig, variant: Sm90PrefillVariant) -> None:
+    cubin, log = nvrtc.compile_source(cuda_source(config, variant), ARCHITECTURE, verbose=True)
+    assert cubin.startswith(b"\x7fELF")
+    assert "warning" not in log and "serialized" not in log, log
+    usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
+    assert usage is not None and usage.groups() == ("0", "0", "0"), log
+    assert smem_bytes(config, variant.head_dim) <= MAX_SMEM_BYTES
+
+
+@needs_nvrtc
+def test_the_source_has_defaults_for_an_ide() -> None:
+    """The file compiles by itself, and its defaults name every macro that a build defines."""
+    text = SOURCE.read_text()
+    _, log = nvrtc.compile_source(text, ARCHITECTURE, verbose=True)
+    assert "warning" not in log, log
+    built = cuda_source(CONFIGS[0], VARIANTS[0]).removesuffix(text)
+    defaults = re.search(r"#ifndef HEAD_DIM.*?#endif", text, re.DOTALL)
+    assert defaults is not None
+    names = [re.findall(r"^#define (\w+)", part, re.MULTILINE) for part in (built, defaults[0])]
+    assert sorted(names[0]) == sorted(names[1])
+
+
+# --- when it is chosen --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "q_dtype", "kv_dtype", "head_dim", "page_size", "reason"),
+    [
+        (HOPPER, BF16, BF16, 128, 64, None),
+        (HOPPER, FP16, FP16, 64, 8, None),
+        (HOPPER, BF16, BF16, 128, 16, None),
+        (HOPPER, BF16, BF16, 128, 192, None),
+        (replace(HOPPER, capability=100), BF16, BF16, 128, 64, "Hopper"),
+        (replace(HOPPER, amd=True), BF16, BF16, 128, 64, "Hopper"),
+        (replace(HOPPER, interpreted=True), BF16, BF16, 128, 64, "Hopper"),
+        (HOPPER, torch.float32, torch.float32, 128, 64, "not torch.float32"),
+        (HOPPER, BF16, torch.float8_e4m3fn, 128, 64, "K/V in torch.float8_e4m3fn"),
+        (HOPPER, BF16, FP16, 128, 64, "K/V in torch.float16"),
+        (HOPPER, BF16, BF16, 80, 64, "head dim is 80"),
+        (HOPPER, BF16, BF16, 128, 4, "page of 4 tokens"),
+    ],
+)
+def test_choice(
+    gpu: GpuInfo,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_sm90.nvrtc, "available", lambda: True)
+    choose_prefill.cache_clear()
+    need = (gpu, q_dtype, kv_dtype, head_dim, page_size)
+    said, config = why_unfit(*need), choose_prefill(*need)
+    if reason is None:
+        assert said is None and isinstance(config, Sm90PrefillConfig)
+        # The plan's tiles serve both kernels.
+        assert config.block_m == prefill_tile_config(gpu, head_dim, q_dtype).block_m
+    else:
+        assert said is not None and reason in said
+        assert config == prefill_tile_config(gpu, head_dim, q_dtype)
+    choose_prefill.cache_clear()
+
+
+def test_without_nvrtc_triton_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_sm90.nvrtc, "available", lambda: False)
+    choose_prefill.cache_clear()
+    assert why_unfit(HOPPER, BF16, BF16, 128, 64) == "NVRTC is not installed"
+    assert isinstance(choose_prefill(HOPPER, BF16, BF16, 128, 64), TileConfig)
+    choose_prefill.cache_clear()
+
+
+def test_the_work_counter_begins_at_zero_in_the_same_upload() -> None:
+    uploads: list[torch.Tensor] = []
+    tile_map = build_tile_map([(3, 5), (0, 1)], 4, lambda host: uploads.append(host) or host)
+    assert len(uploads) == 1 and tile_map.entries.shape == (3, 4)
+    assert tile_map.next_work.tolist() == [0] and tile_map.next_work.dtype == torch.int32
+    assert tile_map.entries.data_ptr() % 16 == 0 and tile_map.entries.is_contiguous()
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+SPANS = [(0, 700), (0, 1), (1000, 130), (64, 64), (129, 3), (0, 128)]
+MASKS = [
+    MaskSpec(CAUSAL),
+    MaskSpec(CAUSAL, 1),
+    MaskSpec(CAUSAL, 300),
+    MaskSpec(BLOCK),
+    MaskSpec(BLOCK, 100),
+]
+
+
+def run(
+    case: Paged, mask: MaskSpec, config: Sm90PrefillConfig | None = None, num_splits: int = 1
+) -> torch.Tensor:
+    config = config or Sm90PrefillConfig()
+    group = case.q.shape[1] // case.k_pool.shape[2]
+    tile_map = build_tile_map(case.spans, config.block_m // group, lambda host: host.cuda())
+    tile_map = replace(tile_map, num_splits=num_splits)
+    out = prefill_attention(case.q, case.kv, case.spans, tile_map, mask, case.scale, config)
+    assert tile_map.next_work.item() == 0
+    return out
+
+
+def reference(case: Paged, mask: MaskSpec) -> torch.Tensor:
+    kv = PagedKV(case.k_pool.double(), case.v_pool.double(), case.table, case.start)
+    return prefill_attention_ref(case.q.double(), kv, case.spans, mask, case.scale)
+
+
+def check(case: Paged, mask: MaskSpec, config: Sm90PrefillConfig | None = None) -> None:
+    expected = reference(case, mask)
+    for num_splits in (1, 3):
+        out = run(case, mask, config, num_splits)
+        assert relative_error(out, expected) < BOUND[case.q.dtype]
+        assert (out.double() - expected).abs().max() < 10 * BOUND[case.q.dtype]
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("page_size", [8, 16, 64, 128, 192])
+def test_masks_and_pages(page_size: int, mask: MaskSpec) -> None:
+    """K/V past the end of every request is NaN."""
+    check(make_paged(SPANS, 32, 8, 128, page_size, BF16, device="cuda"), mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("shape", [(4, 4, 64), (8, 1, 128), (3, 1, 128), (128, 1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_groups_head_dims_and_dtypes(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check(make_paged(SPANS, *shape, 64, dtype, device="cuda"), MaskSpec(CAUSAL))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_tiles_and_pipelines(config: Sm90PrefillConfig, mask: MaskSpec) -> None:
+    check(make_paged(SPANS, 8, 2, 128, 64, BF16, device="cuda"), mask, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("mask", [MaskSpec(CAUSAL, 200), MaskSpec(BLOCK, 200)], ids=str)
+def test_pages_before_the_window_may_hold_anything(mask: MaskSpec) -> None:
+    """They belong to another request by now; here they are a page of NaN."""
+    case = make_paged([(1000, 70), (530, 300)], 8, 2, 128, 16, BF16, device="cuda")
+    expected = reference(case, mask)
+    nan_page = int(case.table.max())
+    case.k_pool = torch.cat((case.k_pool, torch.full_like(case.k_pool[:1], float("nan"))))
+    case.v_pool = torch.cat((case.v_pool, torch.full_like(case.v_pool[:1], float("nan"))))
+    nan_page = case.k_pool.shape[0] - 1
+    for b, (start, _) in enumerate(case.spans):
+        case.table[b, : (start - 200) // 16] = nan_page
+    assert relative_error(run(case, mask), expected) < BOUND[BF16]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_a_request_does_not_depend_on_the_batch() -> None:
+    case = make_paged(SPANS, 32, 8, 128, 64, BF16, device="cuda")
+    out, first = run(case, MaskSpec()), 0
+    for b, (start, count) in enumerate(SPANS):
+        alone = replace(
+            case,
+            q=case.q[first : first + count],
+            table=case.table[b : b + 1],
+            start=case.start[b : b + 1],
+            spans=[(start, count)],
+        )
+        assert torch.equal(run(alone, MaskSpec()), out[first : first + count])
+        first += count
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_a_captured_launch_replays() -> None:
+    case = make_paged(SPANS, 32, 8, 128, 64, BF16, device="cuda")
+    tile_map = build_tile_map(SPANS, 32, lambda host: host.cuda())
+    args = (case.kv, SPANS, tile_map, MaskSpec(), case.scale)
+    q = case.q.clone()
+    prefill_attention(q, *args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill_attention(q, *args)
+    for scale in (1.0, -0.5):
+        q.copy_(case.q * scale)
+        graph.replay()
+        case.q = q
+        assert relative_error(out, reference(case, MaskSpec())) < BOUND[BF16]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_pools_past_32_bit_offsets() -> None:
+    case = make_paged([(100, 70), (300, 200)], 32, 8, 128, 64, BF16, device="cuda")
+    expected = reference(case, MaskSpec())
+    pages, used = (1 << 31) // case.k_pool[0].numel() + 9, case.k_pool.shape[0]
+    pools = [torch.empty(pages, *case.k_pool.shape[1:], dtype=BF16, device="cuda") for _ in "kv"]
+    for pool, small in zip(pools, (case.k_pool, case.v_pool), strict=True):
+        pool[pages - used :] = small
+    case.k_pool, case.v_pool = pools
+    case.table = case.table + (pages - used)
+    assert relative_error(run(case, MaskSpec()), expected) < BOUND[BF16]
