@@ -29,7 +29,12 @@ from torch import Tensor
 from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention.decode import MaskSpec, paged_attention
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
-from forerun.kernels.attention.prefill import prefill_attention
+from forerun.kernels.attention.prefill import (
+    PrefillConfig,
+    choose_prefill,
+    prefill_attention,
+)
+from forerun.kernels.attention.prefill_sm90 import Sm90PrefillConfig
 from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import (
     DecodeProblem,
@@ -167,13 +172,12 @@ def after_write_case(batch: int, context: int, q_len: int, dtype: torch.dtype, p
 
 
 def prefill(
-    pools: Pools, count: int, context: int, config: TileConfig | None, num_splits: int = 1
+    pools: Pools, count: int, context: int, config: PrefillConfig, num_splits: int = 1
 ) -> float:
     """`count` prompts, their last `q_len` tokens at the end of `context`."""
     q_len = pools.q.shape[0] // count
     spans = [(context - q_len, q_len)] * count
-    tile = config or prefill_tile_config(gpu_of(pools.q.device), DIM, pools.q.dtype)
-    tokens_per_tile = tile.block_m * KV_HEADS // HEADS
+    tokens_per_tile = config.block_m * KV_HEADS // HEADS
     tile_map = build_tile_map(spans, tokens_per_tile, lambda host: host.cuda())
     tile_map = replace(tile_map, num_splits=num_splits)
     kv = pools.layers()[0]
@@ -184,13 +188,18 @@ def prefill(
     return median_us(run, 1)
 
 
-def prefill_case(count: int, q_len: int, context: int, page: int) -> Result:
+def prefill_cases(count: int, q_len: int, context: int, page: int) -> Iterator[Result]:
+    """The Triton kernel and, where it can be used, Hopper's."""
     pools = Pools.make(count, context, q_len, torch.bfloat16, page, 1)
-    took = prefill(pools, count, context, None)
+    gpu, kind = gpu_of(pools.q.device), pools.q.dtype
+    configs = {prefill_tile_config(gpu, DIM, kind), choose_prefill(gpu, kind, kind, DIM, page)}
     seen = count * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
     flops = 4 * seen * HEADS * DIM
-    name = f"prefill {count} x {q_len} ctx{context} page{page}"
-    return {"case": name, "us": took, "tflops": flops / took / 1e6}
+    for config in sorted(configs, key=str):
+        took = prefill(pools, count, context, config)
+        kernel = "sm90" if isinstance(config, Sm90PrefillConfig) else "triton"
+        name = f"prefill {count} x {q_len} ctx{context} page{page} {kernel}"
+        yield {"case": name, "us": took, "tflops": flops / took / 1e6}
 
 
 # --- sweeps -------------------------------------------------------------------------------------
@@ -303,7 +312,8 @@ def main() -> None:
     rows += [decode_case(32, 1024, 1, torch.bfloat16, page) for page in (1, 64, 256)]
     kinds = ((torch.bfloat16, PAGE), (torch.bfloat16, 64), (fp8, PAGE))
     rows += [after_write_case(*shape, *kind) for kind in kinds for shape in DECODE]
-    rows += [prefill_case(*shape, page) for shape in PREFILL for page in (PAGE, PREFILL_PAGE)]
+    for shape, page in itertools.product(PREFILL, (PAGE, PREFILL_PAGE)):
+        rows += prefill_cases(*shape, page)
     for row in rows:
         if "gbs" in row:
             rate = f"{row['gbs']:8.0f} GB/s {row['gbs'] / results['read_gbs']:6.1%}"
