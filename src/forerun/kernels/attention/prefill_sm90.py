@@ -52,7 +52,7 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # q and K/V, as PTX n
 
 @dataclass(frozen=True)
 class Sm90PrefillConfig:
-    """The tile of a CTA and its pipelines. The defaults are the fastest on an H200."""
+    """The tile of a CTA and its pipelines."""
 
     block_n: int = 128  # K/V positions, a multiple of 16
     consumer_warpgroups: int = 2  # 64 rows each
