@@ -87,6 +87,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch, _interpreter: None) -> None:
     monkeypatch.setattr("forerun.attention.select.BACKENDS", own | toys)
     for order in ("PREFILL_ORDER", "STEP_ORDER"):
         monkeypatch.setattr(f"forerun.attention.select.{order}", ("triton",))
+    monkeypatch.setattr("forerun.attention.select._sm90_kernel_serves", lambda need: False)
 
 
 def served(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from forerun.attention.select import (
     BackendChoice,
     Wanted,
     choose_page_size,
+    default_order,
     select,
     survey,
 )
 from forerun.attention.torch_native import TorchNative
 from forerun.core.errors import ConfigError
+from forerun.kernels.runtime import nvrtc
 
 pytest.importorskip("triton")
 
@@ -38,6 +41,38 @@ def test_triton_is_the_default_on_every_gpu(
     block = frozenset({LayerMask(Mask.BLOCK, 512), LayerMask(window=128)})
     for need in (GPU, replace(GPU, masks=block, graph=True)):
         assert select(need, Wanted()).backend.name == "triton"
+
+
+HOPPER_PREFILL = replace(GPU, arch="sm_90", phase=Phase.PREFILL)
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({}, "triton"),
+        ({"dtype": torch.float16, "head_dim": 64, "kv_dtype": torch.float16}, "triton"),
+        ({"page_sizes": frozenset({16, 64})}, "triton"),
+        ({"page_sizes": frozenset({128})}, "triton"),
+        ({"page_sizes": frozenset({1, 16, 32, 96})}, "fa3"),
+        ({"head_dim": 96}, "fa3"),
+        ({"dtype": torch.float32}, "fa3"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "fa3"),
+        ({"arch": "sm_100"}, "fa3"),
+        ({"arch": None}, "fa3"),
+        ({"mla": True, "dense": False, "head_dim": 576, "latent_dim": 512}, "fa3"),
+        ({"mla": True, "latent_dim": 64}, "fa3"),
+    ],
+)
+def test_prefill_that_hoppers_own_kernel_computes_goes_to_triton_before_fa3(
+    change: dict[str, Any], first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    need = replace(HOPPER_PREFILL, **change)
+    order = default_order(need)
+    assert order[:2] == [first, "fa3" if first == "triton" else "triton"]
+    assert sorted(order) == sorted(BACKENDS)
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    assert default_order(need)[:2] == ["fa3", "triton"]
 
 
 def test_torch_native_is_the_default_on_a_cpu_and_selectable_on_a_gpu() -> None:

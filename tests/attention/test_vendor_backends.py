@@ -28,6 +28,7 @@ from forerun.attention.flashmla import FlashMla
 from forerun.attention.paged import LATENT_ROW
 from forerun.attention.select import Wanted, select
 from forerun.core.errors import ConfigError
+from forerun.kernels.runtime import nvrtc
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from tests.attention import stand_ins
@@ -304,10 +305,13 @@ def default(need: AttentionNeed) -> str:
     return select(need, Wanted()).backend.name
 
 
-def test_defaults_without_and_with_packages(bare: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Prefill goes to fa3 where it is, steps with K and V stay with triton."""
+def test_defaults_without_and_with_packages(
+    bare: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill goes to fa3 where it is, but to triton with pages of 64 on Hopper; steps stay there."""
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
     mla = [replace(MLA, phase=phase) for phase in Phase]
-    dense = [replace(GPU, phase=phase) for phase in Phase]
+    dense = [replace(GPU, phase=phase, page_sizes=frozenset({16})) for phase in Phase]
     assert {default(need) for need in dense} == {"triton"}
     files = [file for files in PACKAGES.values() for file in files]
     install(bare, *files)  # they are there, and do not load
@@ -316,6 +320,7 @@ def test_defaults_without_and_with_packages(bare: Path, caplog: pytest.LogCaptur
     assert "built for another torch" in caplog.text
     install(bare, *files, broken=False)
     assert [default(need) for need in dense] == ["fa3", "triton", "triton", "triton"]
+    assert {default(replace(need, page_sizes=None)) for need in dense} == {"triton"}
     assert {default(need) for need in mla} == {"fa3"}
     for arch in ("gfx942", "gfx950", "sm_80", "sm_100", None):
         assert {default(replace(need, arch=arch)) for need in dense} == {"triton"}

@@ -126,30 +126,24 @@ def prefill(
     page: int = 16,
     group: int = 4,
     targets: tuple[str, ...] = TARGETS,
-    tma: bool = False,
-    splits: bool = False,
     **more: int,
 ) -> list[Case]:
     q = f"*{NAMES[dtype]}"
     names = (
-        "q_ptr k_ptr v_ptr out_ptr lse_ptr page_table start_ptr tile_map qk_scale"
+        "q_ptr k_ptr v_ptr out_ptr page_table start_ptr tile_map qk_scale"
         " q_token_stride q_head_stride page_table_stride"
     )
-    out = "*fp32" if splits else q
-    kinds = [q, q, q, out, "*fp32", "*i32", "*i32", "*i32", "fp32", "i32", "i32", "i32"]
+    kinds = [q, q, q, q, "*i32", "*i32", "*i32", "fp32", "i32", "i32", "i32"]
     signature = dict(zip(names.split(), kinds, strict=True))
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         blocks, options = _tiles(prefill_tile_config(gpu, dim, dtype))
-        tokens = {"TILE_TOKENS": blocks["BLOCK_M"] // group, "SPLIT_KV": splits, "TMA": tma}
-        box = f"tensordesc<{POOLS[dtype]}[1, {blocks['BLOCK_N']}, {dim}]>"
-        descriptors = dict.fromkeys(("k_descriptor", "v_descriptor"), box if tma else None)
-        own = _common(dim, page, group, dtype) | tokens | blocks | more
+        tokens = {"TILE_TOKENS": blocks["BLOCK_M"] // group}
         return Case(
             name,
             _prefill_attention_kernel,
-            signature | (descriptors if tma else {}),
-            own if tma else own | descriptors,
+            signature,
+            _common(dim, page, group, dtype) | tokens | blocks | more,
             options,
             targets=targets,
             multiples=("q_token_stride", "q_head_stride"),
@@ -178,8 +172,6 @@ CASES = [
     *decode("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
     *prefill("prefill"),
     *prefill("prefill, window", page=64, WINDOW=512, targets=ONE),
-    *prefill("prefill, TMA", page=64, tma=True, targets=("sm_90", "sm_100")),
-    *prefill("prefill, splits", splits=True, targets=ONE),
     *prefill("prefill, head dim 64", dim=64, group=2, targets=ONE),
     *prefill("prefill, head dim 256", dim=256, targets=(*ONE, "gfx1100")),
     *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),

@@ -11,43 +11,25 @@ import torch
 from forerun.kernels.attention import prefill_sm90
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, MaskSpec
 from forerun.kernels.attention.paged_kv import PagedKV
-from forerun.kernels.attention.prefill import (
-    choose_prefill,
-    prefill_attention,
-    prefill_attention_ref,
-)
+from forerun.kernels.attention.prefill import prefill_attention, prefill_attention_ref
 from forerun.kernels.attention.prefill_sm90 import (
     ARCHITECTURE,
-    MAX_SMEM_BYTES,
+    BLOCK_M,
     SOURCE,
-    Sm90PrefillConfig,
-    Sm90PrefillVariant,
     cuda_source,
     smem_bytes,
     why_unfit,
 )
 from forerun.kernels.attention.tile_map import build_tile_map
-from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config
+from forerun.kernels.attention.tiles import prefill_tile_config
 from forerun.kernels.runtime import nvrtc
-from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from tests.kernels.attention_support import Paged, make_paged, relative_error
 
 HOPPER = GpuInfo(132, amd=False)
 BF16, FP16 = torch.bfloat16, torch.float16
 BOUND = {FP16: 1e-3, BF16: 8e-3}
-VARIANTS = [
-    Sm90PrefillVariant(dim, dtype, split_kv)
-    for dim, dtype, split_kv in ((128, BF16, False), (128, BF16, True), (64, FP16, False))
-]
-CONFIGS = [
-    Sm90PrefillConfig(),
-    Sm90PrefillConfig(q_stages=2, persistent=False),
-    Sm90PrefillConfig(96, kv_stages=3),
-    Sm90PrefillConfig(160),
-    Sm90PrefillConfig(176),
-    Sm90PrefillConfig(80, consumer_warpgroups=3),
-    Sm90PrefillConfig(128, consumer_warpgroups=1),
-]
+VARIANTS = [(128, BF16), (64, FP16)]  # head dim, dtype
 
 needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
@@ -57,15 +39,14 @@ needs_nvrtc = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
 @needs_nvrtc
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_compiles_without_spills(config: Sm90PrefillConfig, variant: Sm90PrefillVariant) -> None:
-    cubin, log = nvrtc.compile_source(cuda_source(config, variant), ARCHITECTURE, verbose=True)
+@pytest.mark.parametrize(("head_dim", "dtype"), VARIANTS, ids=str)
+def test_compiles_without_spills(head_dim: int, dtype: torch.dtype) -> None:
+    cubin, log = nvrtc.compile_source(cuda_source(head_dim, dtype), ARCHITECTURE, verbose=True)
     assert cubin.startswith(b"\x7fELF")
     assert "warning" not in log and "serialized" not in log, log
     usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
     assert usage is not None and usage.groups() == ("0", "0", "0"), log
-    assert smem_bytes(config, variant.head_dim) <= MAX_SMEM_BYTES
+    assert smem_bytes(head_dim) <= HOPPER.smem_bytes
 
 
 @needs_nvrtc
@@ -74,7 +55,7 @@ def test_the_source_has_defaults_for_an_ide() -> None:
     text = SOURCE.read_text()
     _, log = nvrtc.compile_source(text, ARCHITECTURE, verbose=True)
     assert "warning" not in log, log
-    built = cuda_source(CONFIGS[0], VARIANTS[0]).removesuffix(text)
+    built = cuda_source(*VARIANTS[0]).removesuffix(text)
     defaults = re.search(r"#ifndef HEAD_DIM.*?#endif", text, re.DOTALL)
     assert defaults is not None
     names = [re.findall(r"^#define (\w+)", part, re.MULTILINE) for part in (built, defaults[0])]
@@ -101,7 +82,7 @@ def test_the_source_has_defaults_for_an_ide() -> None:
         (HOPPER, BF16, BF16, 128, 4, "page of 4 tokens"),
     ],
 )
-def test_choice(
+def test_where_it_can_be_used(
     gpu: GpuInfo,
     q_dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -111,25 +92,18 @@ def test_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_sm90.nvrtc, "available", lambda: True)
-    choose_prefill.cache_clear()
-    need = (gpu, q_dtype, kv_dtype, head_dim, page_size)
-    said, config = why_unfit(*need), choose_prefill(*need)
+    said = why_unfit(gpu, q_dtype, kv_dtype, head_dim, page_size)
     if reason is None:
-        assert said is None and isinstance(config, Sm90PrefillConfig)
+        assert said is None
         # The plan's tiles serve both kernels.
-        assert config.block_m == prefill_tile_config(gpu, head_dim, q_dtype).block_m
+        assert prefill_tile_config(gpu, head_dim, q_dtype).block_m == BLOCK_M
     else:
         assert said is not None and reason in said
-        assert config == prefill_tile_config(gpu, head_dim, q_dtype)
-    choose_prefill.cache_clear()
 
 
-def test_without_nvrtc_triton_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_needs_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_sm90.nvrtc, "available", lambda: False)
-    choose_prefill.cache_clear()
     assert why_unfit(HOPPER, BF16, BF16, 128, 64) == "NVRTC is not installed"
-    assert isinstance(choose_prefill(HOPPER, BF16, BF16, 128, 64), TileConfig)
-    choose_prefill.cache_clear()
 
 
 def test_the_work_counter_begins_at_zero_in_the_same_upload() -> None:
@@ -152,14 +126,13 @@ MASKS = [
 ]
 
 
-def run(
-    case: Paged, mask: MaskSpec, config: Sm90PrefillConfig | None = None, num_splits: int = 1
-) -> torch.Tensor:
-    config = config or Sm90PrefillConfig()
+def run(case: Paged, mask: MaskSpec) -> torch.Tensor:
+    dtypes = case.q.dtype, case.k_pool.dtype
+    gpu, dim, page_size = gpu_of(case.q.device), case.q.shape[2], case.k_pool.shape[1]
+    assert why_unfit(gpu, *dtypes, dim, page_size) is None
     group = case.q.shape[1] // case.k_pool.shape[2]
-    tile_map = build_tile_map(case.spans, config.block_m // group, lambda host: host.cuda())
-    tile_map = replace(tile_map, num_splits=num_splits)
-    out = prefill_attention(case.q, case.kv, case.spans, tile_map, mask, case.scale, config)
+    tile_map = build_tile_map(case.spans, BLOCK_M // group, lambda host: host.cuda())
+    out = prefill_attention(case.q, case.kv, case.spans, tile_map, mask, case.scale)
     assert tile_map.next_work.item() == 0
     return out
 
@@ -169,12 +142,10 @@ def reference(case: Paged, mask: MaskSpec) -> torch.Tensor:
     return prefill_attention_ref(case.q.double(), kv, case.spans, mask, case.scale)
 
 
-def check(case: Paged, mask: MaskSpec, config: Sm90PrefillConfig | None = None) -> None:
-    expected = reference(case, mask)
-    for num_splits in (1, 3):
-        out = run(case, mask, config, num_splits)
-        assert relative_error(out, expected) < BOUND[case.q.dtype]
-        assert (out.double() - expected).abs().max() < 10 * BOUND[case.q.dtype]
+def check(case: Paged, mask: MaskSpec) -> None:
+    expected, out = reference(case, mask), run(case, mask)
+    assert relative_error(out, expected) < BOUND[case.q.dtype]
+    assert (out.double() - expected).abs().max() < 10 * BOUND[case.q.dtype]
 
 
 @pytest.fixture
@@ -202,20 +173,11 @@ def test_groups_head_dims_and_dtypes(shape: tuple[int, int, int], dtype: torch.d
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_tiles_and_pipelines(config: Sm90PrefillConfig, mask: MaskSpec) -> None:
-    check(make_paged(SPANS, 8, 2, 128, 64, BF16, device="cuda"), mask, config)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("mask", [MaskSpec(CAUSAL, 200), MaskSpec(BLOCK, 200)], ids=str)
 def test_pages_before_the_window_may_hold_anything(mask: MaskSpec) -> None:
     """They belong to another request by now; here they are a page of NaN."""
     case = make_paged([(1000, 70), (530, 300)], 8, 2, 128, 16, BF16, device="cuda")
     expected = reference(case, mask)
-    nan_page = int(case.table.max())
     case.k_pool = torch.cat((case.k_pool, torch.full_like(case.k_pool[:1], float("nan"))))
     case.v_pool = torch.cat((case.v_pool, torch.full_like(case.v_pool[:1], float("nan"))))
     nan_page = case.k_pool.shape[0] - 1

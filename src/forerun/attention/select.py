@@ -10,6 +10,7 @@ from enum import Enum
 from forerun.attention.base import AttentionBackend
 from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.core.errors import ConfigError, nearest
+from forerun.kernels.attention import prefill_sm90
 
 log = logging.getLogger("forerun")
 
@@ -75,7 +76,8 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
 }
 
 # Defaults: the first of these that can serve (docs/backends.md has the reasons); after them the
-# other backends, in the order of `BACKENDS`. On ROCm `triton` must stay the default: whatever is
+# other backends, in the order of `BACKENDS`. Prefill that Hopper's own kernel computes goes to
+# `triton` first (`_sm90_kernel_serves`). On ROCm `triton` must stay the default: whatever is
 # put before it refuses other architectures than its own.
 PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")
 STEP_ORDER: tuple[str, ...] = ("triton",)  # decode, verify, draft extend
@@ -143,7 +145,22 @@ def default_order(need: AttentionNeed) -> list[str]:
         first = MLA_PREFILL_ORDER if need.phase is Phase.PREFILL else MLA_STEP_ORDER
     else:
         first = PREFILL_ORDER if need.phase is Phase.PREFILL else STEP_ORDER
-    return [*first, *(name for name in BACKENDS if name not in first)]
+    if _sm90_kernel_serves(need):
+        first = ("triton", *first)
+    return list(dict.fromkeys((*first, *BACKENDS)))
+
+
+def _sm90_kernel_serves(need: AttentionNeed) -> bool:
+    """Whether `triton` computes this prefill with `prefill_sm90.py`, which is as fast as `fa3`.
+
+    It is where pages hold whole blocks of 64 tokens; with smaller pages it issues more loads.
+    """
+    if need.mla or need.phase is not Phase.PREFILL or need.arch != "sm_90":
+        return False
+    if need.page_sizes is not None and all(size % 64 for size in need.page_sizes):
+        return False
+    stored = need.kv_dtype or need.dtype
+    return prefill_sm90.why_unfit_on_hopper(need.dtype, stored, need.head_dim, 64) is None
 
 
 def select(need: AttentionNeed, wanted: Wanted) -> BackendChoice:

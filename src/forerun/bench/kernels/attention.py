@@ -6,7 +6,7 @@ Each case is timed as a CUDA graph with one launch a layer, over enough layers' 
 L2 cache. "after write" cases launch the kernel that writes K/V before each attention, as a step
 does, and subtract that kernel's own time. Decode and verify are compared with the measured read
 bandwidth, prefill (FLOPs of unmasked scores) with a large GEMM, both measured in the same run.
-`--sweep` tries tiles and split counts and prints the best of each case.
+`--sweep` tries tiles and, for decode and verify, split counts; it prints the best of each case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,8 @@ from torch import Tensor
 from forerun.bench.ceilings import Ceilings
 from forerun.kernels.attention.decode import MaskSpec, paged_attention
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
-from forerun.kernels.attention.prefill import (
-    PrefillConfig,
-    choose_prefill,
-    prefill_attention,
-)
-from forerun.kernels.attention.prefill_sm90 import Sm90PrefillConfig
+from forerun.kernels.attention.prefill import prefill_attention
+from forerun.kernels.attention.prefill_sm90 import why_unfit
 from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import (
     DecodeProblem,
@@ -171,15 +167,16 @@ def after_write_case(batch: int, context: int, q_len: int, dtype: torch.dtype, p
     return {"case": name, "num_splits": num_splits, "us": took, "gbs": read / took / 1e3}
 
 
-def prefill(
-    pools: Pools, count: int, context: int, config: PrefillConfig, num_splits: int = 1
-) -> float:
-    """`count` prompts, their last `q_len` tokens at the end of `context`."""
+def prefill(pools: Pools, count: int, context: int, config: TileConfig | None) -> float:
+    """`count` prompts, their last `q_len` tokens at the end of `context`.
+
+    `config`: the Triton kernel with this tile; None: the default kernel.
+    """
     q_len = pools.q.shape[0] // count
     spans = [(context - q_len, q_len)] * count
-    tokens_per_tile = config.block_m * KV_HEADS // HEADS
+    tile = config or prefill_tile_config(gpu_of(pools.q.device), DIM, pools.q.dtype)
+    tokens_per_tile = tile.block_m * KV_HEADS // HEADS
     tile_map = build_tile_map(spans, tokens_per_tile, lambda host: host.cuda())
-    tile_map = replace(tile_map, num_splits=num_splits)
     kv = pools.layers()[0]
 
     def run() -> None:
@@ -192,12 +189,13 @@ def prefill_cases(count: int, q_len: int, context: int, page: int) -> Iterator[R
     """The Triton kernel and, where it can be used, Hopper's."""
     pools = Pools.make(count, context, q_len, torch.bfloat16, page, 1)
     gpu, kind = gpu_of(pools.q.device), pools.q.dtype
-    configs = {prefill_tile_config(gpu, DIM, kind), choose_prefill(gpu, kind, kind, DIM, page)}
+    kernels: dict[str, TileConfig | None] = {"triton": prefill_tile_config(gpu, DIM, kind)}
+    if why_unfit(gpu, kind, kind, DIM, page) is None:
+        kernels["sm90"] = None
     seen = count * (q_len * (context - q_len) + q_len * (q_len + 1) / 2)
     flops = 4 * seen * HEADS * DIM
-    for config in sorted(configs, key=str):
+    for kernel, config in kernels.items():
         took = prefill(pools, count, context, config)
-        kernel = "sm90" if isinstance(config, Sm90PrefillConfig) else "triton"
         name = f"prefill {count} x {q_len} ctx{context} page{page} {kernel}"
         yield {"case": name, "us": took, "tflops": flops / took / 1e6}
 
@@ -219,18 +217,17 @@ def prefill_candidates() -> list[TileConfig]:
         TileConfig(128, 64, 8, 2, max_registers=128),
         TileConfig(128, 32, 8, 4, max_registers=128),
     ]
-    found = two + [TileConfig(*shape) for shape in shapes]
-    return found + [replace(config, tma=True) for config in found]
+    return two + [TileConfig(*shape) for shape in shapes]
 
 
 def run_once(job: tuple[str, TileConfig, int]) -> float:
-    """Leaves the compiled kernels, with and without splits, in Triton's cache."""
+    """Leaves the compiled kernels (decode with and without splits) in Triton's cache."""
     kind, config, q_len = job
     if kind == "decode":
         pools = Pools.make(2, 512, q_len, torch.bfloat16, PAGE, 1)
         return sum(decode(pools, q_len, splits, config) for splits in (1, 2))
     pools = Pools.make(2, 512, 512, torch.bfloat16, PREFILL_PAGE, 1)
-    return sum(prefill(pools, 2, 512, config, splits) for splits in (1, 2))
+    return prefill(pools, 2, 512, config)
 
 
 def _compile(function: Callable[[Any], float], job: Any) -> None:
@@ -263,9 +260,8 @@ def sweep() -> Iterable[Result]:
     for count, rows, context in PREFILL:
         pools = Pools.make(count, context, rows, torch.bfloat16, PREFILL_PAGE, 1)
         tried = [
-            (try_us(partial(prefill, pools, count, context, config, splits)), splits, config)
+            (try_us(partial(prefill, pools, count, context, config)), 1, config)
             for config in prefill_candidates()
-            for splits in (1, 2, 4)
         ]
         yield from best(f"prefill {count} x {rows} ctx{context}", tried)
 
@@ -301,7 +297,6 @@ def main() -> None:
         for name, group in itertools.groupby(results["sweep"], lambda r: r["case"]):
             for row in list(group)[:6]:
                 tile = f"N{row['block_n']} w{row['num_warps']} s{row['num_stages']}"
-                tile += " tma" if row["tma"] else ""
                 print(
                     f"{name:24} {row['us']:8.2f} us  M{row['block_m']} {tile} x{row['num_splits']}"
                 )

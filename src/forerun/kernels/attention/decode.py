@@ -96,8 +96,8 @@ def paged_attention(
     tma = uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
     decode_attention_kernel[(kv.num_kv_heads * num_tiles, num_splits, batch)](
         q, as_bits(kv.k), as_bits(kv.v),
-        tma_descriptor(kv.k, config) if tma else None,
-        tma_descriptor(kv.v, config) if tma else None,
+        _tma_descriptor(kv.k, config) if tma else None,
+        _tma_descriptor(kv.v, config) if tma else None,
         partial, lse, kv.page_table, kv.start, q if mask.tree is None else mask.tree,
         scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
         GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, DIM=dim, PAGE_SIZE=kv.page_size,
@@ -126,7 +126,7 @@ def needs_int64_offsets(pool: Tensor) -> bool:
     return pool.numel() >= 1 << 31
 
 
-def tma_descriptor(pool: Tensor, config: TileConfig) -> Any:
+def _tma_descriptor(pool: Tensor, config: TileConfig) -> Any:
     """Of a pool's K/V blocks: [1, N, D] out of [pages, P, Hkv * D]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

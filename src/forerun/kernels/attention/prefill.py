@@ -6,14 +6,13 @@ one K/V head: BLOCK_M / group tokens with all query heads that share the head, s
 triangle under a causal mask is wasted. Requests run one after the other, so that their K/V stays in
 L2; the longest comes first, and of each its last tile.
 
-There are two kernels: on Hopper `prefill_sm90.py` where it can be used (`choose_prefill`),
-elsewhere the Triton kernel here.
+`prefill_sm90.py` has a kernel in CUDA C++ for Hopper, which is used where it can be (`why_unfit`
+there); all else takes the Triton kernel here.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from forerun.kernels.attention.decode import (
     CAUSAL,
     LOG2E,
     MaskSpec,
-    combine,
     needs_int64_offsets,
     paged_attention_ref,
-    tma_descriptor,
 )
 from forerun.kernels.attention.decode_kernels import (
     attends,
@@ -37,14 +34,11 @@ from forerun.kernels.attention.decode_kernels import (
     online_softmax_step,
 )
 from forerun.kernels.attention.paged_kv import PagedKV
-from forerun.kernels.attention.prefill_sm90 import PrefillArguments, Sm90PrefillConfig
 from forerun.kernels.attention.tile_map import Spans, TileMap
-from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config, uses_tma
+from forerun.kernels.attention.tiles import TileConfig, prefill_tile_config
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
-from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
-
-PrefillConfig = TileConfig | Sm90PrefillConfig
 
 
 def prefill_attention(
@@ -54,7 +48,7 @@ def prefill_attention(
     tile_map: TileMap | None,
     mask: MaskSpec,
     scale: float,
-    config: PrefillConfig | None = None,
+    config: TileConfig | None = None,
 ) -> Tensor:
     """Attention of ragged chunks; their K/V is in the pool already.
 
@@ -62,12 +56,11 @@ def prefill_attention(
         q: [T, Hq, D]; tokens at any stride.
         kv: the cache.
         spans: (start, tokens) of each request, on the host.
-        tile_map: from `build_tile_map` with `config.block_m // group` tokens per tile; the
-            reference implementation needs none. More splits fill the device where there are few
-            tiles, but must not be chosen by the batch: rounding depends on them.
+        tile_map: from `build_tile_map` with `prefill_tile_config(...).block_m // group` tokens per
+            tile, whichever kernel runs; the reference implementation needs none.
         mask: causal, or the whole chunk as one block.
         scale: of the scores, positive.
-        config: instead of `choose_prefill`; its type chooses the kernel.
+        config: the Triton kernel with this tile, instead of the fastest kernel and its tile.
 
     Returns:
         [T, Hq, D] in q's dtype.
@@ -75,65 +68,38 @@ def prefill_attention(
     if not use_triton(q) or tile_map is None:
         return prefill_attention_ref(q, kv, spans, mask, scale)
     total, heads, dim = q.shape
-    if config is None:
-        config = choose_prefill(gpu_of(q.device), q.dtype, kv.k.dtype, dim, kv.page_size)
-    rows = tile_map.tokens_per_tile * heads
-    assert rows <= config.block_m * kv.num_kv_heads, "a tile has no room for its heads"
+    gpu, rows = gpu_of(q.device), tile_map.tokens_per_tile * (heads // kv.num_kv_heads)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    partial, lse, splits = out, None, tile_map.num_splits
-    if splits > 1:
-        partial = torch.empty((total, heads, splits, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((total, heads, splits), dtype=torch.float32, device=q.device)
-    args = PrefillArguments(q, kv, tile_map, mask, scale, partial, lse)
-    if isinstance(config, Sm90PrefillConfig):
-        prefill_sm90.launch(config, args)
-    else:
-        _launch_triton(config, args)
-    if lse is not None:
-        combine(partial, lse, out)
-    return out
-
-
-@cache
-def choose_prefill(
-    gpu: GpuInfo, q_dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, page_size: int
-) -> PrefillConfig:
-    """The kernel and its tile. Both kernels take tiles of the same number of rows here."""
-    if prefill_sm90.why_unfit(gpu, q_dtype, kv_dtype, head_dim, page_size) is None:
-        return Sm90PrefillConfig()
-    return prefill_tile_config(gpu, head_dim, q_dtype)
-
-
-def _launch_triton(config: TileConfig, args: PrefillArguments) -> None:
-    q, kv, tile_map, mask = args.q, args.kv, args.tile_map, args.mask
-    dim, splits = q.shape[2], tile_map.num_splits
-    tma = config.tma and uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
-    _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0], splits)](
-        q, as_bits(kv.k), as_bits(kv.v),
-        tma_descriptor(kv.k, config) if tma else None,
-        tma_descriptor(kv.v, config) if tma else None,
-        args.out, args.out if args.lse is None else args.lse, kv.page_table, kv.start,
-        tile_map.entries, args.scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
-        TILE_TOKENS=tile_map.tokens_per_tile, GROUP=args.group,
+    need = gpu, q.dtype, kv.k.dtype, dim, kv.page_size
+    if config is None and prefill_sm90.why_unfit(*need) is None:
+        assert rows <= prefill_sm90.BLOCK_M, "a tile has no room for its heads"
+        prefill_sm90.launch(q, kv, tile_map, mask, scale, out)
+        return out
+    config = config or prefill_tile_config(gpu, dim, q.dtype)
+    assert rows <= config.block_m, "a tile has no room for its heads"
+    _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](
+        q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
+        scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
         KV_HEADS=kv.num_kv_heads, DIM=dim, PAGE_SIZE=kv.page_size,
-        MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=splits > 1,
-        FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
+        MASK=mask.mask, WINDOW=mask.window_constant,
+        FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(dim),
         num_warps=config.num_warps, num_stages=config.num_stages, **config.launch_options(),
     )  # fmt: skip
+    return out
 
 
 @jit
 def _prefill_attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, out_ptr, lse_ptr, page_table, start_ptr,
-    tile_map, qk_scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, page_table, start_ptr, tile_map, qk_scale,
     q_token_stride, q_head_stride, page_table_stride,
     TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
-    FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
+    INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per K/V head, entry of the tile map, and split of the positions."""
+    """One CTA per K/V head and entry of the tile map."""
     kv_head = tl.program_id(0)
     entry = tile_map + tl.program_id(1) * 4
     request = tl.load(entry)
@@ -171,44 +137,23 @@ def _prefill_attention_kernel(
     row_max = tl.full([BLOCK_M], -1e38, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin_kv, end_kv = low // BLOCK_N * BLOCK_N, high
-    if SPLIT_KV:
-        split, num_splits = tl.program_id(2), tl.num_programs(2)
-        blocks = tl.cdiv(high - begin_kv, BLOCK_N)
-        end_kv = tl.minimum(begin_kv + blocks * (split + 1) // num_splits * BLOCK_N, high)
-        begin_kv += blocks * split // num_splits * BLOCK_N
-    page = load_page_ids(table, begin_kv, low, high, PAGE_SIZE, BLOCK_N)
-    for first in range(begin_kv, end_kv, BLOCK_N):
-        origin = first  # position of the block's first K/V
-        if TMA:
-            # As in decode: the last block is moved back to end at `high`.
-            origin = tl.minimum(first, high - BLOCK_N)
-            at = first % PAGE_SIZE + (origin - first)
-            k = k_descriptor.load([page, at, kv_head * DIM]).reshape(BLOCK_N, BLOCK_D).to(dtype)
-            v = v_descriptor.load([page, at, kv_head * DIM]).reshape(BLOCK_N, BLOCK_D).to(dtype)
-        else:
-            kv_slots = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS)
-            offset = kv_slots * (KV_HEADS * DIM)
-            k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
-            v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
+    base = low // BLOCK_N * BLOCK_N
+    page = load_page_ids(table, base, low, high, PAGE_SIZE, BLOCK_N)
+    for first in range(base, high, BLOCK_N):
+        kv_slots = kv_slots_of(page, first, low, high, PAGE_SIZE, BLOCK_N, INT64_OFFSETS)
+        offset = kv_slots * (KV_HEADS * DIM)
+        k = load_kv(k_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
+        v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
         page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if (first + BLOCK_N > full) | (first < clear):
-            position = origin + tl.arange(0, BLOCK_N)
+            position = first + tl.arange(0, BLOCK_N)
             visible = attends(token_index, position, start, token_index, count, MASK, WINDOW)
-            if TMA:
-                visible = visible & (position >= first)[None, :]
             s = tl.where(visible, s, float("-inf"))
         row_max, row_sum, acc = online_softmax_step(s, v, qk_scale, row_max, row_sum, acc)
 
-    weight = tl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc / weight[:, None]
-    out_row = token * (KV_HEADS * GROUP) + head
-    if SPLIT_KV:
-        out_row = out_row * num_splits + split
-        lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(weight))
-        tl.store(lse_ptr + out_row, lse, mask=inside)
-    target = (out_row * DIM)[:, None] + d[None, :]
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
     tl.store(out_ptr + target, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 

@@ -4,11 +4,9 @@
 //
 // prefill_sm90.py puts its configuration in front of this file, as macros:
 //   HEAD_DIM             64 or 128
+//   BLOCK_M              rows of a tile (tokens times query heads), 64 per consumer warpgroup
 //   BLOCK_N              positions of a K/V block
-//   CONSUMER_WARPGROUPS  1, 2 or 3; each computes 64 rows (tokens times query heads) of a tile
-//   KV_STAGES, Q_STAGES  stages of the SMEM pipelines of K and V, and of Q
-//   PERSISTENT           0: a CTA computes one tile; 1: tiles until there are none left
-//   SPLIT_KV             1: a tile's positions are split among CTAs; out and lse are partial results
+//   KV_STAGES            stages of the SMEM pipelines of K and of V; Q has one
 //   CONVERT, ELEMENTS    cvt to the element type, and wgmma's operand types, as asm text
 // and the operands of wgmma as asm text: S = Q Kᵀ (N = BLOCK_N) and O += P V (N = HEAD_DIM):
 //   S_SHAPE, S_REGISTERS, S_A, S_B, S_OUTPUTS, S_ACCUMULATORS
@@ -16,12 +14,9 @@
 
 #ifndef HEAD_DIM  // opened in an IDE: one consistent configuration
 #define HEAD_DIM 64
+#define BLOCK_M 128
 #define BLOCK_N 16
-#define CONSUMER_WARPGROUPS 2
 #define KV_STAGES 2
-#define Q_STAGES 1
-#define PERSISTENT 1
-#define SPLIT_KV 0
 #define CONVERT "cvt.rn.bf16x2.f32"
 #define ELEMENTS ".f32.bf16.bf16"
 #define S_SHAPE "m64n16k16"
@@ -50,11 +45,11 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int BLOCK_M = 64 * CONSUMER_WARPGROUPS;
+constexpr int CONSUMER_WARPGROUPS = BLOCK_M / 64;
 constexpr int ROW_BYTES = 128;        // of a tile in shared memory: 64 elements, one swizzle width
 constexpr int PARTS = HEAD_DIM / 64;  // a tile is stored as PARTS tiles of 64 columns
 constexpr int Q_PART_BYTES = BLOCK_M * ROW_BYTES, KV_PART_BYTES = BLOCK_N * ROW_BYTES;
-constexpr int Q_STAGE_BYTES = PARTS * Q_PART_BYTES, KV_STAGE_BYTES = PARTS * KV_PART_BYTES;
+constexpr int Q_BYTES = PARTS * Q_PART_BYTES, KV_STAGE_BYTES = PARTS * KV_PART_BYTES;
 constexpr int CONSUMER_THREADS = 128 * CONSUMER_WARPGROUPS;
 
 // Named barriers; 0 is __syncthreads. Warpgroup w waits for its turn at TURN_BARRIER + w.
@@ -66,16 +61,16 @@ constexpr u64 EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f000000000000
 struct alignas(64) TmaDescriptor { unsigned char bytes[128]; };
 
 struct PrefillArguments {
-  u32* out;                // [T, Hq, D] bf16 or fp16; SPLIT_KV [T, Hq, splits, D] float
-  float* lse;              // SPLIT_KV: [T, Hq, splits], log2
+  u32* out;                // [T, Hq, D] bf16 or fp16, two elements per word
   const int* page_table;   // [B, page_table_stride]
   const int* start;        // [B]: position of each request's first query token
   const int4* tile_map;    // [tiles]: TileMap.entries
-  int* next_work;          // PERSISTENT: work tiles handed out, without each CTA's first; ends at 0
+  int* next_work;          // tiles handed out, without each CTA's first; 0 before and after
   float qk_scale;          // of the scores, times log2(e)
   int page_table_stride, page_size;
   int box_rows;            // rows of a TMA box of K and V: divides page_size and BLOCK_N
-  int kv_heads, group, tile_tokens, num_splits, num_work;
+  int kv_heads, group, tile_tokens;
+  int num_work;            // tiles times kv_heads
   int causal, window;      // window: positions that a token attends to; 1 << 30: all
 };
 
@@ -198,23 +193,21 @@ __device__ float exp2_approx(float x) {
 
 // --- work tiles and SMEM pipelines ---------------------------------------------------------------
 
-// A tile of one K/V head (and split), found by the producer and passed to the consumers in shared
-// memory. tokens = 0: there are no more tiles.
+// A tile of one K/V head, found by the producer and passed to the consumers in shared memory.
+// tokens = 0: there are no more tiles.
 struct alignas(16) Tile {
   int tokens, row;             // tokens, the first of which is `row` of the batch
   int position;                // of the first token
-  int kv_head, split;
-  int begin_block, end_block;  // K/V blocks, from multiples of BLOCK_N; none: begin = end
+  int kv_head;
+  int begin_block, end_block;  // K/V blocks, at multiples of BLOCK_N; at least one
   int low, high;               // K/V outside [low, high) may be another request's, or NaN
-  int request, padding[2];
+  int request;
 };
 
 __device__ Tile find_tile(const PrefillArguments& args, int work) {
   Tile tile;
   tile.kv_head = work % args.kv_heads;
-  work /= args.kv_heads;
-  tile.split = SPLIT_KV ? work % args.num_splits : 0;
-  int4 entry = args.tile_map[SPLIT_KV ? work / args.num_splits : work];
+  int4 entry = args.tile_map[work / args.kv_heads];
   int start = args.start[entry.x], count = entry.z, first = entry.w;
   tile.request = entry.x;
   tile.row = entry.y + first;
@@ -226,11 +219,6 @@ __device__ Tile find_tile(const PrefillArguments& args, int work) {
   int high = args.causal ? tile.position + tile.tokens : tile.high;
   tile.begin_block = low / BLOCK_N;
   tile.end_block = (high + BLOCK_N - 1) / BLOCK_N;
-  if (SPLIT_KV) {
-    int begin = tile.begin_block, blocks = tile.end_block - begin;
-    tile.begin_block = begin + blocks * tile.split / args.num_splits;
-    tile.end_block = begin + blocks * (tile.split + 1) / args.num_splits;
-  }
   return tile;
 }
 
@@ -248,13 +236,13 @@ struct SmemPipeline {
     }
   }
 };
-using QPipeline = SmemPipeline<Q_STAGES, Q_STAGE_BYTES>;
+using QPipeline = SmemPipeline<1, Q_BYTES>;
 using KvPipeline = SmemPipeline<KV_STAGES, KV_STAGE_BYTES>;
 
 struct Pipelines {
   QPipeline q;
   KvPipeline k, v;
-  Tile* tiles;  // [Q_STAGES]: of each stage of q, written before its full barrier
+  Tile* tile;  // that q is of: written before q is full, read before q is empty
 };
 
 template <int STAGES>
@@ -310,21 +298,20 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
   int lane = threadIdx.x % 32;
   KvLoader loader{k_descriptor, v_descriptor, pipelines, args.box_rows, BLOCK_N / args.box_rows,
                   lane};
-  PipelineState<Q_STAGES> q_state;
+  PipelineState<1> q_state;
   int work = blockIdx.x;
   while (work < args.num_work) {
-    int next = args.num_work;
-    // Every work tile is followed by one increment, so the counter is 0 again after the last.
-    if (PERSISTENT && lane == 0)
-      next = gridDim.x + atomicInc((u32*)args.next_work, args.num_work - 1);
+    // Requested early. Every tile is followed by one increment, so the counter wraps around to 0
+    // after the last.
+    int next = 0;
+    if (lane == 0) next = gridDim.x + atomicInc((u32*)args.next_work, args.num_work - 1);
     Tile tile = find_tile(args, work);
-    bool any = tile.begin_block < tile.end_block;
-    int block = tile.end_block - 1, row = any ? loader.pool_row(args, tile, block) : 0;
-    if (any) loader.load_k(tile, row);
+    int block = tile.end_block - 1, row = loader.pool_row(args, tile, block);
+    loader.load_k(tile, row);
     if (lane == 0) {
-      u32 full = pipelines.q.full(q_state.stage), smem = pipelines.q.stage(q_state.stage);
-      mbarrier_wait(pipelines.q.empty(q_state.stage), q_state.phase ^ 1);
-      pipelines.tiles[q_state.stage] = tile;
+      u32 full = pipelines.q.full(0), smem = pipelines.q.stage(0);
+      mbarrier_wait(pipelines.q.empty(0), q_state.phase ^ 1);
+      *pipelines.tile = tile;
       mbarrier_arrive_expect_tx(full, args.tile_tokens * args.group * PARTS * ROW_BYTES);
       for (int part = 0; part < PARTS; part++)
         tma_load_q(smem + part * Q_PART_BYTES, q_descriptor, part * 64, tile.kv_head * args.group,
@@ -338,13 +325,13 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
       loader.load_v(tile, row);
       row = next_row;
     }
-    if (any) loader.load_v(tile, row);
+    loader.load_v(tile, row);
     work = __shfl_sync(~0u, next, 0);
   }
   if (lane == 0) {
-    mbarrier_wait(pipelines.q.empty(q_state.stage), q_state.phase ^ 1);
-    pipelines.tiles[q_state.stage].tokens = 0;
-    mbarrier_arrive(pipelines.q.full(q_state.stage));
+    mbarrier_wait(pipelines.q.empty(0), q_state.phase ^ 1);
+    pipelines.tile->tokens = 0;
+    mbarrier_arrive(pipelines.q.full(0));
   }
   asm volatile("griddepcontrol.launch_dependents;");
 }
@@ -361,14 +348,15 @@ struct Rows {
 // The GEMMs of warpgroups alternate (section 3.1): while one computes its softmax, another has the
 // tensor cores.
 __device__ void wait_for_turn(int warpgroup) {
-  if (CONSUMER_WARPGROUPS > 1) named_barrier_sync(TURN_BARRIER + warpgroup, 256);
+  named_barrier_sync(TURN_BARRIER + warpgroup, 256);
 }
 
 __device__ void pass_turn(int warpgroup) {
-  if (CONSUMER_WARPGROUPS > 1)
-    named_barrier_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMER_WARPGROUPS, 256);
+  named_barrier_arrive(TURN_BARRIER + (warpgroup + 1) % CONSUMER_WARPGROUPS, 256);
 }
 
+// After a wgmma that a warpgroup has waited for: its four warps have started it together, so what
+// each of them read before it has been read.
 __device__ void release(u32 empty_barrier) {
   if (threadIdx.x % 128 == 0) mbarrier_arrive(empty_barrier);
 }
@@ -498,15 +486,6 @@ __device__ void store_row(const float (&o)[HEAD_DIM / 2], int half, float invers
   }
 }
 
-__device__ void store_partial_row(const float (&o)[HEAD_DIM / 2], int half, float inverse,
-                                  float* out, u64 out_row) {
-  out += out_row * HEAD_DIM + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int j = 0; j < HEAD_DIM / 8; j++)
-    *(float2*)(out + 8 * j) =
-        make_float2(o[4 * j + 2 * half] * inverse, o[4 * j + 2 * half + 1] * inverse);
-}
-
 __device__ void store_output(const float (&o)[HEAD_DIM / 2], const Rows& rows, const Tile& tile,
                              const PrefillArguments& args, int first_row) {
   int lane = threadIdx.x % 32;
@@ -519,24 +498,16 @@ __device__ void store_output(const float (&o)[HEAD_DIM / 2], const Rows& rows, c
     float sum = rows.sum[half];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    float inverse = sum == 0.f ? 1.f : 1.f / sum;
-    if constexpr (SPLIT_KV) {
-      out_row = out_row * args.num_splits + tile.split;
-      if (inside) store_partial_row(o, half, inverse, (float*)args.out, out_row);
-      if (inside && lane % 4 == 0)
-        args.lse[out_row] = sum == 0.f ? __int_as_float(0xff800000) : rows.max[half] + log2f(sum);
-    } else {
-      store_row(o, half, inverse, args.out, out_row, inside);
-    }
+    store_row(o, half, 1.f / sum, args.out, out_row, inside);
   }
 }
 
 struct ConsumerState {
-  PipelineState<Q_STAGES> q;
+  PipelineState<1> q;
   PipelineState<KV_STAGES> k, v;
 };
 
-// 64 rows of a tile with at least one block: from the last block to the first, so that the masked
+// 64 rows of a tile: from the last block to the first, so that the masked
 // blocks of the diagonal come first. Within a warpgroup the scores of a block are computed before
 // the values of the one before it, which the softmax of these scores overlaps (section 3.2).
 __device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u64 q,
@@ -587,7 +558,7 @@ __device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; i++) o[i] *= rescale[i / 2 % 2];
   }
-  release(pipelines.q.empty(state.q.stage));
+  release(pipelines.q.empty(0));
 
   // Zeroed already, if it was also the last.
   if (tile.end_block - tile.begin_block > 1 && is_outside(tile, tile.begin_block)) {
@@ -605,11 +576,10 @@ __device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u
 __device__ void consume(const Pipelines& pipelines, const PrefillArguments& args, int warpgroup) {
   ConsumerState state;
   int first_row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16;  // of the warp's 16 rows
-  if (CONSUMER_WARPGROUPS > 1 && warpgroup == 0)  // it has the first turn
-    named_barrier_arrive(TURN_BARRIER, 256);
+  if (warpgroup == CONSUMER_WARPGROUPS - 1) pass_turn(warpgroup);  // warpgroup 0 has the first
   for (;; state.q.advance()) {
-    mbarrier_wait(pipelines.q.full(state.q.stage), state.q.phase);
-    Tile tile = pipelines.tiles[state.q.stage];
+    mbarrier_wait(pipelines.q.full(0), state.q.phase);
+    Tile tile = *pipelines.tile;
     if (tile.tokens == 0) break;
     float o[HEAD_DIM / 2];
 #pragma unroll
@@ -623,40 +593,38 @@ __device__ void consume(const Pipelines& pipelines, const PrefillArguments& args
       rows.end[half] = args.causal ? tile.position + token + 1 : tile.high;
       rows.begin[half] = args.causal ? rows.end[half] - args.window : tile.low;
     }
-    if (!SPLIT_KV || tile.begin_block < tile.end_block) {
-      u64 q = k_major_descriptor(pipelines.q.stage(state.q.stage) + warpgroup * 64 * ROW_BYTES);
-      attend(o, rows, tile, q, pipelines, state, args, warpgroup);
-    } else {
-      release(pipelines.q.empty(state.q.stage));
-    }
+    u64 q = k_major_descriptor(pipelines.q.stage(0) + warpgroup * 64 * ROW_BYTES);
+    attend(o, rows, tile, q, pipelines, state, args, warpgroup);
     store_output(o, rows, tile, args, first_row);
   }
 }
 
 // --- kernel --------------------------------------------------------------------------------------
 
-// Warp 0: producer. From warp 4: consumers.
-// Shared memory: Q, K, V, their mbarriers, tiles.
-extern "C" __global__ void __launch_bounds__(128 * (1 + CONSUMER_WARPGROUPS), 1)
+// Warp 0: producer. From warp 4: consumers. Warps 1 to 3 are idle: registers are reallocated by
+// whole warpgroups, from the producer's to the consumers'.
+// Shared memory: Q, K, V, the tile, their mbarriers.
+extern "C" __global__ void __launch_bounds__(128 + CONSUMER_THREADS, 1)
 prefill_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
                     const __grid_constant__ TmaDescriptor k_descriptor,
-                    const __grid_constant__ TmaDescriptor v_descriptor, u32* out, float* lse,
+                    const __grid_constant__ TmaDescriptor v_descriptor, u32* out,
                     const int* page_table, const int* start, const int4* tile_map, int* next_work,
                     float qk_scale, int page_table_stride, int page_size, int box_rows,
-                    int kv_heads, int group, int tile_tokens, int num_splits, int num_work,
-                    int causal, int window) {
+                    int kv_heads, int group, int tile_tokens, int num_work, int causal,
+                    int window) {
   extern __shared__ unsigned char smem[];
   u32 offset = (1024 - smem_address(smem) % 1024) % 1024, base = smem_address(smem) + offset;
-  constexpr int V_OFFSET = Q_STAGES * Q_STAGE_BYTES + KV_STAGES * KV_STAGE_BYTES;
-  constexpr int TILES_OFFSET = V_OFFSET + KV_STAGES * KV_STAGE_BYTES;
-  u32 barriers = base + TILES_OFFSET + Q_STAGES * sizeof(Tile);
+  constexpr int V_OFFSET = Q_BYTES + KV_STAGES * KV_STAGE_BYTES;
+  constexpr int TILE_OFFSET = V_OFFSET + KV_STAGES * KV_STAGE_BYTES;
+  u32 barriers = base + TILE_OFFSET + sizeof(Tile);
   Pipelines pipelines{{base, barriers},
-                      {base + Q_STAGES * Q_STAGE_BYTES, barriers + 16 * Q_STAGES},
-                      {base + V_OFFSET, barriers + 16 * (Q_STAGES + KV_STAGES)},
-                      (Tile*)(smem + offset + TILES_OFFSET)};
-  PrefillArguments args{out,      lse,       page_table,        start,     tile_map, next_work,
-                        qk_scale, page_table_stride, page_size, box_rows,  kv_heads, group,
-                        tile_tokens, num_splits, num_work,      causal,    window};
+                      {base + Q_BYTES, barriers + 16},
+                      {base + V_OFFSET, barriers + 16 * (1 + KV_STAGES)},
+                      (Tile*)(smem + offset + TILE_OFFSET)};
+  PrefillArguments args{out,       page_table, start,  tile_map,    next_work,
+                        qk_scale,  page_table_stride,  page_size,   box_rows,
+                        kv_heads,  group,      tile_tokens,         num_work,
+                        causal,    window};
   if (threadIdx.x == 0) {
     pipelines.q.init();
     pipelines.k.init();
@@ -668,12 +636,10 @@ prefill_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
 
   int warp = threadIdx.x / 32;
   if (warp < 4) {
-    if (CONSUMER_WARPGROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (CONSUMER_WARPGROUPS == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) produce(q_descriptor, k_descriptor, v_descriptor, pipelines, args);
   } else {
-    if (CONSUMER_WARPGROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    if (CONSUMER_WARPGROUPS == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consume(pipelines, args, warp / 4 - 1);
   }
 }

@@ -17,14 +17,12 @@ class TileMap:
 
     `entries` [tiles, 4] int32: the request, its first token in the batch, its number of tokens, the
     tile's first token among them. `next_work` [1] int32: a counter that persistent CTAs take tiles
-    from; 0 before and after every launch. `num_splits`: CTAs that share a tile, each with a part of
-    the positions (flash-decoding), which fills the device when a batch has few tiles.
+    from (`prefill_sm90.py`); 0 before and after every launch.
     """
 
     entries: Tensor
     next_work: Tensor
     tokens_per_tile: int
-    num_splits: int = 1
 
 
 def build_tile_map(

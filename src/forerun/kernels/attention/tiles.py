@@ -26,7 +26,6 @@ class TileConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None  # per thread, so that two CTAs fit on an SM
-    tma: bool = False  # prefill: K/V blocks through TMA descriptors, where `uses_tma`
 
     def launch_options(self) -> dict[str, int]:
         """The register limit, if there is one."""
