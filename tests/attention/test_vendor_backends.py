@@ -308,7 +308,7 @@ def default(need: AttentionNeed) -> str:
 def test_defaults_without_and_with_packages(
     bare: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill goes to fa3 where it is, but to triton with pages of 64 on Hopper; steps stay there."""
+    """Prefill goes to fa3 where it is and pages are small, all else over K and V to triton."""
     monkeypatch.setattr(nvrtc, "available", lambda: True)
     mla = [replace(MLA, phase=phase) for phase in Phase]
     dense = [replace(GPU, phase=phase, page_sizes=frozenset({16})) for phase in Phase]

@@ -167,7 +167,8 @@ __device__ void wgmma_wait() {
 }
 
 // Keeps ptxas from moving a wait for wgmma ahead of what computes `x`, which is not negative: a
-// branch that depends on it and is never taken.
+// branch that depends on it and is never taken. `volatile` and "memory" order asm statements among
+// each other, not with the arithmetic between them.
 __device__ void keep_before_wait(float x) {
   if (x < 0.f) asm volatile("nanosleep.u32 0;");
 }
@@ -345,8 +346,8 @@ struct Rows {
   int begin[2], end[2];  // positions that a row attends to
 };
 
-// The GEMMs of warpgroups alternate (section 3.1): while one computes its softmax, another has the
-// tensor cores.
+// The GEMMs of the warpgroups alternate (ping-pong scheduling, section 3.1): while one computes its
+// softmax, the other has the tensor cores.
 __device__ void wait_for_turn(int warpgroup) {
   named_barrier_sync(TURN_BARRIER + warpgroup, 256);
 }
@@ -507,9 +508,9 @@ struct ConsumerState {
   PipelineState<KV_STAGES> k, v;
 };
 
-// 64 rows of a tile: from the last block to the first, so that the masked
-// blocks of the diagonal come first. Within a warpgroup the scores of a block are computed before
-// the values of the one before it, which the softmax of these scores overlaps (section 3.2).
+// 64 rows of a tile: from the last block to the first, so that the masked blocks of the diagonal
+// come first. Q Kᵀ of a block is issued before P V of the one before it, so that P V runs during
+// the softmax (intra-warpgroup pipelining, section 3.2).
 __device__ void attend(float (&o)[HEAD_DIM / 2], Rows& rows, const Tile& tile, u64 q,
                        const Pipelines& pipelines, ConsumerState& state,
                        const PrefillArguments& args, int warpgroup) {

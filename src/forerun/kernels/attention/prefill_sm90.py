@@ -5,8 +5,8 @@ rows, 64 for each of two consumer warpgroups; a row is a token with one of the q
 share a K/V head. A producer warp loads Q and blocks of K and V by TMA into SMEM pipelines; the
 consumers multiply them with wgmma. Tensor cores and softmax overlap in two ways:
 
-- The warpgroups take turns (named barriers): while one computes its softmax, another has the tensor
-  cores.
+- The warpgroups take turns (named barriers): while one computes its softmax, the other has the
+  tensor cores.
 - Within a warpgroup Q Kᵀ of a block is issued before P V of the block before it, so that P V runs
   during the softmax.
 
