@@ -30,7 +30,8 @@ from forerun.bench.kernels.attention import (
     tuned_splits,
 )
 from forerun.kernels.attention.decode import MaskSpec
-from forerun.kernels.attention.prefill import build_tile_map, prefill_attention
+from forerun.kernels.attention.prefill import prefill_attention
+from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import prefill_tile_config
 from forerun.kernels.runtime.gpu import gpu_of
 
