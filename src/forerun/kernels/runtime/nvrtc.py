@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def _check(function: Any, *args: Any) -> Any:
 
 
 def compile_source(source: str, architecture: str, verbose: bool = False) -> tuple[bytes, str]:
-    """CUDA C++ -> (cubin, compiler log).
+    """CUDA C++ -> (cubin, compiler log). It may include "sm90.cuh".
 
     Args:
         architecture: such as "sm_90a".
@@ -62,7 +63,11 @@ def compile_source(source: str, architecture: str, verbose: bool = False) -> tup
         CudaError: the source does not compile; the text holds the log.
     """
     nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    program = _check(nvrtc.nvrtcCreateProgram, source.encode(), b"kernel.cu", 0, [], [])
+    headers = _headers()
+    contents, names = [t.encode() for t in headers.values()], [n.encode() for n in headers]
+    program = _check(
+        nvrtc.nvrtcCreateProgram, source.encode(), b"kernel.cu", len(headers), contents, names
+    )
     options = _options(architecture) + (["--ptxas-options=-v"] if verbose else [])
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
     buffer = bytearray(_check(nvrtc.nvrtcGetProgramLogSize, program))
@@ -74,6 +79,13 @@ def compile_source(source: str, architecture: str, verbose: bool = False) -> tup
     _check(nvrtc.nvrtcGetCUBIN, program, cubin)
     _check(nvrtc.nvrtcDestroyProgram, program)
     return bytes(cubin), log
+
+
+@cache
+def _headers() -> dict[str, str]:
+    """What a source may include, by name: the `.cuh` files of this folder."""
+    folder = Path(__file__).parent
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
 
 
 def _options(architecture: str) -> list[str]:
@@ -95,9 +107,11 @@ def _compile_cached(source: str, architecture: str) -> bytes:
 
 
 def _cache_key(source: str, architecture: str) -> str:
-    """A hash of everything the cubin depends on: source, compiler options, NVRTC's version."""
+    """A hash of everything the cubin depends on: source, headers, options, NVRTC's version."""
     version = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()[1:]
-    return hashlib.sha256(f"{source} {_options(architecture)} {version}".encode()).hexdigest()
+    return hashlib.sha256(
+        f"{source} {_headers()} {_options(architecture)} {version}".encode()
+    ).hexdigest()
 
 
 @dataclass(frozen=True)

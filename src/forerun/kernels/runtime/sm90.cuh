@@ -1,0 +1,173 @@
+// Device primitives of the CUDA C++ kernels for Hopper (sm_90a): mbarriers, named barriers, clusters,
+// programmatic dependent launch, TMA, wgmma. `nvrtc.py` passes this file to every compilation.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// L2 cache policies, encoded as in CUTLASS's TMA::CacheHintSm90.
+constexpr u64 EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f0000000000000;
+
+struct alignas(64) TmaDescriptor { unsigned char bytes[128]; };
+
+__device__ inline u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// --- mbarriers -----------------------------------------------------------------------------------
+
+__device__ inline void mbarrier_init(u32 bar, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+
+// After the last `mbarrier_init`, before other threads or CTAs of the cluster use the barriers.
+__device__ inline void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void mbarrier_arrive_expect_tx(u32 bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ inline void mbarrier_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// The same barrier of another CTA of the cluster.
+__device__ inline void mbarrier_arrive_remote(u32 bar, int cta_rank) {
+  asm volatile(
+      "{ .reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(bar), "r"(cta_rank) : "memory");
+}
+
+__device__ inline void mbarrier_wait(u32 bar, int phase) {
+  int done;
+  do {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
+  } while (!done);
+}
+
+// --- named barriers, clusters, programmatic dependent launch -------------------------------------
+
+// Barrier `id` (1 to 15; 0 is __syncthreads) of `threads` threads: those that arrive do not wait.
+__device__ inline void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Execution only: arrive.relaxed does not order the threads' global writes.
+template <int CLUSTER_SIZE>
+__device__ void cluster_sync() {
+  if (CLUSTER_SIZE > 1)
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  else
+    __syncthreads();
+}
+
+// PDL: the next kernel may be scheduled.
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;");
+}
+
+// PDL: waits until the preceding kernel has finished and its writes are visible.
+__device__ inline void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// --- TMA -----------------------------------------------------------------------------------------
+
+// Loads one box of a tensor into this CTA, or with CLUSTER_SIZE > 1 into all CTAs of the cluster.
+template <int CLUSTER_SIZE = 1>
+__device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, int row, u32 bar,
+                         u64 cache_policy) {
+  if constexpr (CLUSTER_SIZE > 1)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
+        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar),
+        "h"((u16)((1 << CLUSTER_SIZE) - 1)), "l"(cache_policy) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar), "l"(cache_policy)
+        : "memory");
+}
+
+// The same from a tensor of three dimensions, of which `depth` is the outermost.
+template <int CLUSTER_SIZE = 1>
+__device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, int row, int depth,
+                         u32 bar, u64 cache_policy) {
+  if constexpr (CLUSTER_SIZE > 1)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;"
+        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(depth), "r"(bar),
+        "h"((u16)((1 << CLUSTER_SIZE) - 1)), "l"(cache_policy) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
+        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(depth), "r"(bar),
+        "l"(cache_policy) : "memory");
+}
+
+// Orders this thread's accesses to shared memory before those of TMA and wgmma (async proxy).
+__device__ inline void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- wgmma ---------------------------------------------------------------------------------------
+
+// wgmma's SMEM matrix descriptors, with 128-byte swizzle: 8 rows of 128 bytes are 1,024 bytes.
+// K-major: a row of 64 elements along K. A step of 16 along K adds 2 (32 bytes).
+__device__ inline u64 k_major_descriptor(u32 smem) {
+  return (u64)((smem & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+// MN-major: a row has 64 elements along M or N; the next 64 follow `block_bytes` later. A step of
+// 16 along K adds 128 (16 rows).
+__device__ inline u64 mn_major_descriptor(u32 smem, u32 block_bytes) {
+  return (u64)((smem & 0x3ffff) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 |
+         (u64)1 << 62;
+}
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>
+__device__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving reads and writes of accumulators across this point.
+template <int N>
+__device__ void fence_registers(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// --- arithmetic ----------------------------------------------------------------------------------
+
+__device__ inline u32 pack_bf16x2(float low, float high) {
+  u32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ inline float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
+__device__ inline float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
+
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
