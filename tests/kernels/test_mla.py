@@ -29,7 +29,7 @@ from forerun.kernels.attention.tiles import (
     TileConfig,
     choose_mla_splits,
     expanded_tile_config,
-    mla_prefill_tile_config,
+    mla_prefill_tile_rows,
     mla_tile_config,
     mla_uses_tma,
 )
@@ -85,9 +85,10 @@ def decode(
 def prefill(
     case: Paged, cache: PagedLatent, mask: MaskSpec, config: TileConfig | None = None
 ) -> torch.Tensor:
-    tile = config or mla_prefill_tile_config(gpu_of(case.q.device), cache.shape(case.q.dtype))
+    shape, gpu = cache.shape(case.q.dtype), gpu_of(case.q.device)
+    tile_rows = config.block_m if config else mla_prefill_tile_rows(gpu, shape)
     tiles = build_row_tile_map(
-        case.spans, case.q.shape[1], tile.block_m, lambda host: host.to(case.q.device)
+        case.spans, case.q.shape[1], tile_rows, lambda host: host.to(case.q.device)
     )
     return mla_prefill(case.q, cache, case.spans, tiles, mask, case.scale, config)
 

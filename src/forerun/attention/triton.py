@@ -40,7 +40,7 @@ from forerun.kernels.attention.tiles import (
     choose_mla_splits,
     choose_num_splits,
     expanded_tile_config,
-    mla_prefill_tile_config,
+    mla_prefill_tile_rows,
     prefill_tile_config,
 )
 from forerun.kernels.runtime.fp8 import FP8, as_bits
@@ -154,8 +154,8 @@ class TritonAttention(PagedBackend):
     def _tile_map(self, chunks: Spans, device: torch.device) -> TileMap:
         need, gpu, send = self.need, gpu_of(device), partial(upload, device=device)
         if need.mla:
-            block_m = mla_prefill_tile_config(gpu, self._latent_shape).block_m
-            return build_row_tile_map(chunks, need.num_heads, block_m, send)
+            tile_rows = mla_prefill_tile_rows(gpu, self._latent_shape)
+            return build_row_tile_map(chunks, need.num_heads, tile_rows, send)
         config = prefill_tile_config(gpu, need.head_dim, need.dtype)
         group = need.num_heads // need.num_kv_heads
         return build_tile_map(chunks, max(1, config.block_m // group), send)

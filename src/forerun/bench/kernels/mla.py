@@ -45,7 +45,7 @@ from forerun.kernels.attention.tiles import (
     TileConfig,
     choose_mla_splits,
     expanded_tile_config,
-    mla_prefill_tile_config,
+    mla_prefill_tile_rows,
 )
 from forerun.kernels.runtime.gpu import gpu_of
 
@@ -114,8 +114,8 @@ def decode_case(heads: int, context: int, batch: int, q_len: int, page: int) -> 
 def absorbed_case(heads: int, count: int, q_len: int, context: int) -> Result:
     rows = Latents.make(heads, count, context, q_len, PAGE)
     spans = [(context - q_len, q_len)] * count
-    tile = mla_prefill_tile_config(gpu_of(rows.q.device), rows.layers[0].shape(HALF))
-    tile_map = build_row_tile_map(spans, heads, tile.block_m, lambda host: host.cuda())
+    tile_rows = mla_prefill_tile_rows(gpu_of(rows.q.device), rows.layers[0].shape(HALF))
+    tile_map = build_row_tile_map(spans, heads, tile_rows, lambda host: host.cuda())
 
     def run() -> None:
         for layer in rows.layers:

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.kernels.attention import mla_sm90
 from forerun.kernels.attention.decode import (
+    CAUSAL,
     LOG2E,
     PREFETCH_LEN,
     MaskSpec,
@@ -27,16 +29,19 @@ from forerun.kernels.attention.decode import (
     paged_attention_ref,
 )
 from forerun.kernels.attention.mla_kernels import mla_attention_kernel
+from forerun.kernels.attention.mla_sm90 import MlaArguments
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.prefill import prefill_attention_ref
 from forerun.kernels.attention.tile_map import Spans, TileMap, build_tile_map
 from forerun.kernels.attention.tiles import (
+    SM90_PREFILL_ROWS,
     LatentShape,
     TileConfig,
     mla_prefill_tile_config,
     mla_tile_config,
     mla_uses_tma,
     padded,
+    why_not_mla_sm90,
 )
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import gpu_of
@@ -88,7 +93,8 @@ def mla_decode(
     Under programmatic dependent launch `start`, `page_table` and rows are read before the kernel
     waits for its predecessor, as in `paged_attention`.
 
-    Fastest on Hopper and later where a page holds whole blocks (64 positions), which TMA loads.
+    Fastest on Hopper and later where a page holds whole blocks (64 positions), which TMA loads;
+    on Hopper `mla_sm90.py` serves then, unless `why_not_mla_sm90` has a reason.
 
     Args:
         q: [B * q_len, Hq, Dl + Dr], with W_UK absorbed; tokens and heads at any stride.
@@ -97,30 +103,40 @@ def mla_decode(
         mask: the mask.
         scale: of the scores.
         num_splits: parts that the context is cut into, from `choose_mla_splits`.
-        config: instead of the tuned tile.
+        config: the Triton kernel with this tile.
 
     Returns:
         [B * q_len, Hq, Dl] in q's dtype.
     """
     if not use_triton(q):
         return mla_decode_ref(q, cache, q_len, mask, scale)
-    rows, batch = q.shape[1] * q_len, cache.start.shape[0]
-    if config is None:
-        config = mla_tile_config(gpu_of(q.device), rows, cache.shape(q.dtype))
-    launch = _Launch(cache, mask, scale, config)
-    if num_splits == 1:
-        out = torch.empty(_out_shape(q, cache), dtype=q.dtype, device=q.device)
-        launch((triton.cdiv(rows, config.block_m), 1, batch), q, out, out, q_len)
+    rows = q.shape[1] * q_len
+    out, lse = _empty_result(q, cache, num_splits)
+    if config is None and _why_not_sm90(q, cache, rows) is None:
+        splits = {"num_splits": num_splits, "q_len": q_len, "lse": lse}
+        mla_sm90.launch(_sm90_arguments(q, cache, mask, scale, out, **splits))
+    else:
+        config = config or mla_tile_config(gpu_of(q.device), rows, cache.shape(q.dtype))
+        grid = (triton.cdiv(rows, config.block_m), num_splits, cache.start.shape[0])
+        launch = _Launch(cache, mask, scale, config)
+        launch(grid, q, out, out if lse is None else lse, q_len)
+    if lse is None:
         return out
     total, heads, dim = _out_shape(q, cache)
-    parts = dim // _part(dim)
-    sizes = (total, heads * parts, num_splits)
-    partial = torch.empty((*sizes, dim // parts), dtype=torch.float32, device=q.device)
-    lse = torch.empty(sizes, dtype=torch.float32, device=q.device)
-    launch((triton.cdiv(rows, config.block_m), num_splits, batch), q, partial, lse, q_len)
-    out = torch.empty((total, heads * parts, dim // parts), dtype=q.dtype, device=q.device)
-    combine(partial, lse, out)
-    return out.view(total, heads, dim)
+    combined = torch.empty((total, lse.shape[1], out.shape[3]), dtype=q.dtype, device=q.device)
+    combine(out, lse, combined)
+    return combined.view(total, heads, dim)
+
+
+def _empty_result(q: Tensor, cache: PagedLatent, num_splits: int) -> tuple[Tensor, Tensor | None]:
+    """The result and None, or partial results [T, Hq * parts, splits, part] and their lse."""
+    total, heads, dim = _out_shape(q, cache)
+    if num_splits == 1:
+        return torch.empty((total, heads, dim), dtype=q.dtype, device=q.device), None
+    part = _part(dim)
+    sizes = (total, heads * (dim // part), num_splits)
+    partial = torch.empty((*sizes, part), dtype=torch.float32, device=q.device)
+    return partial, torch.empty(sizes, dtype=torch.float32, device=q.device)
 
 
 def mla_prefill(
@@ -138,21 +154,25 @@ def mla_prefill(
         q: [T, Hq, Dl + Dr], with W_UK absorbed; tokens and heads at any stride.
         cache: the latent pool.
         spans: (start, tokens) of each request, on the host.
-        tile_map: from `build_row_tile_map` with `config.block_m`; the reference implementation
-            needs none.
+        tile_map: from `build_row_tile_map` with `mla_prefill_tile_rows`, or `config.block_m`; the
+            reference implementation needs none.
         mask: causal, or the whole chunk as one block.
         scale: of the scores.
-        config: instead of the tuned tile.
+        config: the Triton kernel with this tile.
 
     Returns:
         [T, Hq, Dl] in q's dtype.
     """
     if not use_triton(q) or tile_map is None:
         return mla_prefill_ref(q, cache, spans, mask, scale)
+    out, _ = _empty_result(q, cache, num_splits=1)
+    if config is None and _why_not_sm90(q, cache, SM90_PREFILL_ROWS) is None:
+        assert tile_map.tokens_per_tile == SM90_PREFILL_ROWS, "the tile map is for other tiles"
+        mla_sm90.launch(_sm90_arguments(q, cache, mask, scale, out, tile_map=tile_map.entries))
+        return out
     if config is None:
         config = mla_prefill_tile_config(gpu_of(q.device), cache.shape(q.dtype))
     assert tile_map.tokens_per_tile == config.block_m, "the tile map is for other tiles"
-    out = torch.empty(_out_shape(q, cache), dtype=q.dtype, device=q.device)
     launch = _Launch(cache, mask, scale, config)
     launch((tile_map.entries.shape[0], 1, 1), q, out, out, 0, tile_map.entries)
     return out
@@ -164,6 +184,27 @@ def build_row_tile_map(
     """`build_tile_map` in rows: every token has `heads` of them; `tokens_per_tile` is `block_m`."""
     rows = [(start * heads, count * heads) for start, count in spans]
     return build_tile_map(rows, block_m, upload)
+
+
+def _why_not_sm90(q: Tensor, cache: PagedLatent, rows: int) -> str | None:
+    return why_not_mla_sm90(gpu_of(q.device), rows, cache.shape(q.dtype))
+
+
+def _sm90_arguments(
+    q: Tensor, cache: PagedLatent, mask: MaskSpec, scale: float, out: Tensor, **others: Any
+) -> MlaArguments:
+    return MlaArguments(
+        q,
+        cache.pool,
+        cache.page_table,
+        cache.start,
+        out,
+        scale * LOG2E,
+        causal=mask.mask == CAUSAL,
+        window=mask.window,
+        tree=mask.tree,
+        **others,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 
 MAX_SPLITS = 64
 MIN_SPLIT_LEN = 64  # K/V positions that are worth a split of their own
 LONG_CONTEXT = 4096  # positions from which on reading K/V outweighs the cost of splits
+# Of `mla_sm90.py`: values of a latent row, positions of a page, query rows of a CTA and of a
+# prefill tile (a cluster of two CTAs).
+SM90_LATENT_DIMS, SM90_LATENT_PAGE, SM90_LATENT_ROWS, SM90_PREFILL_ROWS = (512, 64), 64, 64, 128
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,36 @@ def mla_tile_config(gpu: GpuInfo, q_rows: int, shape: LatentShape) -> TileConfig
     return TileConfig(block_m, block_n, 8, max(1, min(stages, 4)))
 
 
+def why_not_mla_sm90(gpu: GpuInfo, q_rows: int, shape: LatentShape) -> str | None:
+    """Why `mla_sm90.py` cannot serve, or should not; None: it does.
+
+    Up to 16 rows (one token of 16 heads) are bound by reading the latent rows, as the Triton
+    kernel does.
+    """
+    half, dims = torch.bfloat16, (shape.latent_dim, shape.rope_dim)
+    if gpu.amd or gpu.interpreted or gpu.capability != 90:
+        return "it is for Hopper GPUs"
+    if not nvrtc.available():
+        return "it needs NVRTC"
+    if shape.dtype != half or shape.kv_dtype != half:
+        return f"it takes bfloat16, not {shape.dtype} over {shape.kv_dtype}"
+    if dims != SM90_LATENT_DIMS:
+        return f"latent rows have {dims} values, not {SM90_LATENT_DIMS}"
+    if shape.page_size != SM90_LATENT_PAGE:
+        return f"pages have {shape.page_size} positions, not {SM90_LATENT_PAGE}"
+    return "few rows: the Triton kernel is as fast" if q_rows <= 16 else None
+
+
 def mla_prefill_tile_config(gpu: GpuInfo, shape: LatentShape) -> TileConfig:
     """The tile of prefill chunks with absorbed projections: the largest."""
     return mla_tile_config(gpu, 64, shape)
+
+
+def mla_prefill_tile_rows(gpu: GpuInfo, shape: LatentShape) -> int:
+    """Rows (tokens times heads) of an entry of the tile map that `mla_prefill` wants."""
+    if why_not_mla_sm90(gpu, SM90_PREFILL_ROWS, shape) is None:
+        return SM90_PREFILL_ROWS
+    return mla_prefill_tile_config(gpu, shape).block_m
 
 
 def choose_mla_splits(
@@ -223,6 +254,8 @@ def choose_mla_splits(
     A split of 64 rows has partial results of 128 KiB, so a short context is cut into fewer.
     """
     block_m = mla_tile_config(gpu, q_rows, shape).block_m
+    if why_not_mla_sm90(gpu, q_rows, shape) is None:
+        block_m = SM90_LATENT_ROWS
     tiles = -(-q_rows // block_m) * batch_size
     most = -(-kv_len_ub // (2 * MIN_SPLIT_LEN if block_m == 64 else MIN_SPLIT_LEN))
     return max(1, min(gpu.num_sms // tiles, most, MAX_SPLITS))

@@ -63,9 +63,9 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
 }
 
 // Execution only: arrive.relaxed does not order the threads' global writes.
-template <int CLUSTER_SIZE>
+template <int CTAS>
 __device__ void cluster_sync() {
-  if (CLUSTER_SIZE > 1)
+  if (CTAS > 1)
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else
     __syncthreads();
@@ -83,16 +83,16 @@ __device__ inline void griddepcontrol_wait() {
 
 // --- TMA -----------------------------------------------------------------------------------------
 
-// Loads one box of a tensor into this CTA, or with CLUSTER_SIZE > 1 into all CTAs of the cluster.
-template <int CLUSTER_SIZE = 1>
+// Loads one box of a tensor into this CTA, or with CTAS > 1 into all CTAs of a cluster of as many.
+template <int CTAS = 1>
 __device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, int row, u32 bar,
                          u64 cache_policy) {
-  if constexpr (CLUSTER_SIZE > 1)
+  if constexpr (CTAS > 1)
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
         ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar),
-        "h"((u16)((1 << CLUSTER_SIZE) - 1)), "l"(cache_policy) : "memory");
+        "h"((u16)((1 << CTAS) - 1)), "l"(cache_policy) : "memory");
   else
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -102,21 +102,28 @@ __device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, 
 }
 
 // The same from a tensor of three dimensions, of which `depth` is the outermost.
-template <int CLUSTER_SIZE = 1>
+template <int CTAS = 1>
 __device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, int row, int depth,
                          u32 bar, u64 cache_policy) {
-  if constexpr (CLUSTER_SIZE > 1)
+  if constexpr (CTAS > 1)
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;"
         ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(depth), "r"(bar),
-        "h"((u16)((1 << CLUSTER_SIZE) - 1)), "l"(cache_policy) : "memory");
+        "h"((u16)((1 << CTAS) - 1)), "l"(cache_policy) : "memory");
   else
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
         ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
         ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(depth), "r"(bar),
         "l"(cache_policy) : "memory");
+}
+
+// Prefetches a box into L2.
+__device__ inline void tma_prefetch(const TmaDescriptor& descriptor, int column, int row,
+                                    int depth) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
+               ::"l"(&descriptor), "r"(column), "r"(row), "r"(depth) : "memory");
 }
 
 // Orders this thread's accesses to shared memory before those of TMA and wgmma (async proxy).
@@ -138,6 +145,25 @@ __device__ inline u64 mn_major_descriptor(u32 smem, u32 block_bytes) {
   return (u64)((smem & 0x3ffff) >> 4) | (u64)(block_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 |
          (u64)1 << 62;
 }
+
+// Accumulators as asm text and operands: N / 2 floats a thread for 64 rows and N columns.
+#define WGMMA_DIGITS(tens)                                                               \
+  "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens \
+  "6, %" #tens "7, %" #tens "8, %" #tens "9, "
+#define WGMMA_REGISTERS_32 WGMMA_DIGITS() WGMMA_DIGITS(1) WGMMA_DIGITS(2) "%30, %31"
+#define WGMMA_REGISTERS_128                                                               \
+  WGMMA_DIGITS() WGMMA_DIGITS(1) WGMMA_DIGITS(2) WGMMA_DIGITS(3) WGMMA_DIGITS(4)          \
+  WGMMA_DIGITS(5) WGMMA_DIGITS(6) WGMMA_DIGITS(7) WGMMA_DIGITS(8) WGMMA_DIGITS(9)         \
+  WGMMA_DIGITS(10) WGMMA_DIGITS(11) "%120, %121, %122, %123, %124, %125, %126, %127"
+#define WGMMA_OPERANDS_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define WGMMA_OPERANDS_16(x, i)                                                           \
+  WGMMA_OPERANDS_4(x, i), WGMMA_OPERANDS_4(x, i + 4), WGMMA_OPERANDS_4(x, i + 8),         \
+      WGMMA_OPERANDS_4(x, i + 12)
+#define WGMMA_OPERANDS_32_AT(x, i) WGMMA_OPERANDS_16(x, i), WGMMA_OPERANDS_16(x, i + 16)
+#define WGMMA_OPERANDS_32(x) WGMMA_OPERANDS_32_AT(x, 0)
+#define WGMMA_OPERANDS_128(x)                                                             \
+  WGMMA_OPERANDS_32_AT(x, 0), WGMMA_OPERANDS_32_AT(x, 32), WGMMA_OPERANDS_32_AT(x, 64),   \
+      WGMMA_OPERANDS_32_AT(x, 96)
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
