@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from forerun.kernels.attention import mla_sm90
+from forerun.kernels.attention.mla_sm90 import Sm90MlaConfig
 from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, TUNED
 from forerun.kernels.gemm.gemm_sm90 import (
@@ -45,22 +48,40 @@ pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sm90_gemm_compiles(config: Sm90GemmConfig, variant: Sm90Variant) -> None:
-    source = cuda_source(config, variant)
-    cubin, log = nvrtc.compile_source(source, ARCHITECTURE, verbose=True)
-    assert cubin.startswith(b"\x7fELF")
-    assert "warning" not in log and "serialized" not in log, log
-    usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
-    assert usage is not None and usage.groups() == ("0", "0", "0"), log
+    assert_compiles_well(cuda_source(config, variant))
     assert num_stages(config, variant) > 2 and smem_bytes(config, variant) <= MAX_SMEM_BYTES
 
 
-def test_sm90_gemm_source_has_defaults_for_an_ide() -> None:
+def assert_compiles_well(source: str) -> None:
+    """Without warnings, spills, and waits that the compiler puts between wgmma instructions."""
+    cubin, log = nvrtc.compile_source(source, ARCHITECTURE, verbose=True)
+    assert cubin.startswith(b"\x7fELF")
+    assert "warning" not in log and "serialized" not in log and "injected" not in log, log
+    usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
+    assert usage is not None and usage.groups() == ("0", "0", "0"), log
+
+
+@pytest.mark.parametrize("config", [Sm90MlaConfig(1), Sm90MlaConfig(2)], ids=str)
+def test_sm90_mla_compiles(config: Sm90MlaConfig) -> None:
+    assert_compiles_well(mla_sm90.cuda_source(config))
+    assert mla_sm90.SMEM_BYTES <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("source", "built"),
+    [
+        (SOURCE, cuda_source(CONFIGS[0], Sm90Variant())),
+        (mla_sm90.SOURCE, mla_sm90.cuda_source(Sm90MlaConfig(2))),
+    ],
+    ids=["gemm", "mla"],
+)
+def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""
-    text = SOURCE.read_text()
+    text = source.read_text()
     _, log = nvrtc.compile_source(text, ARCHITECTURE, verbose=True)
     assert "warning" not in log, log
-    built = cuda_source(CONFIGS[0], Sm90Variant()).removesuffix(text)
-    defaults = re.search(r"#ifndef BLOCK_N.*?#endif", text, re.DOTALL)
+    built = built.removesuffix(text)
+    defaults = re.search(r"#ifndef .*?#endif", text, re.DOTALL)
     assert defaults is not None
     names = [re.findall(r"^#define (\w+)", part, re.MULTILINE) for part in (built, defaults[0])]
     assert sorted(names[0]) == sorted(names[1])

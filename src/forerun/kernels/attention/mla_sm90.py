@@ -1,7 +1,7 @@
 """Launches absorbed MLA attention for Hopper (`mla_sm90.cu`), compiled by NVRTC.
 
 The schedule is that of FlashMLA ("A Deep-Dive Into the New Flash MLA Kernel", DeepSeek, 2025). A
-CTA has 64 query rows, and takes blocks of 64 positions in pairs: q and both blocks, 72 KB each, stay
+CTA has 64 query rows and takes blocks of 64 positions in pairs: q and both blocks, 72 KB each, stay
 in shared memory. The [64, 512] accumulators fill the registers of two consumer warpgroups, 256
 columns each, so neither could keep a second tile. Instead each warpgroup computes the scores of one
 block of the pair, and its half of the output for both blocks. They exchange weights (where a
