@@ -2,13 +2,11 @@
 // latent rows, [512 latent | 64 rope] bfloat16, of which a page holds a block of 64 positions.
 // mla_sm90.py explains the design, compiles and launches it.
 //
-// mla_sm90.py puts its configuration in front of this file, as macros:
-//   CLUSTER_SIZE    CTAs (row tiles of one request) that share latent blocks by multicast: 1 or 2
-//   PREFETCH_PAIRS  pairs of blocks that are prefetched into L2 ahead of their load
+// mla_sm90.py puts a macro in front of this file:
+//   CLUSTER_SIZE  CTAs (row tiles of one request) that share latent blocks by multicast: 1 or 2
 
-#ifndef CLUSTER_SIZE  // opened in an IDE: one consistent configuration
+#ifndef CLUSTER_SIZE  // opened in an IDE
 #define CLUSTER_SIZE 2
-#define PREFETCH_PAIRS 0
 #endif
 
 #include "sm90.cuh"
@@ -154,13 +152,6 @@ struct Producer {
                              full, EVICT_NORMAL);
   }
 
-  __device__ void prefetch(int block) const {
-    if (block > work.last_block) return;
-    int of = page(block);
-    for (int chunk = cta_rank; chunk < CHUNKS; chunk += CLUSTER_SIZE)
-      tma_prefetch(pool_descriptor, chunk * 64, block_origin(work, block) - block * BLOCK_N, of);
-  }
-
   // In the order in which the parts become free.
   __device__ void load_pair(int i, int page0, int page1) const {
     int block = work.block + 2 * i, phase = i & 1;
@@ -168,8 +159,6 @@ struct Producer {
     load_chunks(1, 4, 8, false, block + 1, page1, phase);
     load_chunks(0, 4, 8, true, block, page0, phase);
     load_chunks(1, 0, 4, true, block + 1, page1, phase);
-    if (PREFETCH_PAIRS)
-      for (int j = 0; j < 2; j++) prefetch(block + 2 * PREFETCH_PAIRS + j);
   }
 
   __device__ void load_q() const {

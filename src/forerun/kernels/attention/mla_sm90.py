@@ -10,10 +10,11 @@ tensor cores work for the other. A producer thread loads a block in 9 chunks of 
 with an mbarrier, and loads the next block's chunks as soon as those of the last one have been read.
 
 Where a request has an even number of tiles, two of them form a cluster: each CTA loads half of the
-chunks and multicasts them to both. Otherwise a CTA would read 72 KB in about 2,200 cycles, which is
-what the L2 cache delivers when all SMs read at once.
+chunks and multicasts them to both. Otherwise a CTA reads 72 KB in about 2,200 cycles, which is what
+the L2 cache delivers when all SMs read at once.
 
-Triton has neither several accumulators' owners nor multicast (docs/kernels-lab-notes.md).
+Triton's warpgroups cannot compute different blocks, and it has no multicast.
+docs/kernels-lab-notes.md has the measurements.
 """
 
 from __future__ import annotations
@@ -40,14 +41,6 @@ SMEM_BYTES = 3 * 64 * 576 * 2 + 4 * 64 * 4 + 31 * 8 + 1024
 
 
 @dataclass(frozen=True)
-class Sm90MlaConfig:
-    """What a kernel is compiled with."""
-
-    cluster_size: int  # row tiles that share latent blocks by multicast: 1 or 2
-    prefetch_pairs: int = 0  # pairs of blocks that are prefetched into L2 ahead of their load
-
-
-@dataclass(frozen=True)
 class MlaArguments:
     """Operands of one launch: T tokens with H heads, B requests."""
 
@@ -66,20 +59,18 @@ class MlaArguments:
     tile_map: Tensor | None = None  # `TileMap.entries` of `SM90_PREFILL_ROWS` rows; no splits
 
 
-def cuda_source(config: Sm90MlaConfig) -> str:
-    """`mla_sm90.cu` with its configuration as macros in front, ready to compile."""
-    macros = {"CLUSTER_SIZE": config.cluster_size, "PREFETCH_PAIRS": config.prefetch_pairs}
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return f'{defines}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+def cuda_source(cluster_size: int) -> str:
+    """`mla_sm90.cu` with the macro it needs in front, ready to compile.
+
+    Args:
+        cluster_size: row tiles that share latent blocks by multicast, 1 or 2.
+    """
+    define = f"#define CLUSTER_SIZE {cluster_size}\n"
+    return f'{define}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
 
 
-def choose_config(row_tiles: int) -> Sm90MlaConfig:
-    """`row_tiles`: of a request, or of an entry of a tile map."""
-    return Sm90MlaConfig(cluster_size=2 if row_tiles % 2 == 0 else 1)
-
-
-def launch(args: MlaArguments, config: Sm90MlaConfig | None = None) -> None:
-    """Runs the attention, or its splits. `config`: instead of the tuned one."""
+def launch(args: MlaArguments) -> None:
+    """Runs the attention, or its splits."""
     heads, num_requests = args.q.shape[1], args.start.shape[0]
     if args.tile_map is None:
         row_tiles = -(-heads * args.q_len // TILE_ROWS)
@@ -88,13 +79,11 @@ def launch(args: MlaArguments, config: Sm90MlaConfig | None = None) -> None:
         row_tiles = SM90_PREFILL_ROWS // TILE_ROWS
         num_ctas = args.tile_map.shape[0] * row_tiles
         assert args.num_splits == 1 and args.tree is None
-    config = config or choose_config(row_tiles)
-    assert row_tiles % config.cluster_size == 0
     assert args.pool.shape[1] == PAGE and args.pool.stride(2) == 1
     q = args.q.contiguous()  # rows (token, head) at one stride
     window = UNLIMITED if args.window is None or args.tree is not None else args.window
     nvrtc.launch(
-        _load_kernel(config, q.device),
+        _load_kernel(2 if row_tiles % 2 == 0 else 1, q.device),
         num_ctas,
         NUM_THREADS,
         (
@@ -109,6 +98,6 @@ def launch(args: MlaArguments, config: Sm90MlaConfig | None = None) -> None:
 
 
 @cache
-def _load_kernel(config: Sm90MlaConfig, device: torch.device) -> nvrtc.CudaKernel:
-    source = cuda_source(config)
+def _load_kernel(cluster_size: int, device: torch.device) -> nvrtc.CudaKernel:
+    source = cuda_source(cluster_size)
     return nvrtc.load_kernel(source, "mla_sm90_kernel", ARCHITECTURE, SMEM_BYTES, device)

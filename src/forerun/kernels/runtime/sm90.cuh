@@ -119,13 +119,6 @@ __device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, 
         "l"(cache_policy) : "memory");
 }
 
-// Prefetches a box into L2.
-__device__ inline void tma_prefetch(const TmaDescriptor& descriptor, int column, int row,
-                                    int depth) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];"
-               ::"l"(&descriptor), "r"(column), "r"(row), "r"(depth) : "memory");
-}
-
 // Orders this thread's accesses to shared memory before those of TMA and wgmma (async proxy).
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
