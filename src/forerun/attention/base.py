@@ -221,6 +221,11 @@ class AttentionBackend(ABC):
         self.need = need
         self.pools = pools
 
+    @property
+    def absorbed_speedup(self) -> float:
+        """FLOP/s of `attend_latent` in prefill, relative to `attend_latent_prefill`."""
+        return 1.0
+
     @classmethod
     def why_not(cls, need: AttentionNeed) -> list[str]:
         """Every reason why this backend cannot serve the need here; empty if it can."""
@@ -351,8 +356,8 @@ class AttentionBackend(ABC):
         """MLA of prefill chunks with K and V per head: q [T, Hq, Dn + Dr], returns [T, Hq, Dv].
 
         Called for batches with `ragged` only, after `write_latent` of the same tokens, and only
-        where expanding takes fewer operations than the absorbed form
-        (`LatentDims.expanding_is_cheaper`, host values); else `attend_latent` is called, so a
+        where expanding takes less time than the absorbed form
+        (`LatentDims.expanding_is_cheaper`, host values, `absorbed_speedup`); else `attend_latent` is called, so a
         backend with `mla` serves both. The mask is causal, with or without a window; no sinks, no
         soft-cap.
 

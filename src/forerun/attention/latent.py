@@ -39,24 +39,29 @@ class LatentDims:
         """Dn + Dr: of q and expanded K."""
         return self.nope + self.rope
 
-    def expanding_is_cheaper(self, chunks: Sequence[tuple[int, int]]) -> bool:
-        """Whether a prefill takes fewer multiply-adds with expanded K and V; by host values alone.
+    def expanding_is_cheaper(
+        self, chunks: Sequence[tuple[int, int]], absorbed_speedup: float = 1.0
+    ) -> bool:
+        """Whether a prefill takes less time with expanded K and V; by host values alone.
 
         Per head, a chunk of n tokens after `start` others has P = n · start + n (n + 1) / 2 pairs
-        of a token and a position it sees, and costs
+        of a token and a position it sees. The multiply-adds are
 
             absorbed   P · (2 Dl + Dr)      + n · Dl · (Dn + Dv)            (W_UK q, W_UV o)
             expanded   P · (Dn + Dr + Dv)   + (start + n) · Dl · (Dn + Dv)  (K, V of the context)
 
-        so expanding pays where P · (2 Dl - Dn - Dv) > start · Dl · (Dn + Dv). It always does for a
-        prompt that starts at 0; with DeepSeek's sizes and a long context from n = 171 on.
+        and absorbed attention does `absorbed_speedup` (s) times as many per second, so expanding
+        pays where P · ((2 Dl + Dr) / s - Dn - Dr - Dv) > start · Dl · (Dn + Dv). With DeepSeek's
+        sizes it does for a prompt that starts at 0, and over a context of 32,768 positions from
+        n = 171 on (s = 1) or n = 581 on (s = 2).
 
         Args:
             chunks: (start, n) of each request, as `AttentionBatch.ragged`.
+            absorbed_speedup: from the backend.
         """
         pairs = sum(n * start + n * (n + 1) // 2 for start, n in chunks)
         context = sum(start for start, _ in chunks)
-        saved = 2 * self.latent - self.nope - self.v
+        saved = (2 * self.latent + self.rope) / absorbed_speedup - self.qk - self.v
         return pairs * saved > context * self.latent * (self.nope + self.v)
 
 

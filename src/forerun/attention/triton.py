@@ -7,7 +7,7 @@ and the host's bound only sets into how many splits a context is cut.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from forerun.kernels.attention.tile_map import Spans, TileMap, build_tile_map
 from forerun.kernels.attention.tiles import (
     DecodeProblem,
     LatentShape,
+    absorbed_speedup,
     best_mla_page_size,
     best_page_size,
     choose_mla_splits,
@@ -159,6 +160,10 @@ class TritonAttention(PagedBackend):
         config = prefill_tile_config(gpu, need.head_dim, need.dtype)
         group = need.num_heads // need.num_kv_heads
         return build_tile_map(chunks, max(1, config.block_m // group), send)
+
+    @cached_property
+    def absorbed_speedup(self) -> float:
+        return absorbed_speedup(gpu_of(self.pools.device), self._latent_shape)
 
     @property
     def _latent_shape(self) -> LatentShape:

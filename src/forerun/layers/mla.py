@@ -128,7 +128,7 @@ class LatentAttention(KVLayer):
         q = q.view(len(q), self.heads.num_heads, dims.qk)
         q_nope, q_rope = q.split_with_sizes((dims.nope, dims.rope), 2)
         chunks = ctx.batch.ragged
-        if chunks is not None and dims.expanding_is_cheaper(chunks):
+        if chunks is not None and dims.expanding_is_cheaper(chunks, ctx.backend.absorbed_speedup):
             ctx.rope_write_latent(layer, kv_a, q_rope, self._norm_rope, rope, q_rope)
             return ctx.attend_latent_prefill(layer, self.spec, q.contiguous(), up).flatten(1)
         absorbed = q.new_empty(len(q), self.heads.num_heads, dims.latent + dims.rope)
