@@ -84,6 +84,25 @@ def test_expanding_pays_for_prompts_and_large_chunks(
     assert DEEPSEEK.expanding_is_cheaper(chunks) == cheaper
 
 
+@pytest.mark.parametrize(
+    ("chunks", "cheaper"),
+    [
+        (((0, 1024),) * 8, True),  # µs on an H200, 16 heads, expanded and absorbed: 151, 212
+        (((0, 4096),), True),  # 210, 423
+        (((4096, 4096),), True),  # 630, 1270
+        (((7680, 512),), False),  # 260, 208
+        (((8128, 64),) * 8, False),  # 219 absorbed; expanding alone takes longer
+        (((32256, 512),), False),  # 1080, 838
+        (((31744, 1024),), True),
+    ],
+)
+def test_expanding_pays_later_where_absorbed_attention_is_twice_as_fast(
+    chunks: tuple[tuple[int, int], ...], cheaper: bool
+) -> None:
+    """Hopper's kernel: half of the absorbed multiply-adds are counted."""
+    assert DEEPSEEK.expanding_is_cheaper(chunks, absorbed_speedup=2.0) == cheaper
+
+
 def test_operations_are_counted_as_they_are_done() -> None:
     """The rule against both counts, one head, pair by pair."""
     d = DEEPSEEK

@@ -75,6 +75,38 @@ def test_prefill_that_hoppers_own_kernel_computes_goes_to_triton_before_fa3(
     assert default_order(need)[:2] == ["fa3", "triton"]
 
 
+HOPPER_MLA = replace(
+    GPU, arch="sm_90", mla=True, dense=False, head_dim=576, latent_dim=512, num_kv_heads=1
+)
+
+
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.VERIFY, Phase.EXTEND])
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({}, "triton"),
+        ({"num_heads": 128, "graph": True}, "triton"),
+        ({"page_sizes": frozenset({16, 64})}, "triton"),
+        ({"page_sizes": frozenset({16, 128})}, "fa3"),
+        ({"dtype": torch.float16}, "fa3"),
+        ({"kv_dtype": torch.float8_e4m3fn}, "fa3"),
+        ({"latent_dim": 448}, "fa3"),
+        ({"arch": "sm_100"}, "fa3"),
+        ({"arch": None}, "fa3"),
+    ],
+)
+def test_mla_steps_that_hoppers_own_kernel_computes_go_to_triton_before_the_libraries(
+    change: dict[str, Any], first: str, phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    need = replace(HOPPER_MLA, phase=phase, **change)
+    ours, others = ["triton", "fa3", "flashmla"], ["fa3", "flashmla", "triton"]
+    assert default_order(need)[:3] == (ours if first == "triton" else others)
+    assert sorted(default_order(need)) == sorted(BACKENDS)
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    assert default_order(need)[:3] == others
+
+
 def test_torch_native_is_the_default_on_a_cpu_and_selectable_on_a_gpu() -> None:
     choice = select(replace(GPU, device="cpu"), Wanted())
     assert choice.backend.name == "torch_native"

@@ -308,7 +308,7 @@ def default(need: AttentionNeed) -> str:
 def test_defaults_without_and_with_packages(
     bare: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill goes to fa3 where it is and pages are small, all else over K and V to triton."""
+    """With pages of 64 only MLA prefill goes to fa3; with pages of 16 all but steps over K and V."""
     monkeypatch.setattr(nvrtc, "available", lambda: True)
     mla = [replace(MLA, phase=phase) for phase in Phase]
     dense = [replace(GPU, phase=phase, page_sizes=frozenset({16})) for phase in Phase]
@@ -321,7 +321,8 @@ def test_defaults_without_and_with_packages(
     install(bare, *files, broken=False)
     assert [default(need) for need in dense] == ["fa3", "triton", "triton", "triton"]
     assert {default(replace(need, page_sizes=None)) for need in dense} == {"triton"}
-    assert {default(need) for need in mla} == {"fa3"}
+    assert [default(need) for need in mla] == ["fa3", "triton", "triton", "triton"]
+    assert {default(replace(need, page_sizes=frozenset({16}))) for need in mla} == {"fa3"}
     for arch in ("gfx942", "gfx950", "sm_80", "sm_100", None):
         assert {default(replace(need, arch=arch)) for need in dense} == {"triton"}
     trees = frozenset({CAUSAL, LayerMask(Mask.CUSTOM)})

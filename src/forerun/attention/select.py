@@ -11,6 +11,7 @@ from forerun.attention.base import AttentionBackend
 from forerun.attention.capabilities import AttentionNeed, Phase
 from forerun.core.errors import ConfigError, nearest
 from forerun.kernels.attention import prefill_sm90
+from forerun.kernels.attention.tiles import SM90_LATENT_PAGE, LatentShape, why_unfit_for_mla_sm90
 
 log = logging.getLogger("forerun")
 
@@ -76,7 +77,7 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
 }
 
 # Defaults: the first of these that can serve (docs/backends.md has the reasons); after them the
-# other backends, in the order of `BACKENDS`. Prefill that Hopper's own kernel computes goes to
+# other backends, in the order of `BACKENDS`. What our own kernels for Hopper compute goes to
 # `triton` first (`_sm90_kernel_serves`). On ROCm `triton` must stay the default: whatever is
 # put before it refuses other architectures than its own.
 PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")
@@ -151,15 +152,22 @@ def default_order(need: AttentionNeed) -> list[str]:
 
 
 def _sm90_kernel_serves(need: AttentionNeed) -> bool:
-    """Whether `triton` computes this prefill with `prefill_sm90.py`, which is as fast as `fa3`.
+    """Whether `triton` has a kernel for Hopper that is as fast as the libraries' in this phase.
 
-    It is where pages hold whole blocks of 64 tokens; with smaller pages it issues more loads.
+    Prefill over K and V: `prefill_sm90.py`, where pages hold whole blocks of 64 tokens; with
+    smaller pages it issues more loads. Decode, verify and draft extend over latent rows:
+    `mla_sm90.py`, with pages of 64, and for up to 16 rows the Triton kernel.
     """
-    if need.mla or need.phase is not Phase.PREFILL or need.arch != "sm_90":
+    stored, sizes = need.kv_dtype or need.dtype, need.page_sizes
+    if need.arch != "sm_90" or need.mla == (need.phase is Phase.PREFILL):
         return False
-    if need.page_sizes is not None and all(size % 64 for size in need.page_sizes):
+    if need.mla:
+        rope_dim = need.head_dim - need.latent_dim
+        shape = LatentShape(need.latent_dim, rope_dim, need.dtype, stored, SM90_LATENT_PAGE)
+        fits = sizes is None or SM90_LATENT_PAGE in sizes
+        return fits and why_unfit_for_mla_sm90(shape) is None
+    if sizes is not None and all(size % 64 for size in sizes):
         return False
-    stored = need.kv_dtype or need.dtype
     return prefill_sm90.why_unfit_on_hopper(need.dtype, stored, need.head_dim, 64) is None
 
 

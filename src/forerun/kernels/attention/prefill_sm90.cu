@@ -42,8 +42,7 @@
       "+f"(o[31])
 #endif
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "sm90.cuh"
 
 constexpr int CONSUMER_WARPGROUPS = BLOCK_M / 64;
 constexpr int ROW_BYTES = 128;        // of a tile in shared memory: 64 elements, one swizzle width
@@ -54,11 +53,6 @@ constexpr int CONSUMER_THREADS = 128 * CONSUMER_WARPGROUPS;
 
 // Named barriers; 0 is __syncthreads. Warpgroup w waits for its turn at TURN_BARRIER + w.
 constexpr int TURN_BARRIER = 1, CONSUMER_BARRIER = TURN_BARRIER + CONSUMER_WARPGROUPS;
-
-// L2 cache policies, encoded as in CUTLASS's TMA::CacheHintSm90.
-constexpr u64 EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f0000000000000;
-
-struct alignas(64) TmaDescriptor { unsigned char bytes[128]; };
 
 struct PrefillArguments {
   u32* out;                // [T, Hq, D] bf16 or fp16, two elements per word
@@ -74,71 +68,7 @@ struct PrefillArguments {
   int causal, window;      // window: positions that a token attends to; 1 << 30: all
 };
 
-// --- mbarriers, named barriers, TMA, wgmma -------------------------------------------------------
-
-__device__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ void mbarrier_init(u32 bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-
-__device__ void mbarrier_arrive_expect_tx(u32 bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ void mbarrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
-__device__ void mbarrier_wait(u32 bar, int phase) {
-  int done;
-  do {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
-  } while (!done);
-}
-
-__device__ void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// One box of K or V: 64 columns of `box_rows` rows of the pool.
-__device__ void tma_load_kv(u32 smem, const TmaDescriptor& descriptor, int column, int row,
-                            u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-      ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar), "l"(EVICT_NORMAL)
-      : "memory");
-}
-
-// One box of Q: 64 columns of `group` heads of `tile_tokens` tokens.
-__device__ void tma_load_q(u32 smem, const TmaDescriptor& descriptor, int column, int head,
-                           int token, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;"
-      ::"r"(smem), "l"(&descriptor), "r"(column), "r"(head), "r"(token), "r"(bar),
-      "l"(EVICT_FIRST) : "memory");
-}
-
-// wgmma's SMEM matrix descriptors, 128-byte swizzle; 8 rows = 1,024 bytes. K-major: rows of Q or K.
-__device__ u64 k_major_descriptor(u32 smem) {
-  return (u64)((smem & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
-
-// MN-major: V, whose rows are positions (the K of P V). Leading offset: to the next 64 columns.
-__device__ u64 mn_major_descriptor(u32 smem) {
-  return (u64)((smem & 0x3ffff) >> 4) | (u64)(KV_PART_BYTES >> 4) << 16 |
-         (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
+// --- wgmma ---------------------------------------------------------------------------------------
 
 // s = 64 rows of Q times BLOCK_N rows of K, 16 deep; with ACCUMULATE s += .
 template <bool ACCUMULATE>
@@ -158,14 +88,6 @@ __device__ void wgmma_pv(float (&o)[HEAD_DIM / 2], const u32* p, u64 v) {
                : O_ACCUMULATORS : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
 }
 
-__device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-template <int PENDING>
-__device__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
 // Keeps ptxas from moving a wait for wgmma ahead of what computes `x`, which is not negative: a
 // branch that depends on it and is never taken. `volatile` and "memory" order asm statements among
 // each other, not with the arithmetic between them.
@@ -173,23 +95,10 @@ __device__ void keep_before_wait(float x) {
   if (x < 0.f) asm volatile("nanosleep.u32 0;");
 }
 
-// Keeps the compiler from reading or writing accumulators before a wait.
-template <int N>
-__device__ void fence_registers(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
-}
-
 __device__ u32 pack(float low, float high) {
   u32 packed;
   asm(CONVERT " %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
-}
-
-__device__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // --- work tiles and SMEM pipelines ---------------------------------------------------------------
@@ -281,8 +190,8 @@ struct KvLoader {
     u32 smem = pipeline.stage(state.stage) + lane * box_rows * ROW_BYTES;
     if (lane < boxes)
       for (int part = 0; part < PARTS; part++)
-        tma_load_kv(smem + part * KV_PART_BYTES, descriptor, kv_head * HEAD_DIM + part * 64, row,
-                    full);
+        tma_load(smem + part * KV_PART_BYTES, descriptor, kv_head * HEAD_DIM + part * 64, row,
+                 full, EVICT_NORMAL);
     state.advance();
   }
   __device__ void load_k(const Tile& tile, int row) {
@@ -315,8 +224,8 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
       *pipelines.tile = tile;
       mbarrier_arrive_expect_tx(full, args.tile_tokens * args.group * PARTS * ROW_BYTES);
       for (int part = 0; part < PARTS; part++)
-        tma_load_q(smem + part * Q_PART_BYTES, q_descriptor, part * 64, tile.kv_head * args.group,
-                   tile.row, full);
+        tma_load(smem + part * Q_PART_BYTES, q_descriptor, part * 64, tile.kv_head * args.group,
+                 tile.row, full, EVICT_FIRST);
     }
     q_state.advance();
     __syncwarp();
@@ -334,7 +243,7 @@ __device__ void produce(const TmaDescriptor& q_descriptor, const TmaDescriptor& 
     pipelines.tile->tokens = 0;
     mbarrier_arrive(pipelines.q.full(0));
   }
-  asm volatile("griddepcontrol.launch_dependents;");
+  griddepcontrol_launch_dependents();
 }
 
 // --- consumer warpgroups -------------------------------------------------------------------------
@@ -376,7 +285,7 @@ __device__ void start_qk(float (&s)[BLOCK_N / 2], u64 q, u32 k_stage) {
 
 // Starts o += P V. The accumulator layout of S is the register layout of A.
 __device__ void start_pv(float (&o)[HEAD_DIM / 2], const u32 (&p)[BLOCK_N / 4], u32 v_stage) {
-  u64 v = mn_major_descriptor(v_stage);
+  u64 v = mn_major_descriptor(v_stage, KV_PART_BYTES);
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 16; i++) wgmma_pv(o, p + 4 * i, v + i * (16 * ROW_BYTES >> 4));
@@ -449,7 +358,7 @@ __device__ void zero_outside(u32 v_stage, const Tile& tile, int block) {
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(v_stage + 16 * i), "r"(0)
                    : "memory");
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_proxy_async();
   named_barrier_sync(CONSUMER_BARRIER, CONSUMER_THREADS);
 }
 
@@ -630,10 +539,10 @@ prefill_sm90_kernel(const __grid_constant__ TmaDescriptor q_descriptor,
     pipelines.q.init();
     pipelines.k.init();
     pipelines.v.init();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    mbarrier_init_fence();
   }
   __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  griddepcontrol_wait();
 
   int warp = threadIdx.x / 32;
   if (warp < 4) {

@@ -44,9 +44,7 @@
       "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15])
 #endif
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "sm90.cuh"
 
 constexpr int BLOCK_M = 64 * CONSUMER_WARPGROUPS;
 constexpr int BLOCK_K = 64;       // 128 bytes, the width of the swizzle
@@ -56,81 +54,7 @@ constexpr int PIPELINE_BYTES = NUM_STAGES * (X_STAGE_BYTES + W_STAGE_BYTES);
 constexpr int TILE_N = SILU_MUL ? BLOCK_N / 2 : BLOCK_N;  // output columns of a tile
 constexpr int STAGING_FLOATS = ARGMAX ? 0 : 16 * EPILOGUE_STRIDE;  // per consumer warp
 
-// L2 cache policies, encoded as in CUTLASS's TMA::CacheHintSm90.
-constexpr u64 EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12f0000000000000;
-
-struct alignas(64) TmaDescriptor { unsigned char bytes[128]; };
-
-__device__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// --- mbarriers, clusters, PDL --------------------------------------------------------------------
-
-__device__ void mbarrier_init(u32 bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-
-__device__ void mbarrier_arrive_expect_tx(u32 bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ void mbarrier_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-
-// The same barrier of another CTA of the cluster.
-__device__ void mbarrier_arrive_remote(u32 bar, int cta_rank) {
-  asm volatile(
-      "{ .reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(bar), "r"(cta_rank) : "memory");
-}
-
-__device__ void mbarrier_wait(u32 bar, int phase) {
-  int done;
-  do {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p; }" : "=r"(done) : "r"(bar), "r"(phase) : "memory");
-  } while (!done);
-}
-
-// Execution only: arrive.relaxed does not order the threads' global writes.
-__device__ void cluster_sync() {
-  if (CLUSTER_M > 1)
-    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
-  else
-    __syncthreads();
-}
-
-// PDL: waits until the preceding kernel has finished and its writes are visible.
-__device__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// --- TMA, wgmma, bfloat16 ------------------------------------------------------------------------
-
-// Loads one box of a matrix into this CTA, or with MULTICAST into all CTAs of the cluster.
-template <bool MULTICAST>
-__device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, int row, u32 bar,
-                         u64 cache_policy) {
-  if constexpr (MULTICAST)
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
-        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar),
-        "h"((u16)((1 << CLUSTER_M) - 1)), "l"(cache_policy) : "memory");
-  else
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-        ::"r"(smem), "l"(&descriptor), "r"(column), "r"(row), "r"(bar), "l"(cache_policy)
-        : "memory");
-}
-
-// wgmma's SMEM matrix descriptor: K-major, 128-byte swizzle, 8 rows = 1,024 bytes.
-__device__ u64 smem_descriptor(u32 smem) {
-  return (u64)((smem & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
+// --- wgmma, SiLU ---------------------------------------------------------------------------------
 
 // acc += 64 rows of x times BLOCK_N rows of W, 16 deep.
 __device__ void wgmma(float (&acc)[BLOCK_N / 2], u64 x_descriptor, u64 w_descriptor) {
@@ -139,18 +63,6 @@ __device__ void wgmma(float (&acc)[BLOCK_N / 2], u64 x_descriptor, u64 w_descrip
                : WGMMA_ACC_OPERANDS : "l"(x_descriptor), "l"(w_descriptor));
 }
 
-template <int PENDING>
-__device__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-__device__ u32 pack_bf16x2(float low, float high) {
-  u32 packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-__device__ float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
-__device__ float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
 __device__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
 // --- tile scheduler and SMEM pipeline ------------------------------------------------------------
@@ -211,8 +123,8 @@ __device__ void produce_w(const TmaDescriptor& descriptor, const SmemPipeline& p
       u32 smem = pipeline.w + state.stage * W_STAGE_BYTES +
                  scheduler.cta_rank * ROWS_PER_CTA * ROW_BYTES;
       for (int matrix = 0; matrix < MATRICES; matrix++)  // gate, then up
-        tma_load<(CLUSTER_M > 1)>(smem + matrix * TILE_N * ROW_BYTES, descriptor, column,
-                                  row + matrix * N, full, cache_policy);
+        tma_load<CLUSTER_M>(smem + matrix * TILE_N * ROW_BYTES, descriptor, column,
+                            row + matrix * N, full, cache_policy);
     }
   }
 }
@@ -227,8 +139,8 @@ __device__ void produce_x(const TmaDescriptor& descriptor, const SmemPipeline& p
       u32 full = pipeline.full(state.stage);
       mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
       mbarrier_arrive_expect_tx(full, scheduler.box_rows * ROW_BYTES);
-      tma_load<false>(pipeline.x + state.stage * X_STAGE_BYTES, descriptor, column, row, full,
-                      EVICT_NORMAL);
+      tma_load(pipeline.x + state.stage * X_STAGE_BYTES, descriptor, column, row, full,
+               EVICT_NORMAL);
     }
   }
 }
@@ -406,13 +318,13 @@ __device__ void consume(const SmemPipeline& pipeline, const TileScheduler& sched
     int previous_stage = 0;
     for (int i = 0; i < scheduler.k_blocks; i++) {
       mbarrier_wait(pipeline.full(state.stage), state.phase);
-      u64 x = smem_descriptor(pipeline.x + state.stage * X_STAGE_BYTES +
-                              warpgroup * 64 * ROW_BYTES);
-      u64 w = smem_descriptor(pipeline.w + state.stage * W_STAGE_BYTES);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      u64 x = k_major_descriptor(pipeline.x + state.stage * X_STAGE_BYTES +
+                                 warpgroup * 64 * ROW_BYTES);
+      u64 w = k_major_descriptor(pipeline.w + state.stage * W_STAGE_BYTES);
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < BLOCK_K / 16; k++) wgmma(acc, x + 2 * k, w + 2 * k);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      wgmma_commit();
       // One block stays in flight; the one before it has been read.
       wgmma_wait<1>();
       if (i > 0) release_stage(pipeline, previous_stage);
@@ -421,8 +333,7 @@ __device__ void consume(const SmemPipeline& pipeline, const TileScheduler& sched
     }
     wgmma_wait<0>();
     release_stage(pipeline, previous_stage);
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
+    fence_registers(acc);
     if (DEFERRED_NORM_IN) mbarrier_wait(inv_rms_ready, 0);  // late: it takes several K blocks
     int m = scheduler.row(t) + warpgroup * 64 + threadIdx.x / 32 % 4 * 16;  // the warp's rows
     if (ARGMAX) argmax_epilogue(acc, args, m, scheduler.tile_n(t), inv_rms);
@@ -442,7 +353,7 @@ gemm_sm90_kernel(const __grid_constant__ TmaDescriptor x_descriptor,
                  float* sum_of_squares_out, const float* sum_of_squares, int norm_tiles, float eps,
                  int M, int N, int K, int work_tiles, int cluster_tiles_m, int split_k,
                  int k_blocks) {
-  asm volatile("griddepcontrol.launch_dependents;");
+  griddepcontrol_launch_dependents();
   extern __shared__ unsigned char smem[];
   u32 base = (smem_address(smem) + 1023) & ~1023u;
   float* staging = (float*)(smem + (base - smem_address(smem)) + PIPELINE_BYTES);
@@ -460,9 +371,9 @@ gemm_sm90_kernel(const __grid_constant__ TmaDescriptor x_descriptor,
       mbarrier_init(pipeline.empty(i), CONSUMER_WARPGROUPS * CLUSTER_M);
     }
     mbarrier_init(inv_rms_ready, 64);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    mbarrier_init_fence();
   }
-  cluster_sync();
+  cluster_sync<CLUSTER_M>();
 
   int warp = threadIdx.x / 32;
   if (warp < 4) {
@@ -482,5 +393,6 @@ gemm_sm90_kernel(const __grid_constant__ TmaDescriptor x_descriptor,
     consume(pipeline, scheduler, args, warp / 4 - 1, inv_rms_ready, inv_rms,
             staging + (warp - 4) * STAGING_FLOATS);
   }
-  if (CLUSTER_M > 1) cluster_sync();  // no CTA exits while others may still arrive at its barriers
+  // No CTA exits while others may still arrive at its barriers.
+  if (CLUSTER_M > 1) cluster_sync<CLUSTER_M>();
 }
