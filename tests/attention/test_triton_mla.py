@@ -22,6 +22,8 @@ from forerun.attention.base import (
 from forerun.attention.latent import LatentDims, LatentExpand
 from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
+from forerun.kernels.runtime import nvrtc
+from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.kvcache.layouts import LatentKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from tests.kernels.attention_support import random_tree
@@ -31,6 +33,21 @@ pytest.importorskip("triton")
 MASKS = [LayerMask(), LayerMask(window=7), LayerMask(Mask.BLOCK), LayerMask(Mask.BLOCK, 9)]
 CPU = torch.device("cpu")
 LAYER = 1  # of two
+
+
+def test_absorbed_speedup_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `mla_sm90.py` serves: bfloat16, 512 + 64 values, pages of 64."""
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    need = need_of(CPU, 16, 512, 64, torch.bfloat16)
+
+    def speedup(need: AttentionNeed, page: int) -> float:
+        return backends(need, page, CPU)[0].absorbed_speedup
+
+    assert speedup(need, 64) == 1.0
+    hopper = GpuInfo(132, amd=False)
+    monkeypatch.setattr("forerun.attention.triton.gpu_of", lambda device: hopper)
+    assert speedup(need, 64) == 2.0
+    assert speedup(need, 16) == speedup(replace(need, dtype=torch.float16), 64) == 1.0
 
 
 def need_of(

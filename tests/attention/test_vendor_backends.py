@@ -308,7 +308,7 @@ def default(need: AttentionNeed) -> str:
 def test_defaults_without_and_with_packages(
     bare: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With pages of 64 only MLA prefill goes to fa3; with pages of 16 all but steps over K and V."""
+    """With pages of 16 all but steps over K and V goes to fa3, with 64 only MLA prefill."""
     monkeypatch.setattr(nvrtc, "available", lambda: True)
     mla = [replace(MLA, phase=phase) for phase in Phase]
     dense = [replace(GPU, phase=phase, page_sizes=frozenset({16})) for phase in Phase]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from forerun.kernels.attention import mla_sm90
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec
 from forerun.kernels.attention.mla_absorbed import (
     PagedLatent,
@@ -22,6 +27,7 @@ from forerun.kernels.attention.mla_expanded import (
     expanded_attention_ref,
     split_dim,
 )
+from forerun.kernels.attention.mla_sm90 import MlaArguments
 from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.tile_map import build_tile_map
 from forerun.kernels.attention.tiles import (
@@ -32,8 +38,11 @@ from forerun.kernels.attention.tiles import (
     mla_prefill_tile_rows,
     mla_tile_config,
     mla_uses_tma,
+    why_not_mla_sm90,
 )
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from tests.covering import covering
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -53,6 +62,7 @@ MASKS = [
 ]
 SMALL = TileConfig(16, 16, 4, 1)
 HOPPER = GpuInfo(132, amd=False)
+DEEPSEEK = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
 
 
 def make(
@@ -176,10 +186,8 @@ def test_large_queries_over_a_float8_pool(device: torch.device) -> None:
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
-    shape = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
-
     def splits(batch: int, q_len: int, context: int) -> int:
-        return choose_mla_splits(HOPPER, 16 * q_len, shape, batch, context)
+        return choose_mla_splits(HOPPER, 16 * q_len, DEEPSEEK, batch, context)
 
     assert splits(32, 16, 32768) == 1  # 128 tiles of 64 rows for 132 SMs
     assert splits(32, 1, 32768) == 4
@@ -190,12 +198,40 @@ def test_splits_fill_the_device_and_no_more() -> None:
 
 def test_tiles_of_deepseek_on_hopper() -> None:
     """Two blocks in flight; pages of 64 positions come by TMA."""
-    shape = LatentShape(512, 64, torch.bfloat16, torch.bfloat16, 64)
-    assert mla_tile_config(HOPPER, 16, shape) == TileConfig(16, 64, 8, 3)
-    assert mla_tile_config(HOPPER, 80, shape) == TileConfig(64, 64, 8, 2)
-    assert mla_uses_tma(HOPPER, shape, 64)
-    assert not mla_uses_tma(HOPPER, replace(shape, page_size=16), 64)
-    assert not mla_uses_tma(HOPPER, replace(shape, rope_dim=24), 64)
+    assert mla_tile_config(HOPPER, 16, DEEPSEEK) == TileConfig(16, 64, 8, 3)
+    assert mla_tile_config(HOPPER, 80, DEEPSEEK) == TileConfig(64, 64, 8, 2)
+    assert mla_uses_tma(HOPPER, DEEPSEEK, 64)
+    assert not mla_uses_tma(HOPPER, replace(DEEPSEEK, page_size=16), 64)
+    assert not mla_uses_tma(HOPPER, replace(DEEPSEEK, rope_dim=24), 64)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "shape", "reason"),
+    [
+        (HOPPER, 17, DEEPSEEK, None),
+        (HOPPER, 16, DEEPSEEK, "up to 16 rows"),
+        (replace(HOPPER, capability=100), 80, DEEPSEEK, "Hopper"),
+        (replace(HOPPER, amd=True), 80, DEEPSEEK, "Hopper"),
+        (HOPPER, 80, replace(DEEPSEEK, page_size=128), "pages have 128"),
+        (HOPPER, 80, replace(DEEPSEEK, dtype=torch.float16), "float16 over"),
+        (HOPPER, 80, replace(DEEPSEEK, kv_dtype=torch.float8_e4m3fn), "over torch.float8"),
+        (HOPPER, 80, replace(DEEPSEEK, latent_dim=256), r"\(256, 64\) values"),
+    ],
+)
+def test_what_hoppers_kernel_serves(
+    gpu: GpuInfo,
+    rows: int,
+    shape: LatentShape,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nvrtc, "available", lambda: True)
+    said = why_not_mla_sm90(gpu, rows, shape)
+    assert (said is None) if reason is None else re.search(reason, said or "")
+    for tile_rows in {mla_prefill_tile_rows(gpu, shape)} if rows > 16 else ():
+        assert (tile_rows == 128) == (reason is None)
+    monkeypatch.setattr(nvrtc, "available", lambda: False)
+    assert why_not_mla_sm90(gpu, rows, shape) is not None
 
 
 # --- the write ----------------------------------------------------------------------------------
@@ -290,13 +326,25 @@ def test_expanded_attention_on_gpu(
 GPU_MASKS = [MaskSpec(), MaskSpec(BLOCK), MaskSpec(TREE), MaskSpec(CAUSAL, 100)]
 
 
+def covering_cells(strength: int, axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+    """Cells of the matrix in which any `strength` values occur together; no others exist."""
+    cells = list(itertools.product(*axes.values()))
+    named = [dict(zip(axes, map(repr, cell), strict=True)) for cell in cells]
+    chosen = [cells[i] for i in sorted(covering(named, strength))]
+    return pytest.mark.parametrize(list(axes), chosen, ids=str)
+
+
 @pytest.mark.gpu
-@pytest.mark.covering(2)  # each cell is compiled anew
-@pytest.mark.parametrize("num_splits", [1, 7])
-@pytest.mark.parametrize("mask", GPU_MASKS, ids=str)
-@pytest.mark.parametrize("page", [1, 16, 64, 128])
-@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("q_len", [1, 2, 5, 16])
+@covering_cells(  # nearly every cell compiles a kernel, so they are few also with `-m gpu`
+    3,
+    {
+        "q_len": [1, 2, 5, 16],
+        "heads": [8, 16, 32, 64, 128],
+        "page": [1, 16, 64, 128],
+        "mask": GPU_MASKS,
+        "num_splits": [1, 7],
+    },
+)
 def test_decode_on_gpu(
     q_len: int, heads: int, page: int, mask: MaskSpec, num_splits: int, device: torch.device
 ) -> None:
@@ -358,6 +406,144 @@ def test_a_captured_decode_follows_lengths_on_the_device(q_len: int, device: tor
         graph.replay()
         right = mla_decode_ref(case.q.double(), _double(cache), q_len, MaskSpec(), case.scale)
         assert relative_error(out, right) < BOUND[half]
+
+
+# --- on Hopper: the kernel in CUDA C++ ----------------------------------------------------------
+
+
+@pytest.fixture
+def launches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[MlaArguments]:
+    """Launches of the kernel; skips the test where it does not serve."""
+    reason = why_not_mla_sm90(gpu_of(device), 128, DEEPSEEK)
+    if reason is not None:
+        pytest.skip(reason)
+    seen: list[MlaArguments] = []
+    launch = mla_sm90.launch
+
+    def record(args: MlaArguments) -> None:
+        seen.append(args)
+        launch(args)
+
+    monkeypatch.setattr(mla_sm90, "launch", record)
+    return seen
+
+
+STARTS = {
+    "ragged": (700, 1500, 90, 0),
+    "around the ends of blocks": (58, 59, 62, 63, 64, 112, 126, 127, 128),
+    "long": (6000, 31),
+}
+
+
+@pytest.mark.gpu
+@covering_cells(
+    2,
+    {
+        "q_len": [2, 4, 5, 16],  # 16 heads: 32, 64, 80 and 256 rows
+        "heads": [16, 24, 128],
+        "mask": [*GPU_MASKS, MaskSpec(BLOCK, 100)],
+        "num_splits": [1, 3, 64],
+        "starts": list(STARTS),
+    },
+)
+def test_hopper_decode_on_gpu(
+    q_len: int,
+    heads: int,
+    mask: MaskSpec,
+    num_splits: int,
+    starts: str,
+    launches: list[MlaArguments],
+    device: torch.device,
+) -> None:
+    """K/V past the end of each request is NaN; splits may be more than blocks."""
+    half = torch.bfloat16
+    spans = [(start, q_len) for start in STARTS[starts]]
+    case, cache = make(spans, heads, (512, 64), 64, half, device=device, padded=1)
+    right = mla_decode_ref(case.q.double(), _double(cache), q_len, case.mask(mask), case.scale)
+    assert relative_error(decode(case, cache, mask, num_splits), right) < BOUND[half]
+    assert len(launches) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("q_len", "heads", "mask"),
+    [(1, 128, MaskSpec()), (1, 32, MaskSpec(CAUSAL, 100)), (64, 16, MaskSpec(TREE))],
+    ids=str,
+)
+def test_hopper_one_token_and_the_largest_tree_on_gpu(
+    q_len: int, heads: int, mask: MaskSpec, launches: list[MlaArguments], device: torch.device
+) -> None:
+    half = torch.bfloat16
+    spans = [(start, q_len) for start in (700, 90, 0)]
+    case, cache = make(spans, heads, (512, 64), 64, half, device=device)
+    right = mla_decode_ref(case.q.double(), _double(cache), q_len, case.mask(mask), case.scale)
+    for num_splits in (1, 4):
+        assert relative_error(decode(case, cache, mask, num_splits), right) < BOUND[half]
+    assert len(launches) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [MaskSpec(), MaskSpec(CAUSAL, 100), MaskSpec(BLOCK)], ids=str)
+@pytest.mark.parametrize("heads", [16, 24, 128])
+def test_hopper_prefill_on_gpu(
+    heads: int, mask: MaskSpec, launches: list[MlaArguments], device: torch.device
+) -> None:
+    half = torch.bfloat16
+    spans = [(0, 333), (700, 65), (1500, 1), (64, 64)]
+    case, cache = make(spans, heads, (512, 64), 64, half, device=device)
+    right = mla_prefill_ref(case.q.double(), _double(cache), spans, mask, case.scale)
+    assert relative_error(prefill(case, cache, mask), right) < BOUND[half]
+    assert len(launches) == 1
+
+
+@pytest.mark.gpu
+def test_hopper_decode_reads_rows_that_the_kernel_before_it_writes(
+    launches: list[MlaArguments], device: torch.device
+) -> None:
+    """In a graph with programmatic dependent launch, where older rows are read ahead."""
+    half, q_len = torch.bfloat16, 5
+    spans = [(start, q_len) for start in (59, 64, 127, 1000)]
+    case, cache = make(spans, 16, (512, 64), 64, half, device=device)
+    position = cache.start[:, None] + torch.arange(q_len, device=device)
+    pages = cache.page_table.gather(1, (position // 64).long())
+    kv_slots = (pages * 64 + position % 64).long().flatten()
+    rows = torch.randn(len(kv_slots), 576, device=device, dtype=half)
+
+    def run() -> torch.Tensor:
+        write_latent(rows, kv_slots, cache.pool)
+        return decode(case, cache, MaskSpec(), 4)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        rows.normal_()
+        graph.replay()
+        right = mla_decode_ref(case.q.double(), _double(cache), q_len, MaskSpec(), case.scale)
+        assert relative_error(out, right) < BOUND[half]
+    assert len(launches) == 2
+
+
+@pytest.mark.gpu
+def test_hopper_pages_past_32_bit_offsets(
+    launches: list[MlaArguments], device: torch.device
+) -> None:
+    """Pages behind 2^31 elements give what the same rows give at the start of a pool."""
+    half, count = torch.bfloat16, 24
+    total = (1 << 31) // (64 * 576) + 2 * count  # 4.3 GB
+    pool = torch.empty(total, 64, 576, device=device, dtype=half)
+    pool[:count] = torch.randn(count, 64, 576, device=device, dtype=half)
+    pool[-count:] = pool[:count]
+    ids = torch.arange(count, device=device, dtype=torch.int32)[None]
+    start = torch.tensor([64 * count - 5], device=device, dtype=torch.int32)
+    near, far = (PagedLatent(pool, 512, table, start) for table in (ids, ids + total - count))
+    q = torch.randn(5, 16, 576, device=device, dtype=half)
+    for num_splits in (1, 3):
+        results = [mla_decode(q, kv, 5, MaskSpec(), 0.07, num_splits) for kv in (near, far)]
+        assert torch.equal(*results)
+    assert len(launches) == 4
 
 
 def _double(cache: PagedLatent) -> PagedLatent:

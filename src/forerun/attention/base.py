@@ -357,9 +357,9 @@ class AttentionBackend(ABC):
 
         Called for batches with `ragged` only, after `write_latent` of the same tokens, and only
         where expanding takes less time than the absorbed form
-        (`LatentDims.expanding_is_cheaper`, host values, `absorbed_speedup`); else `attend_latent` is called, so a
-        backend with `mla` serves both. The mask is causal, with or without a window; no sinks, no
-        soft-cap.
+        (`LatentDims.expanding_is_cheaper`, host values, `absorbed_speedup`); else `attend_latent`
+        is called, so a backend with `mla` serves both. The mask is causal, with or without a
+        window; no sinks, no soft-cap.
 
         This default gathers the rows of each request from `pools.latent(layer)`, expands them by
         groups of heads (`LatentExpand.head_groups` bounds the memory) and calls PyTorch's
