@@ -21,6 +21,8 @@ from forerun.kernels.gemm.gemm_sm90 import (
     num_stages,
     smem_bytes,
 )
+from forerun.kernels.moe import experts_sm90
+from forerun.kernels.moe.config import SM90_DECODE, SM90_FEW_TOKENS, Sm90MoeConfig
 from forerun.kernels.runtime import nvrtc
 
 VARIANTS = [
@@ -51,13 +53,14 @@ def test_sm90_gemm_compiles(config: Sm90GemmConfig, variant: Sm90Variant) -> Non
     assert num_stages(config, variant) > 2 and smem_bytes(config, variant) <= MAX_SMEM_BYTES
 
 
-def assert_compiles_well(source: str) -> None:
-    """Without warnings, spills, and waits that the compiler puts between wgmma instructions."""
+def assert_compiles_well(source: str) -> str:
+    """Without warnings, spills, and waits that the compiler puts between wgmma. Returns the log."""
     cubin, log = nvrtc.compile_source(source, ARCHITECTURE, verbose=True)
     assert cubin.startswith(b"\x7fELF")
     assert "warning" not in log and "serialized" not in log and "injected" not in log, log
     usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
     assert usage is not None and usage.groups() == ("0", "0", "0"), log
+    return log
 
 
 @pytest.mark.parametrize("cluster_size", [1, 2])
@@ -66,13 +69,25 @@ def test_sm90_mla_compiles(cluster_size: int) -> None:
     assert mla_sm90.SMEM_BYTES <= MAX_SMEM_BYTES
 
 
+@pytest.mark.parametrize("config", [SM90_FEW_TOKENS, SM90_DECODE], ids=str)
+def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
+    """All CTAs run at once, or they would wait for each other: `ctas_per_sm` fit on one."""
+    log = assert_compiles_well(experts_sm90.cuda_source(config))
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None
+    per_thread = -(-int(registers[1]) // 8) * 8
+    assert config.ctas_per_sm * experts_sm90.THREADS * per_thread <= 64 << 10
+    assert config.ctas_per_sm * (experts_sm90.smem_bytes(config) + 1024) <= 228 << 10
+
+
 @pytest.mark.parametrize(
     ("source", "built"),
     [
         (SOURCE, cuda_source(CONFIGS[0], Sm90Variant())),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
+        (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS)),
     ],
-    ids=["gemm", "mla"],
+    ids=["gemm", "mla", "experts"],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""

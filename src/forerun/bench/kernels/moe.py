@@ -6,7 +6,8 @@ For 1 to 128 tokens, and for prefill chunks: the router, the experts, and both w
 adds up the experts' outputs, each timed as a CUDA graph with one launch a layer, over several
 layers' weights and tokens of their own. The floor is the bytes of the touched experts and of the
 router over the measured bandwidth, or the FLOPs at the rate of a large GEMM, whichever is longer.
-`--sweep` tries tile sizes of both grouped GEMMs.
+Where the kernel for Hopper serves the experts, Triton's are timed beside it. `--sweep` tries tile
+sizes of Triton's two grouped GEMMs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from forerun.kernels.moe.config import (
     GroupedGemmConfig,
     MoeConfig,
     choose_moe,
+    choose_moe_sm90,
 )
 from forerun.kernels.moe.experts import combine, expert_partials, expert_partials_ref
 from forerun.kernels.moe.router import new_counts, route
@@ -135,6 +137,12 @@ def case(shape: Shape, tokens: int, ceilings: Ceilings) -> Result:
             lambda: [expert_partials_ref(y.x, y.w13, y.w2, y.routed) for y in stack], LAYERS
         ),
     }
+    gpu = gpu_of(stack[0].x.device)
+    if choose_moe_sm90(tokens, shape.hidden, shape.width, HALF, gpu) is not None:
+        triton = choose_moe(tokens, gpu)
+        times["triton"] = median_us(
+            lambda: [layer.experts(layer.routed, triton) for layer in stack], LAYERS
+        )
     touched = sum(layer.touched for layer in stack) / LAYERS
     return {"tokens": tokens, "touched": touched, "floor_us": floor * 1e6, **times}
 
@@ -200,7 +208,8 @@ def main() -> None:
             f"{tokens:6} tokens, {row['touched']:5.1f} experts: layer {row['layer']:8.2f} us, floor"
             f" {row['floor_us']:8.2f} ({row['layer'] / row['floor_us']:4.2f}x); router"
             f" {row['router']:6.2f}, experts {row['experts']:8.2f}, grouped_mm"
-            f" {row['grouped_mm']:8.2f}",
+            f" {row['grouped_mm']:8.2f}"
+            + (f", Triton {row['triton']:8.2f}" if "triton" in row else ""),
             flush=True,
         )
         if options.sweep:

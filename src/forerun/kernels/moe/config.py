@@ -1,17 +1,22 @@
-"""Tile sizes of the MoE kernels, by number of tokens and GPU.
+"""Which MoE kernels serve how many tokens, and their tile sizes, by GPU.
 
 A tile is up to BLOCK_M (token, choice) pairs of one expert. Up to `MAX_DECODE_TOKENS` tokens the
 time is that of reading the touched experts once: tiles are short, and narrow enough along N that
 one token's k experts fill the GPU. With more tokens the tiles are those of a compute-bound GEMM.
+On Hopper up to `MAX_DECODE_TOKENS` tokens have a kernel of their own (`choose_moe_sm90`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
 
 MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by PyTorch
+DECODE_BLOCK_M = 16  # pairs of a tile for them on NVIDIA
 ROUTER_SLICES = 8  # at most; the router's K is split into so many parts
 
 
@@ -32,6 +37,34 @@ class MoeConfig:
     down: GroupedGemmConfig
 
 
+@dataclass(frozen=True)
+class Sm90MoeConfig:
+    """The kernel for Hopper (`experts_sm90.py`), with tiles of `DECODE_BLOCK_M` pairs."""
+
+    block_k: int  # columns of a pipeline stage: a multiple of 64 that divides H and I
+    num_stages: int  # of the SMEM pipeline
+    ctas_per_sm: int  # as many have to fit, in registers and shared memory
+
+
+# The faster ones of those in docs/kernels-lab-notes.md.
+SM90_FEW_TOKENS, FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=8, ctas_per_sm=1), 4
+SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2)
+
+
+def choose_moe_sm90(
+    num_tokens: int, hidden: int, width: int, dtype: torch.dtype, gpu: GpuInfo
+) -> Sm90MoeConfig | None:
+    """The configuration for experts of this size; None: the Triton kernels serve them."""
+    hopper = gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and nvrtc.available()
+    if not hopper or dtype != torch.bfloat16 or num_tokens > MAX_DECODE_TOKENS:
+        return None
+    if hidden % 64 or width % 64:
+        return None
+    if num_tokens <= FEW_TOKENS and hidden % 128 == 0 and width % 128 == 0:
+        return SM90_FEW_TOKENS
+    return SM90_DECODE
+
+
 def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
     """The tiling for this many tokens; it changes after 128 and 1024 of them.
 
@@ -40,7 +73,7 @@ def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
     if gpu.amd:
         return _choose_amd(num_tokens, gpu)
     if num_tokens <= MAX_DECODE_TOKENS:
-        block_m, block_n, block_k, warps = 16, 32, 128, 4
+        block_m, block_n, block_k, warps = DECODE_BLOCK_M, 32, 128, 4
     elif num_tokens <= 1024:
         block_m, block_n, block_k, warps = 64, 64, 64, 4
     else:

@@ -12,6 +12,8 @@ The partials of a token are added up in the order of the choices, by the RMSNorm
 split-K partials) or by `combine`; nothing is added atomically. So a token's result does not depend
 on which other tokens are in the batch, within the ranges of `choose_moe`.
 
+On Hopper, up to `MAX_DECODE_TOKENS` tokens have one kernel for both (`experts_sm90.py`).
+
 Tiles of one expert have neighbouring CTAs with the same block of columns, so that its weights are
 read from memory once. CTAs beyond the tiles in use return at once.
 """
@@ -23,7 +25,14 @@ from torch import Tensor
 
 from forerun.kernels.elementwise.silu_mul import silu_mul_ref
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
-from forerun.kernels.moe.config import MAX_DECODE_TOKENS, GroupedGemmConfig, MoeConfig, choose_moe
+from forerun.kernels.moe.config import (
+    MAX_DECODE_TOKENS,
+    GroupedGemmConfig,
+    MoeConfig,
+    choose_moe,
+    choose_moe_sm90,
+)
+from forerun.kernels.moe.experts_sm90 import expert_partials_sm90
 from forerun.kernels.moe.routing import ExpertTiles, Routed
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, use_triton
@@ -65,13 +74,19 @@ def expert_partials(
     Args:
         routed: of `route` for the same x, with its tiles.
         shared: [T, H], added to the first choice.
-        config: tile sizes; None: those of `choose_moe`.
+        config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
     """
     if not use_triton(x):
         return expert_partials_ref(x, w13, w2, routed, shared)
     tokens, (_, hidden, width) = x.shape[0], w2.shape
-    tiles, config = routed.tiles, config or choose_moe(tokens, gpu_of(x.device), x.itemsize)
-    assert tiles is not None and tiles.block_m == config.block_m
+    tiles, gpu = routed.tiles, gpu_of(x.device)
+    assert tiles is not None
+    if config is None and tiles.progress is not None:
+        sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
+        if sm90 is not None:
+            return expert_partials_sm90(x, w13, w2, routed, shared, sm90)
+    config = config or choose_moe(tokens, gpu, x.itemsize)
+    assert tiles.block_m == config.block_m
     assert x.is_contiguous() and w13.is_contiguous() and w2.is_contiguous()
     assert hidden % 8 == 0 and width % 8 == 0 and routed.experts.shape[0] == tokens
     top_k = routed.experts.shape[1]

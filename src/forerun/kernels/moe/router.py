@@ -4,8 +4,8 @@
 1. `_router_logits`: x Wᵀ in float32, K split into slices: with few tokens one CTA per tile of
    experts could not read the weight quickly enough.
 2. `_top_k`: sums the slices in order, scores, chooses and weights. Up to `MAX_DECODE_TOKENS`
-   tokens it also sorts the pairs into a list per expert and cuts the lists into tiles. Few tokens
-   are one CTA's, which counts in registers. Otherwise every pair takes the next place in its
+   tokens it also sorts the pairs into a list per expert and cuts the lists into tiles. Up to 16
+   tokens are one CTA's, which counts in registers. Otherwise every pair takes the next place in its
    expert's list by an atomic add, and the CTA that finishes last makes the tiles; the order within
    a list then varies, and the results of the GEMMs do not depend on it. For more tokens, PyTorch
    sorts (`align_ref`).
@@ -20,7 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
-from forerun.kernels.moe.config import MAX_DECODE_TOKENS, choose_moe, max_tiles, router_slice
+from forerun.kernels.moe.config import (
+    DECODE_BLOCK_M,
+    MAX_DECODE_TOKENS,
+    choose_moe,
+    max_tiles,
+    router_slice,
+)
 from forerun.kernels.moe.routing import (
     NORM_EPS,
     ExpertTiles,
@@ -35,16 +41,19 @@ from forerun.kernels.runtime.pdl import pdl_options
 
 BLOCK_N, BLOCK_K = 32, 128  # experts and columns per tile of the logits
 TOKENS, MANY_TOKENS = 4, 8  # per CTA of `_top_k`; up to `MAX_DECODE_TOKENS` one to a warp
-ONE_CTA_SCORES = 4096  # tokens (at most 32) times experts that one CTA takes
+ONE_CTA_TOKENS, ONE_CTA_SCORES = 16, 4096  # most tokens, and tokens times experts, of one CTA
 WARPS, STAGES = 4, 3
 
 
 def new_counts(routing: Routing, device: torch.device) -> Tensor:
-    """[E + 1] int32, zero: pairs per expert, and CTAs done. Every routing leaves them zero.
+    """int32 zeros: pairs per expert [E] and CTAs done [1]; the experts' progress, one per tile + 1.
 
-    Two routings with the same counts must not run at once.
+    Every routing, and the experts after it, leave them zero. Two layers with the same counts must
+    not run at once.
     """
-    return torch.zeros(routing.num_experts + 1, dtype=torch.int32, device=device)
+    pairs = MAX_DECODE_TOKENS * routing.top_k
+    tiles = max_tiles(pairs, routing.num_experts, DECODE_BLOCK_M)
+    return torch.zeros(routing.num_experts + 2 + tiles, dtype=torch.int32, device=device)
 
 
 def route(
@@ -115,18 +124,18 @@ def top_k(
     )  # fmt: skip
     if pairs is None or tiles is None:
         return Routed(weights, experts, align_ref(experts, num_experts, block_m))
-    return Routed(weights, experts, ExpertTiles(pairs, tiles, block_m))
+    return Routed(weights, experts, ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :]))
 
 
 def tokens_of_top_k(tokens: int, columns: int) -> tuple[int, int]:
     """Tokens of a CTA of `_top_k`, and its warps. `columns`: experts, padded."""
     if tokens > MAX_DECODE_TOKENS:
         return MANY_TOKENS, WARPS
-    most = min(32, ONE_CTA_SCORES // columns)
+    most = min(ONE_CTA_TOKENS, ONE_CTA_SCORES // columns)
     if tokens <= TOKENS or tokens > most:
         return TOKENS, WARPS
     block = next_power_of_2(tokens)
-    return block, min(block, 16)
+    return block, block
 
 
 @jit_no_specialize("T")
@@ -184,7 +193,7 @@ def _top_k(
     rounded_like,  # anything of the dtype that logits are rounded to, or None
     weights_out,  # [T, k] float32
     experts_out,  # [T, k] int32
-    counts,  # [E + 1] int32, zero before and after
+    counts,  # int32, E + 1 of which are zero before and after
     pairs,  # [E, T] int32, with ALIGN
     tiles,  # [3, max_tiles] int32, with ALIGN
     T,

@@ -83,6 +83,8 @@ class ExpertTiles:
     pairs: Tensor  # int32
     tiles: Tensor  # [3, max_tiles] int32: expert, first index into `pairs`, number of pairs (or 0)
     block_m: int  # most pairs of a tile
+    # int32, zero before and after every kernel: what CTAs of `experts_sm90.py` tell each other.
+    progress: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,425 @@
+// The experts of a mixture of experts for up to 128 tokens on Hopper (sm_90a): both grouped GEMMs in
+// one persistent, warp-specialized kernel. experts_sm90.py explains the design, compiles and
+// launches it.
+//
+// experts_sm90.py puts its configuration in front of this file, as macros:
+//   BLOCK_K      columns of a pipeline stage, a multiple of 64
+//   NUM_STAGES   stages of the SMEM pipeline
+//   CTAS_PER_SM  of the grid
+
+#ifndef BLOCK_K  // opened in an IDE: one consistent configuration
+#define BLOCK_K 128
+#define NUM_STAGES 8
+#define CTAS_PER_SM 1
+#endif
+
+#include "sm90.cuh"
+
+constexpr int BLOCK_M = 16;     // most pairs of an expert's tile; N of wgmma
+constexpr int BLOCK_N = 64;     // rows of W; M of wgmma
+constexpr int ROW_BYTES = 128;  // of a tile in shared memory: 64 columns, the width of the swizzle
+constexpr int CHUNKS = BLOCK_K / 64;
+constexpr int W_CHUNK_BYTES = BLOCK_N * ROW_BYTES, X_CHUNK_BYTES = BLOCK_M * ROW_BYTES;
+constexpr int W_STAGE_BYTES = CHUNKS * W_CHUNK_BYTES, X_STAGE_BYTES = CHUNKS * X_CHUNK_BYTES;
+
+// Warp 0 loads W, warps 1 and 2 load x or act; from warp 4: two consumer warpgroups.
+constexpr int X_PRODUCERS = 64, CONSUMER_WARPGROUPS = 2, THREADS = 128 * (1 + CONSUMER_WARPGROUPS);
+constexpr int X_PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
+
+// --- cp.async, and memory that CTAs share --------------------------------------------------------
+
+// Fetches a descriptor ahead of its first load.
+__device__ void prefetch_descriptor(const TmaDescriptor& descriptor) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&descriptor) : "memory");
+}
+
+// Loads one box of a tensor of four dimensions.
+__device__ void tma_load_4d(u32 smem, const TmaDescriptor& descriptor, int c0, int c1, int c2,
+                            int c3, u32 bar, u64 cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+      ::"r"(smem), "l"(&descriptor), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar),
+      "l"(cache_policy) : "memory");
+}
+
+// Copies 16 bytes, around L1.
+__device__ void cp_async_16(u32 smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
+// Arrives when all earlier cp.async of this thread have completed; counted among the barrier's.
+__device__ void cp_async_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ int load_acquire(const int* p) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
+__device__ void add_release(int* p, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
+__device__ u16 to_bf16(float x) { return (u16)pack_bf16x2(x, 0.f); }
+__device__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
+__device__ float round_bf16(float x) { return from_bf16(to_bf16(x)); }
+
+// --- arguments and tile scheduler ----------------------------------------------------------------
+
+struct Arguments {
+  const u16* x;          // [T, H] bf16
+  u16* act;              // [T * k, I] bf16
+  float* out;            // [k, T, H]
+  const float* weights;  // [T, k]
+  const u16* shared;     // [T, H] bf16 or null
+  const int* pairs;
+  int* progress;         // zero before and after: CTAs that wait for act no more; for each expert
+                         // tile, work tiles of gate/up that are done
+  int T, H, I, top_k;
+};
+
+// Up to BLOCK_M pairs of one expert, from ExpertTiles.
+struct alignas(8) ExpertTile {
+  short expert, rows;
+  int first;  // index into `pairs`
+};
+
+// An expert tile by BLOCK_N rows of its expert's weight. tile < 0: there are no more.
+struct WorkTile { int tile, block_n; bool down; };
+
+// Static persistent scheduler: CTA c computes work tiles c, c + num_ctas, ... of gate/up, then those
+// of down. Where gate/up does not divide evenly, the CTAs with one work tile less start with H / I
+// work tiles of down, which take about as long.
+struct TileScheduler {
+  int num_tiles, gate_up_blocks, down_blocks;  // expert tiles, and their blocks of BLOCK_N rows
+  int cta, num_ctas;
+  int gate_up_count;   // work tiles of gate/up of this CTA
+  int lead, idle;      // work tiles of down that it computes while others end gate/up; idle CTAs
+  int lead_tiles, rank;  // work tiles of all idle CTAs; this CTA's place among all, idle ones first
+
+  __device__ TileScheduler(int num_tiles, int H, int I, int cta, int num_ctas)
+      : num_tiles(num_tiles), gate_up_blocks(2 * I / BLOCK_N), down_blocks(H / BLOCK_N), cta(cta),
+        num_ctas(num_ctas) {
+    int gate_up = num_tiles * gate_up_blocks, busy = gate_up % num_ctas;
+    gate_up_count = gate_up / num_ctas + (cta < busy);
+    idle = num_ctas - busy;
+    lead = cta < busy ? 0 : H / I;
+    lead_tiles = idle * (H / I);
+    rank = cta < busy ? idle + cta : cta - busy;
+  }
+
+  __device__ WorkTile work_tile(int i) const {  // the i-th of this CTA
+    if (i < gate_up_count) {
+      int index = cta + i * num_ctas;
+      return {index / gate_up_blocks, index % gate_up_blocks, false};
+    }
+    i -= gate_up_count;
+    int index = rank + (i < lead ? i * idle : lead_tiles + (i - lead) * num_ctas);
+    if (index >= num_tiles * down_blocks) return {-1, 0, true};
+    return {index / down_blocks, index % down_blocks, true};
+  }
+};
+
+// --- SMEM pipeline -------------------------------------------------------------------------------
+
+// Shared-memory addresses. full: W and x have arrived; empty: they have been read. order: the other
+// consumer warpgroup waits for no more stages of the work tile before.
+struct SmemPipeline {
+  u32 w, x, full_barriers, empty_barriers, order_barriers;
+  __device__ u32 full(int stage) const { return full_barriers + 8 * stage; }
+  __device__ u32 empty(int stage) const { return empty_barriers + 8 * stage; }
+  __device__ u32 order(int warpgroup) const { return order_barriers + 8 * warpgroup; }
+};
+
+// The stage that is next, and the parity of its `full` barrier; that of `empty` is the other one.
+struct PipelineState {
+  int stage = 0, phase = 0;
+  __device__ void advance(int stages = 1) {
+    for (stage += stages; stage >= NUM_STAGES; stage -= NUM_STAGES) phase ^= 1;
+  }
+};
+
+// What all roles share.
+struct Context {
+  Arguments args;
+  TileScheduler scheduler;
+  SmemPipeline pipeline;
+  const ExpertTile* tiles;
+  __device__ int k_blocks(const WorkTile& work) const {
+    return (work.down ? args.I : args.H) / BLOCK_K;
+  }
+};
+
+// --- producers -----------------------------------------------------------------------------------
+
+// One thread. In gate/up 8 rows of gate and 8 of up alternate, so that both accumulators of an
+// element of act are in the same thread.
+__device__ void produce_w(const Context& context, const TmaDescriptor& w13,
+                          const TmaDescriptor& w2) {
+  const SmemPipeline& pipeline = context.pipeline;
+  PipelineState state;
+  for (int i = 0;; i++) {
+    WorkTile work = context.scheduler.work_tile(i);
+    if (work.tile < 0) return;
+    ExpertTile tile = context.tiles[work.tile];
+    // Read once, unless the expert has another tile.
+    u64 cache_policy = tile.rows < BLOCK_M ? EVICT_FIRST : EVICT_NORMAL;
+    int k_blocks = context.k_blocks(work), column = 0;
+    for (int k = 0; k < k_blocks; k++, state.advance()) {
+      u32 full = pipeline.full(state.stage), smem = pipeline.w + state.stage * W_STAGE_BYTES;
+      mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
+      mbarrier_arrive_expect_tx(full, W_STAGE_BYTES);
+#pragma unroll
+      for (int chunk = 0; chunk < CHUNKS; chunk++, column += 64, smem += W_CHUNK_BYTES) {
+        if (work.down)
+          tma_load(smem, w2, column, tile.expert * context.args.H + work.block_n * BLOCK_N, full,
+                   cache_policy);
+        else
+          tma_load_4d(smem, w13, column, 0, 2 * tile.expert, work.block_n * (BLOCK_N / 16), full,
+                      cache_policy);
+      }
+    }
+  }
+}
+
+// Waits until all of an expert tile's act is written. All x producers.
+__device__ void wait_for_act(const Context& context, int tile, int thread) {
+  if (thread == 0)
+    while (load_acquire(context.args.progress + 1 + tile) < context.scheduler.gate_up_blocks) {
+    }
+  named_barrier_sync(X_PRODUCER_BARRIER, X_PRODUCERS);
+}
+
+// The last CTA that waits for act no more leaves `progress` zero. One thread.
+__device__ void reset_progress(const Context& context) {
+  int* progress = context.args.progress;
+  __threadfence();
+  if (atomicAdd(progress, 1) != context.scheduler.num_ctas - 1) return;
+  __threadfence();
+  for (int i = 0; i <= context.scheduler.num_tiles; i++) progress[i] = 0;
+}
+
+// Gathers an expert tile's rows of x, or of act, swizzled as TMA does it. A thread copies one 16-byte
+// vector of every ROW_STEP-th row. Rows beyond the tile's are left as they are: a column of wgmma's
+// B affects the same column of the result only.
+__device__ void produce_x(const Context& context, int thread) {
+  constexpr int VECTORS = BLOCK_K / 8, ROW_STEP = X_PRODUCERS / VECTORS, ROWS = BLOCK_M / ROW_STEP;
+  static_assert(X_PRODUCERS % VECTORS == 0 && BLOCK_M % ROW_STEP == 0, "rows of a thread");
+  const SmemPipeline& pipeline = context.pipeline;
+  const Arguments& args = context.args;
+  int vector = thread % VECTORS, first_row = thread / VECTORS;
+  u32 chunk = pipeline.x + vector / 8 * X_CHUNK_BYTES;
+  PipelineState state;
+  for (int i = 0;; i++) {
+    WorkTile work = context.scheduler.work_tile(i);
+    if (work.tile < 0) break;
+    ExpertTile tile = context.tiles[work.tile];
+    const u16* source[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      int row = first_row + r * ROW_STEP, pair = row < tile.rows ? args.pairs[tile.first + row] : 0;
+      source[r] = (work.down ? args.act + (u64)pair * args.I
+                             : args.x + (u64)(pair / args.top_k) * args.H) + vector * 8;
+    }
+    if (work.down) wait_for_act(context, work.tile, thread);
+    int k_blocks = context.k_blocks(work);
+    for (int k = 0; k < k_blocks; k++, state.advance()) {
+      mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        int row = first_row + r * ROW_STEP;
+        if (row < tile.rows)
+          cp_async_16(chunk + state.stage * X_STAGE_BYTES + row * ROW_BYTES +
+                          (vector % 8 ^ row % 8) * 16,
+                      source[r]);
+        source[r] += BLOCK_K;
+      }
+      cp_async_arrive(pipeline.full(state.stage));
+    }
+  }
+  if (thread == 0) reset_progress(context);
+}
+
+// --- consumer warpgroups -------------------------------------------------------------------------
+
+// acc += 64 rows of W times 16 rows of x, 16 deep.
+__device__ void wgmma(float (&acc)[BLOCK_M / 2], u64 w_descriptor, u64 x_descriptor) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]),
+        "+f"(acc[6]), "+f"(acc[7])
+      : "l"(w_descriptor), "l"(x_descriptor));
+}
+
+// A thread's pairs: columns 8 j + 2 (lane % 4) and the next of the accumulators, at 2 j and 2 j + 1.
+struct ThreadPairs {
+  int pair[BLOCK_M / 4];  // -1: none
+  float weight[BLOCK_M / 4];
+  __device__ ThreadPairs(const ExpertTile& tile, const Arguments& args, bool weighted) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 4; i++) {
+      int column = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2;
+      pair[i] = column < tile.rows ? args.pairs[tile.first + column] : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 4; i++)
+      weight[i] = weighted && pair[i] >= 0 ? args.weights[pair[i]] : 0.f;
+  }
+};
+
+// acc = the work tile's rows of W times the expert tile's rows of x.
+__device__ void mainloop(float (&acc)[BLOCK_M / 2], const SmemPipeline& pipeline,
+                         PipelineState& state, int k_blocks, int other_warpgroup) {
+  bool first_thread = threadIdx.x % 128 == 0;
+  int previous_stage = 0;
+#pragma unroll
+  for (int i = 0; i < BLOCK_M / 2; i++) acc[i] = 0.f;
+  for (int k = 0; k < k_blocks; k++, state.advance()) {
+    mbarrier_wait(pipeline.full(state.stage), state.phase);
+    fence_proxy_async();  // x was written by cp.async
+    wgmma_fence();
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS; chunk++) {
+      u64 w = k_major_descriptor(pipeline.w + state.stage * W_STAGE_BYTES + chunk * W_CHUNK_BYTES);
+      u64 x = k_major_descriptor(pipeline.x + state.stage * X_STAGE_BYTES + chunk * X_CHUNK_BYTES);
+#pragma unroll
+      for (int step = 0; step < 4; step++) wgmma(acc, w + 2 * step, x + 2 * step);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();  // this stage stays in flight; the one before it has been read
+    if (k > 0 && first_thread) mbarrier_arrive(pipeline.empty(previous_stage));
+    previous_stage = state.stage;
+  }
+  if (first_thread) mbarrier_arrive(pipeline.order(other_warpgroup));
+  wgmma_wait<0>();
+  if (first_thread) mbarrier_arrive(pipeline.empty(previous_stage));
+  fence_registers(acc);
+}
+
+// act = SiLU(gate) * up, both rounded before, as the output of a GEMM is. Of a warp's 16 rows, the
+// first 8 are gate and the last 8 up.
+__device__ void store_act(const float (&acc)[BLOCK_M / 2], const Arguments& args,
+                          const ThreadPairs& pairs, int block_n) {
+  int column = block_n * (BLOCK_N / 2) + threadIdx.x / 32 % 4 * 8 + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < BLOCK_M / 4; i++) {
+    if (pairs.pair[i] < 0) continue;
+    float gate = round_bf16(acc[i / 2 * 4 + i % 2]), up = round_bf16(acc[i / 2 * 4 + i % 2 + 2]);
+    float sigmoid = __fdividef(1.f, 1.f + __expf(-gate));
+    args.act[(u64)pairs.pair[i] * args.I + column] = to_bf16(gate * sigmoid * up);
+  }
+}
+
+// out = rounded as the output of a GEMM is, times the pair's weight; plus `shared` for choice 0.
+__device__ void store_out(const float (&acc)[BLOCK_M / 2], const Arguments& args,
+                          const ThreadPairs& pairs, int block_n) {
+  int first = block_n * BLOCK_N + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int i = 0; i < BLOCK_M / 4; i++) {
+    int pair = pairs.pair[i];
+    if (pair < 0) continue;
+    int token = pair / args.top_k, choice = pair % args.top_k;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      int column = first + 8 * half;
+      float value = round_bf16(acc[i / 2 * 4 + i % 2 + 2 * half]) * pairs.weight[i];
+      if (args.shared != nullptr && choice == 0)
+        value += from_bf16(args.shared[(u64)token * args.H + column]);
+      args.out[((u64)choice * args.T + token) * args.H + column] = value;
+    }
+  }
+}
+
+// Tells the CTAs that wait for this expert tile's act that one more block of it is written. All
+// threads of the warpgroup.
+__device__ void signal_act(const Context& context, int tile, int warpgroup) {
+  if (warpgroup == 0) named_barrier_sync(CONSUMER_BARRIER, 128);
+  else named_barrier_sync(CONSUMER_BARRIER + 1, 128);
+  if (threadIdx.x % 128 == 0) add_release(context.args.progress + 1 + tile, 1);
+}
+
+// Every second work tile of this CTA (ping-pong): while one warpgroup stores, the other multiplies.
+// They run their main loops in order: one that waited for a stage before the other has seen its
+// previous contents would take these for its own, since a barrier tells only even phases from odd.
+__device__ void consume(const Context& context, int warpgroup) {
+  PipelineState state;
+  for (int i = 0;; i++) {
+    WorkTile work = context.scheduler.work_tile(i);
+    if (work.tile < 0) return;
+    int k_blocks = context.k_blocks(work);
+    if (i % CONSUMER_WARPGROUPS != warpgroup) {
+      state.advance(k_blocks);
+      continue;
+    }
+    ThreadPairs pairs(context.tiles[work.tile], context.args, work.down);
+    mbarrier_wait(context.pipeline.order(warpgroup), i / 2 % 2 ^ (warpgroup == 0));
+    float acc[BLOCK_M / 2];
+    mainloop(acc, context.pipeline, state, k_blocks, 1 - warpgroup);
+    if (work.down) {
+      store_out(acc, context.args, pairs, work.block_n);
+    } else {
+      store_act(acc, context.args, pairs, work.block_n);
+      signal_act(context, work.tile, warpgroup);
+    }
+  }
+}
+
+// --- kernel --------------------------------------------------------------------------------------
+
+// Copies ExpertTiles into shared memory. Returns how many are in use.
+__device__ int load_tiles(ExpertTile* list, const int* tiles, int max_tiles) {
+  int used = 0;
+  for (int first = 0; first < max_tiles; first += THREADS) {
+    int i = first + (int)threadIdx.x, rows = 0;
+    if (i < max_tiles) {
+      rows = tiles[2 * max_tiles + i];
+      list[i] = ExpertTile{(short)tiles[i], (short)rows, tiles[max_tiles + i]};
+    }
+    used += __syncthreads_count(rows > 0);
+  }
+  return used;
+}
+
+// Shared memory: pipeline stages, mbarriers (full, empty, order), max_tiles expert tiles. All CTAs
+// must fit on the GPU at once, since they wait for each other's act.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
+experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13, const __grid_constant__ TmaDescriptor w2,
+                    const u16* x, u16* act, float* out, const float* weights, const u16* shared,
+                    const int* pairs, const int* tiles, int* progress, int max_tiles, int T, int H,
+                    int I, int top_k) {
+  griddepcontrol_launch_dependents();  // takes effect when all CTAs have started
+  extern __shared__ unsigned char smem[];
+  u32 base = (smem_address(smem) + 1023) & ~1023u;
+  u32 barriers = base + NUM_STAGES * (W_STAGE_BYTES + X_STAGE_BYTES);
+  SmemPipeline pipeline{base, base + NUM_STAGES * W_STAGE_BYTES, barriers,
+                        barriers + 8 * NUM_STAGES, barriers + 16 * NUM_STAGES};
+  u32 after = pipeline.order(CONSUMER_WARPGROUPS);
+  ExpertTile* list = (ExpertTile*)(smem + (after - smem_address(smem)));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < NUM_STAGES; i++) {
+      mbarrier_init(pipeline.full(i), 1 + X_PRODUCERS);
+      mbarrier_init(pipeline.empty(i), 1);
+    }
+    for (int i = 0; i < CONSUMER_WARPGROUPS; i++) mbarrier_init(pipeline.order(i), 1);
+    mbarrier_init_fence();
+    prefetch_descriptor(w13);
+    prefetch_descriptor(w2);
+  }
+  griddepcontrol_wait();
+  int used = load_tiles(list, tiles, max_tiles);
+
+  Context context{{x, act, out, weights, shared, pairs, progress, T, H, I, top_k},
+                  TileScheduler(used, H, I, (int)blockIdx.x, (int)gridDim.x), pipeline, list};
+  int warp = threadIdx.x / 32;
+  if (warp == 0) {
+    if (threadIdx.x == 0) produce_w(context, w13, w2);
+  } else if (warp == 1 || warp == 2) {
+    produce_x(context, threadIdx.x - 32);
+  } else if (warp >= 4) {
+    consume(context, warp / 4 - 1);
+  }
+}

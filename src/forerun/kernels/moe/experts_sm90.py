@@ -1,0 +1,95 @@
+"""Launches the experts' kernel for Hopper (`experts_sm90.cu`), compiled by NVRTC.
+
+For up to 128 tokens the time of both grouped GEMMs is that of reading the weights of the touched
+experts once. One persistent kernel reads them without a pause:
+
+- A work tile is an expert tile (up to 16 pairs of one expert) by 64 rows of the expert's weight: 32
+  of gate and 32 of up, or 64 of down. A CTA computes its work tiles of gate/up, then those of down.
+- Warp-specialized: one thread loads W by TMA into an SMEM pipeline that runs on across work tiles,
+  two warps gather the rows of x or act by cp.async, and two consumer warpgroups alternate
+  (ping-pong), so that one multiplies while the other stores.
+- W is wgmma's left operand, 64 rows, and the pairs are its N, 16 columns.
+- down needs whole rows of act, from many CTAs. They count the finished work tiles of each expert
+  tile; only the warps that load act wait for that count, while W of down fills the pipeline. CTAs
+  wait for gate/up alone, which waits for nothing, so that no two wait for each other. All CTAs have
+  to run at once for that: the grid is what fits on the GPU.
+
+Sums are accumulated in float32 in one order, the same in both configurations, and rounded once. A
+column of wgmma's result depends on the same column of its operand only. So a token's result is the
+same alone and among up to 127 others.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.moe.config import DECODE_BLOCK_M, Sm90MoeConfig
+from forerun.kernels.moe.routing import Routed
+from forerun.kernels.runtime import nvrtc
+from forerun.kernels.runtime.gpu import gpu_of
+
+ARCHITECTURE = "sm_90a"
+SOURCE = Path(__file__).with_name("experts_sm90.cu")
+BLOCK_N = 64  # rows of W
+THREADS = 384
+MAX_TILES = 640  # more than 128 tokens make with 512 experts, 16 a token
+
+
+def smem_bytes(config: Sm90MoeConfig) -> int:
+    """Dynamic shared memory per CTA: pipeline, mbarriers, tiles, alignment to 1,024 bytes."""
+    stage = (BLOCK_N + DECODE_BLOCK_M) * config.block_k * 2  # bfloat16
+    return config.num_stages * (stage + 16) + 16 + 8 * MAX_TILES + 1024
+
+
+def cuda_source(config: Sm90MoeConfig) -> str:
+    """`experts_sm90.cu` with its configuration as macros in front, ready to compile."""
+    macros = {
+        "BLOCK_K": config.block_k,
+        "NUM_STAGES": config.num_stages,
+        "CTAS_PER_SM": config.ctas_per_sm,
+    }
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return f'{defines}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+
+
+def expert_partials_sm90(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    routed: Routed,
+    shared: Tensor | None,
+    config: Sm90MoeConfig,
+) -> Tensor:
+    """`expert_partials` for bfloat16 and up to 128 tokens: float32 [k, T, H]."""
+    tokens, (experts, hidden, width) = x.shape[0], w2.shape
+    tiles, top_k = routed.tiles, routed.experts.shape[1]
+    assert tiles is not None and tiles.progress is not None
+    max_tiles = tiles.tiles.shape[1]
+    assert max_tiles <= MAX_TILES and max_tiles < len(tiles.progress)
+    assert tiles.block_m == DECODE_BLOCK_M
+    assert hidden % config.block_k == 0 and width % config.block_k == 0
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w13, w2))
+    assert shared is None or shared.is_contiguous()
+    act = x.new_empty(tokens * top_k, width)
+    out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=x.device)
+    # [I / 8, 2E, 8, H]: a box has 8 rows of gate, the 8 rows of up that go with them, and so on.
+    paired = w13.view(2 * experts, width // 8, 8, hidden).transpose(0, 1)
+    args = (
+        nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64)),
+        nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64)),
+        x, act, out, routed.weights, shared, tiles.pairs, tiles.tiles, tiles.progress,
+        max_tiles, tokens, hidden, width, top_k,
+    )  # fmt: skip
+    grid = gpu_of(x.device).num_sms * config.ctas_per_sm
+    nvrtc.launch(_load_kernel(config, x.device), grid, THREADS, args, x.device)
+    return out
+
+
+@cache
+def _load_kernel(config: Sm90MoeConfig, device: torch.device) -> nvrtc.CudaKernel:
+    source, smem = cuda_source(config), smem_bytes(config)
+    return nvrtc.load_kernel(source, "experts_sm90_kernel", ARCHITECTURE, smem, device)
