@@ -31,7 +31,7 @@ SNAPSHOT_FRACTION = 0.1  # of K/V memory, for snapshots of recurrent states
 RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the driver
 GIB = 2**30
 # Prompt lengths below the largest that use other kernels, or more memory.
-SHORT_PROMPTS = (1, 32, 64, 128, LARGE_M - 1)
+SHORT_PROMPTS = (1, 8, 16, 32, 64, 128, LARGE_M - 1)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-// The experts of a mixture of experts for up to 128 tokens on Hopper (sm_90a): both grouped GEMMs in
-// one persistent, warp-specialized kernel. experts_sm90.py explains the design, compiles and
+// The experts of a mixture of experts for up to 128 tokens on Hopper (sm_90a): both grouped GEMMs
+// in one persistent, warp-specialized kernel. experts_sm90.py explains the design, compiles and
 // launches it.
 //
 // experts_sm90.py puts its configuration in front of this file, as macros:
@@ -90,15 +90,15 @@ struct alignas(8) ExpertTile {
 // An expert tile by BLOCK_N rows of its expert's weight. tile < 0: there are no more.
 struct WorkTile { int tile, block_n; bool down; };
 
-// Static persistent scheduler: CTA c computes work tiles c, c + num_ctas, ... of gate/up, then those
-// of down. Where gate/up does not divide evenly, the CTAs with one work tile less start with H / I
-// work tiles of down, which take about as long.
+// Static persistent scheduler: CTA c computes work tiles c, c + num_ctas, ... of gate/up, then its
+// share of down. Where gate/up does not divide evenly, some CTAs have one work tile more, and are
+// busy for longer; the others, idle then, start with H / I work tiles of down, about as much time.
 struct TileScheduler {
   int num_tiles, gate_up_blocks, down_blocks;  // expert tiles, and their blocks of BLOCK_N rows
-  int cta, num_ctas;
-  int gate_up_count;   // work tiles of gate/up of this CTA
-  int lead, idle;      // work tiles of down that it computes while others end gate/up; idle CTAs
-  int lead_tiles, rank;  // work tiles of all idle CTAs; this CTA's place among all, idle ones first
+  int cta, num_ctas, idle;                     // idle: number of such CTAs
+  int gate_up_count, lead;  // this CTA's work tiles of gate/up; of down, to start with
+  int lead_tiles;           // of all idle CTAs
+  int rank;                 // this CTA's place in down: idle CTAs come first
 
   __device__ TileScheduler(int num_tiles, int H, int I, int cta, int num_ctas)
       : num_tiles(num_tiles), gate_up_blocks(2 * I / BLOCK_N), down_blocks(H / BLOCK_N), cta(cta),
@@ -202,9 +202,9 @@ __device__ void reset_progress(const Context& context) {
   for (int i = 0; i <= context.scheduler.num_tiles; i++) progress[i] = 0;
 }
 
-// Gathers an expert tile's rows of x, or of act, swizzled as TMA does it. A thread copies one 16-byte
-// vector of every ROW_STEP-th row. Rows beyond the tile's are left as they are: a column of wgmma's
-// B affects the same column of the result only.
+// Gathers an expert tile's rows of x, or of act, swizzled as TMA does it. A thread copies one
+// 16-byte vector of every ROW_STEP-th row. Rows beyond the tile's are left as they are: a column of
+// wgmma's B affects the same column of the result only.
 __device__ void produce_x(const Context& context, int thread) {
   constexpr int VECTORS = BLOCK_K / 8, ROW_STEP = X_PRODUCERS / VECTORS, ROWS = BLOCK_M / ROW_STEP;
   static_assert(X_PRODUCERS % VECTORS == 0 && BLOCK_M % ROW_STEP == 0, "rows of a thread");
@@ -255,7 +255,7 @@ __device__ void wgmma(float (&acc)[BLOCK_M / 2], u64 w_descriptor, u64 x_descrip
       : "l"(w_descriptor), "l"(x_descriptor));
 }
 
-// A thread's pairs: columns 8 j + 2 (lane % 4) and the next of the accumulators, at 2 j and 2 j + 1.
+// A thread's pairs: columns 8 j + 2 (lane % 4) and the next of the accumulators, at 2 j, 2 j + 1.
 struct ThreadPairs {
   int pair[BLOCK_M / 4];  // -1: none
   float weight[BLOCK_M / 4];
@@ -387,10 +387,10 @@ __device__ int load_tiles(ExpertTile* list, const int* tiles, int max_tiles) {
 // Shared memory: pipeline stages, mbarriers (full, empty, order), max_tiles expert tiles. All CTAs
 // must fit on the GPU at once, since they wait for each other's act.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
-experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13, const __grid_constant__ TmaDescriptor w2,
-                    const u16* x, u16* act, float* out, const float* weights, const u16* shared,
-                    const int* pairs, const int* tiles, int* progress, int max_tiles, int T, int H,
-                    int I, int top_k) {
+experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
+                    const __grid_constant__ TmaDescriptor w2, const u16* x, u16* act, float* out,
+                    const float* weights, const u16* shared, const int* pairs, const int* tiles,
+                    int* progress, int max_tiles, int T, int H, int I, int top_k) {
   griddepcontrol_launch_dependents();  // takes effect when all CTAs have started
   extern __shared__ unsigned char smem[];
   u32 base = (smem_address(smem) + 1023) & ~1023u;

@@ -12,7 +12,8 @@ experts once. One persistent kernel reads them without a pause:
 - down needs whole rows of act, from many CTAs. They count the finished work tiles of each expert
   tile; only the warps that load act wait for that count, while W of down fills the pipeline. CTAs
   wait for gate/up alone, which waits for nothing, so that no two wait for each other. All CTAs have
-  to run at once for that: the grid is what fits on the GPU.
+  to run at once for that: the grid is what fits on the GPU, and a second such kernel must not run
+  on another stream.
 
 Sums are accumulated in float32 in one order, the same in both configurations, and rounded once. A
 column of wgmma's result depends on the same column of its operand only. So a token's result is the
