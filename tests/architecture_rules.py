@@ -66,6 +66,7 @@ HOST_READS = {
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step_costs.py:_wait": "measures step costs at start",
     "executor/memory.py:_reserved": "measures memory at start",
+    "executor/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count
 UNSAFE_MODULES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")

@@ -226,7 +226,7 @@ class ToyLatentForCausalLM(ToyModel):
         q = torch.cat([torch.einsum("thd,hdr->thr", q_nope, up_k), q_rope], -1)
         spec = AttentionSpec(LayerMask(), (DIM + ROPE) ** -0.5)
         ctx.backend.write_latent(ctx.plan, layer, torch.cat([latent, k_rope], -1))
-        out = ctx.attend_latent(layer, spec, q)
+        out = ctx.backend.attend_latent(ctx.plan, layer, spec, q)
         values = torch.einsum("thr,hdr->thd", out, up_v)
         return F.linear(values.flatten(1), self._made[layer]["o"])
 

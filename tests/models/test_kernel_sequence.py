@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.attention.base import AttentionContext
 from forerun.config.model_config import parse_model_config
 from forerun.kernels.gemm import dispatch
 from forerun.kernels.runtime.gpu import GpuInfo
@@ -75,11 +76,17 @@ class Recorder:
         return qkv[:, : self.width].unsqueeze(1)
 
     batch = SimpleNamespace(ragged=None)  # a decode step
+    plan = None
+    run_latent = AttentionContext.run_latent
+
+    @property
+    def backend(self) -> Recorder:
+        return self
 
     def rope_write_latent(self, *_: object) -> None:
         self.calls.append("rope_write")
 
-    def attend_latent(self, layer: int, spec: object, q: Tensor) -> Tensor:
+    def attend_latent(self, plan: None, layer: int, spec: object, q: Tensor) -> Tensor:
         self.calls.append("attention")
         return q[..., : self.latent_dim]
 

@@ -31,7 +31,7 @@ from forerun.attention.capabilities import (
     Mask,
     Phase,
 )
-from forerun.attention.latent import LatentExpand, attend_expanded_ref
+from forerun.attention.latent import LatentExpand, LatentProjection, attend_expanded_ref
 from forerun.attention.recurrent import RecurrentContext
 from forerun.core.errors import InternalError
 from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
@@ -53,6 +53,7 @@ __all__ = [
     "KVNormRope",
     "LatentExpand",
     "LatentNormRope",
+    "LatentProjection",
     "LayerMask",
     "Mask",
     "Phase",
@@ -170,6 +171,9 @@ class RopeInput(Protocol):
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Of the tokens, [T, 1, D] each."""
+
+    def first(self, count: int) -> RopeInput:
+        """Of the first `count` tokens."""
 
 
 class QKNormRope(ABC):
@@ -404,28 +408,32 @@ class AttentionContext:
         q = self.backend.rope_write(self.plan, layer, qkv, norm_rope, rope)
         return self.backend.attend(self.plan, layer, spec, q)
 
-    def rope_write_latent(
+    def run_latent(
         self,
         layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
         kv_a: Tensor,
-        q_rope: Tensor,
         norm_rope: LatentNormRope,
         rope: RopeInput,
-        q_out: Tensor,
-    ) -> None:
-        """See `AttentionBackend.rope_write_latent`."""
-        args = kv_a, q_rope, norm_rope, rope, q_out
-        self.backend.rope_write_latent(self.plan, layer, *args)
-
-    def attend_latent(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
-        """Over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
-        return self.backend.attend_latent(self.plan, layer, spec, q)
-
-    def attend_latent_prefill(
-        self, layer: int, spec: AttentionSpec, q: Tensor, expand: LatentExpand
+        up: LatentProjection,
     ) -> Tensor:
-        """The same for prefill chunks with expanded K and V: q [T, Hq, Dn + Dr] -> [T, Hq, Dv]."""
-        return self.backend.attend_latent_prefill(self.plan, self.batch, layer, spec, q, expand)
+        """The same of an MLA layer: q [T, Hq, Dn + Dr] and kv_a [T, Dl + Dr] -> [T, Hq, Dv].
+
+        Prefill chunks take the form that takes less time, all other tokens the absorbed one. May
+        overwrite q.
+        """
+        backend, plan, dims, chunks = self.backend, self.plan, up.dims, self.batch.ragged
+        q_nope, q_rope = q.split_with_sizes((dims.nope, dims.rope), 2)
+        if chunks is not None and dims.expanding_is_cheaper(chunks, backend.absorbed_speedup):
+            backend.rope_write_latent(plan, layer, kv_a, q_rope, norm_rope, rope, q_rope)
+            q = q.contiguous()
+            return backend.attend_latent_prefill(plan, self.batch, layer, spec, q, up)
+        absorbed = q.new_empty(len(q), up.num_heads, dims.latent + dims.rope)
+        up.absorb(q_nope, absorbed[..., : dims.latent])
+        rotated = absorbed[..., dims.latent :]
+        backend.rope_write_latent(plan, layer, kv_a, q_rope, norm_rope, rope, rotated)
+        return up.project_v(backend.attend_latent(plan, layer, spec, absorbed))
 
     def recurrent(self, layer: int) -> RecurrentContext:
         """The state of a recurrent layer, for these tokens."""

@@ -86,6 +86,18 @@ class LatentExpand(ABC):
             yield slice(first, min(first + count, self.num_heads))
 
 
+class LatentProjection(LatentExpand):
+    """The same matrices for both forms."""
+
+    @abstractmethod
+    def absorb(self, q_nope: Tensor, out: Tensor) -> None:
+        """[T, Hq, Dn] -> out [T, Hq, Dl] (any strides), to be multiplied with latent rows."""
+
+    @abstractmethod
+    def project_v(self, latent: Tensor) -> Tensor:
+        """Sums of latent rows [T, Hq, Dl] -> sums of V, [T, Hq, Dv]."""
+
+
 def attend_expanded_ref(
     q: Tensor,
     pool: Tensor,

@@ -83,6 +83,14 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = _setting(
         None, "Largest captured batch size; default: max_running_requests, at most 256"
     )
+    disable_piecewise_cuda_graph: bool = _setting(
+        False, "Run prefills eagerly that are not captured whole, instead of in captured pieces"
+    )
+    piecewise_cuda_graph_max_tokens: int | None = _setting(
+        None,
+        "Largest prefill, in tokens per step, that is captured in pieces; default: up to where"
+        " launching its kernels takes no longer than running them, at most 2048",
+    )
     cpu_graph: bool = _setting(False, "Compile decode steps on a CPU (needs a C++ compiler)")
     disable_overlap_schedule: bool = _setting(
         False, "Wait for the result of each step before scheduling the next one"
@@ -213,6 +221,7 @@ _POSITIVE = (
     "max_running_requests",
     "chunked_prefill_size",
     "cuda_graph_max_bs",
+    "piecewise_cuda_graph_max_tokens",
     "speculative_num_draft_tokens",
     "speculative_draft_window_size",
 )

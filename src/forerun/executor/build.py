@@ -24,6 +24,7 @@ from forerun.executor.memory import (
     kv_budget,
     profile_run,
 )
+from forerun.executor.piecewise import DEFAULT_MAX_TOKENS, host_bound_buckets, token_buckets
 from forerun.executor.resolve import Settings, resolve
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step import DeviceStep
@@ -67,6 +68,7 @@ class _Builder:
         self.settings = settings
         self.algorithm = algorithm
         self.memory = MemoryLog(settings.device)
+        self.piece_buckets: list[int] = []  # tokens of prefills that are captured in pieces
 
     def build(self, model_path: Path) -> DeviceExecutor:
         settings, config = self.settings, self.settings.config
@@ -91,7 +93,8 @@ class _Builder:
         if config.enable_trace and not config.cpu_graph:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step), settings.threads)
-        explain = _explain(settings, budget, self.memory, profiled)
+        memory = self.memory.report(profiled)
+        explain = _explain(settings, budget, self.piece_buckets, memory)
         log.info("engine: %s", explain)
         executor.info = ExecutorInfo(
             limits=limits,
@@ -197,9 +200,19 @@ class _Builder:
         fix = "lower chunked_prefill_size, max_running_requests or cuda_graph_max_bs"
         with self.memory.stage("profiling run", fix), progress("profiling run"):
             step = make_step(KVBudget(num_pages=1, num_window_pages=1))
+            self.piece_buckets = self._choose_piece_buckets(step)
             return profile_run(
                 DeviceExecutor(step), settings.limits, settings.widths, self._graphs(step)
             )
+
+    def _choose_piece_buckets(self, step: DeviceStep) -> list[int]:
+        settings, config, limits = self.settings, self.settings.config, self.settings.limits
+        if not (settings.piecewise_graphs and step.captures_pieces):
+            return []
+        asked = config.piecewise_cuda_graph_max_tokens
+        most = min(limits.chunked_prefill_size, limits.slots * limits.context_length)
+        buckets = token_buckets(min(most, asked or DEFAULT_MAX_TOKENS))
+        return host_bound_buckets(step, buckets) if asked is None else buckets
 
     def _graphs(self, step: DeviceStep) -> CudaGraphSteps | None:
         """The graphs of `step`, to be captured; None if graphs are disabled."""
@@ -207,7 +220,9 @@ class _Builder:
         if not settings.graphs:
             return None
         largest = min(settings.limits.slots, settings.config.cuda_graph_max_bs or MAX_GRAPH_BATCH)
-        return CudaGraphSteps(step, settings.limits.max_positions, largest, settings.widths)
+        return CudaGraphSteps(
+            step, settings.limits.max_positions, largest, settings.widths, self.piece_buckets
+        )
 
     def _steps(self, step: DeviceStep) -> StepExecutor:
         settings = self.settings
@@ -218,7 +233,10 @@ class _Builder:
         graphs = self._graphs(step)
         if graphs is None:
             return EagerSteps(step)
-        fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
+        fix = (
+            "lower mem_fraction_static, cuda_graph_max_bs or piecewise_cuda_graph_max_tokens, or"
+            " set disable_cuda_graph"
+        )
         capturing = progress("capturing graphs", graphs.count)
         with self.memory.stage("graphs", fix), capturing as stage:
             graphs.capture(lambda name: stage.advance(detail=name))
@@ -246,7 +264,7 @@ class _Builder:
 
 
 def _explain(
-    settings: Settings, budget: KVBudget, memory: MemoryLog, profiled: ProfilingRun
+    settings: Settings, budget: KVBudget, piece_buckets: list[int], memory: dict[str, int]
 ) -> dict[str, Any]:
     limits, (target, *draft) = settings.limits, settings.attention
 
@@ -282,5 +300,6 @@ def _explain(
         "kv_window_pages": budget.num_window_pages - 1,
         "kv_bytes_per_window_token": budget.window_token_bytes,
         "state_snapshots": budget.num_snapshots,
-        "memory_bytes": kv | memory.report(profiled),
+        "piecewise_cuda_graph_tokens": piece_buckets,
+        "memory_bytes": kv | memory,
     }

@@ -5,13 +5,15 @@ smallest bucket that holds it and is filled up with the padding slot. An algorit
 no fixed shape proposes and observes eagerly, before and after a captured verify pass.
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
-kernels one by one takes the host longer than the GPU needs to run them.
+kernels one by one takes the host longer than the GPU needs to run them. Other prefills are captured
+in pieces (`piecewise.py`).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -22,6 +24,7 @@ from torch import Tensor
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.plan import PrefillChunk
+from forerun.executor.piecewise import WARM_UPS, CudaGraphRecorder, PiecewisePrefill
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import DecodeOutput, PrefillOutput, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
@@ -29,7 +32,6 @@ from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
 
 PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
-WARM_UPS = 2
 
 
 def batch_buckets(largest: int) -> list[int]:
@@ -63,9 +65,19 @@ class CudaGraphSteps:
     captured = True
 
     def __init__(
-        self, step: DeviceStep, kv_len_ub: int, largest: int, widths: Sequence[int]
+        self,
+        step: DeviceStep,
+        kv_len_ub: int,
+        largest: int,
+        widths: Sequence[int],
+        piece_buckets: Sequence[int] = (),
     ) -> None:
-        """`kv_len_ub`: largest number of KV slots of a request; lengths are read on the device."""
+        """Of batches up to `largest`.
+
+        Args:
+            kv_len_ub: largest number of KV slots of a request; lengths are read on the device.
+            piece_buckets: numbers of tokens, ascending, whose prefill is captured in pieces.
+        """
         self.step = step
         self.kv_len_ub = kv_len_ub
         self.sizes = batch_buckets(largest)
@@ -74,6 +86,7 @@ class CudaGraphSteps:
         buckets = PREFILL_BUCKETS if step.captures_prefill else ()
         # Padding must stay within a request's KV slots.
         self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
+        self.piecewise = PiecewisePrefill(step, piece_buckets)
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
@@ -84,18 +97,23 @@ class CudaGraphSteps:
 
     @property
     def count(self) -> int:
-        """Number of graphs that `capture` records."""
-        return 2 * (len(self.sizes) * len(self.widths) + len(self._prefill_buckets))
+        """Number of steps that `capture` records."""
+        whole = len(self.sizes) * len(self.widths) + len(self._prefill_buckets)
+        return 2 * whole + len(self.piecewise.buckets)
 
     @torch.inference_mode()
     def capture(
-        self, progress: Callable[[str], Any] | None = None, sizes: Sequence[int] | None = None
+        self,
+        progress: Callable[[str], Any] | None = None,
+        sizes: Sequence[int] | None = None,
+        piece_buckets: Sequence[int] = (),
     ) -> None:
-        """Captures all graphs, the largest first, so that smaller ones reuse its memory.
+        """Captures all steps, the largest first, so that smaller ones reuse its memory.
 
         Args:
-            progress: called with the name of each graph before it is captured.
-            sizes: capture only decode steps of these batch sizes, to measure their memory.
+            progress: called with the name of each step before it is captured.
+            sizes: capture only decode steps of these batch sizes, and the pieces of
+                `piece_buckets`, to measure their memory.
 
         Raises:
             ConfigError: the algorithm uses operations that cannot be captured.
@@ -108,10 +126,12 @@ class CudaGraphSteps:
                     report(f"decode {size} x {width} {_sampling(flags)}")
                     self._decode[size, width, flags] = self._capture_decode(size, width, flags)
             if sizes is not None:
+                self._capture_pieces(report, piece_buckets)
                 return
             for count, flags in product(reversed(self._prefill_buckets), (GREEDY, SAMPLED)):
                 report(f"prefill {count} {_sampling(flags)}")
                 self._prefill[count, flags] = self._capture_prefill(count, flags)
+            self._capture_pieces(report, self.piecewise.buckets)
             if self.step.deferred is not None:
                 self._compile_deferred()
 
@@ -120,6 +140,7 @@ class CudaGraphSteps:
         self._decode.clear()
         self._buffers.clear()
         self._prefill.clear()
+        self.piecewise.clear()
 
     def _capture_decode(self, size: int, width: int, flags: SamplingFlags) -> _DecodeGraph:
         step, slots = self.step, self._padding(size)
@@ -154,20 +175,37 @@ class CudaGraphSteps:
         graph, output = self._captured(prefill)
         return _PrefillGraph(graph, slots, counts, output)
 
+    def _capture_pieces(self, report: Callable[[str], Any], buckets: Sequence[int]) -> None:
+        device, recorder = self.step.tables.device, CudaGraphRecorder(self._pool)
+        for count in reversed(buckets):
+            report(f"prefill {count} in pieces")
+            with self._on_stream(device):
+                self.piecewise.capture(recorder, count)
+        # `observe` ran eagerly. If it failed, requests end with that error, as without pieces.
+        self.step.algorithm.take_error()
+
+    @contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        """Runs the block on the capture stream, after all work before it and before all after it.
+
+        PyTorch's default capture stream belongs to the first device that captured. One stream for
+        all graphs: memory that one of them freed is reused on the same stream only.
+        """
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream(device).wait_stream(stream)
+
     def _captured(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         failed: Exception | None = None
         device = self.step.tables.device
         graph, output = torch.cuda.CUDAGraph(), None
         try:
-            # PyTorch's default capture stream belongs to the first device that captured. One stream
-            # for all graphs: memory that one of them freed is reused on the same stream only.
-            stream = self._stream = self._stream or torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):  # lazy initialisation must not be captured
+            with self._on_stream(device):  # lazy initialisation must not be captured
                 for _ in range(WARM_UPS):
                     run()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 output = run()
         except RuntimeError as error:  # may be caused by an error of the algorithm
             failed = error
@@ -233,7 +271,8 @@ class CudaGraphSteps:
     def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
         captured = self._prefill_graph(chunks, flags)
         if captured is None:
-            return self._eager.prefill(chunks, flags)
+            forward = self.piecewise.forward(sum(chunk.num_tokens for chunk in chunks))
+            return self.step.prefill(chunks, flags, forward)
         (chunk,) = chunks
         tables = self.step.tables
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)

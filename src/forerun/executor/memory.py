@@ -22,6 +22,7 @@ from forerun.core.plan import (
 )
 from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.step_inputs import dummy_chunks
 from forerun.kernels.gemm.dispatch import LARGE_M
 from forerun.kvcache.layouts import ModelLayout
 from forerun.platform.device import memory
@@ -236,26 +237,34 @@ def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) ->
 
 def _chunks(limits: Limits, slot: int, tokens: int) -> list[PrefillChunk]:
     """Splits `tokens` into prompts of at most the context length and at most one per slot."""
-    lengths = [limits.context_length] * (tokens // limits.context_length)
-    if tokens % limits.context_length:
-        lengths.append(tokens % limits.context_length)
-    return [PrefillChunk(slot, 0, length, last=True) for length in lengths[: limits.slots]]
+    return dummy_chunks(slot, tokens, limits.context_length, last=True)[: limits.slots]
 
 
 def _graph_bytes(graphs: CudaGraphSteps, device: torch.device) -> int:
-    """Estimates the memory of all graphs from those of the largest and of the smallest batch size.
+    """Estimates the memory of all graphs from those of the largest and of the smallest shapes.
 
     The largest are captured first and allocate the shared pool; the graphs of any other batch size
-    add about as much as those of the smallest.
+    or bucket of tokens add about as much as those of the smallest.
     """
-    sizes = sorted({graphs.sizes[0], graphs.sizes[-1]})
+    sizes, buckets = graphs.sizes, graphs.piecewise.buckets
+    some_sizes = sorted({sizes[0], sizes[-1]})
+    some_buckets = sorted({*buckets[:1], *buckets[-1:]})
     free: list[int] = []
-    graphs.capture(lambda _: free.append(_free(device)), sizes)
+    graphs.capture(lambda _: free.append(_free(device)), some_sizes, some_buckets)
     free.append(_free(device))
     graphs.clear()
-    per_size = (len(free) - 1) // len(sizes)  # graphs of one batch size
-    smaller = max(0, free[per_size] - free[-1]) * (len(graphs.sizes) - 1)
-    return max(0, free[0] - free[per_size]) + smaller
+    decode = len(free) - 1 - len(some_buckets)  # graphs of decode steps
+    total = _extrapolated(free[: decode + 1], decode // len(some_sizes), len(sizes))
+    return total + (_extrapolated(free[decode:], 1, len(buckets)) if buckets else 0)
+
+
+def _extrapolated(free: Sequence[int], largest: int, shapes: int) -> int:
+    """Bytes of all shapes; `free` before each graph and after the last.
+
+    The first `largest` graphs are those of the largest shape, the others those of the smallest.
+    """
+    others = max(0, free[largest] - free[-1]) * (shapes - 1)
+    return max(0, free[0] - free[largest]) + others
 
 
 def _reserved(device: torch.device) -> int:

@@ -53,6 +53,11 @@ class Settings:
         return captures_graphs(self.config, self.device)
 
     @property
+    def piecewise_graphs(self) -> bool:
+        """Whether prefills may be captured in pieces."""
+        return self.graphs and not self.config.disable_piecewise_cuda_graph
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """The possible numbers of verified tokens per request and step."""
         return verify_widths(

@@ -8,7 +8,7 @@ so that a whole step can be captured as one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from forerun.attention.base import AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk, SnapshotCopy
 from forerun.executor.deferred_observe import DeferredObserve
@@ -37,6 +38,7 @@ from forerun.executor.step_timing import PhaseBoundary, StepTimer
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
+from forerun.layers.attention import KVLayer
 from forerun.models.base import CausalLM
 from forerun.platform.device import upload
 from forerun.sampling.noise import gumbel_argmax
@@ -51,6 +53,9 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.simulate import SimulatedAcceptance
+
+# (token ids [T], positions [T], attention) -> hidden states [T, H], aux hidden states [T, n * H]
+TargetForward = Callable[[Tensor, Tensor, AttentionContext], tuple[Tensor, Tensor | None]]
 
 
 class DeviceStep:
@@ -93,6 +98,16 @@ class DeviceStep:
         able = all(each.short_prefill is not None for each in self._attentions)
         return able and not self.keeps_recurrent_state
 
+    @property
+    def captures_pieces(self) -> bool:
+        """Whether the target's forward may be captured in pieces around its attention.
+
+        Its attention must be known as such. Padding would advance a recurrent state.
+        """
+        layout = self.attention.pools.layout
+        attending = len(list(self.model.modules(KVLayer)))
+        return attending == len(layout.layers) and not layout.has_recurrent_state
+
     def clear_pages(self, pages: Sequence[int], windowed: bool = False) -> None:
         """Zeroes the K/V of these pages (or window pages) in the pools of target and draft."""
         index = self.tables.upload(pages, torch.int64)
@@ -108,6 +123,10 @@ class DeviceStep:
             yield
         finally:
             self._dummy = False
+
+    def reset_padding_slot(self) -> None:
+        """Sets its length to 0, as every dummy step expects it."""
+        self.tables.kv_len[-1:].zero_()
 
     @property
     def _shows_dummy(self) -> bool:
@@ -365,7 +384,7 @@ class DeviceStep:
             positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
             next_positions = positions + 1
         context = self.attention.context(batch, buffers)
-        hidden_states, aux = self.model.forward(ids, positions, context, self.caps.target_layers)
+        hidden_states, aux = self.forward(ids, positions, context)
         at = next_positions.view(-1, tokens.q_len)
         return hidden_states, aux, self._sample(hidden_states, at, tokens.slots, flags)
 
@@ -390,8 +409,25 @@ class DeviceStep:
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        """Runs prompt chunks; samples the first token after each last chunk of a prompt."""
+    def forward(
+        self, ids: Tensor, positions: Tensor, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """The target's hidden states [T, H], and those of the layers that the algorithm observes.
+
+        ids [T] int64, positions [T] int32.
+        """
+        return self.model.forward(ids, positions, context, self.caps.target_layers)
+
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        forward: TargetForward | None = None,
+    ) -> Tensor | None:
+        """Runs prompt chunks; samples the first token after each last chunk of a prompt.
+
+        `forward`: a captured one, instead of the step's own.
+        """
         tables = self.tables
         slots = tables.upload([c.slot for c in chunks], torch.int64)
         start = tables.upload([c.start for c in chunks], torch.int32)
@@ -410,7 +446,7 @@ class DeviceStep:
             host_pages=tables.host_pages_of([c.slot for c in chunks], windowed),
         )
         context = self.attention.context(tokens.attention(tokens.q_len))
-        hidden_states, aux = self.model.forward(ids, positions, context, self.caps.target_layers)
+        hidden_states, aux = (forward or self.forward)(ids, positions, context)
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
         sampled = self._first_tokens(chunks, last_index, hidden_states, flags)
@@ -442,16 +478,14 @@ class DeviceStep:
         padding = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)
         ids = tables.history[slots.unsqueeze(1), at].long().masked_fill(padding, 0).flatten()
         context = self.attention.for_short_prefill.context(tokens.attention(tokens.q_len))
-        hidden_states, aux = self.model.forward(
-            ids, tokens.positions, context, self.caps.target_layers
-        )
+        hidden_states, aux = self.forward(ids, tokens.positions, context)
         first = torch.arange(0, ids.numel(), width, device=slots.device)
         end = tokens.start + counts
         sampled = self._sample(
             hidden_states[first + counts - 1], end.unsqueeze(1), slots, shape.flags
         ).squeeze(1)
         tables.kv_len[slots] = end
-        tables.kv_len[-1:].zero_()  # the padding slot
+        self.reset_padding_slot()
         tables.set_first_tokens(slots, end.long(), sampled)
         if not self.algorithm.observes:
             return PrefillOutput(sampled)

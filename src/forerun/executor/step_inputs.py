@@ -152,6 +152,12 @@ class PrefillOutput:
     observe: Callable[[], ObserveInput] | None = None  # as in `DecodeOutput`
 
 
+def dummy_chunks(slot: int, tokens: int, longest: int, last: bool) -> list[PrefillChunk]:
+    """`tokens` tokens as prompts of one slot, each of at most `longest` tokens."""
+    starts = range(0, tokens, longest)
+    return [PrefillChunk(slot, 0, min(longest, tokens - first), last) for first in starts]
+
+
 def slots_and_positions(chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor]:
     """Of every token of the chunks, on the host: its slot [T] int64, its position [T] int32."""
     slots = [torch.full((c.num_tokens,), c.slot) for c in chunks]

@@ -16,8 +16,8 @@ from torch import Tensor
 from forerun.attention.base import (
     AttentionContext,
     AttentionSpec,
-    LatentExpand,
     LatentNormRope,
+    LatentProjection,
     LayerMask,
     RopeInput,
 )
@@ -31,7 +31,7 @@ from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
 
-class LatentUpProjection(LatentExpand, Module):
+class LatentUpProjection(LatentProjection, Module):
     """`weight` [Hq · (Dn + Dv), R]: W_UK rows, then W_UV rows, of every head (kv_b_proj).
 
     Absorbed and expanded forms read the same matrix; nothing is stored twice.
@@ -51,11 +51,9 @@ class LatentUpProjection(LatentExpand, Module):
         self._w_uv_t = self._by_head[:, dims.nope :].transpose(1, 2)  # [Hq, R, Dv]
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
-        """[T, Hq, Dn] -> out [T, Hq, R] (any strides), to be multiplied with latent rows."""
         _bmm(q_nope.transpose(0, 1), self._w_uk, out.transpose(0, 1))
 
     def project_v(self, latent: Tensor) -> Tensor:
-        """Sums of latent rows [T, Hq, R] -> sums of V, [T, Hq, Dv]."""
         out = latent.new_empty(*latent.shape[:2], self.dims.v)
         _bmm(latent.transpose(0, 1), self._w_uv_t, out.transpose(0, 1))
         return out
@@ -124,18 +122,9 @@ class LatentAttention(KVLayer):
 
         The rope parts of q and kv_a are half-split: see `deinterleave`.
         """
-        dims, up, layer = self.heads.dims, self._up, self.layer_id
-        q = q.view(len(q), self.heads.num_heads, dims.qk)
-        q_nope, q_rope = q.split_with_sizes((dims.nope, dims.rope), 2)
-        chunks = ctx.batch.ragged
-        if chunks is not None and dims.expanding_is_cheaper(chunks, ctx.backend.absorbed_speedup):
-            ctx.rope_write_latent(layer, kv_a, q_rope, self._norm_rope, rope, q_rope)
-            return ctx.attend_latent_prefill(layer, self.spec, q.contiguous(), up).flatten(1)
-        absorbed = q.new_empty(len(q), self.heads.num_heads, dims.latent + dims.rope)
-        up.absorb(q_nope, absorbed[..., : dims.latent])
-        rotated = absorbed[..., dims.latent :]
-        ctx.rope_write_latent(layer, kv_a, q_rope, self._norm_rope, rope, rotated)
-        return up.project_v(ctx.attend_latent(layer, self.spec, absorbed)).flatten(1)
+        q = q.view(len(q), self.heads.num_heads, self.heads.dims.qk)
+        args = q, kv_a, self._norm_rope, rope, self._up
+        return ctx.run_latent(self.layer_id, self.spec, *args).flatten(1)
 
 
 def deinterleave(rows: Tensor) -> None:

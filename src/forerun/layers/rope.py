@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.config.model_config import RopeConfig, YarnConfig
 
 
-@dataclass
+@dataclass(eq=False)
 class RopeRows:
     """RoPE of one forward's tokens (`RopeInput`): kernels index the table, others gather once."""
 
@@ -33,6 +33,10 @@ class RopeRows:
             cos, sin = self.table.index_select(0, self.positions).unbind(1)
             self._gathered = cos, sin
         return self._gathered
+
+    def first(self, count: int) -> RopeRows:
+        """Of the first `count` tokens."""
+        return RopeRows(self.table, self.positions[:count])
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
