@@ -15,6 +15,7 @@ def test_requests_leave_no_state() -> None:
     with golden_llm() as llm:
         row = first_token(llm.engine, 5, repetitions=2)
         assert row.input_len == 5 and row.seconds > 0
+        assert first_token(llm.engine, 5, repetitions=1, batch_size=3).batch_size == 3
         llm.engine.check()
         assert llm.engine.stats()["decode_steps"] == 0  # the first token comes from the prefill
 

@@ -71,15 +71,14 @@ def hold(make: Callable[..., LLM], prompts: list[list[int]], replays: list[int])
     assert {100} < set(replays)
 
 
-@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize(
     "name", [None, "DFLASH", "DDTREE", "NGRAM", "TOY-EAGER", "TOY-EAGER-TREES", *CHAINS], ids=str
 )
 def test_texts_are_those_of_the_eager_prefill(
-    name: str | None, overlap_depth: int, replays: list[int], chain_llm: Callable[..., LLM]
+    name: str | None, replays: list[int], chain_llm: Callable[..., LLM]
 ) -> None:
     def make(**settings: Any) -> LLM:
-        own = {**ON_GPU, "chunked_prefill_size": 100, "overlap_depth": overlap_depth}
+        own = {**ON_GPU, "chunked_prefill_size": 100}
         return (chain_llm if name in CHAINS else golden_llm)(name, **own, **settings)
 
     hold(make, PROMPTS, replays)

@@ -1,4 +1,4 @@
-"""Time to the first token of one request, compared with the time of its kernels on the GPU."""
+"""Time to the first token, compared with the time of its kernels on the GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class FirstToken:
     """One prompt length; seconds are medians over the runs."""
 
     input_len: int
-    seconds: float  # from the submission to the first token on the host
-    gpu_seconds: float | None  # time in which its kernels run; None: not on a GPU
+    seconds: float  # from the submission until every request's first token is on the host
+    gpu_seconds: float | None  # time in which their kernels run; None: not on a GPU
+    batch_size: int = 1  # requests at once
 
     @property
     def ratio(self) -> float | None:
@@ -34,30 +35,37 @@ class FirstToken:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def first_token(engine: Engine, input_len: int, repetitions: int) -> FirstToken:
-    """Requests of random tokens, one at a time on an idle engine, each without a prefix hit."""
+def first_token(
+    engine: Engine, input_len: int, repetitions: int, batch_size: int = 1
+) -> FirstToken:
+    """`batch_size` requests of random tokens at once on an idle engine, without a prefix hit."""
     rng = random.Random(input_len)
     vocab = engine.info.vocab_size
+    params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
 
     def run() -> float:
         engine.flush_cache()
-        params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-        request = engine.make_request([rng.randrange(vocab) for _ in range(input_len)], params)
+        requests = [
+            engine.make_request([rng.randrange(vocab) for _ in range(input_len)], params)
+            for _ in range(batch_size)
+        ]
         begin = time.perf_counter()
-        engine.submit(request)
-        while not request.output:
+        for request in requests:
+            engine.submit(request)
+        while not all(request.output for request in requests):
             engine.step()
         seconds = time.perf_counter() - begin
         while engine.has_work:
             engine.step()
-        engine.close_request(request)
+        for request in requests:
+            engine.close_request(request)
         return seconds
 
     for _ in range(WARM_UPS):
         run()
     seconds = median([run() for _ in range(repetitions)])
     if not torch.cuda.is_available():
-        return FirstToken(input_len, seconds, None)
+        return FirstToken(input_len, seconds, None, batch_size)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(repetitions):
@@ -68,7 +76,8 @@ def first_token(engine: Engine, input_len: int, repetitions: int) -> FirstToken:
         for event in profiler.events()
         if event.device_type.name == "CUDA"
     ]
-    return FirstToken(input_len, seconds, covered(kernels) * 1e-6 / repetitions)
+    gpu_seconds = covered(kernels) * 1e-6 / repetitions
+    return FirstToken(input_len, seconds, gpu_seconds, batch_size)
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -51,7 +51,7 @@ WARM_UPS = 2
 
 
 def token_buckets(largest: int) -> list[int]:
-    """Numbers of tokens to capture: 32, 64, 96, 128, 192, 256, 384, 512 and so on, and `largest`."""
+    """Numbers of tokens to capture: 32, 64, 96, 128, 192, 256, 384, ..., and `largest`."""
     powers = [SMALLEST << n for n in range(largest.bit_length())]
     sizes = {*powers, *(size * 3 // 2 for size in powers[1:])}
     return sorted({size for size in sizes if size < largest} | {largest})

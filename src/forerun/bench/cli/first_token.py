@@ -1,4 +1,4 @@
-"""`forerun bench first-token`: time to the first token of short prompts."""
+"""`forerun bench first-token`: time to the first token of short prompts, one or several."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ def first_token_command(
     input_len: Annotated[list[int], typer.Option(help="Prompt tokens, one or more")] = LENGTHS,
     *,
     preset: Preset = None,
-    repetitions: Annotated[int, typer.Option(help="Requests of each length")] = 15,
+    batch_size: Annotated[int, typer.Option(help="Requests at once")] = 1,
+    repetitions: Annotated[int, typer.Option(help="Runs of each length")] = 15,
     as_json: AsJson = False,
     engine: Values,
 ) -> None:
-    """Time to the first token at batch 1, compared with the time of its kernels on the GPU."""
-    if repetitions < 1 or min(input_len, default=0) < 1:
-        raise ConfigError("--repetitions and --input-len must be >= 1.")
+    """Time to the first token, compared with the time of its kernels on the GPU."""
+    if min(repetitions, batch_size, *input_len) < 1:
+        raise ConfigError("--repetitions, --batch-size and --input-len must be >= 1.")
     if preset is not None:
         engine = with_preset(preset, engine)
-    settings = {"max_running_requests": 4, **with_speculation(engine)}
+    settings = {"max_running_requests": max(4, batch_size), **with_speculation(engine)}
     with LLM(**settings) as llm:
-        rows = [first_token(llm.engine, count, repetitions) for count in input_len]
+        rows = [first_token(llm.engine, n, repetitions, batch_size) for n in input_len]
         where = environment(llm)
     if as_json:
         results = [row.as_dict() for row in rows]
