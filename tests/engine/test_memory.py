@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,32 @@ def test_the_profiling_run_needs_one_page() -> None:
         params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
         out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=params)
         assert out.output_ids == CASES[0]["output"][:5]
+
+
+@pytest.mark.parametrize(("buckets", "pieces"), [([], 0), ([64], 30), ([32, 48, 64], 30 + 2 * 3)])
+def test_graphs_of_shapes_in_between_take_as_much_as_those_of_the_smallest(
+    buckets: list[int], pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of decode steps (two graphs per batch size) and of prefills in pieces."""
+    free = 1000
+    monkeypatch.setattr(memory, "_free", lambda device: free)
+
+    def capture(report: Any, sizes: list[int], some: list[int]) -> None:
+        nonlocal free
+        assert sizes == [1, 8] and some == sorted({*buckets[:1], *buckets[-1:]})
+        costs = [100, 20, 5, 4]  # batch size 8, batch size 1
+        for cost in (*costs, *[30, 3][: len(some)]):
+            report("")
+            free -= cost
+
+    graphs = SimpleNamespace(
+        sizes=[1, 2, 4, 8],
+        piecewise=SimpleNamespace(buckets=buckets),
+        capture=capture,
+        clear=lambda: None,
+    )
+    got = memory._graph_bytes(graphs, torch.device("cuda"))  # type: ignore[arg-type]
+    assert got == (120 + 3 * 9) + pieces
 
 
 @pytest.mark.parametrize(

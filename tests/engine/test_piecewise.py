@@ -42,6 +42,7 @@ class PiecewiseSteps(EagerSteps):
         with torch.inference_mode(), step.dummy_steps():
             for count in reversed(buckets):
                 self.piecewise.capture(self.recorder, count)
+        assert step.tables.kv_len[step.tables.padding_slot] == 0
         self.recorder.replayed = 0
 
     def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
