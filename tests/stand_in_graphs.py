@@ -24,6 +24,7 @@ class StandInRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.replayed = 0  # pieces
+        self._recording = False
         self._calls: list[Callable[[], None]] = []
         self._borrowed: list[Tensor] = []
 
@@ -47,10 +48,16 @@ class StandInRecorder(TorchDispatchMode):
     def begin(self) -> None:
         self._calls = []
         self._lost = list(self._borrowed)
+        self._recording = True
         self.__enter__()
 
+    def abort(self) -> None:
+        if self._recording:
+            self._recording = False
+            self.__exit__(None, None, None)
+
     def end(self) -> Callable[[], None]:
-        self.__exit__(None, None, None)
+        self.abort()
         calls, lost = self._calls, self._lost
 
         def replay() -> None:

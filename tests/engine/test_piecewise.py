@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forerun import LLM
 from forerun.core.plan import PrefillChunk
+from forerun.executor import piecewise
 from forerun.executor.device_executor import DeviceExecutor, device_step
 from forerun.executor.piecewise import PiecewisePrefill, token_buckets
 from forerun.executor.step import DeviceStep
@@ -132,6 +133,26 @@ def test_models_with_attention_of_their_own_or_recurrent_state_are_not_captured(
         folder = save_toy(kind, tmp_path / name)
         with LLM(folder, load_format="dummy", skip_tokenizer_init=True) as llm:
             assert not device_step(llm.engine.executor).captures_pieces
+
+
+@pytest.mark.parametrize("largest", [0, 32, 300, 512, 2048, 4096])
+def test_buckets_are_measured_with_few_prefills(
+    largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the largest number of tokens whose launch takes longer."""
+    measured: list[int] = []
+
+    def is_host_bound(step: DeviceStep, count: int) -> bool:
+        measured.append(count)
+        return count <= largest
+
+    monkeypatch.setattr(piecewise, "_is_host_bound", is_host_bound)
+    buckets = token_buckets(2048)
+    with golden_llm() as llm:
+        step = device_step(llm.engine.executor)
+        found = piecewise.host_bound_buckets(step, buckets)
+    assert found == [count for count in buckets if count <= largest]
+    assert len(set(measured)) == len(measured) <= 4
 
 
 def test_buckets() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext
-from forerun.executor.piecewise import AttentionOutputs, PiecewiseForward
+from forerun.executor.piecewise import AttentionOutputs, CudaGraphRecorder, PiecewiseForward
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from tests.models.support import CPU, FAMILIES, Loop, family, save
@@ -56,3 +57,39 @@ def test_hidden_states_and_kv_are_those_of_the_eager_prefill(name: str, tmp_path
         for kind, kept in eager.backend.pools.paged.items():
             torch.testing.assert_close(loop.backend.pools.paged[kind], kept)
     assert all(kept.any() for kept in eager.backend.pools.paged.values())
+
+
+class Graph:
+    """A CUDA graph whose capture an error may have made invalid."""
+
+    capturing = 0
+    invalid = False
+
+    def capture_begin(self, **settings: object) -> None:
+        Graph.capturing += 1
+
+    def capture_end(self) -> None:
+        Graph.capturing -= 1
+        if self.invalid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("invalid", [False, True])
+def test_an_error_of_the_forward_ends_the_capture_and_is_raised(
+    invalid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(Graph, "invalid", invalid)
+
+    def forward(
+        ids: Tensor, positions: Tensor, ctx: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]:
+        assert Graph.capturing == 1
+        raise torch.OutOfMemoryError("of the forward")
+
+    pieces = PiecewiseForward(forward, CudaGraphRecorder(None), AttentionOutputs(BUCKET))
+    ids, ctx = torch.zeros(BUCKET, dtype=torch.int64), Mock(spec_set=["backend", "plan", "batch"])
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="of the forward"):
+            pieces.capture(ids, ids.int(), ctx)
+        assert Graph.capturing == 0

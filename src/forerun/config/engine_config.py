@@ -83,13 +83,13 @@ class EngineConfig:
     cuda_graph_max_bs: int | None = _setting(
         None, "Largest captured batch size; default: max_running_requests, at most 256"
     )
-    disable_piecewise_cuda_graph: bool = _setting(
-        False, "Run prefills eagerly that are not captured whole, instead of in captured pieces"
+    enable_piecewise_cuda_graph: bool = _setting(
+        False, "Run prefills that are not captured whole in captured pieces around attention"
     )
     piecewise_cuda_graph_max_tokens: int | None = _setting(
         None,
         "Largest prefill, in tokens per step, that is captured in pieces; default: up to where"
-        " launching its kernels takes no longer than running them, at most 2048",
+        " running its kernels takes longer than launching them (measured), at most 2048",
     )
     cpu_graph: bool = _setting(False, "Compile decode steps on a CPU (needs a C++ compiler)")
     disable_overlap_schedule: bool = _setting(
@@ -158,6 +158,7 @@ class EngineConfig:
             raise ConfigError(
                 f"max_state_snapshots must be >= 0, got {shown(self.max_state_snapshots)}."
             )
+        self._check_piecewise()
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
                 f"mem_fraction_static must be between 0 and 1, got {self.mem_fraction_static}."
@@ -175,6 +176,17 @@ class EngineConfig:
             object.__setattr__(self, spec.name, value)
             if isinstance(value, int) and not -MAX_INT64 <= value <= MAX_INT64:
                 raise ConfigError(f"{spec.name} must fit in 64 bits, got {shown(value)}.")
+
+    def _check_piecewise(self) -> None:
+        if self.enable_piecewise_cuda_graph and self.disable_cuda_graph:
+            raise ConfigError(
+                "enable_piecewise_cuda_graph is set with disable_cuda_graph; drop one of them."
+            )
+        if self.piecewise_cuda_graph_max_tokens and not self.enable_piecewise_cuda_graph:
+            raise ConfigError(
+                "piecewise_cuda_graph_max_tokens is set without enable_piecewise_cuda_graph; set"
+                " it too."
+            )
 
     @classmethod
     def settings(cls) -> list[Field[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -207,12 +208,25 @@ class _Builder:
 
     def _choose_piece_buckets(self, step: DeviceStep) -> list[int]:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits
-        if not (settings.piecewise_graphs and step.captures_pieces):
+        if not settings.piecewise_graphs:
+            return []
+        if not step.captures_pieces:
+            log.warning(
+                "enable_piecewise_cuda_graph has no effect: %s cannot be captured in pieces around"
+                " its attention.",
+                settings.target.architecture,
+            )
             return []
         asked = config.piecewise_cuda_graph_max_tokens
         most = min(limits.chunked_prefill_size, limits.slots * limits.context_length)
         buckets = token_buckets(min(most, asked or DEFAULT_MAX_TOKENS))
-        return host_bound_buckets(step, buckets) if asked is None else buckets
+        if asked is not None:
+            return buckets
+        begin = time.perf_counter()
+        buckets = host_bound_buckets(step, buckets)
+        seconds = time.perf_counter() - begin
+        log.info("prefills to capture in pieces: tokens %s, measured in %.1f s", buckets, seconds)
+        return buckets
 
     def _graphs(self, step: DeviceStep) -> CudaGraphSteps | None:
         """The graphs of `step`, to be captured; None if graphs are disabled."""
@@ -233,10 +247,9 @@ class _Builder:
         graphs = self._graphs(step)
         if graphs is None:
             return EagerSteps(step)
-        fix = (
-            "lower mem_fraction_static, cuda_graph_max_bs or piecewise_cuda_graph_max_tokens, or"
-            " set disable_cuda_graph"
-        )
+        fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
+        if self.piece_buckets:
+            fix = f"drop enable_piecewise_cuda_graph, {fix}"
         capturing = progress("capturing graphs", graphs.count)
         with self.memory.stage("graphs", fix), capturing as stage:
             graphs.capture(lambda name: stage.advance(detail=name))

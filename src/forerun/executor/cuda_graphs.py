@@ -5,8 +5,8 @@ smallest bucket that holds it and is filled up with the padding slot. An algorit
 no fixed shape proposes and observes eagerly, before and after a captured verify pass.
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
-kernels one by one takes the host longer than the GPU needs to run them. Other prefills are captured
-in pieces (`piecewise.py`).
+kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
+captured in pieces (`piecewise.py`).
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ class CudaGraphSteps:
         return _PrefillGraph(graph, slots, counts, output)
 
     def _capture_pieces(self, report: Callable[[str], Any], buckets: Sequence[int]) -> None:
+        if not buckets:
+            return
         device, recorder = self.step.tables.device, CudaGraphRecorder(self._pool)
         for count in reversed(buckets):
             report(f"prefill {count} in pieces")

@@ -13,6 +13,9 @@ forward is captured as one graph per stretch between two attention calls:
 A batch takes the smallest bucket that holds its tokens. Padding tokens come after the real ones. In
 the pieces no token reads another one, and padding reaches neither K/V nor attention.
 
+A graph starts when all work before it has ended, and work after it when the graph has: programmatic
+dependent launch overlaps kernels within a piece only (`kernels/runtime/pdl.py`).
+
 Models do not know about it: the `AttentionContext` that a forward is given ends a piece where
 attention begins, and begins the next one. (vLLM: piecewise CUDA graphs, cut by the compiler;
 SGLang: breakable CUDA graphs, cut at capture as here.)
@@ -23,8 +26,8 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +41,7 @@ from forerun.attention.base import (
     QKNormRope,
     RopeInput,
 )
+from forerun.core.errors import InternalError
 from forerun.executor.step import DeviceStep, TargetForward
 from forerun.executor.step_inputs import dummy_chunks
 from forerun.sampling.sampler import GREEDY
@@ -46,7 +50,7 @@ DEFAULT_MAX_TOKENS = 2048
 SMALLEST = 32  # tokens
 # A prefill is host-bound if launching its kernels takes this part of its time, or more.
 HOST_BOUND = 0.9
-TIMED_RUNS = 3
+TIMED_RUNS = 2
 WARM_UPS = 2
 
 
@@ -63,11 +67,13 @@ def host_bound_buckets(step: DeviceStep, buckets: Sequence[int]) -> list[int]:
 
     Launching takes the same time for any number of tokens. So a batch that is padded to one of them
     takes no longer than its kernels take to launch, and about as long as it did eagerly at worst.
+    Running takes longer the more tokens there are. So a bisection finds the first bucket of the
+    others, with prefills of few sizes: the first one of a size loads the libraries' kernels for it.
     """
     with step.dummy_steps():
-        found = list(takewhile(lambda count: _is_host_bound(step, count), buckets))
+        end = bisect.bisect_left(buckets, True, key=lambda count: not _is_host_bound(step, count))
         step.reset_padding_slot()
-    return found
+    return list(buckets[:end])
 
 
 def _is_host_bound(step: DeviceStep, count: int) -> bool:
@@ -102,20 +108,28 @@ class GraphRecorder(Protocol):
     def end(self) -> Callable[[], None]:
         """Ends the piece; returns what replays it."""
 
+    def abort(self) -> None:
+        """Ends a piece that an error has interrupted; nothing if none has begun."""
+
     def borrow(self, x: Tensor) -> Tensor:
         """The memory of x, which later pieces may use for other tensors."""
 
 
 class CudaGraphRecorder:
-    """CUDA graphs in one memory pool; its stream is current while it records."""
+    """CUDA graphs in one memory pool; its stream is current while it records.
+
+    `torch.cuda.graph` would wait for the GPU and empty PyTorch's cache at each piece.
+    """
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool)
+        graph = torch.cuda.CUDAGraph()
+        # Threads of other engines may go on: nothing they do can end up in this capture.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
 
     def end(self) -> Callable[[], None]:
         graph, self._graph = self._graph, None
@@ -123,15 +137,30 @@ class CudaGraphRecorder:
         graph.capture_end()
         return graph.replay
 
+    def abort(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            with suppress(RuntimeError):  # the capture is invalid; what made it so is being raised
+                graph.capture_end()
+
     def borrow(self, x: Tensor) -> Tensor:
+        """A view of x's memory that does not keep it allocated in the pool.
+
+        Kept alive, the inputs of attention would take memory for each layer and bucket.
+        """
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         memory = _Memory(x.data_ptr(), (last + 1) * x.element_size())
-        flat = torch.as_tensor(memory, device=x.device).view(x.dtype)
-        return flat.as_strided(x.shape, x.stride())
+        flat = torch.as_tensor(memory, device=x.device)
+        if flat.data_ptr() != x.data_ptr():
+            raise InternalError("PyTorch copied memory that it was to share.")
+        return flat.view(x.dtype).as_strided(x.shape, x.stride())
 
 
 class _Memory:
-    """Bytes on a GPU that belong to someone else, as PyTorch takes them."""
+    """Bytes on a GPU that belong to someone else, as PyTorch takes them.
+
+    As bytes, because `__cuda_array_interface__` knows neither bfloat16 nor float8.
+    """
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -253,11 +282,12 @@ class PiecewiseForward:
         self._ids, self._positions = ids.clone(), positions.clone()
         recording = _Recording(self._recorder, self._outputs)
         context = _RecordingContext(ctx.backend, ctx.plan, ctx.batch, recording)
-        self._recorder.begin()
         try:
+            self._recorder.begin()
             hidden_states, aux = self._forward(self._ids, self._positions, context)
-        finally:
             recording.end_piece()
+        finally:
+            self._recorder.abort()
         self._pieces, self._calls = recording.pieces, recording.calls
         self._hidden_states = self._recorder.borrow(hidden_states)
         self._aux = None if aux is None else self._recorder.borrow(aux)

@@ -54,8 +54,8 @@ class Settings:
 
     @property
     def piecewise_graphs(self) -> bool:
-        """Whether prefills may be captured in pieces."""
-        return self.graphs and not self.config.disable_piecewise_cuda_graph
+        """Whether prefills are captured in pieces, where the model allows it."""
+        return self.graphs and self.config.enable_piecewise_cuda_graph
 
     @property
     def widths(self) -> tuple[int, ...]:
