@@ -13,7 +13,7 @@ forward is captured as one graph per stretch between two attention calls:
 A batch takes the smallest bucket that holds its tokens. Padding tokens come after the real ones. In
 the pieces no token reads another one, and padding reaches neither K/V nor attention.
 
-A graph starts when all work before it has ended, and work after it when the graph has: programmatic
+A graph starts after all work before it, and later work starts after the graph: programmatic
 dependent launch overlaps kernels within a piece only (`kernels/runtime/pdl.py`).
 
 Models do not know about it: the `AttentionContext` that a forward is given ends a piece where
