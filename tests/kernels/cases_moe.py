@@ -38,9 +38,9 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
         "rounded_like": None, "correction_bias": None, "SLICES": 8, "NUM_EXPERTS": num_experts,
         "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "GROUPS_BLOCK": next_power_of_2(groups),
         "GROUP_BLOCK": next_power_of_2(num_experts // groups),
-        "EXPERTS_BLOCK": next_power_of_2(num_experts), "TOP_K": TOP_K, "TOP_K_BLOCK": 8,
-        "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True, "ONE_CTA": False,
-        "BLOCK_M": 16, "TOKENS": router.TOKENS, **constants,
+        "EXPERTS_BLOCK": next_power_of_2(num_experts), "TOP_K": TOP_K, "NUM_SHARED": 0,
+        "CHOICES_BLOCK": 8, "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True,
+        "ONE_CTA": False, "BLOCK_M": 16, "TOKENS": router.TOKENS, **constants,
     }  # fmt: skip
     pointers = {
         "partials": F32, "correction_bias": F32, "rounded_like": B16, "weights_out": F32,
@@ -121,10 +121,12 @@ CASES = [
           correction_bias=...),
     top_k("top-k of 16 tokens, DeepSeek-V3", 256, NUM_GROUPS=8, KEPT_GROUPS=4, TOP2=True,
           SIGMOID=True, correction_bias=..., ONE_CTA=True, TOKENS=16),
+    top_k("top-k and shared experts, DeepSeek-V2-Lite", 64, TOP_K=6, NUM_SHARED=2, NORM=False),
+    top_k("top-k and shared experts in one CTA", 64, TOP_K=6, NUM_SHARED=2, NORM=False,
+          ONE_CTA=True),
     top_k("top-k, Kimi-K2", 384, SIGMOID=True, correction_bias=...),
     *gemms("1 token", 1, F32),
-    *gemms("128 tokens and shared experts", 128, F32, shared=True),
-    *gemms("512 tokens", 512, B16),
+    *gemms("512 tokens and shared experts", 512, B16, shared=True),
     *gemms("8192 tokens", 8192, B16),
     *gemms("multiples of 8", 1, F32, even=False),
     Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +21,6 @@ from forerun.kernels.moe.router import new_counts, route, top_k
 from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.moe import SparseMoE
 from forerun.layers.residual import AddRMSNorm
@@ -35,6 +35,10 @@ ROUTINGS = {
         correction_bias=True,
     ),
     "sigmoid without groups": Routing(48, 6, "sigmoid", True, correction_bias=True),
+    "shared": Routing(8, 2, norm_topk_prob=True, routed_scaling_factor=2.5, num_shared=2),
+    "one shared, groups": Routing(
+        24, 3, "sigmoid", True, 2.5, n_group=4, topk_group=2, correction_bias=True, num_shared=1
+    ),
 }  # fmt: skip
 
 
@@ -64,7 +68,13 @@ def check_tiles(routed: Routed, tiles: ExpertTiles, num_experts: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [*product(ROUTINGS, (1, 7)), ("softmax", 33), ("softmax", 65), ("groups by their best", 131)],
+    [
+        *product(ROUTINGS, (1, 7)),
+        *product(("softmax", "shared"), (33, 65)),
+        ("groups by their best", 131),
+        ("shared", 128),
+        ("shared", 131),
+    ],
 )
 def test_routing(name: str, tokens: int, device: torch.device) -> None:
     routing, hidden = ROUTINGS[name], 136  # two slices of the router's K, one of them ragged
@@ -81,8 +91,26 @@ def test_routing(name: str, tokens: int, device: torch.device) -> None:
         torch.testing.assert_close(got.weights.cpu(), want.weights, rtol=1e-4, atol=1e-6)
         assert got.tiles is not None
         assert got.tiles.block_m == choose_moe(tokens, gpu_of(device)).block_m
-        check_tiles(got, got.tiles, routing.num_experts)
+        shared = routing.num_shared if tokens <= 128 else 0
+        assert got.num_shared == want.num_shared == shared
+        assert got.experts.shape == got.weights.shape == (tokens, routing.top_k + shared)
+        check_tiles(got, got.tiles, routing.num_experts + shared)
         assert not counts.any()
+
+
+@pytest.mark.parametrize("tokens", [5, 40])  # one CTA, and several
+def test_shared_experts_are_the_last_choices(tokens: int, device: torch.device) -> None:
+    """With weight 1, which is neither normalised nor scaled."""
+    routing = Routing(8, 2, norm_topk_prob=True, routed_scaling_factor=2.5, num_shared=3)
+    logits = random(1, tokens, 8, seed=1)
+    for got in (
+        route_ref(logits[0], None, routing),
+        top_k(logits.to(device), None, routing, new_counts(routing, device)),
+    ):
+        assert got.experts[:, 2:].tolist() == [[8, 9, 10]] * tokens
+        assert got.weights[:, 2:].tolist() == [[1.0, 1.0, 1.0]] * tokens
+        torch.testing.assert_close(got.weights[:, :2].sum(1).cpu(), torch.full((tokens,), 2.5))
+        assert got.experts[:, :2].max() < 8
 
 
 def test_rounded_logits(device: torch.device) -> None:
@@ -99,8 +127,11 @@ def test_rounded_logits(device: torch.device) -> None:
         assert got.experts.tolist() == [[3, first]]
 
 
-def test_a_token_of_nan_has_different_experts_and_harms_no_other(device: torch.device) -> None:
-    routing = ROUTINGS["groups by their two best"]
+@pytest.mark.parametrize("shared", [0, 2])
+def test_a_token_of_nan_has_different_experts_and_harms_no_other(
+    shared: int, device: torch.device
+) -> None:
+    routing = replace(ROUTINGS["groups by their two best"], num_shared=shared)
     x, weight = random(6, 64, seed=1), random(24, 64, seed=2)
     bias = random(24, seed=3)
     clean = route_ref(x @ weight.T, bias, routing)
@@ -108,12 +139,13 @@ def test_a_token_of_nan_has_different_experts_and_harms_no_other(device: torch.d
     counts = new_counts(routing, device)
     got = route(x.to(device), weight.to(device), bias.to(device), routing, counts)
     experts = got.experts.tolist()
-    assert len(set(experts[2])) == 4 and all(0 <= e < 24 for e in experts[2])
-    assert got.weights[2].isnan().all()
+    assert len(set(experts[2][:4])) == 4 and all(0 <= e < 24 for e in experts[2][:4])
+    assert experts[2][4:] == [24, 25][:shared]
+    assert got.weights[2, :4].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert torch.equal(got.experts.cpu()[others], clean.experts[others])
     assert got.tiles is not None
-    check_tiles(got, got.tiles, 24)
+    check_tiles(got, got.tiles, 24 + shared)
 
 
 @pytest.mark.parametrize("block_m", [16, 64])
@@ -137,18 +169,18 @@ def test_the_bound_on_tiles_is_reached_and_never_passed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # no bfloat16 in the interpreter
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "width", "shared"),
-    [(1, 64, 24, False), (9, 136, 72, True), (70, 40, 16, False), (131, 24, 24, True)],
+    ("tokens", "hidden", "width", "num_shared"),
+    [(1, 64, 24, 0), (9, 136, 72, 0), (9, 136, 72, 2), (70, 40, 16, 1), (131, 24, 24, 0)],
 )
 def test_experts(
-    tokens: int, hidden: int, width: int, shared: bool, dtype: torch.dtype, device: torch.device
+    tokens: int, hidden: int, width: int, num_shared: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    routing = Routing(6, 3, norm_topk_prob=True)
+    routing, count = Routing(6, 3, norm_topk_prob=True, num_shared=num_shared), 6 + num_shared
     x = random(tokens, hidden, seed=1).to(dtype)
     gate = random(6, hidden, seed=2, scale=0.2).to(dtype)
-    w13 = random(6, 2 * width, hidden, seed=3, scale=0.2).to(dtype)
-    w2 = random(6, hidden, width, seed=4, scale=0.2).to(dtype)
-    extra = random(tokens, hidden, seed=5).to(dtype) if shared else None
+    w13 = random(count, 2 * width, hidden, seed=3, scale=0.2).to(dtype)
+    w2 = random(count, hidden, width, seed=4, scale=0.2).to(dtype)
+    extra = random(tokens, hidden, seed=5).to(dtype) if tokens > 128 else None
     routed = route(x.to(device), gate.to(device), None, routing, new_counts(routing, device))
     plain = Routed(routed.weights.cpu(), routed.experts.cpu())
     want = expert_partials_ref(x.float(), w13.float(), w2.float(), plain, extra)
@@ -177,31 +209,36 @@ def test_the_order_of_tokens_does_not_matter(device: torch.device) -> None:
     torch.testing.assert_close(run(x[order]), whole[order], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [3, 131])
+@pytest.mark.parametrize("tokens", [3, 128, 131])
 def test_a_layer_and_the_norm_after_it(tokens: int, device: torch.device) -> None:
     """Routed and shared experts, residual and norm."""
-    routing, place = Routing(6, 3, "sigmoid", True, 2.5), WeightPlacement(torch.float32, device)
-    moe, shared = SparseMoE(64, 24, routing, place), GatedMLP(64, 48, False, place)
-    norm = AddRMSNorm(64, 1e-6, place)
-    parts: tuple[Module, ...] = (moe, shared, norm)
-    for seed, view in enumerate(v for part in parts for v in part.weights().values()):
+    routing = Routing(6, 3, "sigmoid", True, 2.5, num_shared=2)
+    place = WeightPlacement(torch.float32, device)
+    moe, norm = SparseMoE(64, 24, routing, place), AddRMSNorm(64, 1e-6, place)
+    parts: tuple[Module, ...] = (moe, norm)
+    views = [view for part in parts for view in part.weights().values()]
+    for seed, view in enumerate(views):
         view.copy_(random(*view.shape, seed=seed, scale=0.2))
     gate, w13, w2 = (w.cpu().clone() for w in (moe.gate.weight, moe.experts.w13, moe.experts.w2))
-    wide = [w.cpu().clone() for w in (shared.gate_up_proj.weight, shared.down_proj.weight)]
+    stored = {name: view.cpu().clone() for name, view in moe.weights().items()}
     for part in parts:
         part.prepare()
     x, residual = random(tokens, 64, seed=90), random(tokens, 64, seed=91)
     moved = x.to(device)
-    normed, total = norm(moe(moved, shared(moved)), residual.to(device))
-    routed = route_ref(x @ gate.T, None, routing)
-    up = x @ wide[0].T
-    always = (torch.nn.functional.silu(up[:, :48]) * up[:, 48:]) @ wide[1].T
-    want = residual + always + expert_partials_ref(x, w13, w2, routed).sum(0)
+    normed, total = norm(moe(moved), residual.to(device))
+    routed = route_ref(x @ gate.T, None, replace(routing, num_shared=0))
+    # As a checkpoint has them: one MLP of width 48.
+    gates, ups, down = (
+        stored[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")
+    )
+    act = torch.nn.functional.silu(x @ gates.reshape(48, 64).T) * (x @ ups.reshape(48, 64).T)
+    always = act @ down.reshape(64, 48).T
+    want = residual + always + expert_partials_ref(x, w13[:6], w2[:6], routed).sum(0)
     torch.testing.assert_close(total.cpu(), want, rtol=1e-4, atol=1e-4)
     scaled = torch.nn.functional.rms_norm(want, (64,), norm.norm.weight.cpu(), 1e-6)
     assert isinstance(normed, Tensor)
     torch.testing.assert_close(normed.cpu(), scaled, rtol=1e-4, atol=1e-4)
-    result = moe(moved, shared(moved)).result()
+    result = moe(moved).result()
     torch.testing.assert_close(result.cpu(), want - residual, rtol=1e-4, atol=1e-4)
 
 
@@ -297,3 +334,36 @@ def test_a_token_has_the_same_result_in_any_batch_on_a_gpu() -> None:
     whole = layer.run(layer.x[:64].contiguous())
     for tokens in (1, 2, 17, 48):
         assert torch.equal(layer.run(layer.x[:tokens].contiguous()), whole[:tokens])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 5, 16, 17, 32, 128, 129, 1024, 4096])
+def test_shared_experts_at_the_sizes_of_deepseek_v2_lite(tokens: int) -> None:
+    """Choices of a decode step, dense GEMMs beyond: against one MLP of twice the width."""
+    device = torch.device("cuda")
+    place = WeightPlacement(torch.bfloat16, device)
+    moe = SparseMoE(2048, 1408, Routing(64, 6, num_shared=2), place)
+    generator = torch.Generator(device).manual_seed(0)
+    moe.experts.fused = True
+    for view in moe.weights().values():
+        view.normal_(0, 0.02, generator=generator)
+    stored = {name: view.float() for name, view in moe.weights().items()}
+    moe.prepare()
+    x = torch.randn(tokens, 2048, generator=generator, device=device, dtype=torch.bfloat16)
+    got = moe(x).result().float()
+    routed = moe.gate(x)
+    assert routed.num_shared == (2 if tokens <= 128 else 0)
+    gate, up, down = (
+        stored[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")
+    )
+    wide = x.float()
+    act = torch.nn.functional.silu(wide @ gate.reshape(2816, 2048).T)
+    want = (act * (wide @ up.reshape(2816, 2048).T)) @ down.reshape(2048, 2816).T
+    for expert in range(64):
+        token, choice = (routed.experts == expert).nonzero(as_tuple=True)
+        gates, ups = (wide[token] @ moe.experts.w13[expert].float().T).chunk(2, 1)
+        y = (torch.nn.functional.silu(gates) * ups) @ moe.experts.w2[expert].float().T
+        want.index_add_(0, token, y * routed.weights[token, choice, None])
+    assert (got - want).norm() / want.norm() < 0.01
+    for _ in range(5):
+        assert torch.equal(moe(x).result().float(), got)

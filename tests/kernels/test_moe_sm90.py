@@ -35,12 +35,12 @@ from forerun.kernels.runtime.gpu import GpuInfo
 
 H200 = GpuInfo(132, amd=False, capability=90)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# experts, experts per token, hidden size, width
+# experts, experts per token, hidden size, width, shared experts
 SHAPES = {
-    "qwen3-30b-a3b": (128, 8, 2048, 768),
-    "qwen3-235b-a22b": (128, 8, 4096, 1536),
-    "deepseek-v2-lite": (64, 6, 2048, 1408),
-    "multiples of 64": (10, 3, 320, 192),
+    "qwen3-30b-a3b": (128, 8, 2048, 768, 0),
+    "qwen3-235b-a22b": (128, 8, 4096, 1536, 0),
+    "deepseek-v2-lite": (64, 6, 2048, 1408, 2),
+    "multiples of 64": (10, 3, 320, 192, 1),
 }
 
 
@@ -56,7 +56,7 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(nvrtc, "available", lambda: True)
     for tokens in (1, 4, 5, MAX_DECODE_TOKENS):
-        for _, _, hidden, width in SHAPES.values():
+        for _, _, hidden, width, _ in SHAPES.values():
             few = tokens <= 4 and hidden % 128 == 0 and width % 128 == 0
             assert choose(tokens, hidden, width) == (SM90_FEW_TOKENS if few else SM90_DECODE)
     assert choose(MAX_DECODE_TOKENS + 1) is None
@@ -74,11 +74,14 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiles_fit_and_have_a_counter_each() -> None:
-    for experts, k in ((MAX_EXPERTS, MAX_TOP_K), (128, 8), (8, 2), (1, 1)):
-        counts = new_counts(Routing(experts, k), torch.device("cpu"))
+    for experts, k, shared in (
+        (MAX_EXPERTS, MAX_TOP_K, 0), (128, 8, 0), (8, 2, 0), (1, 1, 0),
+        (MAX_EXPERTS - 2, MAX_TOP_K - 2, 2), (64, 6, 2), (1, 1, 1),
+    ):  # fmt: skip
+        counts = new_counts(Routing(experts, k, num_shared=shared), torch.device("cpu"))
         for tokens in (1, 64, MAX_DECODE_TOKENS):
             assert choose_moe(tokens, H200).block_m == DECODE_BLOCK_M
-            most = max_tiles(tokens * k, experts, DECODE_BLOCK_M)
+            most = max_tiles(tokens * (k + shared), experts + shared, DECODE_BLOCK_M)
             assert most <= MAX_TILES and experts + 1 + 1 + most <= len(counts)
 
 
@@ -101,7 +104,7 @@ def schedule(gate_up: int, down: int, num_ctas: int, lead: int) -> list[list[tup
 @pytest.mark.parametrize("tiles", [1, 3, 6, 8, 11, 50, 152])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_work_tile_is_computed_once(shape: str, tiles: int, num_ctas: int) -> None:
-    _, _, hidden, width = SHAPES[shape]
+    _, _, hidden, width, _ = SHAPES[shape]
     gate_up, down, lead = tiles * width // 32, tiles * hidden // 64, hidden // width
     ctas = schedule(gate_up, down, num_ctas, lead)
     found = Counter(work for works in ctas for work in works)
@@ -121,12 +124,12 @@ class Layer:
     """Random weights."""
 
     def __init__(self, shape: str) -> None:
-        self.num_experts, self.top_k, self.hidden, width = SHAPES[shape]
-        self.routing = Routing(self.num_experts, self.top_k, norm_topk_prob=True)
+        self.num_experts, self.top_k, self.hidden, width, shared = SHAPES[shape]
+        self.routing = Routing(self.num_experts, self.top_k, norm_topk_prob=True, num_shared=shared)
         self.generator = torch.Generator("cuda").manual_seed(0)
         self.counts = new_counts(self.routing, torch.device("cuda"))
-        self.w13 = self.normal(self.num_experts, 2 * width, self.hidden) * 0.02
-        self.w2 = self.normal(self.num_experts, self.hidden, width) * 0.02
+        self.w13 = self.normal(self.num_experts + shared, 2 * width, self.hidden) * 0.02
+        self.w2 = self.normal(self.num_experts + shared, self.hidden, width) * 0.02
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device="cuda", dtype=torch.bfloat16)
@@ -134,24 +137,24 @@ class Layer:
     def route(self, scores: Tensor) -> Routed:
         """Without Triton kernels, which take seconds to compile."""
         routed = route_ref(scores, None, self.routing)
-        tiles = align_ref(routed.experts, self.num_experts, DECODE_BLOCK_M)
+        tiles = align_ref(routed.experts, len(self.w13), DECODE_BLOCK_M)
         progress = self.counts[self.num_experts + 1 :]
-        return Routed(routed.weights, routed.experts, replace(tiles, progress=progress))
+        return replace(routed, tiles=replace(tiles, progress=progress))
 
-    def run(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
-        return expert_partials(x, self.w13, self.w2, routed, shared)
+    def run(self, x: Tensor, routed: Routed) -> Tensor:
+        return expert_partials(x, self.w13, self.w2, routed)
 
-    def run_ref(self, x: Tensor, routed: Routed, shared: Tensor | None) -> Tensor:
+    def run_ref(self, x: Tensor, routed: Routed) -> Tensor:
         """In float32, one expert after the other, rounded where the kernel rounds."""
-        out = torch.zeros(self.top_k, *x.shape, device="cuda")
-        for expert in range(self.num_experts):
+        out = torch.zeros(routed.experts.shape[1], *x.shape, device="cuda")
+        for expert in range(len(self.w13)):
             token, choice = (routed.experts == expert).nonzero(as_tuple=True)
             both = (x[token].float() @ self.w13[expert].float().T).bfloat16()
             gate, up = both.float().chunk(2, 1)
             act = (torch.nn.functional.silu(gate) * up).bfloat16().float()
             y = (act @ self.w2[expert].float().T).bfloat16().float()
             out[choice, token] = y * routed.weights[token, choice, None]
-        return out if shared is None else torch.cat((out[:1] + shared.float(), out[1:]))
+        return out
 
 
 @pytest.mark.gpu
@@ -163,13 +166,12 @@ def test_experts_at_real_sizes(shape: str) -> None:
         x, scores = layer.normal(tokens, layer.hidden), layer.normal(tokens, layer.num_experts)
         same = scores.clone()
         same[:, : layer.top_k] += 50  # all tokens to the same experts
-        shared = layer.normal(tokens, layer.hidden) if tokens % 2 else None
         for routed in (layer.route(scores), layer.route(same)):
-            got, want = layer.run(x, routed, shared), layer.run_ref(x, routed, shared)
+            got, want = layer.run(x, routed), layer.run_ref(x, routed)
             assert (got - want).norm() / want.norm() < 2e-3
             assert (got - want).abs().max() / want.abs().max() < 1e-2
             for _ in range(10):
-                assert torch.equal(layer.run(x, routed, shared), got)
+                assert torch.equal(layer.run(x, routed), got)
     assert not layer.counts.any()
 
 

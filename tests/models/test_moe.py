@@ -19,7 +19,6 @@ from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.moe.routing import route_ref
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import Experts, Routing, SparseMoE, choose_expert_layout
 from forerun.llm.bundled import preset
 from forerun.models.dflash_config import load_dflash_config
@@ -48,14 +47,14 @@ BLOCKS: dict[str, tuple[Any, Any, dict[str, Any], Routing]] = {
         DeepseekV2Moe,
         DeepseekV2Config,
         {**_SHARED, "n_routed_experts": E, "topk_method": "greedy"},
-        Routing(E, K),
+        Routing(E, K, num_shared=2),
     ),
     "deepseek-v2-groups": (
         DeepseekV2Moe,
         DeepseekV2Config,
         {**_SHARED, "n_routed_experts": E, "topk_method": "group_limited_greedy", "n_group": 8,
          "topk_group": 3, "routed_scaling_factor": 16.0},
-        Routing(E, K, routed_scaling_factor=16.0, n_group=8, topk_group=3),
+        Routing(E, K, routed_scaling_factor=16.0, n_group=8, topk_group=3, num_shared=2),
     ),
     "deepseek-v3": (
         DeepseekV3MoE,
@@ -64,7 +63,7 @@ BLOCKS: dict[str, tuple[Any, Any, dict[str, Any], Routing]] = {
          "routed_scaling_factor": 2.5, "norm_topk_prob": True},
         Routing(
             E, K, "sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4,
-            topk_group=2, group_score="top2", correction_bias=True,
+            topk_group=2, group_score="top2", correction_bias=True, num_shared=2,
         ),
     ),
     "kimi-k2": (
@@ -74,7 +73,7 @@ BLOCKS: dict[str, tuple[Any, Any, dict[str, Any], Routing]] = {
          "routed_scaling_factor": 2.827, "norm_topk_prob": True},
         Routing(
             E, K, "sigmoid", norm_topk_prob=True, routed_scaling_factor=2.827, n_group=1,
-            topk_group=1, correction_bias=True,
+            topk_group=1, correction_bias=True, num_shared=2,
         ),
     ),
 }  # fmt: skip
@@ -104,24 +103,18 @@ def our_block(block: Any, routing: Routing, fused: bool) -> Any:
     moe = SparseMoE(H, WIDTH, routing, CPU_F32)
     choose_expert_layout(moe, state)
     views = moe.weights()
-    shared = None
-    if "shared_experts.down_proj.weight" in state:
-        shared = GatedMLP(H, 2 * WIDTH, False, CPU_F32)
-        views |= shared.weights("shared_experts.")
     assert views.keys() == state.keys()
     for key, view in views.items():
-        view.copy_(state[key])
+        view.copy_(state[key].reshape(view.shape))
     moe.prepare()
-    if shared is None:
-        return lambda x: moe(x).result()
-    shared.prepare()
-    return lambda x: moe(x, shared(x)).result()
+    return lambda x: moe(x).result()
 
 
+@pytest.mark.parametrize("tokens", [37, 140])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_equals_transformers(name: str) -> None:
+def test_equals_transformers(name: str, tokens: int) -> None:
     block, routing = hf_block(name), BLOCKS[name][3]
-    x = torch.randn(37, H, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         want = block(x[None])[0]
         one_by_one = our_block(block, routing, fused=False)
@@ -164,6 +157,7 @@ def test_the_correction_bias_stays_float32() -> None:
         ({"n_group": 3, "topk_group": 1}, "16 experts in 3 groups"),
         ({"n_group": 8, "topk_group": 1}, "do not give 4 experts"),
         ({"n_group": 16, "topk_group": 4, "group_score": "top2"}, "no second best"),
+        ({"num_shared": 13}, "4 of 16 experts per token and 13 shared ones"),
     ],
 )
 def test_routing_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

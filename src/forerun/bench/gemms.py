@@ -5,7 +5,7 @@ operands; composite operators (`linear`, `matmul`, `einsum`) are decomposed into
 `bmm` first. Our own kernels bypass the dispatcher, but all are launched by one function,
 `kernels.gemm.gemm._launch`, which is wrapped while recording. So are the functions of the
 experts of a mixture; which of them are read depends on the tokens, and their expected number is
-counted (`touched_experts`).
+counted (`touched_experts`); shared ones always are.
 
 Only GEMMs with a weight count: one operand must have existed before recording began. Attention is
 not counted: recording pauses while a backend runs it.
@@ -37,7 +37,10 @@ from forerun.kernels.moe.routing import Routed
 from forerun.layers import moe
 from forerun.sampling.sampler import SamplingFlags
 
-_OPERANDS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # first of two
+# The first of two operands, among the arguments.
+_OPERANDS = {
+    "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
+}  # fmt: skip
 _ONEDNN = "mkldnn::_linear_pointwise"
 
 
@@ -136,11 +139,11 @@ class _Recorder(TorchDispatchMode):
 
     def watch_experts(self, partials: Callable[..., Any]) -> Callable[..., Any]:
         def watched(x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, *shared: Any) -> Tensor:
-            tokens, top_k = routed.experts.shape
-            touched = touched_experts(tokens, top_k, len(w13))
+            (tokens, choices), always = routed.experts.shape, routed.num_shared
+            touched = touched_experts(tokens, choices - always, len(w13) - always) + always
             for weight in (w13, w2):
                 n, k = weight.shape[1:]
-                self.gemms.append(Gemm(n, k, weight.dtype, tokens * top_k, touched))
+                self.gemms.append(Gemm(n, k, weight.dtype, tokens * choices, touched))
             return cast(Tensor, partials(x, w13, w2, routed, *shared))
 
         return watched

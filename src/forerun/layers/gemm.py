@@ -182,6 +182,11 @@ def gemm_for(weight: Tensor, bias: Tensor | None, shared: bool = False) -> Gemm:
     too_large = shared and weight.numel() * weight.element_size() > MAX_SHARED_COPY
     if onednn_serves(weight) and not too_large:
         return OneDnnGemm(weight, bias)
+    return plain_gemm_for(weight, bias)
+
+
+def plain_gemm_for(weight: Tensor, bias: Tensor | None = None) -> Gemm:
+    """`gemm_for` that reads the weight where it is, such as a view of a larger tensor."""
     if skinny_serves(weight):
         return SkinnyGemm(weight, bias)
     return LibraryGemm(weight, bias)

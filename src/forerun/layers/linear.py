@@ -51,11 +51,7 @@ class PendingGemm(Pending):
         self._x: Tensor | DeferredNorm | None = x
 
     def result(self) -> Tensor:
-        return self._comm.all_reduce(self.local_result())
-
-    def local_result(self) -> Tensor:
-        """[T, out] of this rank, for a sum that is reduced across ranks later."""
-        return self._gemm(self._take())
+        return self._comm.all_reduce(self._gemm(self._take()))
 
     def add_rms_norm(
         self, residual: Tensor, norm: RMSNorm, reader: Gemm | None

@@ -4,10 +4,11 @@ Names are those of Hugging Face: `gate.weight`, `experts.3.up_proj.weight`. The 
 are stored stacked, and a loader fills them through views, whether a checkpoint has one tensor per
 expert and projection (as on the Hub) or all experts in one (as transformers 5 holds them).
 
-Experts that every token visits (DeepSeek's shared experts) are a `GatedMLP` of the model's own: its
-output is added before the one reduction across ranks,
-
-    return self.moe(x, shared=self.shared_experts(x))
+Experts that compute every token (DeepSeek's shared experts) are stacked after the routed ones and
+in a checkpoint one MLP, `shared_experts.up_proj.weight`, which is as wide as all of them. In a
+decode step they are further choices of every token (SGLang: shared experts fusion): no kernels of
+their own, and their weights are read in one stream with the others. Many tokens are computed by
+dense GEMMs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
@@ -23,8 +25,8 @@ from forerun.kernels.moe.experts import combine, expert_partials
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.routing import Routed, Routing
 from forerun.layers.communication import Communicator, WeightPlacement
-from forerun.layers.gemm import Gemm
-from forerun.layers.linear import Pending, PendingGemm
+from forerun.layers.gemm import Gemm, plain_gemm_for
+from forerun.layers.linear import Pending
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -70,34 +72,73 @@ class Router(Module):
 
 
 class Experts(Module):
-    """E gated MLPs: `w13` [E, 2I, H], gate rows before up rows, and `w2` [E, H, I]."""
+    """E routed and n shared gated MLPs: `w13` [E + n, 2I, H], gate rows before up rows, and `w2`
+    [E + n, H, I].
+    """
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, place: WeightPlacement
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        place: WeightPlacement,
+        num_shared: int = 0,
     ) -> None:
+        """`num_experts`: the routed ones."""
         for name, size in (("hidden_size", hidden_size), ("expert width", intermediate_size)):
             if size < ALIGNMENT or size % ALIGNMENT:
                 raise ConfigError(
                     f"A mixture of experts with {name} {size} is not supported: the kernels need"
                     f" multiples of {ALIGNMENT}."
                 )
-        self.w13 = place.empty(num_experts, 2 * intermediate_size, hidden_size)
-        self.w2 = place.empty(num_experts, hidden_size, intermediate_size)
-        self.fused = False  # whether the checkpoint has all experts in one tensor
+        self.num_experts, self.num_shared = num_experts, num_shared
+        self.w13 = place.empty(num_experts + num_shared, 2 * intermediate_size, hidden_size)
+        self.w2 = place.empty(num_experts + num_shared, hidden_size, intermediate_size)
+        self.fused = False  # whether the checkpoint has all routed experts in one tensor
+        self._shared_gate_up: list[Gemm] = []
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        shared = self._shared_weights(prefix[: prefix.rfind(".", 0, -1) + 1] + "shared_experts.")
+        w13s, w2s = self.w13[: self.num_experts], self.w2[: self.num_experts]
         if self.fused:
-            return {f"{prefix}gate_up_proj": self.w13, f"{prefix}down_proj": self.w2}
+            return {f"{prefix}gate_up_proj": w13s, f"{prefix}down_proj": w2s, **shared}
         out: dict[str, Tensor] = {}
-        for i, (w13, w2) in enumerate(zip(self.w13, self.w2, strict=True)):
+        for i, (w13, w2) in enumerate(zip(w13s, w2s, strict=True)):
             gate, up = w13.chunk(2)
             parts = {"gate_proj": gate, "up_proj": up, "down_proj": w2}
             out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts.items()}
-        return out
+        return out | shared
 
-    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None) -> Tensor:
-        """x [T, H] -> [k, T, H], weighted, best expert first; `shared` [T, H] is in the first."""
-        return expert_partials(x, self.w13, self.w2, routed, shared)
+    def _shared_weights(self, prefix: str) -> dict[str, Tensor]:
+        """Of one MLP, n times as wide: gate and up [n, I, H], down [H, n, I]."""
+        if not self.num_shared:
+            return {}
+        gate, up = self.w13[self.num_experts :].chunk(2, 1)
+        down = self.w2[self.num_experts :].transpose(0, 1)
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        return {f"{prefix}{name}.weight": view for name, view in parts.items()}
+
+    def prepare(self) -> None:
+        self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
+
+    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+        """x [T, H] -> [k, T, H], weighted, in the order of the choices.
+
+        Shared experts that are not among the choices are added to the first.
+        """
+        if routed.num_shared == self.num_shared:
+            return expert_partials(x, self.w13, self.w2, routed)
+        w13, w2 = self.w13[: self.num_experts], self.w2[: self.num_experts]
+        return expert_partials(x, w13, w2, routed, self._shared_output(x))
+
+    def _shared_output(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H], by dense GEMMs."""
+        out: Tensor | None = None
+        for gate_up, w2 in zip(self._shared_gate_up, self.w2[self.num_experts :], strict=True):
+            act = gate_up.silu_and_mul(x)
+            out = F.linear(act, w2) if out is None else out.addmm_(act, w2.t())
+        assert out is not None
+        return out
 
 
 class SparseMoE(Module):
@@ -108,29 +149,25 @@ class SparseMoE(Module):
     ) -> None:
         """`intermediate_size`: of one expert."""
         self.gate = Router(hidden_size, routing, place)
-        self.experts = Experts(routing.num_experts, hidden_size, intermediate_size, place)
+        self.experts = Experts(
+            routing.num_experts, hidden_size, intermediate_size, place, routing.num_shared
+        )
         self._comm = place.comm
 
-    def __call__(
-        self, x: Tensor | DeferredNorm, shared: PendingGemm | None = None
-    ) -> PendingExperts:
+    def __call__(self, x: Tensor | DeferredNorm) -> PendingExperts:
         """x [T, H] -> [T, H].
 
-        Args:
-            x: whole; a norm that leads here is not linked, since router and experts both read it.
-            shared: output of experts that compute every token, added to the sum.
+        A norm that leads here is not linked, since router and experts both read x.
         """
         assert isinstance(x, Tensor), "a norm before a router is not deferred"
-        return PendingExperts(self, x, shared, self._comm)
+        return PendingExperts(self, x, self._comm)
 
 
 class PendingExperts(Pending):
     """The output of a `SparseMoE`, not computed yet."""
 
-    def __init__(
-        self, moe: SparseMoE, x: Tensor, shared: PendingGemm | None, comm: Communicator
-    ) -> None:
-        self._moe, self._x, self._shared, self._comm = moe, x, shared, comm
+    def __init__(self, moe: SparseMoE, x: Tensor, comm: Communicator) -> None:
+        self._moe, self._x, self._comm = moe, x, comm
 
     def result(self) -> Tensor:
         return self._reduced(self._partials())
@@ -150,8 +187,7 @@ class PendingExperts(Pending):
     def _partials(self) -> Tensor:
         """[k, T, H], of this rank."""
         moe, x = self._moe, self._x
-        shared = None if self._shared is None else self._shared.local_result()
-        return moe.experts(x, moe.gate(x), shared)
+        return moe.experts(x, moe.gate(x))
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:

@@ -1,8 +1,10 @@
 """Safetensors folders: one file or shards with an index. Nothing is ever unpickled.
 
 A model states a map from tensor name to the view it is copied into (`weights()`), so fused
-matrices, other name schemes and drafts all load through the same function. Every name and shape
-is checked against the files' headers before any data is read.
+matrices, other name schemes and drafts all load through the same function. A tensor that is stored
+here in parts has a view with one dimension cut in two: [n, I, H] or [H, n, I] for one that is
+[n * I, H] or [H, n * I] in the files. Every name and shape is checked against the files' headers
+before any data is read.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class Checkpoint:
                     if name in scales:
                         assert self.blocks is not None
                         data = self.blocks.dequantise(data, scales[name])
-                    views[name].copy_(data)
+                    views[name].copy_(data.reshape(views[name].shape))
                     advance(self.headers[name].bytes)
 
     def _check(
@@ -147,7 +149,7 @@ class Checkpoint:
             )
         for name, view in wanted.items():
             header = self.headers[name]
-            if header.shape != tuple(view.shape):
+            if header.shape not in _stored_shapes(tuple(view.shape)):
                 raise ConfigError(
                     f"{header.file}: {name} has shape {list(header.shape)}, expected"
                     f" {list(view.shape)} from config.json. The two do not belong together."
@@ -158,6 +160,15 @@ class Checkpoint:
                     f" {'BF16, F16 or F32' if view.is_floating_point() else 'integers'}."
                     " Quantized checkpoints are not supported; use the bfloat16 one."
                 )
+
+
+def _stored_shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The shapes of a tensor in a file that fill a view of this shape: itself, and of a view with
+    three dimensions or more two neighbours as one.
+    """
+    yield shape
+    for i in range(len(shape) - 1 if len(shape) > 2 else 0):
+        yield (*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :])
 
 
 def _files(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from forerun.layers.linear import Hidden, Linear, MergedLinear, PendingGemm, Row
 from forerun.layers.mla import LatentAttention, LatentHeads, LatentUpProjection, deinterleave
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
-from forerun.layers.moe import PendingExperts, Routing, SparseMoE
+from forerun.layers.moe import Routing, SparseMoE
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.layers.rope import yarn_mscale
@@ -90,6 +90,7 @@ def routing(config: ModelConfig) -> Routing:
         topk_group=None if method == "greedy" else config.need("topk_group"),
         group_score="max" if unbiased else "top2",
         correction_bias=not unbiased,
+        num_shared=int(raw.get("n_shared_experts") or 0),
     )
 
 
@@ -136,25 +137,6 @@ class DeepseekAttention(Module):
         return self.o_proj(self.attn(q, kv_a, rope, ctx))
 
 
-class DeepseekMoE(SparseMoE):
-    """Routed experts and, one MLP as wide as all of them, the shared experts."""
-
-    def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
-        hidden_size, width = config.hidden_size, config.need("moe_intermediate_size")
-        super().__init__(hidden_size, width, routing(config), place)
-        shared = int(config.raw.get("n_shared_experts") or 0)
-        self.shared_experts: GatedMLP | None = None
-        if shared:
-            self.shared_experts = GatedMLP(hidden_size, width * shared, config.mlp_bias, place)
-
-    def __call__(
-        self, x: Tensor | DeferredNorm, shared: PendingGemm | None = None
-    ) -> PendingExperts:
-        if self.shared_experts is not None:
-            shared = self.shared_experts(x)
-        return super().__call__(x, shared)
-
-
 class DeepseekDecoderLayer(DecoderLayer):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
@@ -162,9 +144,12 @@ class DeepseekDecoderLayer(DecoderLayer):
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
         self.self_attn = DeepseekAttention(config, layer_id, mask, place)
-        self.mlp: GatedMLP | DeepseekMoE
+        self.mlp: GatedMLP | SparseMoE
         if has_experts(config, layer_id):
-            self.mlp = DeepseekMoE(config, place)
+            if config.mlp_bias:
+                raise ConfigError("mlp_bias is not supported with a mixture of experts.")
+            width = config.need("moe_intermediate_size")
+            self.mlp = SparseMoE(hidden_size, width, routing(config), place)
         else:
             self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, place)
         self.input_layernorm = AddRMSNorm(hidden_size, eps, place)

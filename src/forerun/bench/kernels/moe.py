@@ -6,8 +6,9 @@ For 1 to 128 tokens, and for prefill chunks: the router, the experts, and both w
 adds up the experts' outputs, each timed as a CUDA graph with one launch a layer, over several
 layers' weights and tokens of their own. The floor is the bytes of the touched experts and of the
 router over the measured bandwidth, or the FLOPs at the rate of a large GEMM, whichever is longer.
-Where the kernel for Hopper serves the experts, Triton's are timed beside it. `--sweep` tries tile
-sizes of Triton's two grouped GEMMs.
+Shared experts are computed up to 128 tokens, where they are choices. Where the kernel for Hopper
+serves the experts, Triton's are timed beside it. `--sweep` tries tile sizes of Triton's two grouped
+GEMMs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ SHAPES = {
     "qwen3-235b-a22b": Shape(
         4096, 1536, Routing(128, 8, norm_topk_prob=True, float32_logits=False)
     ),
-    "deepseek-v2-lite": Shape(2048, 1408, Routing(64, 6)),
+    "deepseek-v2-lite": Shape(2048, 1408, Routing(64, 6, num_shared=2)),
 }
 
 
@@ -74,15 +75,16 @@ class Layer:
 
     @classmethod
     def make(cls, shape: Shape, tokens: int, device: torch.device) -> Layer:
-        experts, hidden, width = shape.routing.num_experts, shape.hidden, shape.width
+        routing, hidden, width = shape.routing, shape.hidden, shape.width
+        experts = routing.num_experts + routing.num_shared_choices(tokens)
 
         def normal(*size: int) -> Tensor:
             return torch.empty(size, dtype=HALF, device=device).normal_(0, 0.02)
 
-        gate, counts = normal(experts, hidden), new_counts(shape.routing, device)
+        gate, counts = normal(routing.num_experts, hidden), new_counts(routing, device)
         x = torch.empty(tokens, hidden, dtype=HALF, device=device).normal_()
         weights = normal(experts, 2 * width, hidden), normal(experts, hidden, width)
-        routed = route(x, gate, None, shape.routing, counts)
+        routed = route(x, gate, None, routing, counts)
         return cls(shape, gate, *weights, normal(hidden), counts, x, routed)
 
     def route(self) -> Routed:
@@ -99,8 +101,8 @@ class Layer:
         return add_rms_norm(out, self.x, self.norm, 1e-6)
 
     def with_tiles(self, block_m: int) -> Routed:
-        tiles = align_ref(self.routed.experts, self.shape.routing.num_experts, block_m)
-        return Routed(self.routed.weights, self.routed.experts, tiles)
+        tiles = align_ref(self.routed.experts, len(self.w13), block_m)
+        return replace(self.routed, tiles=tiles)
 
     @property
     def touched(self) -> int:

@@ -73,7 +73,7 @@ def expert_partials(
 
     Args:
         routed: of `route` for the same x, with its tiles.
-        shared: [T, H], added to the first choice.
+        shared: [T, H], added to the first choice; served by Triton.
         config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
     """
     if not use_triton(x):
@@ -81,10 +81,10 @@ def expert_partials(
     tokens, (_, hidden, width) = x.shape[0], w2.shape
     tiles, gpu = routed.tiles, gpu_of(x.device)
     assert tiles is not None
-    if config is None and tiles.progress is not None:
+    if config is None and shared is None and tiles.progress is not None:
         sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
         if sm90 is not None:
-            return expert_partials_sm90(x, w13, w2, routed, shared, sm90)
+            return expert_partials_sm90(x, w13, w2, routed, sm90)
     config = config or choose_moe(tokens, gpu, x.itemsize)
     assert tiles.block_m == config.block_m
     assert x.is_contiguous() and w13.is_contiguous() and w2.is_contiguous()

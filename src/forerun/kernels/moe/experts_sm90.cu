@@ -74,7 +74,6 @@ struct Arguments {
   u16* act;              // [T * k, I] bf16
   float* out;            // [k, T, H]
   const float* weights;  // [T, k]
-  const u16* shared;     // [T, H] bf16 or null
   const int* pairs;
   int* progress;         // zero before and after: CTAs that wait for act no more; for each expert
                          // tile, work tiles of gate/up that are done
@@ -314,7 +313,7 @@ __device__ void store_act(const float (&acc)[BLOCK_M / 2], const Arguments& args
   }
 }
 
-// out = rounded as the output of a GEMM is, times the pair's weight; plus `shared` for choice 0.
+// out = rounded as the output of a GEMM is, times the pair's weight.
 __device__ void store_out(const float (&acc)[BLOCK_M / 2], const Arguments& args,
                           const ThreadPairs& pairs, int block_n) {
   int first = block_n * BLOCK_N + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
@@ -327,8 +326,6 @@ __device__ void store_out(const float (&acc)[BLOCK_M / 2], const Arguments& args
     for (int half = 0; half < 2; half++) {
       int column = first + 8 * half;
       float value = round_bf16(acc[i / 2 * 4 + i % 2 + 2 * half]) * pairs.weight[i];
-      if (args.shared != nullptr && choice == 0)
-        value += from_bf16(args.shared[(u64)token * args.H + column]);
       args.out[((u64)choice * args.T + token) * args.H + column] = value;
     }
   }
@@ -389,7 +386,7 @@ __device__ int load_tiles(ExpertTile* list, const int* tiles, int max_tiles) {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
                     const __grid_constant__ TmaDescriptor w2, const u16* x, u16* act, float* out,
-                    const float* weights, const u16* shared, const int* pairs, const int* tiles,
+                    const float* weights, const int* pairs, const int* tiles,
                     int* progress, int max_tiles, int T, int H, int I, int top_k) {
   griddepcontrol_launch_dependents();  // takes effect when all CTAs have started
   extern __shared__ unsigned char smem[];
@@ -412,7 +409,7 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   griddepcontrol_wait();
   int used = load_tiles(list, tiles, max_tiles);
 
-  Context context{{x, act, out, weights, shared, pairs, progress, T, H, I, top_k},
+  Context context{{x, act, out, weights, pairs, progress, T, H, I, top_k},
                   TileScheduler(used, H, I, (int)blockIdx.x, (int)gridDim.x), pipeline, list};
   int warp = threadIdx.x / 32;
   if (warp == 0) {

@@ -62,7 +62,6 @@ def expert_partials_sm90(
     w13: Tensor,
     w2: Tensor,
     routed: Routed,
-    shared: Tensor | None,
     config: Sm90MoeConfig,
 ) -> Tensor:
     """`expert_partials` for bfloat16 and up to 128 tokens: float32 [k, T, H]."""
@@ -74,7 +73,6 @@ def expert_partials_sm90(
     assert tiles.block_m == DECODE_BLOCK_M
     assert hidden % config.block_k == 0 and width % config.block_k == 0
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w13, w2))
-    assert shared is None or shared.is_contiguous()
     act = x.new_empty(tokens * top_k, width)
     out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=x.device)
     # [I / 8, 2E, 8, H]: a box has 8 rows of gate, the 8 rows of up that go with them, and so on.
@@ -82,7 +80,7 @@ def expert_partials_sm90(
     args = (
         nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64)),
         nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64)),
-        x, act, out, routed.weights, shared, tiles.pairs, tiles.tiles, tiles.progress,
+        x, act, out, routed.weights, tiles.pairs, tiles.tiles, tiles.progress,
         max_tiles, tokens, hidden, width, top_k,
     )  # fmt: skip
     grid = gpu_of(x.device).num_sms * config.ctas_per_sm

@@ -7,8 +7,8 @@
    tokens it also sorts the pairs into a list per expert and cuts the lists into tiles. Up to 16
    tokens are one CTA's, which counts in registers. Otherwise every pair takes the next place in its
    expert's list by an atomic add, and the CTA that finishes last makes the tiles; the order within
-   a list then varies, and the results of the GEMMs do not depend on it. For more tokens, PyTorch
-   sorts (`align_ref`).
+   a list then varies, and the results of the GEMMs do not depend on it. The lists of shared experts
+   hold all tokens, in order. For more tokens, PyTorch sorts (`align_ref`).
 
 Nothing is read on the host.
 """
@@ -51,8 +51,8 @@ def new_counts(routing: Routing, device: torch.device) -> Tensor:
     Every routing, and the experts after it, leave them zero. Two layers with the same counts must
     not run at once.
     """
-    pairs = MAX_DECODE_TOKENS * routing.top_k
-    tiles = max_tiles(pairs, routing.num_experts, DECODE_BLOCK_M)
+    pairs = MAX_DECODE_TOKENS * (routing.top_k + routing.num_shared)
+    tiles = max_tiles(pairs, routing.num_experts + routing.num_shared, DECODE_BLOCK_M)
     return torch.zeros(routing.num_experts + 2 + tiles, dtype=torch.int32, device=device)
 
 
@@ -99,14 +99,16 @@ def top_k(
     `rounded_like`: logits are rounded to this tensor's dtype first.
     """
     slices, tokens, num_experts = partials.shape
-    device, k, (num_groups, kept) = partials.device, routing.top_k, routing.groups
+    device, (num_groups, kept) = partials.device, routing.groups
+    shared = routing.num_shared_choices(tokens)
+    k, all_experts = routing.top_k + shared, num_experts + shared
     block_m, in_kernel = choose_moe(tokens, gpu_of(device)).block_m, tokens <= MAX_DECODE_TOKENS
     weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
     experts = torch.empty(tokens, k, dtype=torch.int32, device=device)
     pairs = tiles = None
     if in_kernel:  # a list of up to `tokens` pairs per expert
-        pairs = torch.empty(num_experts * tokens, dtype=torch.int32, device=device)
-        most = max_tiles(tokens * k, num_experts, block_m)
+        pairs = torch.empty(all_experts * tokens, dtype=torch.int32, device=device)
+        most = max_tiles(tokens * k, all_experts, block_m)
         tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     columns = next_power_of_2(num_groups) * next_power_of_2(num_experts // num_groups)
     tokens_per_cta, warps = tokens_of_top_k(tokens, columns)
@@ -116,15 +118,16 @@ def top_k(
         SLICES=slices, NUM_EXPERTS=num_experts, NUM_GROUPS=num_groups, KEPT_GROUPS=kept,
         GROUPS_BLOCK=next_power_of_2(num_groups),
         GROUP_BLOCK=next_power_of_2(num_experts // num_groups),
-        EXPERTS_BLOCK=next_power_of_2(num_experts), TOP_K=k, TOP_K_BLOCK=next_power_of_2(k),
-        SIGMOID=routing.scoring == "sigmoid", TOP2=routing.group_score == "top2",
-        NORM=routing.norm_topk_prob, ALIGN=in_kernel, ONE_CTA=tokens <= tokens_per_cta,
-        BLOCK_M=block_m, TOKENS=tokens_per_cta,
+        EXPERTS_BLOCK=next_power_of_2(num_experts), TOP_K=routing.top_k, NUM_SHARED=shared,
+        CHOICES_BLOCK=next_power_of_2(k), SIGMOID=routing.scoring == "sigmoid",
+        TOP2=routing.group_score == "top2", NORM=routing.norm_topk_prob,
+        ALIGN=in_kernel, ONE_CTA=tokens <= tokens_per_cta, BLOCK_M=block_m, TOKENS=tokens_per_cta,
         num_warps=warps, **pdl_options(weights),
     )  # fmt: skip
     if pairs is None or tiles is None:
-        return Routed(weights, experts, align_ref(experts, num_experts, block_m))
-    return Routed(weights, experts, ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :]))
+        return Routed(weights, experts, align_ref(experts, all_experts, block_m), shared)
+    made = ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :])
+    return Routed(weights, experts, made, shared)
 
 
 def tokens_of_top_k(tokens: int, columns: int) -> tuple[int, int]:
@@ -191,10 +194,10 @@ def _top_k(
     partials,  # [SLICES, T, E] float32
     correction_bias,  # [E] float32 or None
     rounded_like,  # anything of the dtype that logits are rounded to, or None
-    weights_out,  # [T, k] float32
-    experts_out,  # [T, k] int32
+    weights_out,  # [T, k + shared] float32
+    experts_out,  # [T, k + shared] int32
     counts,  # int32, E + 1 of which are zero before and after
-    pairs,  # [E, T] int32, with ALIGN
+    pairs,  # [E + shared, T] int32, with ALIGN
     tiles,  # [3, max_tiles] int32, with ALIGN
     T,
     max_tiles,
@@ -208,7 +211,8 @@ def _top_k(
     GROUP_BLOCK: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    CHOICES_BLOCK: tl.constexpr,
     SIGMOID: tl.constexpr,
     TOP2: tl.constexpr,
     NORM: tl.constexpr,
@@ -224,6 +228,7 @@ def _top_k(
         tl.extra.cuda.gdc_wait()
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     COLUMNS: tl.constexpr = GROUPS_BLOCK * GROUP_BLOCK
+    CHOICES: tl.constexpr = TOP_K + NUM_SHARED
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     # Groups are padded to a power of two each, so columns are in the order of expert ids.
     column = tl.arange(0, COLUMNS)
@@ -253,9 +258,9 @@ def _top_k(
     if NUM_GROUPS > 1:
         choice = _best_groups(choice, TOKENS, GROUPS_BLOCK, GROUP_BLOCK, KEPT_GROUPS, TOP2)
 
-    rank = tl.arange(0, TOP_K_BLOCK)[None, :]
-    weights = tl.zeros((TOKENS, TOP_K_BLOCK), tl.float32)
-    experts = tl.zeros((TOKENS, TOP_K_BLOCK), tl.int32)
+    rank = tl.arange(0, CHOICES_BLOCK)[None, :]
+    weights = tl.zeros((TOKENS, CHOICES_BLOCK), tl.float32)
+    experts = tl.zeros((TOKENS, CHOICES_BLOCK), tl.int32)
     ranks = tl.full((TOKENS, COLUMNS), -1, tl.int32)  # by expert: which choice it is
     for i in tl.static_range(TOP_K):
         best, chosen = tl.max(choice, 1, return_indices=True)  # the lowest of equals
@@ -271,19 +276,27 @@ def _top_k(
         choice = tl.where(hit, float("-inf"), choice)
     if NORM:
         weights = weights / (tl.sum(weights, 1)[:, None] + norm_eps)
-    pair = t[:, None] * TOP_K + rank
-    mask = (t < T)[:, None] & (rank < TOP_K)
-    tl.store(weights_out + pair, weights * factor, mask=mask)
+    weights *= factor
+    if NUM_SHARED > 0:
+        weights = tl.where(rank < TOP_K, weights, 1.0)
+        experts = tl.where(rank < TOP_K, experts, NUM_EXPERTS + rank - TOP_K)
+    pair = t[:, None] * CHOICES + rank
+    mask = (t < T)[:, None] & (rank < CHOICES)
+    tl.store(weights_out + pair, weights, mask=mask)
     tl.store(experts_out + pair, experts, mask=mask)
+    if ALIGN and NUM_SHARED > 0:
+        tl.store(pairs + experts * T + t[:, None], pair, mask=mask & (rank >= TOP_K))
     if ALIGN and ONE_CTA:
         chosen_by = ((ranks >= 0) & (t < T)[:, None]).to(tl.int32)
         place = tl.cumsum(chosen_by, 0) - chosen_by
         address = pairs + expert[None, :] * T + place
-        tl.store(address, t[:, None] * TOP_K + ranks, mask=chosen_by > 0)
-        _make_tiles(tl.sum(chosen_by, 0), expert, tiles, T, max_tiles, BLOCK_M, COLUMNS)
+        tl.store(address, t[:, None] * CHOICES + ranks, mask=chosen_by > 0)
+        used = _make_tiles(tl.sum(chosen_by, 0), expert, tiles, T, max_tiles, BLOCK_M)
+        _make_further_tiles(used, tiles, T, max_tiles, NUM_EXPERTS, NUM_SHARED, BLOCK_M, COLUMNS)
     elif ALIGN:
-        place = tl.atomic_add(counts + experts, 1, mask=mask, sem="relaxed")
-        tl.store(pairs + experts * T + place, pair, mask=mask)
+        routed = mask & (rank < TOP_K)
+        place = tl.atomic_add(counts + experts, 1, mask=routed, sem="relaxed")
+        tl.store(pairs + experts * T + place, pair, mask=routed)
         tl.debug_barrier()  # all pairs are counted before the CTA signals
         done = tl.atomic_add(counts + NUM_EXPERTS, 1, sem="acq_rel")
         if done == tl.num_programs(0) - 1:
@@ -291,7 +304,10 @@ def _top_k(
             inside = each < NUM_EXPERTS
             # L1 is bypassed.
             count = tl.load(counts + each, mask=inside, other=0, cache_modifier=".cg")
-            _make_tiles(count, each, tiles, T, max_tiles, BLOCK_M, EXPERTS_BLOCK)
+            used = _make_tiles(count, each, tiles, T, max_tiles, BLOCK_M)
+            _make_further_tiles(
+                used, tiles, T, max_tiles, NUM_EXPERTS, NUM_SHARED, BLOCK_M, EXPERTS_BLOCK
+            )
             tl.debug_barrier()  # the counts have been read by all threads
             tl.store(counts + each, 0, mask=inside)
             tl.store(counts + NUM_EXPERTS, 0)
@@ -320,10 +336,8 @@ def _best_groups(
 
 
 @jit
-def _make_tiles(
-    count, expert, tiles, T, max_tiles, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Cuts the lists of [BLOCK] experts, in order of their ids, into tiles."""
+def _make_tiles(count, expert, tiles, T, max_tiles, BLOCK_M: tl.constexpr):
+    """Cuts the lists of routed experts, in order of their ids, into tiles; returns how many."""
     num_tiles = tl.cdiv(count, BLOCK_M)
     before = tl.cumsum(num_tiles, 0) - num_tiles
     for i in range(tl.max(num_tiles, 0)):
@@ -333,8 +347,27 @@ def _make_tiles(
         tl.store(tile + max_tiles, expert * T + i * BLOCK_M, mask=mask)
         rows = tl.minimum(count - i * BLOCK_M, BLOCK_M)
         tl.store(tile + 2 * max_tiles, rows, mask=mask)
-    used = tl.sum(num_tiles, 0)
+    return tl.sum(num_tiles, 0)
+
+
+@jit
+def _make_further_tiles(
+    used, tiles, T, max_tiles, NUM_EXPERTS: tl.constexpr, NUM_SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tiles after those of the routed experts: the shared experts', then empty ones."""
     each = tl.arange(0, BLOCK)
+    if NUM_SHARED > 0:
+        per_expert = tl.cdiv(T, BLOCK_M)
+        for first in range(0, NUM_SHARED * per_expert, BLOCK):
+            i = first + each
+            mask = i < NUM_SHARED * per_expert
+            expert, start = NUM_EXPERTS + i // per_expert, i % per_expert * BLOCK_M
+            tile = tiles + used + i
+            tl.store(tile, expert, mask=mask)
+            tl.store(tile + max_tiles, expert * T + start, mask=mask)
+            tl.store(tile + 2 * max_tiles, tl.minimum(T - start, BLOCK_M), mask=mask)
+        used += NUM_SHARED * per_expert
     for first in range(0, max_tiles - used, BLOCK):
         rest = used + first + each
         tl.store(tiles + 2 * max_tiles + rest, 0, mask=rest < max_tiles)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
-from forerun.kernels.moe.config import max_tiles
+from forerun.kernels.moe.config import MAX_DECODE_TOKENS, max_tiles
 
 NORM_EPS = 1e-20  # DeepSeek-V3 adds it to the sum of a token's weights
 MAX_EXPERTS, MAX_TOP_K = 512, 16  # limits of the kernels
@@ -42,6 +42,8 @@ class Routing:
     correction_bias: bool = False
     # False: logits are rounded to the model's dtype first, as Qwen3-MoE's are.
     float32_logits: bool = True
+    # Shared experts, which compute every token: ids E, E + 1, ... See `num_shared_choices`.
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -53,13 +55,27 @@ class Routing:
         n_group = self.n_group or 1
         return (n_group, self.topk_group or n_group) if n_group > 1 else (1, 1)
 
+    def num_shared_choices(self, num_tokens: int) -> int:
+        """How many shared experts are appended to the choices of so many tokens, with weight 1.
+
+        All of them where the time is that of reading weights (SGLang: shared experts fusion); none
+        where large dense GEMMs compute them faster.
+        """
+        return self.num_shared if num_tokens <= MAX_DECODE_TOKENS else 0
+
     def _problems(self) -> list[str]:
         (n_group, kept), experts, top_k = self.groups, self.num_experts, self.top_k
-        found = []
+        shared, found = self.num_shared, []
         if not 1 <= top_k <= min(experts, MAX_TOP_K) or experts > MAX_EXPERTS:
             found.append(
                 f"{top_k} of {experts} experts per token are not supported: at most {MAX_EXPERTS}"
                 f" experts, and 1 to {MAX_TOP_K} of them per token."
+            )
+        elif shared and (top_k + shared > MAX_TOP_K or experts + shared > MAX_EXPERTS):
+            found.append(
+                f"{top_k} of {experts} experts per token and {shared} shared ones are not"
+                f" supported: at most {MAX_EXPERTS} experts, and {MAX_TOP_K} per token, with the"
+                " shared ones."
             )
         if self.scoring not in ("softmax", "sigmoid"):
             found.append(f"Routing by {self.scoring!r} scores is not supported: softmax, sigmoid.")
@@ -89,11 +105,12 @@ class ExpertTiles:
 
 @dataclass(frozen=True)
 class Routed:
-    """The experts of T tokens, best first."""
+    """The experts of T tokens, best first, then the shared ones that are appended."""
 
     weights: Tensor  # [T, k] float32
     experts: Tensor  # [T, k] int32
     tiles: ExpertTiles | None = None  # for the kernels
+    num_shared: int = 0  # of the k choices, the last
 
 
 def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
@@ -113,7 +130,12 @@ def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) 
     weights = scores.gather(1, experts)
     if routing.norm_topk_prob:
         weights = weights / (weights.sum(-1, keepdim=True) + NORM_EPS)
-    return Routed(weights * routing.routed_scaling_factor, experts.to(torch.int32))
+    weights = weights * routing.routed_scaling_factor
+    shared = routing.num_shared_choices(len(logits))
+    ids = torch.arange(routing.num_experts, routing.num_experts + shared, device=logits.device)
+    experts = torch.cat((experts, ids.expand(len(logits), -1)), 1)
+    weights = F.pad(weights, (0, shared), value=1.0)
+    return Routed(weights, experts.to(torch.int32), num_shared=shared)
 
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
