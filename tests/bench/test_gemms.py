@@ -122,6 +122,21 @@ def test_experts_that_are_read(tmp_path: Path) -> None:
     assert gemm_seconds(found, torch.device("cpu")) > 0
 
 
+def test_shared_experts_are_always_read(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with LLM(tmp_path, load_format="dummy", dtype="float32", skip_tokenizer_init=True) as llm:
+        found = [g for g in step_gemms(llm.engine, 3) if g.tokens == 3 * (2 + 2)]
+    assert by_shape(found) == [(32, 16, 12), (32, 32, 12)]
+    assert [g.matrices for g in found] == [8 * (1 - 0.75**3) + 2] * 2
+
+
 @pytest.mark.parametrize(("tokens", "touched"), [(1, 8), (2, 15.5), (8, 51.6), (10_000, 128)])
 def test_expected_number_of_touched_experts(tokens: int, touched: float) -> None:
     assert touched_experts(tokens, 8, 128) == pytest.approx(touched, abs=0.1)

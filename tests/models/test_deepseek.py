@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from forerun.attention.torch_native import TorchNative
 from forerun.bench.cli.inputs import with_preset
@@ -119,6 +120,27 @@ def test_dense_layers_and_mixtures() -> None:
     assert kinds == [True, False, False]
 
 
+def test_shared_experts_follow_the_routed_ones(tmp_path: Path) -> None:
+    """Expert i has rows i * I and on of gate and up, and these columns of down."""
+    folder = save(family("deepseek-v3"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    model = load_target(folder, torch.float32, CPU)
+    experts = next(iter(model.modules(Experts)))
+    gate, up, down = (
+        tensors[f"model.layers.1.mlp.shared_experts.{name}_proj.weight"]
+        for name in ("gate", "up", "down")
+    )
+    assert experts.w13.shape[0] == experts.w2.shape[0] == 8 + 2
+    for i in range(2):
+        rows = slice(16 * i, 16 * (i + 1))
+        assert torch.equal(experts.w13[8 + i], torch.cat((gate[rows], up[rows])))
+        assert torch.equal(experts.w2[8 + i], down[:, rows])
+    key = "model.layers.1.mlp.shared_experts.down_proj.weight"
+    save_file({**tensors, key: down[:, 1:].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has shape \[32, 31\], expected .*\[32, 32\]"):
+        load_target(folder, torch.float32, CPU)
+
+
 def test_v2_scales_or_normalises() -> None:
     """As its own code does; transformers never normalises there."""
     groups = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
@@ -142,6 +164,8 @@ def test_v3_normalises_and_scales() -> None:
     ("changes", "words"),
     [
         ({"attention_bias": True}, "attention_bias is not supported"),
+        ({"mlp_bias": True}, "mlp_bias is not supported"),
+        ({"n_shared_experts": 11}, "6 of 64 experts per token and 11 shared"),
         ({"kv_lora_rank": None}, "lacks 'kv_lora_rank'"),
         ({"num_experts_per_tok": None}, "lacks 'num_experts_per_tok'"),
         ({"topk_method": "random"}, "topk_method 'random'.*noaux_tc"),

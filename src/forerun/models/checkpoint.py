@@ -149,10 +149,12 @@ class Checkpoint:
             )
         for name, view in wanted.items():
             header = self.headers[name]
-            if header.shape not in _stored_shapes(tuple(view.shape)):
+            shapes = _stored_shapes(tuple(view.shape))
+            if header.shape not in shapes:
                 raise ConfigError(
                     f"{header.file}: {name} has shape {list(header.shape)}, expected"
-                    f" {list(view.shape)} from config.json. The two do not belong together."
+                    f" {' or '.join(map(str, map(list, shapes)))} from config.json. The two do not"
+                    " belong together."
                 )
             if view.is_floating_point() != (header.dtype in _FLOATS) and name not in scales:
                 raise ConfigError(
@@ -162,13 +164,12 @@ class Checkpoint:
                 )
 
 
-def _stored_shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The shapes of a tensor in a file that fill a view of this shape: itself, and of a view with
-    three dimensions or more two neighbours as one.
+def _stored_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of a tensor in a file that fill a view of this shape: its own and, from three
+    dimensions on, with two neighbours as one.
     """
-    yield shape
-    for i in range(len(shape) - 1 if len(shape) > 2 else 0):
-        yield (*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :])
+    cuts = range(len(shape) - 1 if len(shape) > 2 else 0)
+    return [shape, *((*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :]) for i in cuts)]
 
 
 def _files(folder: Path) -> list[Path]:
