@@ -433,7 +433,11 @@ class AttentionContext:
         up.absorb(q_nope, absorbed[..., : dims.latent])
         rotated = absorbed[..., dims.latent :]
         backend.rope_write_latent(plan, layer, kv_a, q_rope, norm_rope, rope, rotated)
-        return up.project_v(backend.attend_latent(plan, layer, spec, absorbed))
+        return up.project_v(self.attend_latent(layer, spec, absorbed))
+
+    def attend_latent(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
+        return self.backend.attend_latent(self.plan, layer, spec, q)
 
     def recurrent(self, layer: int) -> RecurrentContext:
         """The state of a recurrent layer, for these tokens."""
