@@ -183,12 +183,12 @@ def test_borrowed_memory_is_that_of_the_graph_and_used_again(dtype: torch.dtype)
 
 def test_an_error_ends_the_capture() -> None:
     """Otherwise nothing could be captured or allocated in this process any more."""
-    recorder = CudaGraphRecorder(torch.cuda.graph_pool_handle())
-    pieces = PiecewiseForward(_failing, recorder, outputs=None)  # type: ignore[arg-type]
     ids = torch.zeros(4, dtype=torch.int64, device="cuda").add_(1)  # loads the kernel
     context = Mock(spec_set=["backend", "plan", "batch"])
     with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(2):
+        for _ in range(2):  # a pool ends with its last graph
+            recorder = CudaGraphRecorder(torch.cuda.graph_pool_handle())
+            pieces = PiecewiseForward(_failing, recorder, outputs=None)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="the model's"):
                 pieces.capture(ids, ids.int(), context)
             assert not torch.cuda.is_current_stream_capturing()
