@@ -44,7 +44,7 @@ def test_values_of_another_type_are_refused(name: str) -> None:
         ({"log_level": "x" * 100_000}, "log_level must be one of"),
         ({"x" * 100_000: 1}, "Unknown setting 'xxx"),
         ({"speculative_ngram_max_match": "4"}, "speculative_ngram_max_match must be an integer"),
-        ({"piecewise_cuda_graph_max_tokens": 64}, "without enable_piecewise_cuda_graph; set it"),
+        ({"piecewise_cuda_graph_max_tokens": 64}, "without enable_piecewise_cuda_graph; set that"),
         (
             {"enable_piecewise_cuda_graph": True, "disable_cuda_graph": True},
             "enable_piecewise_cuda_graph is set with disable_cuda_graph; drop one of them.",

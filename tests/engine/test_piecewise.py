@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun import LLM
+from forerun.core.errors import ConfigError
 from forerun.core.plan import PrefillChunk
 from forerun.executor import piecewise
 from forerun.executor.device_executor import DeviceExecutor, device_step
@@ -133,6 +134,11 @@ def test_models_with_attention_of_their_own_or_recurrent_state_are_not_captured(
         folder = save_toy(kind, tmp_path / name)
         with LLM(folder, load_format="dummy", skip_tokenizer_init=True) as llm:
             assert not device_step(llm.engine.executor).captures_pieces
+
+
+def test_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="captures prefills on a GPU, and this is cpu; drop it"):
+        golden_llm(device="cpu", enable_piecewise_cuda_graph=True)
 
 
 @pytest.mark.parametrize("largest", [0, 32, 300, 512, 2048, 4096])

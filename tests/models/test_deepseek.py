@@ -137,7 +137,7 @@ def test_shared_experts_follow_the_routed_ones(tmp_path: Path) -> None:
         assert torch.equal(experts.w2[8 + i], down[:, rows])
     key = "model.layers.1.mlp.shared_experts.down_proj.weight"
     save_file({**tensors, key: down[:, 1:].contiguous()}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has shape \[32, 31\], expected .*\[32, 32\]"):
+    with pytest.raises(ConfigError, match=rf"{key} has shape \[32, 31\], expected .*\[32, 32\]"):
         load_target(folder, torch.float32, CPU)
 
 

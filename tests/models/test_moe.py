@@ -158,6 +158,7 @@ def test_the_correction_bias_stays_float32() -> None:
         ({"n_group": 8, "topk_group": 1}, "do not give 4 experts"),
         ({"n_group": 16, "topk_group": 4, "group_score": "top2"}, "no second best"),
         ({"num_shared": 13}, "4 of 16 experts per token and 13 shared ones"),
+        ({"num_shared": -1}, "and -1 shared ones are not supported"),
     ],
 )
 def test_routing_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:

@@ -158,7 +158,7 @@ class Plan(ABC):  # noqa: B024 - each backend has its own
 
 
 class RopeInput(Protocol):
-    """Positions of the tokens of a forward, and the rotary tables."""
+    """Positions of the tokens of a forward, and the rotary tables. Hashed by identity."""
 
     @property
     def table(self) -> Tensor:

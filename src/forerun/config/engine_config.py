@@ -84,7 +84,7 @@ class EngineConfig:
         None, "Largest captured batch size; default: max_running_requests, at most 256"
     )
     enable_piecewise_cuda_graph: bool = _setting(
-        False, "Run prefills that are not captured whole in captured pieces around attention"
+        False, "On a GPU: run prefills that are not captured whole in pieces around attention"
     )
     piecewise_cuda_graph_max_tokens: int | None = _setting(
         None,
@@ -185,7 +185,7 @@ class EngineConfig:
         if self.piecewise_cuda_graph_max_tokens and not self.enable_piecewise_cuda_graph:
             raise ConfigError(
                 "piecewise_cuda_graph_max_tokens is set without enable_piecewise_cuda_graph; set"
-                " it too."
+                " that too."
             )
 
     @classmethod

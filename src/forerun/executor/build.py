@@ -208,7 +208,7 @@ class _Builder:
 
     def _choose_piece_buckets(self, step: DeviceStep) -> list[int]:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits
-        if not settings.piecewise_graphs:
+        if not config.enable_piecewise_cuda_graph:
             return []
         if not step.captures_pieces:
             log.warning(

@@ -48,7 +48,7 @@ from forerun.sampling.sampler import GREEDY
 
 DEFAULT_MAX_TOKENS = 2048
 SMALLEST = 32  # tokens
-# A prefill is host-bound if launching its kernels takes this part of its time, or more.
+# A prefill is host-bound if launching its kernels takes more than this part of its time.
 HOST_BOUND = 0.9
 TIMED_RUNS = 2
 WARM_UPS = 2
@@ -63,12 +63,12 @@ def token_buckets(largest: int) -> list[int]:
 
 @torch.inference_mode()
 def host_bound_buckets(step: DeviceStep, buckets: Sequence[int]) -> list[int]:
-    """Those (ascending) whose prefill takes the host longer to launch than the GPU to run.
+    """The buckets (ascending) whose prefill takes the host longer to launch than the GPU to run.
 
-    Launching takes the same time for any number of tokens. So a batch that is padded to one of them
-    takes no longer than its kernels take to launch, and about as long as it did eagerly at worst.
-    Running takes longer the more tokens there are. So a bisection finds the first bucket of the
-    others, with prefills of few sizes: the first one of a size loads the libraries' kernels for it.
+    Launching takes about the same time for any number of tokens. So a batch that is padded to such
+    a bucket runs no longer than its kernels took to launch: padding does not make it slower.
+    Running takes longer the more tokens there are. So these buckets come first, and a bisection
+    finds the last one. It runs few sizes, since the first prefill of a size loads its kernels.
     """
     with step.dummy_steps():
         end = bisect.bisect_left(buckets, True, key=lambda count: not _is_host_bound(step, count))
@@ -100,7 +100,7 @@ def _dummy_prefill(step: DeviceStep, count: int, forward: TargetForward | None =
 
 
 class GraphRecorder(Protocol):
-    """Captures pieces, one after another."""
+    """Captures pieces one after another."""
 
     def begin(self) -> None:
         """Begins a piece."""
@@ -193,8 +193,8 @@ Attend = Callable[[_Batch], Tensor]  # the attention of one layer: [T, Hq, D] of
 class AttentionOutputs:
     """What attention writes and the next piece reads: one buffer for all layers and buckets.
 
-    Behind a batch's tokens it holds those of earlier batches, so that padding passes through the
-    pieces with values that tokens have.
+    Past a batch's tokens it holds the outputs of earlier batches (zeros at first), so padding has
+    finite values in the pieces.
     """
 
     max_tokens: int
@@ -231,7 +231,7 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _RecordingContext(AttentionContext):
-    """Attends to nothing: each layer's attention is left to the replays."""
+    """Runs no attention while the pieces are captured; the replays do."""
 
     recording: _Recording
 
@@ -276,8 +276,8 @@ class PiecewiseForward:
         """Captures the forward over N tokens, and runs nothing.
 
         Args:
-            ids, positions: [N], any valid ones: padding, until batches overwrite them.
-            ctx: of any N tokens.
+            ids, positions: [N], any valid ones; the padding's, until batches overwrite them.
+            ctx: of N tokens.
         """
         self._ids, self._positions = ids.clone(), positions.clone()
         recording = _Recording(self._recorder, self._outputs)

@@ -53,11 +53,6 @@ class Settings:
         return captures_graphs(self.config, self.device)
 
     @property
-    def piecewise_graphs(self) -> bool:
-        """Whether prefills are captured in pieces, where the model allows it."""
-        return self.graphs and self.config.enable_piecewise_cuda_graph
-
-    @property
     def widths(self) -> tuple[int, ...]:
         """The possible numbers of verified tokens per request and step."""
         return verify_widths(
@@ -80,6 +75,11 @@ def resolve(
         from forerun.executor.compiled_cpu import check_usable
 
         check_usable(device)
+    if config.enable_piecewise_cuda_graph and not captures_graphs(config, device):
+        raise ConfigError(
+            f"enable_piecewise_cuda_graph captures prefills on a GPU, and this is {device};"
+            " drop it."
+        )
     target = load_model_config(model_path)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)

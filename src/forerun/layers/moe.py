@@ -4,11 +4,11 @@ Names are those of Hugging Face: `gate.weight`, `experts.3.up_proj.weight`. The 
 are stored stacked, and a loader fills them through views, whether a checkpoint has one tensor per
 expert and projection (as on the Hub) or all experts in one (as transformers 5 holds them).
 
-Experts that compute every token (DeepSeek's shared experts) are stacked after the routed ones and
-in a checkpoint one MLP, `shared_experts.up_proj.weight`, which is as wide as all of them. In a
-decode step they are further choices of every token (SGLang: shared experts fusion): no kernels of
-their own, and their weights are read in one stream with the others. Many tokens are computed by
-dense GEMMs.
+Experts that compute every token (DeepSeek's shared experts) are stacked after the routed ones. In a
+checkpoint they are one MLP as wide as all of them, `shared_experts.up_proj.weight`. In a decode
+step they are further choices of every token (SGLang: shared experts fusion): no kernels of their
+own, and their weights are read in one stream with the others. For more tokens dense GEMMs compute
+them.
 """
 
 from __future__ import annotations
@@ -98,19 +98,19 @@ class Experts(Module):
         self._shared_gate_up: list[Gemm] = []
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        shared = self._shared_weights(prefix[: prefix.rfind(".", 0, -1) + 1] + "shared_experts.")
+        """Of the routed experts."""
         w13s, w2s = self.w13[: self.num_experts], self.w2[: self.num_experts]
         if self.fused:
-            return {f"{prefix}gate_up_proj": w13s, f"{prefix}down_proj": w2s, **shared}
+            return {f"{prefix}gate_up_proj": w13s, f"{prefix}down_proj": w2s}
         out: dict[str, Tensor] = {}
         for i, (w13, w2) in enumerate(zip(w13s, w2s, strict=True)):
             gate, up = w13.chunk(2)
             parts = {"gate_proj": gate, "up_proj": up, "down_proj": w2}
             out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts.items()}
-        return out | shared
+        return out
 
-    def _shared_weights(self, prefix: str) -> dict[str, Tensor]:
-        """Of one MLP, n times as wide: gate and up [n, I, H], down [H, n, I]."""
+    def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """Of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
         if not self.num_shared:
             return {}
         gate, up = self.w13[self.num_experts :].chunk(2, 1)
@@ -153,6 +153,10 @@ class SparseMoE(Module):
             routing.num_experts, hidden_size, intermediate_size, place, routing.num_shared
         )
         self._comm = place.comm
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        shared = self.experts.shared_weights(f"{prefix}shared_experts.")
+        return super().weights(prefix) | shared
 
     def __call__(self, x: Tensor | DeferredNorm) -> PendingExperts:
         """x [T, H] -> [T, H].

@@ -17,7 +17,7 @@ from torch import Tensor
 from forerun.config.model_config import RopeConfig, YarnConfig
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # hashed by identity
 class RopeRows:
     """RoPE of one forward's tokens (`RopeInput`): kernels index the table, others gather once."""
 

@@ -1,10 +1,10 @@
 """Safetensors folders: one file or shards with an index. Nothing is ever unpickled.
 
 A model states a map from tensor name to the view it is copied into (`weights()`), so fused
-matrices, other name schemes and drafts all load through the same function. A tensor that is stored
-here in parts has a view with one dimension cut in two: [n, I, H] or [H, n, I] for one that is
-[n * I, H] or [H, n * I] in the files. Every name and shape is checked against the files' headers
-before any data is read.
+matrices, other name schemes and drafts all load through the same function. The view of a tensor
+that a model keeps in parts has one dimension split in two: [n, I, H] or [H, n, I] where the files
+have [n * I, H] or [H, n * I]. Every name and shape is checked against the files' headers before any
+data is read.
 """
 
 from __future__ import annotations
@@ -165,11 +165,12 @@ class Checkpoint:
 
 
 def _stored_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The shapes of a tensor in a file that fill a view of this shape: its own and, from three
-    dimensions on, with two neighbours as one.
+    """The shapes that a tensor in a file may have to fill a view of this shape.
+
+    Its own and, from three dimensions on, those with two neighbouring dimensions merged.
     """
-    cuts = range(len(shape) - 1 if len(shape) > 2 else 0)
-    return [shape, *((*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :]) for i in cuts)]
+    at = range(len(shape) - 1 if len(shape) > 2 else 0)
+    return [shape, *((*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :]) for i in at)]
 
 
 def _files(folder: Path) -> list[Path]:

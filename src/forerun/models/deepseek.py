@@ -147,7 +147,9 @@ class DeepseekDecoderLayer(DecoderLayer):
         self.mlp: GatedMLP | SparseMoE
         if has_experts(config, layer_id):
             if config.mlp_bias:
-                raise ConfigError("mlp_bias is not supported with a mixture of experts.")
+                raise ConfigError(
+                    "mlp_bias is not supported with a mixture of experts; it must be false."
+                )
             width = config.need("moe_intermediate_size")
             self.mlp = SparseMoE(hidden_size, width, routing(config), place)
         else:

@@ -71,7 +71,7 @@ class Routing:
                 f"{top_k} of {experts} experts per token are not supported: at most {MAX_EXPERTS}"
                 f" experts, and 1 to {MAX_TOP_K} of them per token."
             )
-        elif shared and (top_k + shared > MAX_TOP_K or experts + shared > MAX_EXPERTS):
+        elif shared < 0 or top_k + shared > MAX_TOP_K or experts + shared > MAX_EXPERTS:
             found.append(
                 f"{top_k} of {experts} experts per token and {shared} shared ones are not"
                 f" supported: at most {MAX_EXPERTS} experts, and {MAX_TOP_K} per token, with the"
