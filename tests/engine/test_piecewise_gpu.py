@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -40,7 +40,7 @@ CHUNKED: dict[str, Any] = {  # steps of up to 100 tokens, all of which run in pi
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the prefills that ran in pieces."""
     seen: list[int] = []
     replay = PiecewiseForward.__call__
@@ -50,7 +50,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return replay(self, ids, positions, ctx)
 
     monkeypatch.setattr(PiecewiseForward, "__call__", counted)
-    yield seen
+    return seen
 
 
 def eagerly(llm: LLM, run: Callable[[], Any]) -> Any:
@@ -73,7 +73,7 @@ def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
 
 
 def hold(llm: LLM, prompts: list[list[int]], replays: list[int]) -> None:
-    """Texts in pieces and eagerly."""
+    """Texts in pieces are those of the eager prefill."""
     assert llm.explain()["piecewise_cuda_graph_tokens"] == [32, 64, 96, 100]
     replays.clear()
     want = eagerly(llm, lambda: answers(llm, prompts))
@@ -134,9 +134,10 @@ def test_larger_steps_run_eagerly_and_launching_does_not_synchronize(replays: li
     with golden_llm("DFLASH", **settings) as llm:
         assert llm.explain()["piecewise_cuda_graph_tokens"] == [32, 64]
         executor = llm.engine.executor
-        launch = executor.launch
+        launch, prefills = executor.launch, []
 
         def strict(plan: Any) -> Any:
+            prefills.append(sum(chunk.num_tokens for chunk in plan.prefill))
             torch.cuda.set_sync_debug_mode("error")
             try:
                 return launch(plan)
@@ -149,7 +150,7 @@ def test_larger_steps_run_eagerly_and_launching_does_not_synchronize(replays: li
         rules = [{**GREEDY, "max_new_tokens": len(output)} for output in wanted]
         outs = llm.generate(input_ids=PROMPTS, sampling_params=rules)
         assert [o.output_ids for o in outs] == wanted
-        assert replays and max(replays) <= 64
+        assert replays and max(replays) <= 64 < max(prefills)
 
 
 def test_nothing_is_captured_in_pieces_by_default(replays: list[int]) -> None:

@@ -86,7 +86,7 @@ class Recorder:
     def rope_write_latent(self, *_: object) -> None:
         self.calls.append("rope_write")
 
-    def attend_latent(self, plan: None, layer: int, spec: object, q: Tensor) -> Tensor:
+    def attend_latent(self, layer: int, spec: object, q: Tensor) -> Tensor:
         self.calls.append("attention")
         return q[..., : self.latent_dim]
 

@@ -436,7 +436,7 @@ class AttentionContext:
         return up.project_v(self.attend_latent(layer, spec, absorbed))
 
     def attend_latent(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
-        """Over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
+        """With absorbed projections, over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
         return self.backend.attend_latent(self.plan, layer, spec, q)
 
     def recurrent(self, layer: int) -> RecurrentContext:
