@@ -134,7 +134,8 @@ def test_larger_steps_run_eagerly_and_launching_does_not_synchronize(replays: li
     with golden_llm("DFLASH", **settings) as llm:
         assert llm.explain()["piecewise_cuda_graph_tokens"] == [32, 64]
         executor = llm.engine.executor
-        launch, prefills = executor.launch, []
+        launch = executor.launch
+        prefills: list[int] = []  # tokens of each step
 
         def strict(plan: Any) -> Any:
             prefills.append(sum(chunk.num_tokens for chunk in plan.prefill))
