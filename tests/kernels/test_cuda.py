@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.kernels.attention import mla_sm90
+from forerun.kernels.attention import mla_sm90, prefill_sm90
 from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, TUNED
 from forerun.kernels.gemm.gemm_sm90 import (
-    ARCHITECTURE,
     MAX_SMEM_BYTES,
     SOURCE,
     Sm90Variant,
@@ -55,7 +54,7 @@ def test_sm90_gemm_compiles(config: Sm90GemmConfig, variant: Sm90Variant) -> Non
 
 def assert_compiles_well(source: str) -> str:
     """Without warnings, spills, and waits that the compiler puts between wgmma. Returns the log."""
-    cubin, log = nvrtc.compile_source(source, ARCHITECTURE, verbose=True)
+    cubin, log = nvrtc.compile_source(source, nvrtc.SM90A, verbose=True)
     assert cubin.startswith(b"\x7fELF")
     assert "warning" not in log and "serialized" not in log and "injected" not in log, log
     usage = re.search(r"(\d+) bytes stack frame, (\d+) .*stores, (\d+) ", log)
@@ -67,6 +66,14 @@ def assert_compiles_well(source: str) -> str:
 def test_sm90_mla_compiles(cluster_size: int) -> None:
     assert_compiles_well(mla_sm90.cuda_source(cluster_size))
     assert mla_sm90.SMEM_BYTES <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)], ids=str
+)
+def test_sm90_prefill_compiles(head_dim: int, dtype: torch.dtype) -> None:
+    assert_compiles_well(prefill_sm90.cuda_source(head_dim, dtype))
+    assert prefill_sm90.smem_bytes(head_dim) <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("config", [SM90_FEW_TOKENS, SM90_DECODE], ids=str)
@@ -84,15 +91,16 @@ def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
     ("source", "built"),
     [
         (SOURCE, cuda_source(CONFIGS[0], Sm90Variant())),
+        (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16)),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
         (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS)),
     ],
-    ids=["gemm", "mla", "experts"],
+    ids=["gemm", "prefill", "mla", "experts"],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""
     text = source.read_text()
-    _, log = nvrtc.compile_source(text, ARCHITECTURE, verbose=True)
+    _, log = nvrtc.compile_source(text, nvrtc.SM90A, verbose=True)
     assert "warning" not in log, log
     built = built.removesuffix(text)
     defaults = re.search(r"#ifndef .*?#endif", text, re.DOTALL)
@@ -108,7 +116,7 @@ def test_the_cache_key_depends_on_source_and_architecture() -> None:
 
 def test_compile_errors_name_the_line() -> None:
     with pytest.raises(nvrtc.CudaError, match=r"kernel\.cu\(2\).*nonsense"):
-        nvrtc.compile_source("__global__ void f() {\n nonsense; }", ARCHITECTURE)
+        nvrtc.compile_source("__global__ void f() {\n nonsense; }", nvrtc.SM90A)
 
 
 def test_packed_arguments() -> None:

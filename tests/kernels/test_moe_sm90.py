@@ -31,10 +31,9 @@ from forerun.kernels.moe.routing import (
     route_ref,
 )
 from forerun.kernels.runtime import nvrtc
-from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 
 H200 = GpuInfo(132, amd=False, capability=90)
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # experts, experts per token, hidden size, width, shared experts
 SHAPES = {
     "qwen3-30b-a3b": (128, 8, 2048, 768, 0),
@@ -120,6 +119,16 @@ def test_every_work_tile_is_computed_once(shape: str, tiles: int, num_ctas: int)
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
+def choose_on_this_gpu(tokens: int, hidden: int, width: int) -> Sm90MoeConfig | None:
+    return choose_moe_sm90(tokens, hidden, width, torch.bfloat16, gpu_of(torch.device("cuda")))
+
+
+@pytest.fixture
+def hopper() -> None:
+    if choose_on_this_gpu(1, 2048, 768) is None:
+        pytest.skip("needs Hopper and NVRTC")
+
+
 class Layer:
     """Random weights."""
 
@@ -142,6 +151,7 @@ class Layer:
         return replace(routed, tiles=replace(tiles, progress=progress))
 
     def run(self, x: Tensor, routed: Routed) -> Tensor:
+        assert choose_on_this_gpu(len(x), *self.w2.shape[1:]) is not None
         return expert_partials(x, self.w13, self.w2, routed)
 
     def run_ref(self, x: Tensor, routed: Routed) -> Tensor:
@@ -158,7 +168,7 @@ class Layer:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_at_real_sizes(shape: str) -> None:
     layer = Layer(shape)
@@ -176,7 +186,7 @@ def test_experts_at_real_sizes(shape: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.usefixtures("hopper")
 def test_a_token_has_the_same_partials_in_any_batch() -> None:
     """Also in one that is small enough for the other configuration."""
     layer = Layer("qwen3-30b-a3b")
@@ -193,7 +203,7 @@ def test_a_token_has_the_same_partials_in_any_batch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs Hopper")
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("tokens", [1, 128])
 def test_captured_layers_follow_their_input(tokens: int) -> None:
     """Three routers and experts in a row, in one graph: PDL, and counters that end at zero."""

@@ -31,7 +31,6 @@ from forerun.kernels.attention.tiles import SM90_LATENT_ROWS as TILE_ROWS
 from forerun.kernels.attention.tiles import SM90_PREFILL_ROWS
 from forerun.kernels.runtime import nvrtc
 
-ARCHITECTURE = "sm_90a"
 SOURCE = Path(__file__).with_name("mla_sm90.cu")
 NUM_THREADS = 384
 UNLIMITED = (1 << 31) - 1  # window
@@ -65,8 +64,7 @@ def cuda_source(cluster_size: int) -> str:
     Args:
         cluster_size: row tiles that share latent blocks by multicast, 1 or 2.
     """
-    define = f"#define CLUSTER_SIZE {cluster_size}\n"
-    return f'{define}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+    return nvrtc.with_macros(SOURCE, {"CLUSTER_SIZE": cluster_size})
 
 
 def launch(args: MlaArguments) -> None:
@@ -100,4 +98,4 @@ def launch(args: MlaArguments) -> None:
 @cache
 def _load_kernel(cluster_size: int, device: torch.device) -> nvrtc.CudaKernel:
     source = cuda_source(cluster_size)
-    return nvrtc.load_kernel(source, "mla_sm90_kernel", ARCHITECTURE, SMEM_BYTES, device)
+    return nvrtc.load_kernel(source, "mla_sm90_kernel", nvrtc.SM90A, SMEM_BYTES, device)

@@ -39,7 +39,6 @@ from forerun.kernels.attention.tile_map import TileMap
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 
-ARCHITECTURE = "sm_90a"
 SOURCE = Path(__file__).with_name("prefill_sm90.cu")
 BLOCK_M = 128  # rows of a tile: tokens times query heads, 64 for each consumer warpgroup
 BLOCK_N = 128  # positions of a K/V block
@@ -89,7 +88,7 @@ def smem_bytes(head_dim: int) -> int:
 def cuda_source(head_dim: int, dtype: torch.dtype) -> str:
     """`prefill_sm90.cu` with its configuration as macros in front, ready to compile."""
     element = ELEMENTS[dtype]
-    macros = {
+    macros: dict[str, int | str] = {
         "HEAD_DIM": head_dim,
         "BLOCK_M": BLOCK_M,
         "BLOCK_N": BLOCK_N,
@@ -98,8 +97,7 @@ def cuda_source(head_dim: int, dtype: torch.dtype) -> str:
         "ELEMENTS": f'".f32.{element}.{element}"',
         **_wgmma_macros(head_dim),
     }
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return f'{defines}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+    return nvrtc.with_macros(SOURCE, macros)
 
 
 def _wgmma_macros(head_dim: int) -> dict[str, str]:
@@ -164,4 +162,4 @@ def _kv_descriptor(pool: Tensor, rows: int) -> Any:
 @cache
 def _load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> nvrtc.CudaKernel:
     source, smem = cuda_source(head_dim, dtype), smem_bytes(head_dim)
-    return nvrtc.load_kernel(source, "prefill_sm90_kernel", ARCHITECTURE, smem, device)
+    return nvrtc.load_kernel(source, "prefill_sm90_kernel", nvrtc.SM90A, smem, device)

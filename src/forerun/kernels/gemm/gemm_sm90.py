@@ -31,7 +31,6 @@ from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import gpu_of
 
-ARCHITECTURE = "sm_90a"
 SOURCE = Path(__file__).with_name("gemm_sm90.cu")
 MAX_DEFERRED_NORM_M = 512  # tokens whose 1 / rms fit into shared memory
 EPILOGUE_STRIDE = 40  # floats per staged row of 32 columns, padded to avoid bank conflicts
@@ -89,7 +88,7 @@ def _other_smem_bytes(config: Sm90GemmConfig, variant: Sm90Variant) -> int:
 
 def cuda_source(config: Sm90GemmConfig, variant: Sm90Variant) -> str:
     """`gemm_sm90.cu` with its configuration as macros in front, ready to compile."""
-    macros = {
+    macros: dict[str, int | str] = {
         "BLOCK_N": config.block_n,
         "CONSUMER_WARPGROUPS": config.consumer_warpgroups,
         "CLUSTER_M": config.cluster_m,
@@ -106,8 +105,7 @@ def cuda_source(config: Sm90GemmConfig, variant: Sm90Variant) -> str:
         "BIAS": int(variant.bias),
         **_wgmma_macros(config.block_n),
     }
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return f'{defines}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+    return nvrtc.with_macros(SOURCE, macros)
 
 
 def _wgmma_macros(block_n: int) -> dict[str, str]:
@@ -161,4 +159,4 @@ def _load_kernel(
     config: Sm90GemmConfig, variant: Sm90Variant, device: torch.device
 ) -> nvrtc.CudaKernel:
     source, smem = cuda_source(config, variant), smem_bytes(config, variant)
-    return nvrtc.load_kernel(source, "gemm_sm90_kernel", ARCHITECTURE, smem, device)
+    return nvrtc.load_kernel(source, "gemm_sm90_kernel", nvrtc.SM90A, smem, device)

@@ -46,8 +46,9 @@ class Sm90MoeConfig:
     ctas_per_sm: int  # as many have to fit, in registers and shared memory
 
 
-# The faster ones of those in docs/kernels-lab-notes.md.
-SM90_FEW_TOKENS, FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=8, ctas_per_sm=1), 4
+# The fastest of those in docs/kernels-lab-notes.md: up to 4 tokens, and for more.
+SM90_FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=8, ctas_per_sm=1)
+SM90_MAX_FEW_TOKENS = 4
 SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2)
 
 
@@ -60,13 +61,13 @@ def choose_moe_sm90(
         return None
     if hidden % 64 or width % 64:
         return None
-    if num_tokens <= FEW_TOKENS and hidden % 128 == 0 and width % 128 == 0:
+    if num_tokens <= SM90_MAX_FEW_TOKENS and hidden % 128 == 0 and width % 128 == 0:
         return SM90_FEW_TOKENS
     return SM90_DECODE
 
 
 def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
-    """The tiling for this many tokens; it changes after 128 and 1024 of them.
+    """The tiling for this many tokens; it changes after 128 and 1024 (AMD: 64 and 128) of them.
 
     `itemsize`: bytes of an element; wider ones take fewer stages.
     """

@@ -33,7 +33,6 @@ from forerun.kernels.moe.routing import Routed
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import gpu_of
 
-ARCHITECTURE = "sm_90a"
 SOURCE = Path(__file__).with_name("experts_sm90.cu")
 BLOCK_N = 64  # rows of W
 THREADS = 384
@@ -53,8 +52,7 @@ def cuda_source(config: Sm90MoeConfig) -> str:
         "NUM_STAGES": config.num_stages,
         "CTAS_PER_SM": config.ctas_per_sm,
     }
-    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
-    return f'{defines}#line 1 "{SOURCE.name}"\n{SOURCE.read_text(encoding="utf-8")}'
+    return nvrtc.with_macros(SOURCE, macros)
 
 
 def expert_partials_sm90(
@@ -91,4 +89,4 @@ def expert_partials_sm90(
 @cache
 def _load_kernel(config: Sm90MoeConfig, device: torch.device) -> nvrtc.CudaKernel:
     source, smem = cuda_source(config), smem_bytes(config)
-    return nvrtc.load_kernel(source, "experts_sm90_kernel", ARCHITECTURE, smem, device)
+    return nvrtc.load_kernel(source, "experts_sm90_kernel", nvrtc.SM90A, smem, device)

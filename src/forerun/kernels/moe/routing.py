@@ -96,10 +96,11 @@ class ExpertTiles:
     Pair p is token p // k with its choice p % k, 0 the best. Tiles of one expert are neighbours.
     """
 
-    pairs: Tensor  # int32
+    pairs: Tensor  # [T * k], or [E, T] flattened, int32: each expert's pairs one after another
     tiles: Tensor  # [3, max_tiles] int32: expert, first index into `pairs`, number of pairs (or 0)
     block_m: int  # most pairs of a tile
-    # int32, zero before and after every kernel: what CTAs of `experts_sm90.py` tell each other.
+    # int32, zero before and after every kernel: counters by which CTAs of `experts_sm90.py`
+    # signal each other. [at least max_tiles + 1]; None: the Triton kernels serve.
     progress: Tensor | None = None
 
 

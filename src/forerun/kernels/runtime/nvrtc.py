@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from forerun.platform.progress import progress
+
+SM90A = "sm_90a"  # Hopper, with wgmma
 
 
 class CudaError(RuntimeError):
@@ -52,11 +54,17 @@ def _check(function: Any, *args: Any) -> Any:
     return values[0] if values else None
 
 
+def with_macros(source: Path, macros: Mapping[str, int | str]) -> str:
+    """The text of a `.cu` file with its configuration as macros in front, ready to compile."""
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    return f'{defines}#line 1 "{source.name}"\n{source.read_text(encoding="utf-8")}'
+
+
 def compile_source(source: str, architecture: str, verbose: bool = False) -> tuple[bytes, str]:
     """CUDA C++ -> (cubin, compiler log). It may include "sm90.cuh".
 
     Args:
-        architecture: such as "sm_90a".
+        architecture: such as `SM90A`.
         verbose: let ptxas log registers, stack and shared memory.
 
     Raises:
