@@ -171,7 +171,7 @@ struct Producer {
 
   // With PDL, K/V before `start` was written before the preceding kernel.
   __device__ void run(bool ragged) const {
-    if (work.num_pairs == 0) return;  // nobody would wait for q
+    if (work.num_pairs == 0) return;  // no consumer waits for q
     int page0 = page(work.block), page1 = page(work.block + 1), i = 0;
     bool early = !ragged && (work.block + 2) * BLOCK_N <= work.start;
     if (!early) {

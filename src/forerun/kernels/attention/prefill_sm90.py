@@ -108,21 +108,17 @@ def _wgmma_macros(head_dim: int) -> dict[str, str]:
     s, o = BLOCK_N // 2, head_dim // 2
     return {
         "S_SHAPE": f'"m64n{BLOCK_N}k16"',
-        "S_REGISTERS": f'"{_operands(0, s)}"',
+        "S_REGISTERS": f'"{nvrtc.asm_operands(0, s)}"',
         "S_A": f'"%{s}"',
         "S_B": f'"%{s + 1}"',
-        "S_OUTPUTS": ", ".join(f'"=f"(s[{i}])' for i in range(s)),
-        "S_ACCUMULATORS": ", ".join(f'"+f"(s[{i}])' for i in range(s)),
+        "S_OUTPUTS": nvrtc.asm_accumulators("s", s, "=f"),
+        "S_ACCUMULATORS": nvrtc.asm_accumulators("s", s),
         "O_SHAPE": f'"m64n{head_dim}k16"',
-        "O_REGISTERS": f'"{_operands(0, o)}"',
-        "O_A": f'"{_operands(o, 4)}"',
+        "O_REGISTERS": f'"{nvrtc.asm_operands(0, o)}"',
+        "O_A": f'"{nvrtc.asm_operands(o, 4)}"',
         "O_B": f'"%{o + 4}"',
-        "O_ACCUMULATORS": ", ".join(f'"+f"(o[{i}])' for i in range(o)),
+        "O_ACCUMULATORS": nvrtc.asm_accumulators("o", o),
     }
-
-
-def _operands(first: int, count: int) -> str:
-    return ", ".join(f"%{i}" for i in range(first, first + count))
 
 
 def launch(

@@ -111,13 +111,12 @@ def cuda_source(config: Sm90GemmConfig, variant: Sm90Variant) -> str:
 def _wgmma_macros(block_n: int) -> dict[str, str]:
     """The operands of wgmma m64nNk16 as asm text: N / 2 accumulators per thread, then x and W."""
     count = block_n // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
     return {
         "WGMMA_SHAPE": f'"m64n{block_n}k16"',
-        "WGMMA_ACC": f'"{registers}"',
+        "WGMMA_ACC": f'"{nvrtc.asm_operands(0, count)}"',
         "WGMMA_X": f'"%{count}"',
         "WGMMA_W": f'"%{count + 1}"',
-        "WGMMA_ACC_OPERANDS": ", ".join(f'"+f"(acc[{i}])' for i in range(count)),
+        "WGMMA_ACC_OPERANDS": nvrtc.asm_accumulators("acc", count),
     }
 
 

@@ -54,6 +54,16 @@ def _check(function: Any, *args: Any) -> Any:
     return values[0] if values else None
 
 
+def asm_operands(first: int, count: int) -> str:
+    """The operands %first and on of inline PTX."""
+    return ", ".join(f"%{i}" for i in range(first, first + count))
+
+
+def asm_accumulators(name: str, count: int, constraint: str = "+f") -> str:
+    """Operand constraints of inline PTX for all values of the array `name`."""
+    return ", ".join(f'"{constraint}"({name}[{i}])' for i in range(count))
+
+
 def with_macros(source: Path, macros: Mapping[str, int | str]) -> str:
     """The text of a `.cu` file with its configuration as macros in front, ready to compile."""
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
