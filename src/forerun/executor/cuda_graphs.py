@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.plan import PrefillChunk
@@ -215,12 +216,14 @@ class CudaGraphSteps:
         return graph, output
 
     def _compile_deferred(self) -> None:
-        """Runs deferred observes of all batch sizes, so that their kernels compile at start."""
+        """Runs deferred observes of all batch sizes, so that their kernels compile at start.
+
+        `_eager` keeps their buffers: a library may still copy a plan out of pinned memory.
+        """
         for size in self.sizes:
-            slots = self._padding(size)
-            counts = slots.new_zeros(size, dtype=torch.int32)
-            buffers = self.step.plan_buffers(size)
-            self.step.observe_deferred(slots, counts, self.kv_len_ub, buffers)
+            slots, lengths = [self.step.tables.padding_slot] * size, HostBatch.padding(size)
+            batch = DeferredBatch(slots, [0] * size, self.kv_len_ub, lengths)
+            self._eager.observe_deferred(batch)
         self._raise(self.step.algorithm.take_error())
 
     def _raise(self, failed: Exception | None) -> None:
