@@ -27,7 +27,7 @@ LAYERS = (
     ("executor",),
     ("engine",),
     ("llm",),
-    ("cli", "bench", "evals"),
+    ("cli", "server", "bench", "evals"),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 TOP = len(LAYERS) - 1  # entry points; `forerun/__init__.py` is one too
@@ -49,7 +49,7 @@ NAMES_ENTRY = ("cli/", "bench/", "evals/")
 NO_PROBING = (
     "engine/", "executor/", "scheduler/", "speculative/", "sampling/", "attention/", "kvcache/",
     "layers/",
-    "models/", "llm/",
+    "models/", "llm/", "server/",
 )  # fmt: skip
 STEP_CODE = (
     "attention/", "engine/", "executor/", "kernels/", "kvcache/", "layers/", "models/",

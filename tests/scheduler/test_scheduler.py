@@ -26,7 +26,7 @@ from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import NoPrefixCache, RadixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
-from forerun.scheduler.scheduler import ScheduledStep, Scheduler
+from forerun.scheduler.scheduler import ScheduledStep, Scheduler, check_fits
 
 EOS = 6
 
@@ -230,7 +230,7 @@ def run(
     for _ in range(100_000):
         while queue and rng.random() < 0.5:
             item = queue.popleft()
-            scheduler.check(item)
+            check_fits(item, scheduler.limits, scheduler.allocator.capacity)
             scheduler.add(item)
         if rng.random() < abort_rate:
             alive = [*scheduler.running, *scheduler.waiting]
@@ -388,13 +388,13 @@ def test_request_counters_are_consistent() -> None:
 def test_context_overflow_says_how_to_fix_it(prompt: int, limit: int, words: str) -> None:
     scheduler, _ = make()
     with pytest.raises(RequestError, match=words):
-        scheduler.check(request(0, (1,) * prompt, limit))
+        check_fits(request(0, (1,) * prompt, limit), scheduler.limits, scheduler.allocator.capacity)
 
 
 def test_a_request_larger_than_the_pool_is_refused() -> None:
     scheduler, _ = make(pages=5)
     with pytest.raises(RequestError, match="max_total_tokens"):
-        scheduler.check(request(0, (1,) * 10, 40))
+        check_fits(request(0, (1,) * 10, 40), scheduler.limits, scheduler.allocator.capacity)
 
 
 def test_two_thousand_requests_with_aborts_leak_no_pages() -> None:

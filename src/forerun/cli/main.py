@@ -38,6 +38,9 @@ COMMANDS = {
     ),
     "generate": Entry("forerun.cli.generate:generate", "Complete one prompt or many."),
     "chat": Entry("forerun.cli.chat:chat", "Talk with a model."),
+    "serve": Entry(
+        "forerun.cli.serve:serve", "Serve a model over HTTP, with OpenAI's API and SGLang's."
+    ),
     "doctor": Entry(
         "forerun.cli.doctor:doctor", "What this machine can run, and why not the rest."
     ),

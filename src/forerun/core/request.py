@@ -35,18 +35,41 @@ class State(Enum):
 
 
 @dataclass(eq=False)
-class Request:
-    """One sequence. Lengths ending in `_ub` are the host's upper bounds of device lengths."""
+class RequestRecord:
+    """The output of a request and its statistics, also where the engine is in another process."""
 
     rid: str
     prompt: tuple[int, ...]
+    arrival: float = field(default_factory=time.monotonic, kw_only=True)
+    output: list[int] = field(default_factory=list, kw_only=True)  # nothing past a stop
+    finish: FinishReason | None = field(default=None, kw_only=True)
+
+    cached_tokens: int = field(default=0, kw_only=True)  # prompt tokens found in the prefix cache
+    proposed: int = field(default=0, kw_only=True)  # drafts
+    # Per verify step: tokens kept, and of them, drafts (not the bonus).
+    accept_lengths: list[int] = field(default_factory=list, kw_only=True)
+    correct_drafts: list[int] = field(default_factory=list, kw_only=True)
+    first_token_at: float | None = field(default=None, kw_only=True)
+    finished_at: float | None = field(default=None, kw_only=True)
+
+    def trim(self, num_tokens: int) -> None:
+        """Cuts the output and the statistics of its steps to the first `num_tokens` tokens."""
+        cut = len(self.output) - num_tokens
+        del self.output[num_tokens:]
+        self.accept_lengths = drop_last(self.accept_lengths, cut)
+        # Among the tokens of a step, the drafts come first.
+        self.correct_drafts = [
+            min(pair) for pair in zip(self.correct_drafts, self.accept_lengths, strict=True)
+        ]
+
+
+@dataclass(eq=False)
+class Request(RequestRecord):
+    """One sequence. Lengths ending in `_ub` are the host's upper bounds of device lengths."""
+
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]  # EOS (unless ignored) and stop_token_ids
-    arrival: float = field(default_factory=time.monotonic)
-
-    output: list[int] = field(default_factory=list)  # nothing past a stop
-    finish: FinishReason | None = None
     state: State = State.WAITING
     failed: bool = False  # its logits were NaN or infinite, and its newest K/V may be as well
 
@@ -67,25 +90,8 @@ class Request:
     acceptance: Any = None  # acceptance rates so far
     expected_tokens: tuple[float, ...] | None = None  # per step, for every width
 
-    # Statistics.
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     preemptions: int = 0
     verify_ct: int = 0
-    proposed: int = 0
-    accept_lengths: list[int] = field(default_factory=list)  # tokens kept per verify step
-    correct_drafts: list[int] = field(default_factory=list)  # of them, drafts (not the bonus)
-    first_token_at: float | None = None
-    finished_at: float | None = None
-
-    def trim(self, num_tokens: int) -> None:
-        """Cuts the output and the statistics of its steps to the first `num_tokens` tokens."""
-        cut = len(self.output) - num_tokens
-        del self.output[num_tokens:]
-        self.accept_lengths = drop_last(self.accept_lengths, cut)
-        # Among the tokens of a step, the drafts come first.
-        self.correct_drafts = [
-            min(pair) for pair in zip(self.correct_drafts, self.accept_lengths, strict=True)
-        ]
 
     @property
     def tokens(self) -> tuple[int, ...]:

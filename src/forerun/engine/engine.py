@@ -5,20 +5,18 @@ Steps run on an executor (`core/executor.py`), which may be in another process.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
 import time
 from collections import deque
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.checks import integer
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import RequestError
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
-from forerun.core.sampling_params import SamplingParams, check_stop_ids
+from forerun.core.sampling_params import SamplingParams
+from forerun.engine.requests import RequestFactory
 from forerun.engine.stats import SpecStats
 from forerun.engine.tracing import Tracing, start_tracing
 from forerun.kvcache.pages import PageAllocator
@@ -57,8 +55,7 @@ class Engine:
         spans = start_tracing(config)
         self._tracing = Tracing(spans) if spans else None
         self._requests: dict[str, Request] = {}
-        self._ids = itertools.count()
-        self._seeds = random.Random(config.random_seed)
+        self._factory = RequestFactory(info, config.random_seed)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -69,40 +66,14 @@ class Engine:
         rid: str | None = None,
         seed_offset: int = 0,
     ) -> Request:
-        """Validates a request without queueing it, so that a list can be refused as a whole.
+        """As `RequestFactory.make`.
 
         Stop strings are ignored: the text layer finds them and calls `finish`.
-
-        Args:
-            prompt: token ids.
-            rid: request id; default: a new one.
-            seed_offset: added to the seed: the index of a sample, with n > 1.
 
         Raises:
             RequestError: it cannot be served.
         """
-        vocab = self.info.vocab_size
-        if not prompt:
-            raise RequestError("The prompt is empty; give at least one token.")
-        if any(type(token) is not int for token in prompt):
-            prompt = [integer("input_ids", token, RequestError) for token in prompt]
-        for what, ids in (("Token", prompt), ("Stop token", params.stop_token_ids)):
-            outside = [t for t in ids if not 0 <= t < vocab]
-            if outside:
-                raise RequestError(
-                    f"{what} id {shown(outside[0])} is outside the vocabulary of {vocab}."
-                )
-        rid = rid if rid is not None else f"request-{next(self._ids)}"
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        stop_ids = frozenset((*eos, *params.stop_token_ids))
-        check_stop_ids(params, stop_ids)
-        seed = params.sampling_seed
-        seed = self._seeds.getrandbits(63) if seed is None else seed
-        # Consecutive seeds for the samples of a prompt, wrapped to signed 64 bits.
-        seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
-        request = Request(rid, tuple(prompt), params, seed, stop_ids)
-        self.scheduler.check(request)
-        return request
+        return self._factory.make(prompt, params, rid, seed_offset)
 
     def submit(self, request: Request) -> None:
         """Queues a request made by `make_request`.
@@ -142,6 +113,11 @@ class Engine:
         request.finished_at = time.monotonic()
         if self._tracing is not None:
             self._tracing.close(request)
+
+    def drop(self, request: Request, message: str) -> None:
+        """Aborts and removes a request whose caller is gone."""
+        self.scheduler.abort(request, message)
+        self.close_request(request)
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -225,6 +201,7 @@ class Engine:
         if self.has_work:
             raise RequestError("The cache cannot be flushed while requests run; try when idle.")
         self.scheduler.prefix.clear()
+        self._stats.mark_flush()
 
     def close(self) -> None:
         """Flushes spans and closes the executor."""
@@ -241,6 +218,19 @@ class Engine:
         """Completes the steps in flight if all their requests have ended."""
         while self._in_flight and not (self.scheduler.running or self.scheduler.waiting):
             self.step()
+
+    def load(self) -> dict[str, int]:
+        """How busy the engine is: requests, and pages of the K/V pool."""
+        scheduler = self.scheduler
+        return {
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "max_running_requests": self.limits.slots,
+            "num_free_pages": scheduler.allocator.num_free,
+            "num_cached_pages": scheduler.prefix.num_pages,
+            "num_pages": scheduler.allocator.capacity,
+            "page_size": self.limits.page_size,
+        }
 
     def explain(self) -> dict[str, Any]:
         """Choices made at start, and why."""

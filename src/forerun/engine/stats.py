@@ -39,6 +39,11 @@ class SpecStats:
         self.num_failures = 0  # steps in which the algorithm failed
         # Index: accepted drafts; value: how often, over requests with drafts and steps.
         self._accepted = [0] * (max_drafts + 1)
+        self._flushed = (0, 0)  # `num_tokens` and `num_request_steps` at the last flush
+
+    def mark_flush(self) -> None:
+        """The prefix cache was emptied: `spec_accept_length_since_flush` starts again."""
+        self._flushed = (self.num_tokens, self.num_request_steps)
 
     def count(self, done: CompletedStep) -> None:
         """Counts a completed step, without requests that had ended before it."""
@@ -60,6 +65,10 @@ class SpecStats:
         # Draft k was accepted whenever k or more were.
         per_position = list(accumulate(reversed(self._accepted[1:])))[::-1]
         accepted = sum(per_position)
+        tokens, steps = (
+            self.num_tokens - self._flushed[0],
+            self.num_request_steps - self._flushed[1],
+        )
         return {
             "algorithm": self.algorithm,
             "decode_steps": self.num_steps,
@@ -71,6 +80,7 @@ class SpecStats:
             "spec_accept_length": self.num_tokens / self.num_request_steps
             if self.num_request_steps
             else None,
+            "spec_accept_length_since_flush": tokens / steps if steps else None,
             "spec_accept_rate": accepted / self.num_draft_tokens if self.num_drafts else None,
             "algorithm_failures": self.num_failures,
         }

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from forerun.config.engine_config import EngineConfig
-from forerun.core.checks import boolean, of_type
-from forerun.core.errors import ConfigError, RequestError, nearest, shown
+from forerun.core.checks import boolean
+from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.unsupported import refusal
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
-from forerun.llm.bundled import bundled
-from forerun.llm.hub import with_local_paths
 from forerun.llm.loop import Call, EngineLoop, Job
 from forerun.llm.prompts import chat_ids, text_ids, token_lists
+from forerun.llm.setup import checked_config, load_tokenizer, with_models
 from forerun.llm.stream import OutputStream
 from forerun.llm.text import OutputText
-from forerun.speculative.registry import all_options, get_algorithm
 
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -50,15 +46,8 @@ class LLM:
         **settings: Any,
     ) -> None:
         """`overlap_depth`: 0 or 1 instead of the device's default; for tests."""
-        settings["model_path"] = model_path
-        for name, value in settings.items():
-            if isinstance(value, Path):
-                settings[name] = str(value.expanduser().absolute())
-        config = _config(settings)
-        logging.getLogger("forerun").setLevel(config.log_level.upper())
-        get_algorithm(config.speculative_algorithm)  # refuses an unknown name before any download
-        self.config, target = _with_bundled(with_local_paths(config))
-        self.tokenizer = None if config.skip_tokenizer_init else _tokenizer(self.config, target)
+        self.config, target = with_models(checked_config({**settings, "model_path": model_path}))
+        self.tokenizer = load_tokenizer(self.config, target)
         executor = build_executor(self.config, target, overlap_depth)
         # Benchmarks and tests may step it while no call runs.
         self.engine = Engine(self.config, executor)
@@ -133,17 +122,19 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         stream: bool = False,
         **unsupported: Any,
     ) -> Any:
         """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`.
 
-        Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`. Returns
-        and raises as `generate` does.
+        Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`.
+        `chat_template_kwargs` are variables of the model's chat template, for example
+        `{"enable_thinking": False}`. Returns and raises as `generate` does.
         """
         _refuse(unsupported, "chat")
         self._loop.check_open()
-        ids, single = chat_ids(self._need_tokenizer("chat"), messages)
+        ids, single = chat_ids(self._need_tokenizer("chat"), messages, chat_template_kwargs)
         return self._run(ids, single, sampling_params, stream)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -202,17 +193,6 @@ def _params_per_prompt(given: Params | Sequence[Params] | None, count: int) -> l
     return [SamplingParams.of(given)] * count
 
 
-def _config(settings: Mapping[str, Any]) -> EngineConfig:
-    """Checks the settings and the options that algorithms declare."""
-    options = all_options()
-    config = EngineConfig.of(settings, {option.name: option.default for option in options})
-    for option in options:
-        value = config.algorithm_options[option.name]
-        if value is not None or option.default is not None:
-            of_type(option.type, option.name, value, ConfigError)
-    return config
-
-
 def _refuse(keywords: Mapping[str, Any], call: str) -> None:
     """Raises RequestError for the first keyword that `generate` and `chat` do not have."""
     own = [f.name for f in fields(SamplingParams)]
@@ -227,31 +207,6 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
         )
 
 
-_KEYWORDS = ("prompts", "messages", "sampling_params", "input_ids", "stream")
-
-
-def _with_bundled(config: EngineConfig) -> tuple[EngineConfig, Path]:
-    """Fills in the bundled target, and with it the algorithm's bundled draft."""
-    if config.model_path is not None:
-        return config, Path(config.model_path)
-    target = bundled("target")
-    draft = get_algorithm(config.speculative_algorithm).bundled_draft
-    if draft is not None and config.speculative_draft_model_path is None:
-        config = replace(config, speculative_draft_model_path=str(bundled(draft)))
-    return config, target
-
-
-def _tokenizer(config: EngineConfig, target: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = Path(config.tokenizer_path) if config.tokenizer_path else target
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        tokenizer("")  # resets truncation and padding, so that later calls are thread-safe
-        return tokenizer
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"No tokenizer loads from {folder}: {reason} Set tokenizer_path, or skip_tokenizer_init"
-            " to work on token ids."
-        ) from error
+_KEYWORDS = (
+    "prompts", "messages", "sampling_params", "input_ids", "chat_template_kwargs", "stream"
+)  # fmt: skip

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from forerun.core.errors import EngineClosedError
-from forerun.core.request import FinishReason, Request, State
+from forerun.core.request import Request, State
 from forerun.engine.engine import Engine
 from forerun.llm.output import Progress
 from forerun.llm.text import OutputText
@@ -180,11 +180,9 @@ class EngineLoop:
         return Event(job, shown, Progress.of(request, num_tokens))
 
     def _look_for_stop(self, request: Request, text: OutputText) -> None:
-        reason = request.finish
-        match = text.feed(request.output, stop_id=reason is not None and reason.type == "stop")
-        if match is not None:
-            stop, num_tokens = match
-            self._engine.finish(request, FinishReason("stop", matched=stop), num_tokens)
+        found = text.find_stop(request)
+        if found is not None:
+            self._engine.finish(request, *found)
 
     def _start(self, call: Call) -> None:
         if not call.jobs:
@@ -210,8 +208,7 @@ class EngineLoop:
         """Aborts the running requests of a call."""
         for job in call.jobs:
             if self._running.pop(job, None) is not None:
-                self._engine.abort(job.request.rid, message)
-                self._engine.close_request(job.request)
+                self._engine.drop(job.request, message)
 
     def _stop(self) -> None:
         self._stopping = True

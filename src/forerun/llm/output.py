@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from forerun.core.request import Request, drop_last
+from forerun.core.request import RequestRecord, drop_last
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
     finished: bool
 
     @classmethod
-    def of(cls, request: Request, num_tokens: int | None = None) -> Progress:
+    def of(cls, request: RequestRecord, num_tokens: int | None = None) -> Progress:
         """`num_tokens`: tokens to be shown of a running request; None: it has ended, show all."""
         total = len(request.output)
         shown = total if num_tokens is None else num_tokens
@@ -64,7 +64,7 @@ class Progress(NamedTuple):
 
 
 def make_output(
-    request: Request, progress: Progress, text: str, prompt_index: int, index: int
+    request: RequestRecord, progress: Progress, text: str, prompt_index: int, index: int
 ) -> RequestOutput:
     info = meta_info(request, progress)
     return RequestOutput(
@@ -78,7 +78,7 @@ def make_output(
     )
 
 
-def meta_info(request: Request, progress: Progress | None = None) -> dict[str, Any]:
+def meta_info(request: RequestRecord, progress: Progress | None = None) -> dict[str, Any]:
     """Statistics of a request; docs/design.md has the identities between them."""
     progress = Progress.of(request) if progress is None else progress
     tokens, steps = progress.num_tokens, progress.num_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,12 +63,18 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
     return ids
 
 
-def chat_ids(tokenizer: Any, messages: Any) -> tuple[list[list[int]], bool]:
+def chat_ids(
+    tokenizer: Any, messages: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[list[list[int]], bool]:
     """Token ids of conversations in the chat template, and whether it was a single one.
+
+    Args:
+        template_kwargs: variables of the template.
 
     Raises:
         RequestError: invalid messages, or the template refuses them.
     """
+    variables = _template_variables(tokenizer, template_kwargs or {})
     if isinstance(messages, Mapping):
         raise RequestError("messages is one message; put it into a list: [{...}].")
     if not isinstance(messages, list | tuple):
@@ -75,10 +82,25 @@ def chat_ids(tokenizer: Any, messages: Any) -> tuple[list[list[int]], bool]:
     if not messages:
         raise RequestError("messages is empty; give at least one message.")
     single = not isinstance(messages[0], list | tuple)
-    return [_render(tokenizer, c) for c in ([messages] if single else messages)], single
+    conversations = [messages] if single else messages
+    return [_render(tokenizer, c, variables) for c in conversations], single
 
 
-def _render(tokenizer: Any, conversation: Any) -> list[int]:
+def _template_variables(tokenizer: Any, given: Any) -> dict[str, Any]:
+    """Parameters of the method that renders are refused: one of them is the template itself."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"chat_template_kwargs must be an object, got {shown(given)}.")
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    for name in given:
+        if name in reserved:
+            raise RequestError(
+                f"chat_template_kwargs may not set {shown(name)}; it takes variables of the model's"
+                " chat template."
+            )
+    return {str(name): value for name, value in given.items()}
+
+
+def _render(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -> list[int]:
     import jinja2  # what transformers renders templates with
 
     if not isinstance(conversation, list | tuple) or not conversation:
@@ -87,7 +109,9 @@ def _render(tokenizer: Any, conversation: Any) -> list[int]:
         )
     messages = [_message(message) for message in conversation]
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **variables
+        )
     # There is no template, or it refuses these messages or cannot render them.
     except (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

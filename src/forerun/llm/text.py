@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from forerun.core.request import FinishReason, RequestRecord
 from forerun.core.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # written by decoders for bytes that are not a (complete) character
@@ -174,6 +175,12 @@ class OutputText:
                 self._end = match.start
                 return match.stop, self._num_tokens(match.start)
         return None
+
+    def find_stop(self, record: RequestRecord) -> tuple[FinishReason, int] | None:
+        """`feed` with a request's output: how a stop string ends it, and after how many tokens."""
+        ended = record.finish
+        match = self.feed(record.output, stop_id=ended is not None and ended.type == "stop")
+        return None if match is None else (FinishReason("stop", matched=match[0]), match[1])
 
     def take(self) -> tuple[str, int]:
         """New text of a running request, and the number of tokens to show in all.

@@ -77,6 +77,31 @@ class CompletedStep:
     changed: list[Request]  # requests that got tokens or ended
 
 
+def check_fits(request: Request, limits: Limits, num_pages: int) -> None:
+    """Refuses a request that does not fit even when it runs alone.
+
+    Args:
+        num_pages: pages of the K/V pool, without the null page.
+
+    Raises:
+        RequestError: it exceeds the context length or the K/V pool.
+    """
+    prompt, new = len(request.prompt), request.params.max_new_tokens
+    if prompt + new > limits.context_length:
+        room = limits.context_length - prompt
+        fix = f"max_new_tokens can be at most {room}" if room > 0 else "shorten the prompt"
+        raise RequestError(
+            f"The prompt has {prompt} tokens and max_new_tokens is {new}, together over the"
+            f" context length {limits.context_length}; {fix}."
+        )
+    need = limits.pages(prompt + new + limits.overshoot)
+    if need > num_pages:
+        raise RequestError(
+            f"The request needs {need} K/V pages and the pool has {num_pages}; lower"
+            " max_new_tokens or raise max_total_tokens."
+        )
+
+
 class Scheduler:
     """Turns requests into step plans, and step results into output tokens."""
 
@@ -103,30 +128,8 @@ class Scheduler:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def check(self, request: Request) -> None:
-        """Refuses a request that does not fit even when it runs alone.
-
-        Raises:
-            RequestError: it exceeds the context length or the K/V pool.
-        """
-        limits = self.limits
-        prompt, new = len(request.prompt), request.params.max_new_tokens
-        if prompt + new > limits.context_length:
-            room = limits.context_length - prompt
-            fix = f"max_new_tokens can be at most {room}" if room > 0 else "shorten the prompt"
-            raise RequestError(
-                f"The prompt has {prompt} tokens and max_new_tokens is {new}, together over the"
-                f" context length {limits.context_length}; {fix}."
-            )
-        need, have = limits.pages(prompt + new + limits.overshoot), self.allocator.capacity
-        if need > have:
-            raise RequestError(
-                f"The request needs {need} K/V pages and the pool has {have}; lower max_new_tokens"
-                " or raise max_total_tokens."
-            )
-
     def add(self, request: Request) -> None:
-        """Queues a request that has passed `check`."""
+        """Queues a request that has passed `check_fits`."""
         self.waiting.append(request)
 
     def abort(self, request: Request, message: str) -> None:

@@ -1,0 +1,70 @@
+"""`forerun serve`: an HTTP server with OpenAI's API and SGLang's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from forerun.cli.flags import Flag, Values, engine_flags, with_flags
+from forerun.cli.output import dim
+from forerun.server.settings import ServerSettings
+
+
+def server_flags() -> list[Flag]:
+    """Every field of `ServerSettings`."""
+    return [
+        Flag(
+            spec.name,
+            spec.metadata["type"],
+            spec.default,
+            spec.metadata["help"],
+            "Server",
+        )
+        for spec in ServerSettings.specs()
+    ]
+
+
+@with_flags(server=server_flags, engine=engine_flags)
+def serve(*, server: Values, engine: Values) -> None:
+    """Serves a model over HTTP: OpenAI's API, and SGLang's native one.
+
+    SIGTERM and Ctrl-C end it after the requests in flight; a second one ends it at once.
+    """
+    settings = ServerSettings.of(server)
+    # Slow imports, after the check above.
+    from forerun.llm.setup import checked_config, with_models
+    from forerun.server.errors import ServerStartError
+    from forerun.server.run import run_server
+
+    config, target = with_models(checked_config(engine))
+
+    def on_ready(url: str, explain: Mapping[str, Any]) -> None:
+        for line in chosen(explain):
+            dim(line)
+        print(f"Forerun is ready: {url}", flush=True)
+
+    try:
+        code = run_server(settings, config, target, on_ready)
+    except ServerStartError as error:
+        print(f"forerun: error: {error}", file=sys.stderr)
+        code = 1
+    raise typer.Exit(code)
+
+
+def chosen(explain: Mapping[str, Any]) -> list[str]:
+    """What was chosen at start, in a few lines."""
+    backends = {
+        phase: reasons.splitlines()[0].partition(":")[0]
+        for phase, reasons in explain["attention"].items()
+    }
+    attention = ", ".join(f"{phase} {backend}" for phase, backend in backends.items())
+    return [
+        f"{explain['architecture']} on {explain['device']}, {explain['dtype']};"
+        f" {explain['algorithm']}, up to {explain['num_verify_tokens']} tokens per verify step",
+        f"attention: {attention}",
+        f"K/V cache: {explain['kv']} ({explain['kv_cache_dtype']}); up to {explain['slots']}"
+        f" running requests of {explain['context_length']} tokens",
+    ]

@@ -1,0 +1,78 @@
+"""From keywords to what an engine is built from: checked settings, local folders, a tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.checks import of_type
+from forerun.core.errors import ConfigError
+from forerun.llm.bundled import bundled
+from forerun.llm.hub import with_local_paths
+from forerun.speculative.registry import all_options, get_algorithm
+
+
+def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Checks the settings and the options that algorithms declare, and sets the log level.
+
+    Raises:
+        ConfigError: an unknown or invalid setting, or an unknown algorithm.
+    """
+    settings = {
+        name: str(value.expanduser().absolute()) if isinstance(value, Path) else value
+        for name, value in settings.items()
+    }
+    options = all_options()
+    config = EngineConfig.of(settings, {option.name: option.default for option in options})
+    for option in options:
+        value = config.algorithm_options[option.name]
+        if value is not None or option.default is not None:
+            of_type(option.type, option.name, value, ConfigError)
+    logging.getLogger("forerun").setLevel(config.log_level.upper())
+    get_algorithm(config.speculative_algorithm)  # refuses an unknown name before any download
+    return config
+
+
+def with_models(config: EngineConfig) -> tuple[EngineConfig, Path]:
+    """The settings with local paths, and the target's folder; downloads what is missing.
+
+    The bundled target is filled in, and with it the algorithm's bundled draft.
+
+    Raises:
+        ConfigError: a model cannot be found or downloaded.
+    """
+    config = with_local_paths(config)
+    if config.model_path is not None:
+        return config, Path(config.model_path)
+    target = bundled("target")
+    draft = get_algorithm(config.speculative_algorithm).bundled_draft
+    if draft is not None and config.speculative_draft_model_path is None:
+        config = replace(config, speculative_draft_model_path=str(bundled(draft)))
+    return config, target
+
+
+def load_tokenizer(config: EngineConfig, target: Path) -> Any:
+    """The tokenizer, which any thread may use; None with `skip_tokenizer_init`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.skip_tokenizer_init:
+        return None
+    from transformers import AutoTokenizer
+
+    folder = Path(config.tokenizer_path) if config.tokenizer_path else target
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer("")  # resets truncation and padding, so that later calls are thread-safe
+        return tokenizer
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"No tokenizer loads from {folder}: {reason} Set tokenizer_path, or skip_tokenizer_init"
+            " to work on token ids."
+        ) from error

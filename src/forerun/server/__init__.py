@@ -1,0 +1,1 @@
+"""`forerun serve`: an HTTP server whose engine runs in a process of its own."""

@@ -1,0 +1,96 @@
+"""The FastAPI application: routes, middleware, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from forerun import __version__
+from forerun.core.errors import RequestError, nearest, shown
+from forerun.server.auth import RequireKey
+from forerun.server.chat import chat_router
+from forerun.server.completions import completions_router
+from forerun.server.control import control_router
+from forerun.server.errors import ApiError
+from forerun.server.limits import LimitBody
+from forerun.server.models import models_router
+from forerun.server.native import native_router
+from forerun.server.service import Service
+
+log = logging.getLogger("forerun")
+
+
+def build_app(service: Service) -> FastAPI:
+    """All endpoints of a server."""
+    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None)
+    for router in (
+        models_router(service),
+        completions_router(service),
+        chat_router(service),
+        native_router(service),
+        control_router(service),
+    ):
+        app.include_router(router)
+    app.add_middleware(LimitBody, max_bytes=service.settings.max_body_bytes)
+    if service.settings.api_key is not None:  # added last: it comes first
+        app.add_middleware(RequireKey, key=service.settings.api_key)
+    _add_error_handlers(app)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestError)
+    async def request_error(request: Request, error: RequestError) -> Response:
+        return ApiError(400, str(error)).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _invalid(error.errors()[0]).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code == 404:
+            paths = list(app.openapi()["paths"])
+            message = f"There is no {shown(request.url.path)}.{nearest(request.url.path, paths)}"
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}."
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        log.error("A request to %s failed.", request.url.path, exc_info=error)
+        return ApiError(500, "The server failed to handle this request.").response()
+
+
+def _invalid(problem: Mapping[str, Any]) -> ApiError:
+    """One line about the first thing that is wrong with a body."""
+    path = ".".join(str(part) for part in problem["loc"][1:])
+    kind, message = problem["type"], str(problem["msg"])
+    if kind == "json_invalid":
+        at = problem["loc"][-1]
+        reason = problem.get("ctx", {}).get("error", "")
+        return ApiError(400, f"The body is not valid JSON: {reason}, at character {at}.")
+    if kind == "parameter":  # our own words
+        return ApiError(400, message, param=path or None)
+    if not path:
+        return ApiError(400, "The body must be a JSON object, with Content-Type application/json.")
+    if kind == "missing":
+        return ApiError(400, f"{path} is missing.", param=path)
+    reason = message[:1].lower() + message[1:]
+    return ApiError(400, f"{path}: {reason}, got {shown(problem['input'])}.", param=path)

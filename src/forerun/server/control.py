@@ -1,0 +1,137 @@
+"""Endpoints about the server itself: health, load, information, the cache, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from forerun import __version__
+from forerun.core.errors import RequestError
+from forerun.core.sampling_params import SamplingParams
+from forerun.server.engine_client import EngineState
+from forerun.server.errors import ApiError, EngineUnavailable, json_response
+from forerun.server.openai_protocol import StrictModel
+from forerun.server.service import Prompt, Service
+
+HEALTH_SECONDS = 20.0  # in which one token must come
+
+
+class AbortRequest(StrictModel):
+    """`POST /abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+def control_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    engine = service.engine
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while the engine serves; 503 while it is starting again or shutting down."""
+        service.check_open()
+        if engine.state is not EngineState.READY:
+            raise EngineUnavailable(f"The engine is {engine.state.value}.")
+        return json_response({"status": "ok"})
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        """200 if the engine generates a token."""
+        params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+        call = service.start([Prompt([0], params)], stream=False)
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                await call.wait()
+        except TimeoutError:
+            message = f"No token came within {HEALTH_SECONDS:.0f} s."
+            raise ApiError(503, message, code="unhealthy") from None
+        finally:
+            call.close()
+        return json_response({"status": "ok"})
+
+    @router.get("/v1/loads")
+    async def loads() -> Response:
+        """Requests that run and wait, and pages of the K/V pool."""
+        load = await engine.query("load")
+        return json_response({**load, "num_requests": engine.num_requests})
+
+    for path in ("/flush_cache", "/reset_prefix_cache"):
+        router.add_api_route(
+            path, _flush_endpoint(service), methods=["GET", "POST"], include_in_schema=False
+        )
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortRequest) -> Response:
+        """Ends a request, or all; it answers with what it has so far."""
+        if body.abort_all:
+            engine.abort_all()
+        elif body.rid is not None:
+            engine.abort_group(body.rid)
+        else:
+            raise RequestError("Give a rid, or abort_all: true.")
+        return json_response({"success": True})
+
+    _add_information(router, service)
+    return router
+
+
+def _flush_endpoint(service: Service) -> Any:
+    async def flush_cache() -> Response:
+        """Empties the prefix cache; 400 while requests run."""
+        await service.engine.query("flush_cache")
+        return json_response({"success": True, "message": "Cache flushed."})
+
+    return flush_cache
+
+
+def _add_information(router: APIRouter, service: Service) -> None:
+    engine = service.engine
+
+    @router.get("/get_server_info", include_in_schema=False)
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        """Settings without secrets, choices made at start, and counters of speculation."""
+        stats = await engine.query("stats")
+        info, config = engine.info, asdict(engine.config)
+        config |= config.pop("algorithm_options")
+        config["model_path"] = str(engine.model_path)
+        state = {
+            "avg_spec_accept_length": stats["spec_accept_length_since_flush"],
+            "max_running_requests_per_dp": info.limits.slots,
+            **stats,
+        }
+        return json_response(
+            {
+                **config,
+                **service.settings.public(),
+                "served_model_name": service.model_name,
+                "version": __version__,
+                "max_total_num_tokens": (info.num_pages - 1) * info.limits.page_size,
+                "max_req_input_len": info.limits.context_length - 1,
+                "engine_restarts": engine.restarts,
+                "explain": info.explain,
+                "internal_states": [state],
+            }
+        )
+
+    @router.get("/get_model_info", include_in_schema=False)
+    @router.get("/model_info")
+    async def model_info() -> Response:
+        """What is served."""
+        config = engine.config
+        path = str(engine.model_path)
+        return json_response(
+            {
+                "model_path": path,
+                "tokenizer_path": config.tokenizer_path or path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "served_model_name": service.model_name,
+                "context_length": service.max_prompt_tokens,
+            }
+        )

@@ -1,0 +1,114 @@
+"""One engine process, as the API process sees it: two sockets and a process to watch."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.core.executor import ExecutorInfo
+from forerun.server.engine_process import EngineTask, start_engine
+from forerun.server.errors import ServerStartError
+from forerun.server.messages import (
+    FromEngine,
+    Ready,
+    Refused,
+    Shutdown,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+
+LAST_WORDS_SECONDS = 0.5  # that messages of an ended process may be on their way
+CLOSE_SECONDS = 10.0  # until a process that does not exit is killed
+
+
+class EngineLink:
+    """Starts an engine process; a new one gets a new link, so no message of an old one survives."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, config: EngineConfig, model_path: Path, folder: Path) -> None:
+        """`folder`: for the sockets; only this user may enter it."""
+        number = next(self._numbers)
+        self._inbox = f"ipc://{folder}/{number}-in"
+        outbox = f"ipc://{folder}/{number}-out"
+        self._receiving, self._sending = zmq.asyncio.Context(), zmq.Context()
+        self._receiver = self._receiving.socket(zmq.PULL)
+        self._sender = self._sending.socket(zmq.PUSH)
+        for socket in (self._receiver, self._sender):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._receiver.bind(outbox)
+        self._process = start_engine(EngineTask(config, str(model_path), self._inbox, outbox))
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self._process.sentinel, self._on_end)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    async def ready(self) -> ExecutorInfo:
+        """Waits until the engine is built.
+
+        Raises:
+            ConfigError: the settings cannot work.
+            ServerStartError: the process ended without saying why.
+        """
+        message = await self.receive()
+        match message:
+            case Ready(info=info):
+                self._sender.connect(self._inbox)
+                return info
+            case Refused(error=error):
+                raise ConfigError(error)
+        raise ServerStartError(self.end())
+
+    def send(self, message: ToEngine) -> None:
+        self._sender.send(encode(message))  # queued: never waits
+
+    async def receive(self) -> FromEngine | None:
+        """The next message; None once the process has ended and said everything."""
+        data: asyncio.Future[bytes] = asyncio.ensure_future(self._receiver.recv())
+        if not data.done():
+            either: set[asyncio.Future[Any]] = {data, self._ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not data.done():
+                await asyncio.wait({data}, timeout=LAST_WORDS_SECONDS)
+        if not data.done():
+            data.cancel()
+            return None
+        message: FromEngine = decode_from_engine(data.result())
+        return message
+
+    def end(self) -> str:
+        """How the process ended, in words."""
+        code = self._process.exitcode
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return f"The engine process ended unexpectedly ({how})."
+
+    async def close(self, at_once: bool = False) -> None:
+        """Ends the process, with `at_once` by killing it, and closes the sockets."""
+        if not self._ended.done() and not at_once:
+            self.send(Shutdown())
+            await asyncio.wait({self._ended}, timeout=CLOSE_SECONDS)
+        self._process.kill()
+        await self._loop.run_in_executor(None, self._process.join)
+        self._on_end()
+        self._receiver.close()
+        self._sender.close()
+        self._receiving.term()
+        self._sending.term()
+
+    def _on_end(self) -> None:
+        if not self._ended.done():
+            self._loop.remove_reader(self._process.sentinel)
+            self._process.join()
+            self._ended.set_result(None)

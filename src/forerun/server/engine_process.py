@@ -1,0 +1,257 @@
+"""The engine process: builds the engine, and steps it for requests that arrive over ZeroMQ.
+
+It knows token ids only. Between two steps it takes whatever messages have arrived, and after each
+step it sends one message with everything the step added. Without requests it sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import zmq
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError, RequestError
+from forerun.core.request import FinishReason, Request, State
+from forerun.engine.engine import Engine
+from forerun.server.logs import set_up_logging
+from forerun.server.messages import (
+    Abort,
+    Advance,
+    Finish,
+    NewRequest,
+    Query,
+    Ready,
+    Refused,
+    Reply,
+    Shutdown,
+    Step,
+    Submit,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+log = logging.getLogger("forerun")
+MAX_FAILURES = 3  # failed steps in a row
+
+
+@dataclass(frozen=True)
+class EngineTask:
+    """What the child process is started with."""
+
+    config: EngineConfig
+    model_path: str
+    inbox: str  # ZeroMQ address that it reads
+    outbox: str  # and the one that it writes
+
+
+def run_engine(task: EngineTask) -> None:
+    """The body of the child process."""
+    # Ctrl-C in a terminal reaches both processes: the API process decides when this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="forerun-parent", daemon=True).start()
+    set_up_logging(task.config.log_level)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket in (inbox, outbox):
+        socket.set_hwm(0)  # never wait for a slow API process: messages are a few bytes per token
+        socket.linger = 1000  # milliseconds
+    inbox.bind(task.inbox)
+    outbox.connect(task.outbox)
+    try:
+        _serve(task, inbox, outbox)
+    finally:
+        inbox.close()
+        outbox.close()
+        context.term()
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as the API process is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _serve(task: EngineTask, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    from forerun.executor.build import build_executor
+
+    try:
+        executor = build_executor(task.config, Path(task.model_path))
+    except ConfigError as error:
+        outbox.send(encode(Refused(str(error))))
+        return
+    engine = Engine(task.config, executor)
+    try:
+        outbox.send(encode(Ready(engine.info)))
+        EngineServer(engine, inbox, outbox).run()
+    finally:
+        engine.close()
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request, and how much of it was sent."""
+
+    request: Request
+    num_tokens: int = 0
+    num_steps: int = 0
+
+    def advance(self) -> Advance | None:
+        """What is new since the last call."""
+        request = self.request
+        ended = request.state is State.FINISHED
+        if len(request.output) == self.num_tokens and not ended:
+            return None
+        tokens = request.output[self.num_tokens :]
+        lengths = request.accept_lengths[self.num_steps :]
+        correct = request.correct_drafts[self.num_steps :]
+        self.num_tokens += len(tokens)
+        self.num_steps += len(lengths)
+        return Advance(
+            rid=request.rid,
+            tokens=tokens,
+            accept_lengths=lengths,
+            correct_drafts=correct,
+            proposed=request.proposed,
+            cached_tokens=request.cached_tokens,
+            finish=request.finish if ended else None,
+        )
+
+
+class EngineServer:
+    """Steps an engine while it has requests, and takes messages in between."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self._engine, self._inbox, self._outbox = engine, inbox, outbox
+        self._running: dict[str, _Running] = {}
+        self._stopping = False
+        self._failures = 0  # steps in a row
+
+    def run(self) -> None:
+        """Until `Shutdown`."""
+        while not self._stopping:
+            self._receive()
+            if self._running:
+                self._step()
+        self._drop(list(self._running), "the server was stopped")
+        self._engine.drain()
+
+    def _receive(self) -> None:
+        """Takes all messages that have arrived; waits for one if nothing runs."""
+        while not self._stopping:
+            try:
+                data = self._inbox.recv(zmq.NOBLOCK if self._running else 0)
+            except zmq.Again:
+                return
+            self._take(decode_to_engine(data))
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit(requests=requests):
+                for new in requests:
+                    self._submit(new)
+            case Finish(rid=rid, reason=reason, num_tokens=num_tokens):
+                running = self._running.pop(rid, None)
+                if running is not None:
+                    self._engine.finish(running.request, reason, num_tokens)
+                    self._engine.close_request(running.request)
+                    self._settle()
+            case Abort(rids=rids):
+                self._drop(rids, "aborted by the user")
+            case Query(number=number, what=what):
+                self._outbox.send(encode(self._answer(number, what)))
+            case Shutdown():
+                self._stopping = True
+
+    def _submit(self, new: NewRequest) -> None:
+        try:
+            request = self._engine.make_request(new.prompt, new.params, new.rid)
+            self._engine.submit(request)
+        except RequestError as error:  # the API process has checked it: settings differ
+            self._send([_failed(new.rid, str(error))])
+            return
+        self._running[new.rid] = _Running(request)
+
+    def _answer(self, number: int, what: str) -> Reply:
+        try:
+            match what:
+                case "flush_cache":
+                    self._engine.flush_cache()
+                    return Reply(number, {})
+                case "load":
+                    return Reply(number, dict(self._engine.load()))
+                case "stats":
+                    return Reply(number, self._engine.stats())
+        except RequestError as error:
+            return Reply(number, None, str(error))
+        raise AssertionError(what)
+
+    def _step(self) -> None:
+        """One step. An exception ends all running requests with it; the engine continues.
+
+        After several in a row the device is taken to be lost, and the process ends.
+        """
+        try:
+            self._engine.step()
+            self._failures = 0
+        except Exception as error:
+            log.exception("A step failed.")
+            self._failures += 1
+            if self._failures == MAX_FAILURES:
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            rids = list(self._running)
+            self._drop(rids, reason)
+            self._send([_failed(rid, reason) for rid in rids])
+            return
+        advances = []
+        for rid, running in list(self._running.items()):
+            advance = running.advance()
+            if advance is not None:
+                advances.append(advance)
+                if advance.finish is not None:
+                    self._engine.close_request(running.request)
+                    del self._running[rid]
+        if advances:
+            self._send(advances)
+            self._settle()
+
+    def _drop(self, rids: list[str], message: str) -> None:
+        for rid in rids:
+            running = self._running.pop(rid, None)
+            if running is not None:
+                self._engine.drop(running.request, message)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Before it sleeps, the engine releases the slots and pages of requests that have ended."""
+        if not self._running:
+            self._engine.drain()
+
+    def _send(self, advances: list[Advance]) -> None:
+        self._outbox.send(encode(Step(advances)))
+
+
+def _failed(rid: str, message: str) -> Advance:
+    return Advance(rid, [], [], [], 0, 0, FinishReason("abort", message=message))
+
+
+def start_engine(task: EngineTask) -> BaseProcess:
+    """Starts the child process, with `spawn`, which CUDA requires."""
+    process = multiprocessing.get_context("spawn").Process(
+        target=run_engine, args=(task,), name="forerun-engine", daemon=True
+    )
+    process.start()
+    return process

@@ -1,0 +1,74 @@
+"""Errors of the HTTP API, in OpenAI's shape: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+TYPES = {  # HTTP status → OpenAI's `type`
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """Anything a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else TYPES[400])
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+class EngineUnavailable(ApiError):
+    """The engine process has ended, is starting again, or the server is shutting down."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(503, reason, code="engine_unavailable", headers={"Retry-After": "5"})
+
+
+class EngineFailed(ApiError):
+    """The engine ended a request with an error of its own."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(500, f"The engine ended this request: {reason}", code="engine_error")
+
+
+class ServerStartError(Exception):
+    """The engine process ended before it was ready."""
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(value)
+    return Response(body, status, dict(headers or {}), media_type="application/json")

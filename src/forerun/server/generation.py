@@ -1,0 +1,194 @@
+"""Running requests on the API's side: what the engine has sent so far, as text.
+
+There is no queue between engine and client. A generation accumulates, and whoever reads it takes
+everything since the last time: a slow reader gets fewer, larger parts and delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forerun.core.request import FinishReason, Request, RequestRecord
+from forerun.core.sampling_params import SamplingParams
+from forerun.llm.output import Progress, RequestOutput, make_output
+from forerun.llm.text import OutputText, Tokenizer, detokenize
+from forerun.server.errors import ApiError
+from forerun.server.messages import Advance, Finish
+
+
+class Part(NamedTuple):
+    """What was added to a generation since the last part."""
+
+    text: str
+    token_ids: list[int]
+    finish: FinishReason | None  # of the last part
+
+
+class Place(NamedTuple):
+    """Which of a call's generations it is."""
+
+    group: str  # id that the client knows; of all samples of a prompt
+    prompt_index: int
+    sample_index: int  # with n > 1
+
+
+class Generation:
+    """One request that the engine runs: one sample of one prompt."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, place: Place, stream: bool
+    ) -> None:
+        """`stream`: parts are taken while it runs."""
+        self.record = RequestRecord(request.rid, request.prompt, arrival=request.arrival)
+        self.params: SamplingParams = request.params
+        self.seed = request.seed
+        self.group, self.prompt_index, self.index = place
+        self._tokenizer = tokenizer
+        # Without a stream or stop strings the text is made at the end, by `output`.
+        decodes = tokenizer is not None and (stream or request.params.stop)
+        self._text = OutputText(tokenizer, request.params) if decodes and tokenizer else None
+        self._shown_text = ""
+        self._shown_tokens = 0
+        self._over = False  # the last part was taken
+
+    @property
+    def rid(self) -> str:
+        return self.record.rid
+
+    @property
+    def finished(self) -> bool:
+        return self.record.finish is not None
+
+    def apply(self, advance: Advance) -> Finish | None:
+        """Adds what a step brought. A stop string ends it, which the engine has to be told."""
+        record, new = self.record, bool(advance.tokens)
+        if new and record.first_token_at is None:
+            record.first_token_at = time.monotonic()
+        record.output += advance.tokens
+        record.accept_lengths += advance.accept_lengths
+        record.correct_drafts += advance.correct_drafts
+        record.proposed, record.cached_tokens = advance.proposed, advance.cached_tokens
+        record.finish = advance.finish
+        found = self._text.find_stop(record) if new and self._text is not None else None
+        message = None
+        if found is not None:
+            reason, num_tokens = found
+            if not self.finished:
+                message = Finish(self.rid, reason, num_tokens)
+            record.trim(num_tokens)
+            record.finish = reason
+        if self.finished:
+            record.finished_at = time.monotonic()
+        return message
+
+    def end(self, reason: FinishReason) -> None:
+        """Ends it with what has arrived."""
+        self.record.finish, self.record.finished_at = reason, time.monotonic()
+
+    def take(self) -> Part | None:
+        """What can be shown since the last part; None if that is nothing."""
+        record, text = self.record, self._text
+        if self._over:
+            return None
+        if self.finished:
+            self._over = True
+            new, num_tokens = text.take_rest() if text else "", len(record.output)
+        else:
+            new, num_tokens = text.take() if text else ("", len(record.output))
+        ids = record.output[self._shown_tokens : num_tokens]
+        self._shown_text += new
+        self._shown_tokens = num_tokens
+        return Part(new, ids, record.finish) if new or ids or self._over else None
+
+    def output(self) -> RequestOutput:
+        """Everything up to the last part; without parts, of a request that has ended."""
+        record, ended = self.record, self.finished
+        text = self._shown_text
+        if ended and not self._over:
+            text = self._final_text()
+        progress = Progress.of(record, None if ended else self._shown_tokens)
+        return make_output(record, progress, text, self.prompt_index, self.index)
+
+    def _final_text(self) -> str:
+        if self._text is not None:
+            return self._shown_text + self._text.take_rest()
+        if self._tokenizer is None:
+            return ""
+        return detokenize(self._tokenizer, self.record.output, self.params.skip_special_tokens)
+
+
+@dataclass(eq=False)
+class Call:
+    """The generations of one HTTP request. `close` aborts those that still run."""
+
+    generations: Sequence[Generation]
+    stream: bool
+    abort: Callable[[list[str]], None]
+    deadline: float | None = None  # time.monotonic()
+    error: ApiError | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def finished(self) -> bool:
+        return all(generation.finished for generation in self.generations)
+
+    def notify(self, ended: bool) -> None:
+        """A generation advanced. Without a stream only the end of all is worth waking up for."""
+        if self.stream or (ended and self.finished):
+            self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        self.error = error
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Until all have ended.
+
+        Raises:
+            ApiError: the engine died, a request failed, or the deadline has passed.
+        """
+        while not self.finished:
+            await self._wait()
+        if self.error is not None:
+            raise self.error
+
+    async def parts(self) -> AsyncIterator[list[tuple[Generation, Part]]]:
+        """The new parts of all generations, whenever there are some.
+
+        Raises:
+            ApiError: as `wait`.
+        """
+        open_ones = list(self.generations)
+        while open_ones:
+            await self._wait()
+            taken = [(g, part) for g in open_ones if (part := g.take()) is not None]
+            open_ones = [g for g in open_ones if not g.finished]
+            if taken:
+                yield taken
+
+    def close(self) -> None:
+        """Aborts what still runs: the client is gone, or has been told of an error."""
+        running = [g.rid for g in self.generations if not g.finished]
+        if running:
+            self.abort(running)
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._loop_deadline()):
+                await self._changed.wait()
+        except TimeoutError:
+            raise ApiError(
+                504, "The request took longer than the server's --request-timeout.", code="timeout"
+            ) from None
+        self._changed.clear()
+        if self.error is not None:
+            raise self.error
+
+    def _loop_deadline(self) -> float | None:
+        if self.deadline is None:
+            return None
+        return asyncio.get_running_loop().time() + self.deadline - time.monotonic()

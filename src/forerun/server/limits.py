@@ -1,0 +1,74 @@
+"""Limits on what a client may send and ask for."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.core.errors import RequestError
+from forerun.server.errors import ApiError
+
+
+class LimitBody:
+    """Middleware: bodies of more than `max_bytes` are refused before they are read or kept."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
+            await ApiError(413, self._message, code="request_too_large").response()(
+                scope, receive, send
+            )
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise HTTPException(413, self._message)
+            return message
+
+        await self._app(scope, counted, send)
+
+    @property
+    def _message(self) -> str:
+        return (
+            f"The body is larger than {self._max_bytes} bytes, the server's --max-body-bytes."
+            " Send less, or raise it."
+        )
+
+
+def check_queue(in_flight: int, new: int, slots: int, max_queued: int) -> None:
+    """Refuses requests that would have to wait behind too many others.
+
+    Args:
+        in_flight: requests that run or wait.
+        new: requests to be added.
+        slots: requests that can run at the same time.
+
+    Raises:
+        RequestError: they would not fit into an empty queue either.
+        ApiError: 429, try again later.
+    """
+    room = slots + max_queued
+    if new > room:
+        raise RequestError(
+            f"{new} completions in one request; the server takes {room}"
+            " (max_running_requests + max_queued_requests)."
+        )
+    if in_flight + new > room:
+        raise ApiError(
+            429,
+            f"The queue is full: {in_flight} requests are running or waiting, and the server takes"
+            f" {room}. Try again later.",
+            code="queue_full",
+            headers={"Retry-After": "1"},
+        )

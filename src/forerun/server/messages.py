@@ -1,0 +1,110 @@
+"""Messages between the API process and the engine process: MessagePack, no pickle.
+
+Only token ids, numbers and reasons are sent; text stays in the API process. The engine answers one
+step with one message, however many requests it advanced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from forerun.core.executor import ExecutorInfo
+from forerun.core.request import FinishReason
+from forerun.core.sampling_params import SamplingParams
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# --- to the engine ------------------------------------------------------------------------------
+
+
+class NewRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the API process has checked. `params` has its seed, and n = 1."""
+
+    rid: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Submit(_Message, frozen=True):
+    """Requests to queue, in this order."""
+
+    requests: list[NewRequest]
+
+
+class Finish(_Message, frozen=True):
+    """A stop string was found: the request ends with its first `num_tokens` tokens."""
+
+    rid: str
+    reason: FinishReason
+    num_tokens: int
+
+
+class Abort(_Message, frozen=True):
+    """Requests that nobody waits for any more; ids that are unknown have ended."""
+
+    rids: list[str]
+
+
+class Query(_Message, frozen=True):
+    """A question, answered between two steps by a `Reply` with the same number."""
+
+    number: int
+    what: str  # "flush_cache", "load" or "stats"
+
+
+class Shutdown(_Message, frozen=True):
+    """Ends the process; running requests are dropped."""
+
+
+# --- from the engine ----------------------------------------------------------------------------
+
+
+class Ready(_Message, frozen=True):
+    """The engine serves requests."""
+
+    info: ExecutorInfo
+
+
+class Refused(_Message, frozen=True):
+    """The settings cannot work (`ConfigError`); the process ends."""
+
+    error: str
+
+
+class Advance(msgspec.Struct, frozen=True, array_like=True):
+    """What a step added to one request, and its end if `finish` is set."""
+
+    rid: str
+    tokens: list[int]
+    accept_lengths: list[int]  # of new verify steps; `RequestRecord` has the meanings
+    correct_drafts: list[int]
+    proposed: int  # so far
+    cached_tokens: int
+    finish: FinishReason | None = None
+
+
+class Step(_Message, frozen=True):
+    """The requests that one step advanced or ended."""
+
+    advances: list[Advance]
+
+
+class Reply(_Message, frozen=True):
+    """The answer to a `Query`: a value, or why there is none."""
+
+    number: int
+    value: dict[str, Any] | None
+    error: str | None = None
+
+
+ToEngine = Submit | Finish | Abort | Query | Shutdown
+FromEngine = Ready | Refused | Step | Reply
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

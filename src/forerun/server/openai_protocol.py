@@ -1,0 +1,212 @@
+"""Requests of the OpenAI API, and Forerun's additions (names as in SGLang and vLLM).
+
+Unknown fields are refused with the nearest known name. Null means "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.sampling_params import SamplingParams
+
+# Sent by many clients; nothing here depends on them.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "parallel_tool_calls",
+)  # fmt: skip
+
+_NO_LOGPROBS = "log-probabilities are not returned; leave it out"
+_NO_PENALTIES = "there are no penalties; temperature, top_p and min_p shape the distribution"
+_NO_GRAMMAR = "there are no grammars; ask for the format in the prompt and check the text"
+_NO_TOOLS = "there are no tools; describe them in the prompt"
+_TEXT_ONLY = "the output is text only"
+# Name → the values that change nothing and are accepted, and why others are refused.
+Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+UNSUPPORTED: Unsupported = {
+    "logprobs": ((False,), _NO_LOGPROBS),
+    "top_logprobs": ((0,), _NO_LOGPROBS),
+    "prompt_logprobs": ((), _NO_LOGPROBS),
+    "frequency_penalty": ((0,), _NO_PENALTIES),
+    "presence_penalty": ((0,), _NO_PENALTIES),
+    "repetition_penalty": ((1,), _NO_PENALTIES),
+    "logit_bias": (({},), "logits cannot be changed; leave it out"),
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+    "json_schema": ((), _NO_GRAMMAR),
+    "regex": ((), _NO_GRAMMAR),
+    "ebnf": ((), _NO_GRAMMAR),
+    "structural_tag": ((), _NO_GRAMMAR),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "reasoning_effort": ((), "use chat_template_kwargs for what the model's template takes"),
+    "verbosity": ((), "ask for it in the prompt"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "prediction": ((), "drafts come from the engine's own algorithm; leave it out"),
+    "web_search_options": ((), "there is no web search"),
+    "best_of": ((1,), "use n > 1 and choose"),
+    "suffix": (("",), "text cannot be inserted; put everything into the prompt"),
+}
+
+
+class StrictModel(BaseModel):
+    """No conversions, no NaN, no unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    unsupported: ClassVar[Unsupported] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in cls.unsupported:
+                _check_neutral(name, value, *cls.unsupported[name])
+            elif name not in cls.ignored:
+                message = f"Unknown parameter {shown(name)}.{nearest(name, cls.model_fields)}"
+                raise _invalid(message)
+        return kept
+
+
+def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], reason: str) -> None:
+    if value is not None and value not in neutral:
+        raise _invalid(f"{name} is not supported yet, got {shown(value)}: {reason}.")
+
+
+def _invalid(message: str) -> PydanticCustomError:
+    return PydanticCustomError("parameter", "{message}", {"message": message})
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is padded here
+    continuous_usage_stats: bool | None = None
+
+
+class _Common(StrictModel):
+    """What completions and chat completions have in common."""
+
+    unsupported = UNSUPPORTED
+    ignored = IGNORED
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, description="Most tokens to generate")
+    temperature: float | None = Field(None, description="0 is greedy; default 1")
+    top_p: float | None = None
+    n: int | None = Field(None, description="Completions per prompt")
+    seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Forerun's additions.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = Field(
+        None, description="Adds prompt_token_ids and each choice's token_ids"
+    )
+    return_spec_info: bool | None = Field(
+        None, description="Adds figures of speculation to usage.completion_tokens_details"
+    )
+    speculative: bool | None = Field(None, description="False: no drafts for this request")
+    max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """Sampling parameters of one completion.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "min_new_tokens": self.min_tokens,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "sampling_seed": self.seed,
+            "skip_special_tokens": self.skip_special_tokens,
+            "speculative": self.speculative,
+            "max_draft_tokens": self.max_draft_tokens,
+        }
+        known = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
+
+    @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(_Common):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = Field(None, description="Begin the text with the prompt")
+
+    @property
+    def token_lists(self) -> list[list[int]] | None:
+        """Prompts that are token ids; None for text."""
+        given = self.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], str):
+            return None
+        # Lists of lists, or one list of ids: pydantic has checked that they are not mixed.
+        return given if isinstance(given[0], list) else [given]
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts that are text."""
+        return [self.prompt] if isinstance(self.prompt, str) else list(map(str, self.prompt))
+
+    @model_validator(mode="after")
+    def _prompts_given(self) -> CompletionRequest:
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise _invalid("prompt is an empty list; give at least one prompt.")
+        return self
+
+
+class ChatRequest(_Common):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = Field(None, description="Another name of max_tokens")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the model's chat template"
+    )
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """
+        Raises:
+            RequestError: two different limits.
+        """
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is"
+                f" {self.max_completion_tokens}; give one."
+            )
+        return next(iter(both), None)

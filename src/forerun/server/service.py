@@ -1,0 +1,95 @@
+"""What every endpoint needs: from checked parameters to running generations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
+
+from forerun.core.errors import RequestError, shown
+from forerun.core.sampling_params import SamplingParams
+from forerun.server.engine_client import EngineClient
+from forerun.server.errors import EngineUnavailable
+from forerun.server.generation import Call, Generation, Place
+from forerun.server.limits import check_queue
+from forerun.server.settings import ServerSettings
+from forerun.server.text import TextService
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids to complete, n times."""
+
+    ids: list[int]
+    params: SamplingParams
+    n: int = 1
+    rid: str | None = None  # default: a new one
+
+
+@dataclass(eq=False)
+class Service:
+    """One server: its engine, its tokenizer, its settings."""
+
+    settings: ServerSettings
+    engine: EngineClient
+    text: TextService
+    model_name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False  # a signal to stop has come: nothing new is taken
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.engine.factory.context_length
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            EngineUnavailable: the server is shutting down.
+        """
+        if self.draining:
+            raise EngineUnavailable("The server is shutting down.")
+
+    def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
+        """Starts all generations of a request, or none.
+
+        Raises:
+            RequestError: one of them cannot be served.
+            ApiError: the queue is full, or there is no engine at the moment.
+        """
+        self.check_open()
+        settings, engine = self.settings, self.engine
+        for prompt in prompts:
+            if not 1 <= prompt.n <= settings.max_n:
+                raise RequestError(f"n must be in [1, {settings.max_n}], got {prompt.n}.")
+        count = sum(prompt.n for prompt in prompts)
+        slots = engine.info.limits.slots
+        check_queue(engine.num_requests, count, slots, settings.max_queued_requests)
+        generations = [
+            self._generation(prompt, Place(group, at, index), stream)
+            for at, prompt in enumerate(prompts)
+            for group in [prompt.rid or uuid4().hex]
+            for index in range(prompt.n)
+        ]
+        self._check_ids(generations)
+        timeout = settings.request_timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        call = Call(generations, stream, engine.abort, deadline)
+        engine.submit(call)
+        return call
+
+    def _generation(self, prompt: Prompt, place: Place, stream: bool) -> Generation:
+        if prompt.params.stop and self.text.tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
+        rid = place.group if prompt.n == 1 else f"{place.group}-{place.sample_index}"
+        # The samples of a prompt without a seed each get one of their own.
+        params = replace(prompt.params, n=1)
+        request = self.engine.factory.make(prompt.ids, params, rid, seed_offset=place.sample_index)
+        return Generation(request, self.text.tokenizer, place, stream)
+
+    def _check_ids(self, generations: Sequence[Generation]) -> None:
+        seen: set[str] = set()
+        for generation in generations:
+            if self.engine.is_known(generation.rid) or generation.rid in seen:
+                raise RequestError(f"A request with id {shown(generation.rid)} is running already.")
+            seen.add(generation.rid)

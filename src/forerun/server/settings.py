@@ -1,0 +1,108 @@
+"""Settings of the HTTP server; those of the engine are in `EngineConfig`."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from forerun.core.checks import of_type
+from forerun.core.errors import ConfigError, shown
+
+API_KEY_VARIABLE = "FORERUN_API_KEY"
+
+
+def _setting(default: Any, help: str, kind: type = str) -> Any:
+    return field(default=default, metadata={"help": help, "type": kind})
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Every field is a flag of `forerun serve`. Names follow SGLang and, for TLS, uvicorn."""
+
+    host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces")
+    port: int = _setting(30000, "Port to listen on; 0: any free one", int)
+    api_key: str | None = _setting(
+        None, f"Required as a bearer token of every request but /health; or set {API_KEY_VARIABLE}"
+    )
+    served_model_name: str | None = _setting(
+        None, "Name of the model in the OpenAI API; default: model_path"
+    )
+    max_body_bytes: int = _setting(32 * 2**20, "Largest body of a request", int)
+    max_n: int = _setting(128, "Most completions per prompt", int)
+    max_queued_requests: int = _setting(
+        8192, "Requests that may wait besides those that run; more are refused with 429", int
+    )
+    request_timeout: float | None = _setting(
+        None, "Seconds after which a request is ended with 504; default: none", float
+    )
+    ssl_keyfile: str | None = _setting(None, "TLS: file of the private key")
+    ssl_certfile: str | None = _setting(None, "TLS: file of the certificate")
+    ssl_keyfile_password: str | None = _setting(None, "TLS: password of the private key")
+    ssl_ca_certs: str | None = _setting(None, "TLS: file of the authorities that sign clients")
+    ssl_cert_reqs: int = _setting(
+        int(ssl.CERT_NONE), "TLS: certificate of the client; 0: none, 1: optional, 2: required", int
+    )
+    ssl_ciphers: str | None = _setting(None, "TLS: ciphers, in OpenSSL's notation")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if value is not None or spec.default is not None:
+                of_type(spec.metadata["type"], spec.name, value, ConfigError)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be in [0, 65535], got {self.port}.")
+        for name in ("max_body_bytes", "max_n"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}.")
+        if self.max_queued_requests < 0:
+            raise ConfigError(f"max_queued_requests must be >= 0, got {self.max_queued_requests}.")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout must be > 0, got {self.request_timeout}.")
+        self._check_key()
+        self._check_tls()
+
+    def _check_key(self) -> None:
+        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
+            raise ConfigError("api_key must be non-empty ASCII text.")
+
+    def _check_tls(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile.")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            value = getattr(self, name)
+            if value is not None and not Path(value).is_file():
+                raise ConfigError(f"{name} {shown(value)} is not a file.")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ConfigError(f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}.")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> ServerSettings:
+        """From flags; the key also from the environment.
+
+        Raises:
+            ConfigError: a value is out of range, or two values contradict each other.
+        """
+        key = os.environ.get(API_KEY_VARIABLE)
+        return cls(**({"api_key": key} if key else {}) | dict(values))
+
+    @classmethod
+    def specs(cls) -> tuple[Field[Any], ...]:
+        """Its fields, for flags."""
+        return fields(cls)
+
+    def public(self) -> dict[str, Any]:
+        """The settings without secrets."""
+        secret = ("api_key", "ssl_keyfile_password")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in secret}
+
+    def url(self, host: str, port: int) -> str:
+        """Of the server, which listens on this address."""
+        scheme = "https" if self.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+assert all(f.default is not MISSING for f in ServerSettings.specs())

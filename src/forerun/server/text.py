@@ -1,0 +1,85 @@
+"""Tokenization in threads, so that a long prompt does not hold up everybody's streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from forerun.core.errors import RequestError
+from forerun.llm.prompts import chat_ids, text_ids
+from forerun.llm.text import detokenize
+
+T = TypeVar("T")
+THREADS = 4
+
+
+class TextService:
+    """A tokenizer behind a thread pool."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: None with `skip_tokenizer_init`; then only token ids are served."""
+        self.tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forerun-text")
+        longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
+        self._longest_token = longest  # characters
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+        """Token ids of each text.
+
+        Args:
+            max_tokens: texts that are certainly longer are refused without being tokenized.
+
+        Raises:
+            RequestError: a text is too long or not valid, or there is no tokenizer.
+        """
+        tokenizer = self._need("text prompts")
+        for text in texts:
+            self._check_length(len(text), max_tokens)
+        ids, _ = await self.run(partial(text_ids, tokenizer, list(texts)))
+        return ids
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], max_tokens: int
+    ) -> list[int]:
+        """Token ids of a conversation in the chat template.
+
+        Raises:
+            RequestError: as `encode`; or the template refuses the messages.
+        """
+        tokenizer = self._need("chat")
+        length = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
+        self._check_length(length, max_tokens)
+        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables))
+        return ids[0]
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of a prompt; "" without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return await self.run(partial(detokenize, self.tokenizer, ids, skip_special_tokens=False))
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Runs `function` in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def _check_length(self, characters: int, max_tokens: int) -> None:
+        least = characters // self._longest_token
+        if least > max_tokens:
+            raise RequestError(
+                f"The prompt has {characters} characters, at least {least} tokens, which is over"
+                f" the context length {max_tokens}; shorten it."
+            )
+
+    def _need(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"The server runs with --skip-tokenizer-init, so {what} cannot be used; send token"
+                " ids."
+            )
+        return self.tokenizer
