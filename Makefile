@@ -1,6 +1,7 @@
-# Two commands do everything on a fresh machine:
-#   make demo   a trained pair of models, plain and speculative side by side
-#   make test   the test suite, without the exhaustive part (make test-all: everything)
+# Three commands do everything on a fresh machine:
+#   make demo    a trained pair of models, plain and speculative side by side
+#   make serve   the same pair behind an HTTP server (OpenAI's API) on port 30000
+#   make test    the test suite, without the exhaustive part (make test-all: everything)
 # TORCH=cpu installs the CPU build of torch (on Linux the default build brings CUDA, several GB).
 # `.ci/run` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
 
@@ -12,13 +13,14 @@ TORCH ?= default
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TESTFLAGS ?= -n 2 --dist worksteal
 DEMOFLAGS ?=
+SERVEFLAGS ?= --speculative-algorithm DFLASH
 
-.PHONY: demo test test-all check format gpu-test clean
+.PHONY: demo serve test test-all check format gpu-test clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help:
-	@sed -n '2,5p' Makefile | cut -c3-
+	@sed -n '2,6p' Makefile | cut -c3-
 
 ifeq ($(filter $(TORCH),default cpu),)
 $(error TORCH=$(TORCH) is unknown; use TORCH=cpu for the CPU build of torch, or leave it out)
@@ -49,6 +51,9 @@ $(VENV)/.forerun-dev: pyproject.toml constraints.txt $(TORCH_READY) | $(BIN)/pyt
 
 demo: $(VENV)/.forerun
 	@$(BIN)/forerun demo $(DEMOFLAGS)
+
+serve: $(VENV)/.forerun
+	@$(BIN)/forerun serve $(SERVEFLAGS)
 
 test: $(VENV)/.forerun-dev
 	@$(BIN)/python -m pytest -m "not exhaustive" $(TESTFLAGS)

@@ -113,6 +113,7 @@ def _add_information(router: APIRouter, service: Service) -> None:
                 "version": __version__,
                 "max_total_num_tokens": (info.num_pages - 1) * info.limits.page_size,
                 "max_req_input_len": info.limits.context_length - 1,
+                "engine_pid": engine.pid,
                 "engine_restarts": engine.restarts,
                 "explain": info.explain,
                 "internal_states": [state],

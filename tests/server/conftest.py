@@ -1,0 +1,23 @@
+"""One server and one engine in this process, for all tests of the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from forerun import LLM
+from tests.server.support import ENGINE, LiveServer, flags
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[LiveServer]:
+    with LiveServer(*flags(**ENGINE)) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    """What the server's answers must be equal to."""
+    with LLM(**ENGINE) as made:
+        yield made
