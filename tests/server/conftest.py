@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from forerun import LLM
+from tests.cli.conftest import forerun
 from tests.server.support import ENGINE, LiveServer, flags
+
+__all__ = ["forerun", "llm", "server"]
 
 
 @pytest.fixture(scope="session")

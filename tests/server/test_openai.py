@@ -17,7 +17,7 @@ STOPS = ["return", "\n\n"]
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0}, {"temperature": 0.0}),
     ({"seed": 7}, {"sampling_seed": 7}),
-    ({"seed": 3, "top_p": 0.9, "temperature": 0.7}, {"sampling_seed": 3, "top_p": 0.9, "temperature": 0.7}),
+    ({"seed": 3, "top_p": 0.9}, {"sampling_seed": 3, "top_p": 0.9}),
     ({"seed": 5, "stop": STOPS}, {"sampling_seed": 5, "stop": STOPS}),
     ({"temperature": 0, "stop": "b"}, {"temperature": 0.0, "stop": "b"}),
     (
@@ -36,9 +36,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_completions_equal_the_engine(
     server: LiveServer, llm: LLM, given: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    want = llm.generate(PROMPT, {**params, "max_new_tokens": 60})
+    want = llm.generate(PROMPT, {**params, "max_new_tokens": 40})
     extra = {**given.get("extra_body", {}), "return_token_ids": True, "return_spec_info": True}
-    call = {**given, "model": "bundled", "prompt": PROMPT, "max_tokens": 60, "extra_body": extra}
+    call = {**given, "model": "bundled", "prompt": PROMPT, "max_tokens": 40, "extra_body": extra}
     client = server.client()
 
     whole = client.completions.create(**call)
@@ -89,8 +89,8 @@ def test_chat_equals_the_engine(server: LiveServer, llm: LLM) -> None:
 
 
 def test_samples_equal_the_engine(server: LiveServer, llm: LLM) -> None:
-    want = llm.generate(PROMPT, {"sampling_seed": 9, "n": 3, "max_new_tokens": 40})
-    call = {"model": "bundled", "prompt": PROMPT, "seed": 9, "n": 3, "max_tokens": 40}
+    want = llm.generate(PROMPT, {"sampling_seed": 9, "n": 3, "max_new_tokens": 20})
+    call = {"model": "bundled", "prompt": PROMPT, "seed": 9, "n": 3, "max_tokens": 20}
     client = server.client()
     whole = client.completions.create(**call)
     assert [choice.text for choice in whole.choices] == [output.text for output in want]
@@ -113,9 +113,7 @@ def test_prompts_may_be_texts_and_ids(server: LiveServer, llm: LLM) -> None:
     ids = [llm.tokenizer(text)["input_ids"] for text in texts]
     want = [output.text for output in llm.generate(texts, {"temperature": 0, "max_new_tokens": 8})]
     for prompt, expected in ((texts, want), (ids, want), (ids[0], want[:1]), (texts[1], want[1:])):
-        got = client.completions.create(
-            model="bundled", prompt=prompt, temperature=0, max_tokens=8
-        )
+        got = client.completions.create(model="bundled", prompt=prompt, temperature=0, max_tokens=8)
         assert [choice.text for choice in got.choices] == expected
 
 
@@ -181,15 +179,15 @@ def test_models(server: LiveServer) -> None:
 
 
 def test_many_async_streams_at_once(server: LiveServer, llm: LLM) -> None:
-    count = 12  # more than the server runs at the same time
+    count = 10  # more than the server runs at the same time
     want = [
-        llm.generate(PROMPT, {"sampling_seed": seed, "max_new_tokens": 24}).text
+        llm.generate(PROMPT, {"sampling_seed": seed, "max_new_tokens": 16}).text
         for seed in range(count)
     ]
 
     async def one(client: openai.AsyncOpenAI, seed: int) -> str:
         stream = await client.completions.create(
-            model="bundled", prompt=PROMPT, seed=seed, max_tokens=24, stream=True
+            model="bundled", prompt=PROMPT, seed=seed, max_tokens=16, stream=True
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 

@@ -46,6 +46,7 @@ class EngineLink:
             socket.set_hwm(0)
             socket.linger = 0
         self._receiver.bind(outbox)
+        self._connected = False
         self._process = start_engine(EngineTask(config, str(model_path), self._inbox, outbox))
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -66,13 +67,15 @@ class EngineLink:
         match message:
             case Ready(info=info):
                 self._sender.connect(self._inbox)
+                self._connected = True
                 return info
             case Refused(error=error):
                 raise ConfigError(error)
         raise ServerStartError(self.end())
 
     def send(self, message: ToEngine) -> None:
-        self._sender.send(encode(message))  # queued: never waits
+        """Only after `ready`. The message is queued: this never waits."""
+        self._sender.send(encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine | None:
         """The next message; None once the process has ended and said everything."""
@@ -96,7 +99,7 @@ class EngineLink:
 
     async def close(self, at_once: bool = False) -> None:
         """Ends the process, with `at_once` by killing it, and closes the sockets."""
-        if not self._ended.done() and not at_once:
+        if self._connected and not self._ended.done() and not at_once:
             self.send(Shutdown())
             await asyncio.wait({self._ended}, timeout=CLOSE_SECONDS)
         self._process.kill()

@@ -16,6 +16,8 @@ from forerun.server.limits import check_queue
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 
+MAX_RID_LENGTH = 256
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -62,6 +64,8 @@ class Service:
         for prompt in prompts:
             if not 1 <= prompt.n <= settings.max_n:
                 raise RequestError(f"n must be in [1, {settings.max_n}], got {prompt.n}.")
+            if prompt.rid is not None:
+                _check_rid(prompt.rid)
         count = sum(prompt.n for prompt in prompts)
         slots = engine.info.limits.slots
         check_queue(engine.num_requests, count, slots, settings.max_queued_requests)
@@ -93,3 +97,11 @@ class Service:
             if self.engine.is_known(generation.rid) or generation.rid in seen:
                 raise RequestError(f"A request with id {shown(generation.rid)} is running already.")
             seen.add(generation.rid)
+
+
+def _check_rid(rid: str) -> None:
+    if not rid or len(rid) > MAX_RID_LENGTH or not rid.isprintable():
+        raise RequestError(
+            f"A rid has at most {MAX_RID_LENGTH} printable characters and at least one, got"
+            f" {shown(rid)}."
+        )
