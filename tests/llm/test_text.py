@@ -223,7 +223,7 @@ CUTS = st.lists(st.integers(0, 40), max_size=10)
 def test_nothing_shown_is_taken_back_and_steps_change_nothing(
     tokens: list[int], stops: list[str], cuts: list[int], min_new: int
 ) -> None:
-    params = {"stop": stops, "min_new_tokens": min_new, "max_new_tokens": 64}
+    params = {"stop": stops, "min_new_tokens": min_new, "max_new_tokens": 200}
     request, text, streamed = run(split(tokens, cuts), **params)
     shown = [*streamed, (text, len(request.output))]
     for (before, some), (after, more) in itertools.pairwise(shown):

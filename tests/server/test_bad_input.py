@@ -119,7 +119,6 @@ RAW: list[tuple[bytes, str]] = [
     (b'{"prompt": "\\ud800"}', "lone surrogate"),
     (b'{"prompt": "x", "\\ud800": 1}', "Unknown parameter"),
     (b'{"prompt": "x", "model": "\\ud800"}', "does not exist"),
-    (b'{"prompt": "x", "stop": "\\ud800"}', "lone surrogate"),
     (b"[" * 100_000, "body"),
     (b'{"prompt": ' + b"9" * 10_000 + b"}", "body"),
     (b'{"prompt": "x"', "not valid JSON"),

@@ -127,6 +127,7 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.glob("forerun-*")) == []
 
 
+@pytest.mark.exhaustive
 def test_the_engine_ends_with_a_killed_server() -> None:
     with LiveServer(*SMALL) as live:
         pid = live.get("/server_info")["engine_pid"]
@@ -185,6 +186,7 @@ def test_what_the_engine_refuses_is_one_line() -> None:
     assert "triton" in refusal("--device", "cpu", "--attention-backend", "triton")
 
 
+@pytest.mark.exhaustive
 def test_tls(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")

@@ -40,7 +40,7 @@ class _Chat:
     """One request: its generations, and what its answers have in common."""
 
     def __init__(self, service: Service, body: ChatRequest, call: Call) -> None:
-        self._body, self.call = body, call
+        self._service, self._body, self.call = service, body, call
         self._head = {
             "id": f"chatcmpl-{uuid4().hex}",
             "created": int(time.time()),
@@ -59,16 +59,13 @@ class _Chat:
 
     async def whole(self) -> Response:
         call, body = self.call, self._body
-        try:
-            await call.wait()
-        finally:
-            call.close()
         choices = []
-        for generation in call.generations:
-            message = {"role": "assistant", "content": generation.output().text}
-            record = generation.record
+        outputs = await self._service.outputs(call)
+        for generation, output in zip(call.generations, outputs, strict=True):
+            message = {"role": "assistant", "content": output.text}
+            finish = generation.record.finish
             choices.append(
-                self._choice(generation, record.output, record.finish, {"message": message})
+                self._choice(generation, output.output_ids, finish, {"message": message})
             )
         answer = {**self._head, "object": "chat.completion", "choices": choices}
         answer["usage"] = usage(call.generations, bool(body.return_spec_info))

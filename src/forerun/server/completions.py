@@ -42,7 +42,7 @@ class _Completion:
     """One request: its generations, and what its answers have in common."""
 
     def __init__(self, service: Service, body: CompletionRequest, call: Call) -> None:
-        self._body, self.call, self._text = body, call, service.text
+        self._service, self._body, self.call = service, body, call
         self._head = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
@@ -62,18 +62,14 @@ class _Completion:
 
     async def whole(self) -> Response:
         call, body = self.call, self._body
-        try:
-            await call.wait()
-        finally:
-            call.close()
-        prompts = await self._prompts()
+        outputs, prompts = await self._service.outputs(call), await self._prompts()
         choices = []
-        for generation in call.generations:
-            text = prompts.get(generation.prompt_index, "") + generation.output().text
-            record = generation.record
-            choices.append(self._choice(generation, text, record.output, record.finish))
+        for generation, output in zip(call.generations, outputs, strict=True):
+            text = prompts.get(output.prompt_index, "") + output.text
+            finish = generation.record.finish
+            choices.append(self._choice(generation, text, output.output_ids, finish))
             if body.return_token_ids:
-                choices[-1]["prompt_token_ids"] = list(record.prompt)
+                choices[-1]["prompt_token_ids"] = output.prompt_token_ids
         counts = usage(call.generations, bool(body.return_spec_info))
         return json_response({**self._head, "choices": choices, "usage": counts})
 
@@ -101,7 +97,7 @@ class _Completion:
         if self._body.token_lists is None:
             return dict(enumerate(self._body.texts))
         firsts = [g for g in self.call.generations if g.index == 0]
-        return {g.prompt_index: await self._text.decode(g.record.prompt) for g in firsts}
+        return {g.prompt_index: await self._service.text.decode(g.record.prompt) for g in firsts}
 
     def _chunk(self, generation: Generation, part: Part, head: str, first: bool) -> dict[str, Any]:
         choice = self._choice(generation, head + part.text, part.token_ids, part.finish)

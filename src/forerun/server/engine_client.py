@@ -7,7 +7,6 @@ import itertools
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
@@ -19,16 +18,13 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import ExecutorInfo
 from forerun.core.request import FinishReason
 from forerun.engine.requests import RequestFactory
+from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_link import EngineLink
 from forerun.server.errors import ApiError, EngineFailed, EngineUnavailable, ServerStartError
 from forerun.server.generation import Call, Generation
 from forerun.server.messages import Abort, Advance, NewRequest, Query, Reply, Step, Submit
 
 log = logging.getLogger("forerun")
-
-FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds before a restart; doubled each time
-HEALTHY_SECONDS = 60.0  # an engine that lived this long had a good start
-MAX_QUICK_DEATHS = 5  # in a row, until the server gives up
 
 
 class EngineState(Enum):
@@ -53,8 +49,7 @@ class EngineClient:
         self._calls: dict[str, tuple[Generation, Call]] = {}  # by request id
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
-        self._supervisor: asyncio.Task[None] | None = None
-        self._gave_up: asyncio.Future[str] | None = None
+        self._supervisor: asyncio.Task[str] | None = None
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -65,14 +60,13 @@ class EngineClient:
             ConfigError: the settings cannot work.
             ServerStartError: the process ended.
         """
-        self._gave_up = asyncio.get_running_loop().create_future()
         await self._start()
         self._supervisor = asyncio.create_task(self._supervise(), name="forerun-supervisor")
 
     async def gave_up(self) -> str:
         """Waits until the engine has died too often, and says how."""
-        assert self._gave_up is not None
-        return await asyncio.shield(self._gave_up)
+        assert self._supervisor is not None
+        return await asyncio.shield(self._supervisor)
 
     async def close(self, at_once: bool = False) -> None:
         """Ends the engine; requests in flight fail."""
@@ -174,29 +168,24 @@ class EngineClient:
 
     # --- the engine's messages ------------------------------------------------------------------
 
-    async def _supervise(self) -> None:
-        """Reads messages; starts a new engine whenever one has ended."""
-        quick_deaths, delay = 0, FIRST_DELAY
+    async def _supervise(self) -> str:
+        """Reads messages, and starts a new engine whenever one has ended. Returns why no more."""
+        backoff = Backoff()
         while True:
-            started = time.monotonic()
             reason = await self._read()
-            while True:
-                self.state = EngineState.RESTARTING
-                self._lose(reason)
-                lived = time.monotonic() - started >= HEALTHY_SECONDS
-                quick_deaths, delay = (0, FIRST_DELAY) if lived else (quick_deaths + 1, delay)
-                if quick_deaths > MAX_QUICK_DEATHS:
-                    self._give_up(reason)
-                    return
+            self.state = EngineState.RESTARTING
+            self._lose(reason)
+            while (delay := backoff.died()) is not None:
                 log.error("%s It is started again in %.1f s.", reason, delay)
                 await asyncio.sleep(delay)
-                delay = min(2 * delay, MAX_DELAY)
-                started = time.monotonic()
+                backoff.started()
                 try:
                     await self._start()
                     break
                 except (ConfigError, ServerStartError) as error:
                     reason = str(error)
+            else:
+                return f"{reason} It has died {MAX_QUICK_DEATHS + 1} times in a row."
             self.restarts += 1
             log.warning("The engine is ready again.")
 
@@ -207,10 +196,6 @@ class EngineClient:
         self._info = await self._link.ready()
         self._factory = RequestFactory(self._info, self.config.random_seed)
         self.state = EngineState.READY
-
-    def _give_up(self, reason: str) -> None:
-        assert self._gave_up is not None
-        self._gave_up.set_result(f"{reason} It has died {MAX_QUICK_DEATHS + 1} times in a row.")
 
     async def _read(self) -> str:
         """Takes messages until the process ends. Returns how it ended."""

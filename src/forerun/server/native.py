@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
+from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import token_lists
 from forerun.server.errors import json_response
-from forerun.server.generation import Call, Generation
+from forerun.server.generation import Call
 from forerun.server.openai_protocol import StreamOptions, StrictModel, Unsupported
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
@@ -73,7 +74,7 @@ def native_router(service: Service) -> APIRouter:
         single = body.single and len(call.generations) == 1
         if body.stream:
             return EventStream(_events(call, single), call.close)
-        return await until_disconnect(request.receive, _whole(call, single))
+        return await until_disconnect(request.receive, _whole(service, call, single))
 
     return router
 
@@ -142,8 +143,7 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams.of(kept)
 
 
-def _answer(generation: Generation) -> dict[str, Any]:
-    output = generation.output()
+def _answer(output: RequestOutput) -> dict[str, Any]:
     return {
         "text": output.text,
         "output_ids": output.output_ids,
@@ -151,12 +151,8 @@ def _answer(generation: Generation) -> dict[str, Any]:
     }
 
 
-async def _whole(call: Call, single: bool) -> Response:
-    try:
-        await call.wait()
-    finally:
-        call.close()
-    answers = [_answer(generation) for generation in call.generations]
+async def _whole(service: Service, call: Call, single: bool) -> Response:
+    answers = [_answer(output) for output in await service.outputs(call)]
     return json_response(answers[0] if single else answers)
 
 
@@ -166,7 +162,7 @@ async def _events(call: Call, single: bool) -> AsyncGenerator[bytes, None]:
     async for taken in call.parts():
         answers = []
         for generation, _ in taken:
-            answer = _answer(generation)
+            answer = _answer(generation.output())
             if not single:
                 answer["index"] = places[generation]
             answers.append(answer)

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from forerun.core.errors import RequestError, shown
 from forerun.core.sampling_params import SamplingParams
+from forerun.llm.output import RequestOutput
 from forerun.server.engine_client import EngineClient
 from forerun.server.errors import EngineUnavailable
 from forerun.server.generation import Call, Generation, Place
@@ -81,6 +82,18 @@ class Service:
         call = Call(generations, stream, engine.abort, deadline)
         engine.submit(call)
         return call
+
+    async def outputs(self, call: Call) -> list[RequestOutput]:
+        """Waits for all generations. Their text is made in a thread: it may take a while.
+
+        Raises:
+            ApiError: as `Call.wait`.
+        """
+        try:
+            await call.wait()
+        finally:
+            call.close()
+        return await self.text.run(lambda: [g.output() for g in call.generations])
 
     def _generation(self, prompt: Prompt, place: Place, stream: bool) -> Generation:
         if prompt.params.stop and self.text.tokenizer is None:

@@ -1,0 +1,267 @@
+"""The server's parts on their own: what the engine process does with messages, and the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import zmq
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import RequestError
+from forerun.core.request import FinishReason, Request
+from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
+from forerun.server.engine_process import MAX_FAILURES, EngineServer
+from forerun.server.errors import ApiError, EngineUnavailable
+from forerun.server.generation import Call, Generation, Place
+from forerun.server.limits import check_queue
+from forerun.server.messages import (
+    Abort,
+    Advance,
+    Finish,
+    FromEngine,
+    NewRequest,
+    Query,
+    Reply,
+    Shutdown,
+    Step,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from tests.golden_engine import CASES, golden_llm
+
+PROMPT = CASES[0]["prompt"]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=20, ignore_eos=True, sampling_seed=1)
+
+
+class Wire:
+    """Both sockets of an engine process. The next message comes after so many steps."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[tuple[int, bytes]] = deque()
+        self.sent: list[FromEngine] = []
+
+    def say(self, *messages: ToEngine, after: int = 0) -> None:
+        self.inbox.extend((after if i == 0 else 0, encode(m)) for i, m in enumerate(messages))
+
+    def recv(self, flags: int) -> bytes:
+        if not self.inbox:
+            assert flags == zmq.NOBLOCK, "the engine sleeps, and nobody wakes it up"
+            raise zmq.Again
+        wait, data = self.inbox[0]
+        if flags == zmq.NOBLOCK and wait > 0:
+            self.inbox[0] = (wait - 1, data)
+            raise zmq.Again
+        self.inbox.popleft()
+        return data
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(decode_from_engine(data))
+
+    def advances(self, rid: str) -> list[Advance]:
+        steps = [message for message in self.sent if isinstance(message, Step)]
+        return [a for step in steps for a in step.advances if a.rid == rid]
+
+    def tokens(self, rid: str) -> list[int]:
+        return [token for advance in self.advances(rid) for token in advance.tokens]
+
+    def replies(self) -> dict[int, Reply]:
+        return {m.number: m for m in self.sent if isinstance(m, Reply)}
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with golden_llm("DFLASH") as made:
+        yield made
+
+
+def new(rid: str, **changes: Any) -> NewRequest:
+    return NewRequest(rid, list(PROMPT), replace(GREEDY, **changes))
+
+
+def run(llm: LLM, wire: Wire) -> None:
+    EngineServer(llm.engine, wire, wire).run()  # type: ignore[arg-type]
+    llm.engine.check()
+    assert not llm.engine._requests
+
+
+def test_requests_run_together_and_end(llm: LLM) -> None:
+    want = llm.generate(input_ids=PROMPT, sampling_params=GREEDY)
+    wire = Wire()
+    wire.say(Submit([new("a"), new("b", max_new_tokens=7)]))
+    wire.say(Query(1, "load"), after=2)
+    wire.say(Shutdown(), after=99)
+    run(llm, wire)
+    assert wire.tokens("a") == want.output_ids
+    assert wire.tokens("b") == want.output_ids[:7]
+    last = wire.advances("a")[-1]
+    assert last.finish == FinishReason("length", length=20)
+    assert last.proposed == want.meta_info["spec_num_proposed_drafts"]
+    lengths = [n for advance in wire.advances("a") for n in advance.accept_lengths]
+    assert lengths == want.meta_info["spec_accept_lengths"]
+    value = wire.replies()[1].value
+    assert value is not None
+    assert value["num_running_reqs"] == 2
+
+
+def test_finish_and_abort_release_everything(llm: LLM) -> None:
+    wire = Wire()
+    long = {"max_new_tokens": 400}
+    wire.say(Submit([new("stopped", **long), new("left", **long)]))
+    wire.say(Query(1, "flush_cache"), after=3)
+    wire.say(Finish("stopped", FinishReason("stop", matched="x"), 1), Abort(["left", "unknown"]))
+    wire.say(Query(2, "load"), Query(3, "flush_cache"), Query(4, "stats"), Shutdown())
+    run(llm, wire)
+    replies = wire.replies()
+    assert "while requests run" in str(replies[1].error)
+    load = replies[2].value
+    assert load is not None
+    assert load["num_running_reqs"] == 0
+    assert load["num_free_pages"] + load["num_cached_pages"] == load["num_pages"]
+    assert replies[3].error is None
+    assert replies[4].value
+    assert len(wire.tokens("left")) < 400
+
+
+def test_a_failed_step_ends_its_requests_and_several_end_the_process(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = llm.generate(input_ids=PROMPT, sampling_params=GREEDY).output_ids
+    step, failures = llm.engine.step, [1]
+
+    def failing() -> list[Request]:
+        if failures[0] > 0:
+            failures[0] -= 1
+            raise ZeroDivisionError("broken")
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", failing)
+    wire = Wire()
+    wire.say(Submit([new("a")]))
+    wire.say(Submit([new("b")]), after=1)
+    wire.say(Shutdown(), after=99)
+    run(llm, wire)
+    finish = wire.advances("a")[-1].finish
+    assert finish == FinishReason("abort", message="ZeroDivisionError: broken")
+    assert wire.tokens("b") == want
+
+    failures[0] = MAX_FAILURES
+    for i in range(MAX_FAILURES):
+        wire.say(Submit([new(f"c{i}")]), after=1)
+    with pytest.raises(ZeroDivisionError):
+        run(llm, wire)
+
+
+def test_requests_that_the_engine_refuses_end_alone(llm: LLM) -> None:
+    wire = Wire()
+    wire.say(Submit([new("same"), new("same"), NewRequest("big", [10**6], GREEDY)]))
+    wire.say(Shutdown(), after=99)
+    run(llm, wire)
+    assert "vocabulary" in str(wire.advances("big")[0].finish)
+    assert [a.finish.type for a in wire.advances("same") if a.finish] == ["abort", "length"]
+
+
+# --- in the API process ---------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer: token 1 is "b"."""
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        return "".join(chr(97 + token) for token in token_ids)
+
+
+def generation(stream: bool = True, **params: Any) -> Generation:
+    request = Request("r", (1, 2), SamplingParams(**params), seed=0, stop_ids=frozenset())
+    return Generation(request, Letters(), Place("r", 0, 0), stream)
+
+
+def advance(*tokens: int, finish: FinishReason | None = None) -> Advance:
+    return Advance("r", list(tokens), [len(tokens)], [len(tokens) - 1], 9, 1, finish)
+
+
+def call_of(one: Generation, deadline: float | None = None) -> tuple[Call, list[str]]:
+    aborted: list[str] = []
+    return Call([one], True, aborted.extend, deadline), aborted
+
+
+def test_a_slow_reader_gets_fewer_and_larger_parts() -> None:
+    async def read() -> None:
+        one = generation()
+        call, aborted = call_of(one)
+        parts = call.parts()
+        one.apply(advance(0))
+        call.notify(ended=False)
+        assert [part.text for _, part in await anext(parts)] == ["a"]
+        for token in range(1, 6):
+            one.apply(advance(token))
+            call.notify(ended=False)
+        ((_, part),) = await anext(parts)
+        assert (part.text, part.token_ids, part.finish) == ("bcdef", [1, 2, 3, 4, 5], None)
+        one.apply(advance(6, finish=FinishReason("length", length=7)))
+        call.notify(ended=True)
+        ((_, part),) = await anext(parts)
+        assert (part.text, part.finish) == ("g", FinishReason("length", length=7))
+        assert [part async for part in parts] == []
+        call.close()
+        assert aborted == []
+
+    asyncio.run(read())
+
+
+def test_a_stop_string_trims_text_ids_and_figures() -> None:
+    one = generation(stop=["de"], max_new_tokens=9)
+    assert one.apply(advance(0, 1, 2)) is None
+    part = one.take()
+    assert part is not None
+    assert part.text == "abc"
+    told = one.apply(advance(3, 4, 5))
+    assert told == Finish("r", FinishReason("stop", matched="de"), 3)
+    output = one.output()
+    assert (output.text, output.output_ids) == ("abc", [0, 1, 2])
+    assert output.meta_info["spec_accept_lengths"] == [3, 0]
+    assert output.finish_reason == {"type": "stop", "matched": "de"}
+
+
+def test_errors_and_deadlines_reach_who_waits() -> None:
+    async def wait(call: Call) -> None:
+        await call.wait()
+
+    one = generation()
+    call, aborted = call_of(one)
+    call.fail(EngineUnavailable("gone"))
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(wait(call))
+    call, aborted = call_of(one, deadline=0.0)
+    with pytest.raises(ApiError, match="--request-timeout"):
+        asyncio.run(wait(call))
+    call.close()
+    assert aborted == ["r"]
+
+
+def test_the_queue_is_bounded() -> None:
+    check_queue(in_flight=5, new=1, slots=4, max_queued=2)
+    with pytest.raises(ApiError) as caught:
+        check_queue(in_flight=6, new=1, slots=4, max_queued=2)
+    assert caught.value.status == 429
+    with pytest.raises(RequestError):
+        check_queue(in_flight=0, new=7, slots=4, max_queued=2)
+
+
+def test_delays_double_and_end() -> None:
+    now = [0.0]
+    backoff = Backoff(clock=lambda: now[0])
+    assert [backoff.died() for _ in range(3)] == [0.5, 1.0, 2.0]
+    backoff.started()
+    now[0] += HEALTHY_SECONDS
+    assert backoff.died() == 0.5  # a long life: from the beginning
+    backoff.started()
+    delays = [backoff.died() for _ in range(MAX_QUICK_DEATHS)]
+    assert delays[-1] is None
+    assert all(delay is not None and delay <= MAX_DELAY for delay in delays[:-1])
