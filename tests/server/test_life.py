@@ -174,11 +174,14 @@ def refusal(*arguments: str) -> str:
     return server.output
 
 
-def test_a_port_that_is_taken_is_refused_before_anything_is_loaded() -> None:
+def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
+    forerun: Callable[..., Result],
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "choose another --port" in refusal("--port", str(taken.getsockname()[1]))
+        port = str(taken.getsockname()[1])
+        assert "choose another --port" in forerun("serve", "--port", port).error
 
 
 def test_what_the_engine_refuses_is_one_line() -> None:

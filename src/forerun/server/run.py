@@ -48,8 +48,8 @@ def run_server(
         ConfigError: a setting, model or address cannot be used.
         ServerStartError: the engine process ended before it was ready.
     """
-    set_up_logging(config.log_level)
     with _bind(settings) as bound:
+        set_up_logging(config.log_level)
         text = TextService(load_tokenizer(config, target))
         name = settings.served_model_name or config.model_path or BUNDLED_NAME
         service = Service(settings, EngineClient(config, target), text, name)
