@@ -127,12 +127,22 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.glob("forerun-*")) == []
 
 
+def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
+    server = LiveServer(*SMALL, TMPDIR=str(tmp_path))
+    wait_for(lambda: list(tmp_path.glob("forerun-*/*-out")), 30)  # the engine is being built
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_end(10) == 130
+    assert server.output == ""
+    assert list(tmp_path.glob("forerun-*")) == []
+
+
 @pytest.mark.exhaustive
-def test_the_engine_ends_with_a_killed_server() -> None:
-    with LiveServer(*SMALL) as live:
+def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
+    with LiveServer(*SMALL, TMPDIR=str(tmp_path)) as live:
         pid = live.get("/server_info")["engine_pid"]
         live.process.kill()
         wait_for(lambda: not exists(pid), 10)
+    assert list(tmp_path.glob("forerun-*")) == []
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -39,7 +40,10 @@ def serve(*, server: Values, engine: Values) -> None:
     from forerun.server.errors import ServerStartError
     from forerun.server.run import run_server
 
-    config, target = with_models(checked_config(engine))
+    config = checked_config(engine)
+    if settings.served_model_name is None:  # the name as given: paths are made local below
+        settings = replace(settings, served_model_name=config.model_path)
+    config, target = with_models(config)
 
     def on_ready(url: str, explain: Mapping[str, Any]) -> None:
         for line in chosen(explain):

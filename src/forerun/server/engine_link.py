@@ -36,18 +36,16 @@ class EngineLink:
 
     def __init__(self, config: EngineConfig, model_path: Path, folder: Path) -> None:
         """`folder`: for the sockets; only this user may enter it."""
-        number = next(self._numbers)
-        self._inbox = f"ipc://{folder}/{number}-in"
-        outbox = f"ipc://{folder}/{number}-out"
+        self._task = EngineTask(config, str(model_path), folder, next(self._numbers))
         self._receiving, self._sending = zmq.asyncio.Context(), zmq.Context()
         self._receiver = self._receiving.socket(zmq.PULL)
         self._sender = self._sending.socket(zmq.PUSH)
         for socket in (self._receiver, self._sender):
             socket.set_hwm(0)
             socket.linger = 0
-        self._receiver.bind(outbox)
+        self._receiver.bind(self._task.outbox)
         self._connected = False
-        self._process = start_engine(EngineTask(config, str(model_path), self._inbox, outbox))
+        self._process = start_engine(self._task)
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(self._process.sentinel, self._on_end)
@@ -66,7 +64,7 @@ class EngineLink:
         message = await self.receive()
         match message:
             case Ready(info=info):
-                self._sender.connect(self._inbox)
+                self._sender.connect(self._task.inbox)
                 self._connected = True
                 return info
             case Refused(error=error):

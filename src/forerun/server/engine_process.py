@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from dataclasses import dataclass
@@ -50,8 +51,18 @@ class EngineTask:
 
     config: EngineConfig
     model_path: str
-    inbox: str  # ZeroMQ address that it reads
-    outbox: str  # and the one that it writes
+    folder: Path  # of the sockets
+    number: int  # of this process among those of the server
+
+    @property
+    def inbox(self) -> str:
+        """ZeroMQ address that the engine process reads."""
+        return f"ipc://{self.folder}/{self.number}-in"
+
+    @property
+    def outbox(self) -> str:
+        """And the one that it writes."""
+        return f"ipc://{self.folder}/{self.number}-out"
 
 
 def run_engine(task: EngineTask) -> None:
@@ -59,7 +70,7 @@ def run_engine(task: EngineTask) -> None:
     # Ctrl-C in a terminal reaches both processes: the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="forerun-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(task.folder,), daemon=True).start()
     set_up_logging(task.config.log_level)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -76,11 +87,12 @@ def run_engine(task: EngineTask) -> None:
         context.term()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     """Ends this process as soon as the API process is gone, however that ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -34,10 +34,7 @@ def check_model(service: Service, name: str | None) -> None:
     Raises:
         ApiError: 404, another model is asked for.
     """
-    known = {service.model_name, ANY}
-    if service.engine.config.model_path is not None:
-        known.add(service.engine.config.model_path)
-    if name is not None and name not in known:
+    if name is not None and name not in (service.model_name, str(service.engine.model_path), ANY):
         raise ApiError(
             404,
             f"The model {shown(name)} does not exist.{nearest(name, [service.model_name])} This"
@@ -53,6 +50,6 @@ def _card(service: Service) -> dict[str, object]:
         "object": "model",
         "created": service.created,
         "owned_by": "forerun",
-        "root": service.model_name,
+        "root": str(service.engine.model_path),
         "max_model_len": service.max_prompt_tokens,
     }

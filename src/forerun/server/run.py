@@ -25,7 +25,6 @@ from forerun.server.text import TextService
 
 log = logging.getLogger("forerun")
 
-BUNDLED_NAME = "bundled"
 TICK = 0.05  # seconds between two looks at whether the last request has ended
 GRACE_SECONDS = 5  # for connections to close once all requests have ended
 KEEP_ALIVE_SECONDS = 75
@@ -51,8 +50,7 @@ def run_server(
     with _bind(settings) as bound:
         set_up_logging(config.log_level)
         text = TextService(load_tokenizer(config, target))
-        name = settings.served_model_name or config.model_path or BUNDLED_NAME
-        service = Service(settings, EngineClient(config, target), text, name)
+        service = Service(settings, EngineClient(config, target), text)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_Run(service, on_ready).run(bound))

@@ -18,6 +18,7 @@ from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 
 MAX_RID_LENGTH = 256
+BUNDLED_NAME = "bundled"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,13 @@ class Service:
     settings: ServerSettings
     engine: EngineClient
     text: TextService
-    model_name: str
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # a signal to stop has come: nothing new is taken
+
+    @property
+    def model_name(self) -> str:
+        """In the OpenAI API."""
+        return self.settings.served_model_name or BUNDLED_NAME
 
     @property
     def max_prompt_tokens(self) -> int:
