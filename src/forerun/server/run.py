@@ -190,7 +190,8 @@ class _Run:
         settings, level = self._service.settings, self._engine.config.log_level
         config = uvicorn.Config(
             build_app(self._service),
-            log_level=level,
+            # It warns of every malformed request, which any client could fill a disk with.
+            log_level="error" if level == "warning" else level,
             access_log=level in ("debug", "info"),
             server_header=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
