@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.kernels.moe import experts, router
+from forerun.kernels.moe import align, experts, router
 from forerun.kernels.moe.config import choose_moe, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
 from tests.kernels.compiled import TARGETS, Case
@@ -53,6 +53,23 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
     signature |= {"T": "i32", "max_tiles": "i32", "factor": "fp32", "norm_eps": "fp32"}
     warps = max(router.WARPS, all_["TOKENS"]) if all_["ALIGN"] else router.WARPS
     return Case(name, router._top_k, signature, all_, options={"num_warps": warps}, wide=False)
+
+
+def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
+    """Both kernels that make the tiles of many tokens."""
+    columns = next_power_of_2(num_experts)
+    sizes = dict.fromkeys(("num_pairs", "num_experts", "blocks"), "i32")
+    count = {"experts": I32, "counts": I32, **sizes}
+    place = count | {"pairs": I32, "tiles": I32, "max_tiles": "i32"}
+    block, warps = align.block_of_align(columns)
+    constants = {"COLUMNS": columns, "BLOCK": block}
+    options = {"num_warps": warps}
+    return [
+        Case(f"count pairs of {num_experts}", align._count_pairs, count, constants, options=options,
+             wide=False),
+        Case(f"place pairs of {num_experts}", align._place_pairs, place,
+             constants | {"BLOCK_M": block_m, "TILES": align.TILES}, options=options, wide=False),
+    ]  # fmt: skip
 
 
 def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
@@ -125,6 +142,11 @@ CASES = [
     top_k("top-k and shared experts in one CTA", 64, TOP_K=6, NUM_SHARED=2, NORM=False,
           ONE_CTA=True),
     top_k("top-k, Kimi-K2", 384, SIGMOID=True, correction_bias=...),
+    *alignment(1),
+    *alignment(64, block_m=64),
+    *alignment(128),
+    *alignment(160),
+    *alignment(512),
     *gemms("1 token", 1, F32),
     *gemms("512 tokens and shared experts", 512, B16, shared=True),
     *gemms("8192 tokens", 8192, B16),

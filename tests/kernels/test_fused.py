@@ -57,6 +57,16 @@ def test_add_rms_norm(split_k: int, dtype: torch.dtype, device: torch.device) ->
     assert torch.equal(residual, kept)
 
 
+def test_partials_of_the_models_dtype(device: torch.device) -> None:
+    """Bit for bit as if their sum had been a tensor."""
+    partials = _random(4, 5, 96, dtype=torch.bfloat16, device=device)
+    residual = _random(5, 96, dtype=torch.bfloat16, device=device, seed=1)
+    weight = _random(96, dtype=torch.bfloat16, device=device, seed=2)
+    got = add_rms_norm(partials, residual, weight, EPS)
+    want = add_rms_norm(partials.float().sum(0).bfloat16(), residual, weight, EPS)
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("split_k", [0, 2])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 24), (17, 1100)])
