@@ -57,19 +57,21 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
 
 def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
     """Both kernels that make the tiles of many tokens."""
-    columns = next_power_of_2(num_experts)
-    sizes = dict.fromkeys(("num_pairs", "num_experts", "blocks"), "i32")
+    sizes = dict.fromkeys(("num_pairs", "num_experts", "size"), "i32")
     count = {"experts": I32, "counts": I32, **sizes}
     place = count | {"pairs": I32, "tiles": I32, "max_tiles": "i32"}
-    block, warps = align.block_of_align(columns)
-    constants = {"COLUMNS": columns, "BLOCK": block}
-    options = {"num_warps": warps}
-    return [
-        Case(f"count pairs of {num_experts}", align._count_pairs, count, constants, options=options,
-             wide=False),
-        Case(f"place pairs of {num_experts}", align._place_pairs, place,
-             constants | {"BLOCK_M": block_m, "TILES": align.TILES}, options=options, wide=False),
-    ]  # fmt: skip
+    tiles = {"BLOCK_M": block_m, "TILES": align.TILES}
+    place_options, count_options = align.options_of_align(next_power_of_2(num_experts))
+    cases = []
+    for name, kernel, signature, options, more in (
+        ("count", align._count_pairs, count, count_options, {}),
+        ("place", align._place_pairs, place, place_options, tiles),
+    ):
+        constants, warps = {**options, **more}, {"num_warps": options["num_warps"]}
+        del constants["num_warps"]
+        name = f"{name} pairs of {num_experts} experts"
+        cases.append(Case(name, kernel, signature, constants, options=warps, wide=False))
+    return cases
 
 
 def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:

@@ -30,36 +30,41 @@ def align(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
     """What `align_ref` returns for experts [T, k] int32, T >= 1, bit for bit."""
     assert experts.is_contiguous() and experts.dtype == torch.int32
     num_pairs, columns = experts.numel(), next_power_of_2(num_experts)
-    block, warps = block_of_align(columns)
-    blocks = -(-num_pairs // (block * MAX_CHUNKS))  # of a chunk
-    chunks = -(-num_pairs // (block * blocks))
+    options, count_options = options_of_align(columns)
+    block = options["BLOCK"]
+    size = -(-num_pairs // (block * MAX_CHUNKS)) * block  # of a chunk
+    chunks = -(-num_pairs // size)
     most = max_tiles(num_pairs, num_experts, block_m)
     counts = experts.new_empty(chunks, num_experts)
     pairs, tiles = experts.new_empty(num_pairs), experts.new_empty(3, most)
-    options = {"COLUMNS": columns, "BLOCK": block, "num_warps": warps, **pdl_options(experts)}
-    _count_pairs[(chunks,)](experts, counts, num_pairs, num_experts, blocks, **options)
+    pdl = pdl_options(experts)
+    _count_pairs[(chunks,)](experts, counts, num_pairs, num_experts, size, **count_options, **pdl)
     _place_pairs[(chunks,)](
-        experts, counts, pairs, tiles, num_pairs, num_experts, blocks, most,
-        BLOCK_M=block_m, TILES=TILES, **options,
+        experts, counts, pairs, tiles, num_pairs, num_experts, size, most,
+        BLOCK_M=block_m, TILES=TILES, **options, **pdl,
     )  # fmt: skip
     return ExpertTiles(pairs, tiles, block_m)
 
 
-def block_of_align(columns: int) -> tuple[int, int]:
-    """Pairs of a block, and warps of a CTA. `columns`: experts, padded.
+def options_of_align(columns: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Of `_place_pairs` and of `_count_pairs`. `columns`: experts, padded to a power of two.
 
-    A thread has whole columns of a block where it can, so that ranks need no other thread.
+    In `_place_pairs` a thread has whole columns of a block where it can, so that the rank of a pair
+    in its list needs no other thread. `_count_pairs` has 32 elements of a block per thread.
     """
-    return (32 if columns <= 256 else 16), max(1, min(8, columns // 32))
+    place = {"BLOCK": 32 if columns <= 256 else 16, "num_warps": max(1, min(8, columns // 32))}
+    block = min(128, 16384 // columns)
+    count = {"BLOCK": block, "num_warps": max(1, block * columns // 1024)}
+    return {"COLUMNS": columns, **place}, {"COLUMNS": columns, **count}
 
 
-@jit_no_specialize("num_pairs", "num_experts", "blocks")
+@jit_no_specialize("num_pairs", "num_experts", "size")
 def _count_pairs(
     experts,  # [num_pairs] int32
     counts,  # [chunks, num_experts] int32
     num_pairs,
     num_experts,
-    blocks,  # of a chunk
+    size,  # pairs of a chunk
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,15 +75,16 @@ def _count_pairs(
         tl.extra.cuda.gdc_wait()
     chunk, expert = tl.program_id(0), tl.arange(0, COLUMNS)
     count = tl.zeros((BLOCK, COLUMNS), tl.int32)
-    for i in tl.range(blocks, num_stages=3):
-        pair = (chunk * blocks + i) * BLOCK + tl.arange(0, BLOCK)
-        chosen = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
+    for first in range(0, size, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        pair = chunk * size + i
+        chosen = tl.load(experts + pair, mask=(i < size) & (pair < num_pairs), other=-1)
         count += (chosen[:, None] == expert[None, :]).to(tl.int32)
     address = counts + chunk * num_experts + expert
     tl.store(address, tl.sum(count, 0), mask=expert < num_experts)
 
 
-@jit_no_specialize("num_pairs", "num_experts", "blocks", "max_tiles")
+@jit_no_specialize("num_pairs", "num_experts", "size", "max_tiles")
 def _place_pairs(
     experts,  # [num_pairs] int32
     counts,  # [chunks, num_experts] int32
@@ -86,7 +92,7 @@ def _place_pairs(
     tiles,  # [3, max_tiles] int32
     num_pairs,
     num_experts,
-    blocks,  # of a chunk
+    size,  # pairs of a chunk, a multiple of BLOCK
     max_tiles,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -111,8 +117,8 @@ def _place_pairs(
     start = tl.cumsum(count, 0) - count  # of each expert's list
 
     place = start + before - 1  # of the pair before the next one
-    for i in tl.range(blocks, num_stages=3):
-        pair = (chunk * blocks + i) * BLOCK + row
+    for first in tl.range(0, size, BLOCK, num_stages=3):
+        pair = chunk * size + first + row
         chosen = tl.load(experts + pair, mask=pair < num_pairs, other=-1)
         hit = (chosen[:, None] == expert[None, :]).to(tl.int32)
         at = place[None, :] + tl.cumsum(hit, 0)
