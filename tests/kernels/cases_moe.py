@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.kernels.moe import experts, router
+from forerun.kernels.moe import align, experts, router
 from forerun.kernels.moe.config import choose_moe, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
 from tests.kernels.compiled import TARGETS, Case
@@ -53,6 +53,25 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
     signature |= {"T": "i32", "max_tiles": "i32", "factor": "fp32", "norm_eps": "fp32"}
     warps = max(router.WARPS, all_["TOKENS"]) if all_["ALIGN"] else router.WARPS
     return Case(name, router._top_k, signature, all_, options={"num_warps": warps}, wide=False)
+
+
+def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
+    """Both kernels that make the tiles of many tokens."""
+    sizes = dict.fromkeys(("num_pairs", "num_experts", "size"), "i32")
+    count = {"experts": I32, "counts": I32, **sizes}
+    place = count | {"pairs": I32, "tiles": I32, "max_tiles": "i32"}
+    tiles = {"BLOCK_M": block_m, "TILES": align.TILES}
+    place_options, count_options = align.options_of_align(next_power_of_2(num_experts))
+    cases = []
+    for name, kernel, signature, options, more in (
+        ("count", align._count_pairs, count, count_options, {}),
+        ("place", align._place_pairs, place, place_options, tiles),
+    ):
+        constants, warps = {**options, **more}, {"num_warps": options["num_warps"]}
+        del constants["num_warps"]
+        name = f"{name} pairs of {num_experts} experts"
+        cases.append(Case(name, kernel, signature, constants, options=warps, wide=False))
+    return cases
 
 
 def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
@@ -125,6 +144,11 @@ CASES = [
     top_k("top-k and shared experts in one CTA", 64, TOP_K=6, NUM_SHARED=2, NORM=False,
           ONE_CTA=True),
     top_k("top-k, Kimi-K2", 384, SIGMOID=True, correction_bias=...),
+    *alignment(1),
+    *alignment(64, block_m=64),
+    *alignment(128),
+    *alignment(160),
+    *alignment(512),
     *gemms("1 token", 1, F32),
     *gemms("512 tokens and shared experts", 512, B16, shared=True),
     *gemms("8192 tokens", 8192, B16),

@@ -15,7 +15,7 @@ import torch
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
 
-MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by PyTorch
+MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by `align.py`
 DECODE_BLOCK_M = 16  # pairs of a tile for them on NVIDIA
 ROUTER_SLICES = 8  # at most; the router's K is split into so many parts
 

@@ -8,7 +8,7 @@
    tokens are one CTA's, which counts in registers. Otherwise every pair takes the next place in its
    expert's list by an atomic add, and the CTA that finishes last makes the tiles; the order within
    a list then varies, and the results of the GEMMs do not depend on it. The lists of shared experts
-   hold all tokens, in order. For more tokens, PyTorch sorts (`align_ref`).
+   hold all tokens, in order. For more tokens, `align.py` makes the tiles.
 
 Nothing is read on the host.
 """
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
+from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import (
     DECODE_BLOCK_M,
     MAX_DECODE_TOKENS,
@@ -32,7 +33,6 @@ from forerun.kernels.moe.routing import (
     ExpertTiles,
     Routed,
     Routing,
-    align_ref,
     route_ref,
 )
 from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
@@ -125,7 +125,7 @@ def top_k(
         num_warps=warps, **pdl_options(weights),
     )  # fmt: skip
     if pairs is None or tiles is None:
-        return Routed(weights, experts, align_ref(experts, all_experts, block_m), shared)
+        return Routed(weights, experts, align(experts, all_experts, block_m), shared)
     made = ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :])
     return Routed(weights, experts, made, shared)
 
