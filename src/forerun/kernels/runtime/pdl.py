@@ -4,7 +4,7 @@ A kernel that supports PDL takes a constexpr `PDL`. If it is set, the kernel cal
 
 - `tl.extra.cuda.gdc_launch_dependents()` at its start, so that the next kernel may be scheduled;
 - `tl.extra.cuda.gdc_wait()` in every CTA before it reads or writes anything that another kernel
-  of the step writes. Weights never change, so they may be prefetched before the wait.
+  of the step writes. Weights never change, so they may be prefetched, or loaded, before the wait.
 
 It is launched with `**pdl_options(tensor)`.
 
