@@ -52,7 +52,11 @@ def head_gemm(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """
     if not use_triton(x) or not _fits(x, gpu_of(x.device)):
         head_gemm_ref(x, weight, out)
-        return
+    else:
+        _launch(x, weight, out)
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor) -> None:
     assert x.stride(2) == 1 and out.stride(2) == 1
     (tokens, heads, k), n, gpu = x.shape, weight.shape[2], gpu_of(x.device)
     block_n = choose_block_n(gpu, weight)
