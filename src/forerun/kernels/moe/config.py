@@ -61,8 +61,10 @@ class Sm90RouterConfig:
     tiles_per_warp: int  # of 8 experts; 8 warps have all
 
 
-# The weight is held in registers, at most so many of a thread's 255.
-SM90_ROUTER_WEIGHT_REGISTERS = 128
+# The weight is held in registers, at most so many of a thread's 255. Long slices have more loads of x
+# in flight, and ragged ones predicates.
+SM90_ROUTER_REGISTERS, SM90_ROUTER_LONG_OR_RAGGED_REGISTERS = 128, 96
+SM90_ROUTER_LONG_SLICE = 512
 SM90_ROUTER_MAX_GROUPS = 32  # of experts, one to a lane
 
 
@@ -81,10 +83,10 @@ def choose_moe_sm90(
 
 def choose_router_sm90(
     num_tokens: int,
+    hidden: int,
     num_experts: int,
     top_k: int,
     num_groups: int,
-    hidden: int,
     dtype: torch.dtype,
     gpu: GpuInfo,
 ) -> Sm90RouterConfig | None:
@@ -96,7 +98,8 @@ def choose_router_sm90(
         return None
     config = Sm90RouterConfig(router_slice(hidden), -(-num_experts // 64))
     registers = config.tiles_per_warp * config.slice // 8  # 32 lanes hold 8 experts a tile
-    if registers > SM90_ROUTER_WEIGHT_REGISTERS:
+    even = hidden == ROUTER_SLICES * config.slice and config.slice <= SM90_ROUTER_LONG_SLICE
+    if registers > (SM90_ROUTER_REGISTERS if even else SM90_ROUTER_LONG_OR_RAGGED_REGISTERS):
         return None
     if hidden % 8 or num_groups > SM90_ROUTER_MAX_GROUPS:
         return None

@@ -71,8 +71,10 @@ def route(
         else:
             logits = F.linear(x, weight)
         return route_ref(logits, correction_bias, routing)
-    (tokens, hidden), num_groups, gpu = x.shape, routing.groups[0], gpu_of(x.device)
-    sm90 = choose_router_sm90(tokens, routing.num_experts, num_groups, hidden, x.dtype, gpu)
+    (tokens, hidden), groups = x.shape, routing.groups[0]
+    sm90 = choose_router_sm90(
+        tokens, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
+    )
     if sm90 is not None:
         return route_sm90(x, weight, correction_bias, routing, counts, sm90)
     partials = router_partials(x, weight)

@@ -90,38 +90,39 @@ __device__ float load_constant(const float* p) {
 
 // The first column of a thread's 8 in chunk 0 of a slice. Of these 8, mma.sync takes 4 at a time as
 // those that belong to its thread; which ones does not matter, as x and the weight agree.
-__device__ bool is_column(int column) { return HIDDEN == CTAS * SLICE || column < HIDDEN; }
 __device__ int first_column(int slice, int lane) { return slice * SLICE + lane % 4 * 8; }
+__device__ bool is_column(int column) { return HIDDEN == CTAS * SLICE || column < HIDDEN; }
+__device__ bool is_expert(int expert) { return NUM_EXPERTS % 64 == 0 || expert < NUM_EXPERTS; }
 
 // A warp's part of the weight's slice: thread (lane) holds expert lane / 4 of each tile.
 struct WeightFragments {
   uint4 vectors[TILES_PER_WARP][CHUNKS];
   __device__ WeightFragments(const u16* weight, int slice, int warp, int lane) {
+    int column = first_column(slice, lane);
 #pragma unroll
     for (int tile = 0; tile < TILES_PER_WARP; tile++) {
       int expert = (tile * WARPS + warp) * EXPERTS_MMA + lane / 4;
+      const u16* row = weight + expert * HIDDEN + column;
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        int column = first_column(slice, lane) + chunk * CHUNK;
         vectors[tile][chunk] = make_uint4(0, 0, 0, 0);
-        if ((TILES_PER_WARP * 64 == NUM_EXPERTS || expert < NUM_EXPERTS) && is_column(column))
-          vectors[tile][chunk] = load_constant(weight + expert * HIDDEN + column);
+        if (is_expert(expert) && is_column(column + chunk * CHUNK))
+          vectors[tile][chunk] = load_constant(row + chunk * CHUNK);
       }
     }
   }
 };
 
-// 8 columns of a token, or zeros beyond the last token or column. volatile: as many loads at a time
-// as `multiply` says, in the order of mma().
-__device__ uint4 load_x(const Arguments& args, int token, int column) {
+// 8 columns of a token if `valid`, or zeros. volatile: as many loads at a time as `multiply` says, in
+// the order of mma().
+__device__ uint4 load_x(const u16* p, bool valid) {
   uint4 v;
   asm volatile(
       "{ .reg .pred p;\n"
       "setp.ne.s32 p, %5, 0;\n"
       "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
       "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(args.x + token * HIDDEN + column), "r"((int)(token < args.T && is_column(column))));
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((int)valid));
   return v;
 }
 
@@ -133,14 +134,16 @@ __device__ void multiply(float (&acc)[TILES_PER_WARP][4], const WeightFragments&
 #pragma unroll
   for (int i = 0; i < TILES_PER_WARP * 4; i++) acc[i / 4][i % 4] = odd[i / 4][i % 4] = 0.f;
   int token = first_token + lane / 4, column = first_column(slice, lane);
+  const u16* row = args.x + token * HIDDEN + column;
 #pragma unroll
   for (int first = 0; first < CHUNKS; first += CHUNKS_IN_FLIGHT) {
     uint4 x[CHUNKS_IN_FLIGHT], x8[CHUNKS_IN_FLIGHT];  // of the token, and the 8th after it
 #pragma unroll
     for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
       if (first + i >= CHUNKS) break;
-      x[i] = load_x(args, token, column + (first + i) * CHUNK);
-      x8[i] = load_x(args, token + 8, column + (first + i) * CHUNK);
+      int offset = (first + i) * CHUNK;
+      x[i] = load_x(row + offset, token < args.T && is_column(column + offset));
+      x8[i] = load_x(row + 8 * HIDDEN + offset, token + 8 < args.T && is_column(column + offset));
     }
 #pragma unroll
     for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
@@ -224,8 +227,6 @@ __device__ float warp_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, distance);
   return x;
 }
-
-__device__ bool is_expert(int expert) { return NUM_EXPERTS % 32 == 0 || expert < NUM_EXPERTS; }
 
 // Loaded before it is needed, as the weight is.
 __device__ void load_bias(float (&bias)[LANE_EXPERTS], const float* correction_bias, int lane) {

@@ -77,7 +77,7 @@ def route_sm90(
     counts: Tensor,
     config: Sm90RouterConfig,
 ) -> Routed:
-    """`route` for bfloat16 and up to 128 tokens. Of `counts`, only the experts' progress is used."""
+    """`route` for bfloat16 and up to 128 tokens. `counts`: only the experts' progress is used."""
     (tokens, hidden), num_experts, device = x.shape, routing.num_experts, x.device
     assert x.dtype == weight.dtype == torch.bfloat16 and weight.shape == (num_experts, hidden)
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight))
