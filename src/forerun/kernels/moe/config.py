@@ -61,8 +61,8 @@ class Sm90RouterConfig:
     tiles_per_warp: int  # of 8 experts; 8 warps have all
 
 
-# The weight is held in registers, at most so many of a thread's 255. Long slices have more loads of x
-# in flight, and ragged ones predicates.
+# The weight is held in registers, at most so many of a thread's 255. Long slices have more loads in
+# flight, and ragged ones predicates.
 SM90_ROUTER_REGISTERS, SM90_ROUTER_LONG_OR_RAGGED_REGISTERS = 128, 96
 SM90_ROUTER_LONG_SLICE = 512
 SM90_ROUTER_MAX_GROUPS = 32  # of experts, one to a lane
