@@ -82,6 +82,7 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(own_kernels, "_launch", mode.watch),
         _wrapped(head_gemm, "_launch", mode.watch_heads),
         _wrapped(router, "router_partials", mode.watch_router),
+        _wrapped(router, "route_sm90", mode.watch_router),
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(AttentionContext, "run", _unwatched),
         _wrapped(AttentionContext, "attend_latent", _unwatched),
@@ -139,10 +140,10 @@ class _Recorder(TorchDispatchMode):
 
         return watched
 
-    def watch_router(self, partials: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(x: Tensor, weight: Tensor) -> Tensor:
+    def watch_router(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, weight: Tensor, *rest: Any) -> Any:
             self._add(x, weight)
-            return cast(Tensor, partials(x, weight))
+            return run(x, weight, *rest)
 
         return watched
 

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The router on a GPU: logits, top-k experts and weights, and the experts' tiles. Two kernels.
+"""The router on a GPU: logits, top-k experts and weights, and the experts' tiles.
+
+On Hopper, up to `MAX_DECODE_TOKENS` tokens have one kernel for all (`router_sm90.py`), if their
+weight fits (`choose_router_sm90`). Otherwise there are two:
 
 1. `_router_logits`: x Wᵀ in float32, K split into slices: with few tokens one CTA per tile of
    experts could not read the weight quickly enough.
@@ -25,9 +28,11 @@ from forerun.kernels.moe.config import (
     DECODE_BLOCK_M,
     MAX_DECODE_TOKENS,
     choose_moe,
+    choose_router_sm90,
     max_tiles,
     router_slice,
 )
+from forerun.kernels.moe.router_sm90 import route_sm90
 from forerun.kernels.moe.routing import (
     NORM_EPS,
     ExpertTiles,
@@ -66,6 +71,12 @@ def route(
         else:
             logits = F.linear(x, weight)
         return route_ref(logits, correction_bias, routing)
+    (tokens, hidden), groups = x.shape, routing.groups[0]
+    sm90 = choose_router_sm90(
+        tokens, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
+    )
+    if sm90 is not None:
+        return route_sm90(x, weight, correction_bias, routing, counts, sm90)
     partials = router_partials(x, weight)
     rounded_like = None if routing.float32_logits else weight
     return top_k(partials, correction_bias, routing, counts, rounded_like)
