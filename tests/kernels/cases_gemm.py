@@ -98,8 +98,8 @@ CASES = [
     replace(case("gemm, late launch of dependents", OUT, EARLY_LAUNCH=False), targets=PDL_TARGETS),
     *heads("16 heads, absorb", (16, 128, 512)),
     *heads("16 heads, project_v", (16, 512, 128)),
-    *heads("128 heads, absorb", (128, 128, 512)),
-    *heads("128 heads, project_v", (128, 512, 128)),
+    *heads("32 heads, absorb", (32, 128, 512)),
+    *heads("32 heads, project_v", (32, 512, 128)),
     *heads("heads in float32, absorb", (16, 128, 512), torch.float32, ("sm_90", "gfx942")),
     *heads("heads in float32, project_v", (16, 512, 128), torch.float32, ("sm_90", "gfx942")),
     Case(

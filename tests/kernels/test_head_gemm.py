@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.gemm import head_gemm as module
-from forerun.kernels.gemm.head_gemm import MAX_TOKENS, choose_block_n, head_gemm, head_gemm_ref
+from forerun.kernels.gemm.head_gemm import (
+    MAX_HEADS,
+    MAX_TOKENS,
+    choose_block_n,
+    head_gemm,
+    head_gemm_ref,
+)
 from forerun.kernels.runtime.gpu import GpuInfo
 from tests.kernels.test_fused_qkv import normal
 
@@ -82,13 +88,13 @@ def test_a_cta_takes_several_tiles_of_tokens(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(module, "CTAS_PER_SM", 0)
-    case = Case(50, 2, 32, 16, False, torch.empty(0, device=device))
+    case = Case(MAX_TOKENS, 2, 32, 16, False, torch.empty(0, device=device))
     one = case.run()
     case.check()
     assert {grid[2] for grid in launches} == {1}
     monkeypatch.setattr(module, "CTAS_PER_SM", 100)
     assert torch.equal(case.run(), one)
-    assert launches[-1][2] == 4
+    assert launches[-1][2] == 2
 
 
 def test_more_tokens_go_to_the_library(
@@ -102,7 +108,7 @@ def test_more_tokens_go_to_the_library(
 
 
 def test_tiles() -> None:
-    """About as many CTAs as SMs with 16 heads, larger tiles with 128."""
+    """About as many CTAs as SMs with 16 heads, larger tiles with 32."""
 
     def columns(gpu: GpuInfo, heads: int, k: int, n: int, dtype: torch.dtype) -> int:
         return choose_block_n(gpu, torch.empty(heads, k, n, dtype=dtype, device="meta"))
@@ -110,10 +116,10 @@ def test_tiles() -> None:
     bf16, f32 = torch.bfloat16, torch.float32
     assert columns(H200, 16, NOPE, LATENT, bf16) == 64
     assert columns(H200, 16, LATENT, V, bf16) == 16
-    assert columns(H200, 128, NOPE, LATENT, bf16) == 128
-    assert columns(H200, 128, LATENT, V, bf16) == 64
-    assert columns(H200, 128, LATENT, V, f32) == 16
-    assert columns(MI300, 128, LATENT, V, bf16) == 32
+    assert columns(H200, 32, NOPE, LATENT, bf16) == 128
+    assert columns(H200, 32, LATENT, V, bf16) == 32
+    assert columns(H200, 32, LATENT, V, f32) == 16
+    assert columns(MI300, 32, LATENT, V, bf16) == 16
     assert columns(H200, 3, 24, 40, bf16) == 16
 
 
@@ -121,8 +127,8 @@ SIZES = [(NOPE, LATENT, False), (LATENT, V, True)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 64, 128])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, MAX_TOKENS])
+@pytest.mark.parametrize("heads", [16, MAX_HEADS])
 @pytest.mark.parametrize(("k", "n", "transposed"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_real(
@@ -133,7 +139,7 @@ def test_real(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, MAX_HEADS])
 @pytest.mark.parametrize(("k", "n", "transposed"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_does_not_depend_on_the_others(
@@ -142,14 +148,14 @@ def test_a_token_does_not_depend_on_the_others(
     """Bit for bit, at any place in a tile. (In the interpreter, NumPy's GEMM rounds by row.)"""
     case = Case(MAX_TOKENS, heads, k, n, transposed, torch.empty(0, dtype=dtype, device=device))
     whole = case.run()
-    for count in (1, 2, 16, 17, 33, 64, 100):
-        for first in (0, 3, MAX_TOKENS - count):
+    for count in (1, 2, 16, 17, 31):
+        for first in (0, 1, MAX_TOKENS - count):
             part = slice(first, first + count)
             assert torch.equal(case.run(part), whole[part])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 128])
+@pytest.mark.parametrize("tokens", [1, 8, MAX_TOKENS])
 def test_replayed(tokens: int, device: torch.device) -> None:
     """A chain of absorb and project_v in a graph, as PDL overlaps it, on changing inputs.
 

@@ -22,7 +22,7 @@ from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-MAX_TOKENS = 128  # more go to cuBLAS
+MAX_TOKENS, MAX_HEADS = 32, 32  # more go to cuBLAS, which is faster there
 BLOCK_M = 16  # tokens of a tile
 SPLIT_K = 4  # slices of K, one per warp
 MAX_BLOCK_N = 128  # columns of a CTA; the partials of all slices are in registers
@@ -42,8 +42,8 @@ def head_gemm_ref(x: Tensor, weight: Tensor, out: Tensor) -> None:
 def head_gemm(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """out[t, h] = x[t, h] weight[h] for each head h; sums are float32 and rounded once.
 
-    More than `MAX_TOKENS` tokens go to `torch.bmm`. With programmatic dependent launch, the weight
-    is read before the kernel waits for its predecessor.
+    More than `MAX_TOKENS` tokens or `MAX_HEADS` heads go to `torch.bmm`. With programmatic
+    dependent launch, the weight is read before the kernel waits for its predecessor.
 
     Args:
         x: [T, H, K], tokens and heads at any stride.
@@ -73,7 +73,8 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor) -> None:
 def _fits(x: Tensor, gpu: GpuInfo) -> bool:
     """RDNA has no matrix instruction for float32, and too few registers without one."""
     rdna = gpu.amd and gpu.warp_size == 32
-    return x.shape[0] <= MAX_TOKENS and not (rdna and x.dtype == torch.float32)
+    few = x.shape[0] <= MAX_TOKENS and x.shape[1] <= MAX_HEADS
+    return few and not (rdna and x.dtype == torch.float32)
 
 
 def slice_width(k: int) -> int:
