@@ -486,8 +486,11 @@ def test_tiles_of_routed_tokens_at_real_sizes(routing: Routing, tokens: int) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [129, 2048])
-def test_the_norm_adds_up_the_experts_bit_for_bit(tokens: int) -> None:
-    """As `combine`, addition and norm do; more tokens than a decode step has, in bfloat16."""
+def test_the_norm_adds_up_the_experts_as_combine_does(tokens: int) -> None:
+    """More tokens than a decode step has, in bfloat16. The sums are equal bit for bit.
+
+    The norm has other numbers of warps, which add up squares in another order.
+    """
     place = WeightPlacement(torch.bfloat16, torch.device("cuda"))
     moe, norm = SparseMoE(2048, 768, Routing(128, 8), place), AddRMSNorm(2048, 1e-6, place)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -500,6 +503,7 @@ def test_the_norm_adds_up_the_experts_bit_for_bit(tokens: int) -> None:
         torch.randn(tokens, 2048, generator=generator, device="cuda", dtype=torch.bfloat16)
         for _ in range(2)
     )
-    got = norm(moe(x), residual)
-    want = norm.norm.add(moe(x).result(), residual)
-    assert all(isinstance(a, Tensor) and torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    got, total = norm(moe(x), residual)
+    want, want_total = norm.norm.add(moe(x).result(), residual)
+    assert isinstance(got, Tensor) and torch.equal(total, want_total)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)  # the last bit of bfloat16
