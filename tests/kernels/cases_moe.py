@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from forerun.kernels.moe import align, experts, router
 from forerun.kernels.moe.config import choose_moe, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
-from tests.kernels.compiled import TARGETS, Case
+from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
 
 B16, F32, I32 = "*bf16", "*fp32", "*i32"
 HIDDEN, WIDTH, TOP_K = 2048, 768, 8
@@ -76,23 +77,17 @@ def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
 
 def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
     """Both grouped GEMMs with the tiles of so many tokens."""
-    wave64 = tuple(target for target in TARGETS if target != "gfx1100")
     return [
-        *_gemms(name, tokens, out, shared, even, CDNA, wave64),
-        *_gemms(name, tokens, out, shared, even, RDNA, ("gfx1100",)),
+        case for target in TARGETS for case in _gemms_on(target, name, tokens, out, shared, even)
     ]
 
 
-def _gemms(
-    name: str,
-    tokens: int,
-    out: str,
-    shared: bool,
-    even: bool,
-    amd_gpu: GpuInfo,
-    targets: tuple[str, ...],
+def _gemms_on(
+    target: str, name: str, tokens: int, out: str, shared: bool, even: bool
 ) -> list[Case]:
-    nvidia, amd = choose_moe(tokens, NVIDIA), choose_moe(tokens, amd_gpu)
+    rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
+    nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target])
+    tiles = choose_moe(tokens, rocm.get(target, nvidia))
     strides = ("h_vectors", "i_vectors") if even else ()  # otherwise multiples of 8
     sizes = dict.fromkeys(("max_tiles", "h_vectors", "i_vectors"), "i32")
     pairs = {"pairs": I32, "tiles": I32}
@@ -101,25 +96,21 @@ def _gemms(
     down |= {"prefetch_k": "i32", **({"shared": B16} if shared else {})}
     absent = {} if shared else {"shared": None}
     cases = []
-    for kernel, label, signature, config, hip, more in (
-        (experts._gate_up, "gate/up", gate_up, nvidia.gate_up, amd.gate_up, {}),
-        (experts._down, "down", down, nvidia.down, amd.down, absent),
+    for kernel, label, signature, config, more in (
+        (experts._gate_up, "gate/up", gate_up, tiles.gate_up, {}),
+        (experts._down, "down", down, tiles.down, absent),
     ):
-        constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": nvidia.block_m, **more}
+        constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": tiles.block_m, **more}
         if kernel is experts._down:
             constants["NUM_THREADS"] = 32 * config.num_warps
-        blocks = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
-        hip_blocks = {"BLOCK_N": hip.block_n, "BLOCK_K": hip.block_k, "BLOCK_M": amd.block_m}
         cases.append(
             Case(
                 f"{label}, {name}",
                 kernel,
                 signature,
-                constants | blocks,
+                constants | {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
                 options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-                hip_constants=hip_blocks,
-                hip_options={"num_warps": hip.num_warps, "num_stages": hip.num_stages},
-                targets=targets,
+                targets=(target,),
                 multiples=strides,
                 matrix=True,
             )

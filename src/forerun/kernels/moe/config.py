@@ -135,7 +135,9 @@ def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
     elif num_tokens <= 1024:
         block_m, block_n, block_k, warps = 64, 64, 64, 4
     else:
-        block_m, block_n, block_k, warps = 128, 64, 64, 8
+        block_m, block_n, block_k, warps = 128, 128, 64, 8
+        if gpu.smem_bytes < 4 * (block_m + 2 * block_n) * block_k * itemsize:
+            block_n = 64
     stage_bytes = (block_m + 2 * block_n) * block_k * itemsize  # of either GEMM
     stages = max(2, min(4, gpu.smem_bytes // stage_bytes))
     gate_up = GroupedGemmConfig(block_n, block_k, warps, stages)
