@@ -102,7 +102,7 @@ ROUTERS = {  # also those with the most registers
     "qwen3-235b-a22b": (QWEN3_MOE, 4096),
     "deepseek-v2-lite": (Routing(64, 6, num_shared=2), 2048),
     "mixtral": (Routing(8, 2, norm_topk_prob=True), 4096),
-    "64 experts, H 6144": (Routing(64, 14, num_shared=2), 6144),
+    "32 experts, H 6144": (Routing(32, 14, num_shared=2), 6144),
     "ragged slices": (Routing(120, 5, n_group=5, topk_group=2), 2888),
     "many experts": (Routing(336, 16, "sigmoid", True, correction_bias=True), 1024),
     "groups, bias": (

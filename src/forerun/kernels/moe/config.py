@@ -66,6 +66,7 @@ class Sm90RouterConfig:
 SM90_ROUTER_REGISTERS, SM90_ROUTER_LONG_OR_RAGGED_REGISTERS = 128, 96
 SM90_ROUTER_LONG_SLICE = 512
 SM90_ROUTER_MAX_GROUPS = 32  # of experts, one to a lane
+SM90_ROUTER_TILE = 16  # tokens of one mma.sync
 
 
 def choose_moe_sm90(
@@ -103,20 +104,29 @@ def choose_router_sm90(
         return None
     if hidden % 8 or num_groups > SM90_ROUTER_MAX_GROUPS:
         return None
-    if router_sm90_smem_bytes(MAX_DECODE_TOKENS, num_experts, top_k) > gpu.smem_bytes - 1024:
+    smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, num_experts, top_k, config.slice)
+    if smem > gpu.smem_bytes - 1024:
         return None
     return config
 
 
-def router_sm90_smem_bytes(num_tokens: int, num_experts: int, top_k: int) -> int:
+def router_sm90_smem_bytes(num_tokens: int, num_experts: int, top_k: int, slice: int) -> int:
     """Dynamic shared memory per CTA.
 
-    Partials [slices, T / 8, E] float32 with E padded to tiles of 8, choices [T, k] int32, ranks
-    [T, E] bytes. One or two tokens are one CTA's.
+    Partials [slices, tokens of a CTA, E] float32 with E padded to tiles of 8, the tokens of an
+    expert [E, 128] bits, choices [T, k] int32. One or two tokens are one CTA's, up to 16 are dealt
+    out to 8 CTAs one by one, and more in runs of 4. These also have x in shared memory: tiles of 16
+    tokens, [slice + 32] bfloat16 each.
     """
-    tokens_per_cta = num_tokens if num_tokens <= 2 else -(-num_tokens // 8)
+    if num_tokens <= SM90_ROUTER_TILE:
+        tokens_per_cta = num_tokens if num_tokens <= 2 else -(-num_tokens // 8)
+        x_bytes = 0
+    else:
+        tokens_per_cta = -(-num_tokens // 32) * 4
+        x_bytes = -(-num_tokens // SM90_ROUTER_TILE) * SM90_ROUTER_TILE * (slice + 32) * 2
     partials = ROUTER_SLICES * tokens_per_cta * -(-num_experts // 8) * 8 * 4
-    return partials + num_tokens * top_k * 4 + -(-num_tokens * num_experts // 4) * 4
+    lists = num_experts * MAX_DECODE_TOKENS // 8 + num_tokens * top_k * 4
+    return partials + x_bytes + lists
 
 
 def _hopper_with_nvrtc(gpu: GpuInfo) -> bool:

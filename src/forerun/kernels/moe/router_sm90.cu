@@ -35,19 +35,27 @@
 constexpr int CTAS = 8, WARPS = 8, THREADS = 32 * WARPS;
 constexpr int BLOCK_M = 16;     // most pairs of a tile of an expert's list
 constexpr int FEW_TOKENS = 2;   // so many are all CTA 0's when experts are chosen
+constexpr int MAX_TOKENS = 128, TOKEN_WORDS = MAX_TOKENS / 32;
 constexpr int TOKENS_MMA = 16, EXPERTS_MMA = 8;           // of mma.sync: M and N
 constexpr int CHUNK = 32, CHUNKS = SLICE / CHUNK;         // columns of two mma.sync
 constexpr int CHUNKS_IN_FLIGHT = TILES_PER_WARP * CHUNKS > 16 ? 4 : 8;  // loads of x at a time
 constexpr int SLICES = (HIDDEN + SLICE - 1) / SLICE;      // one to a CTA
 constexpr int EXPERT_TILES = (NUM_EXPERTS + EXPERTS_MMA - 1) / EXPERTS_MMA;
 constexpr int ROW = EXPERT_TILES * EXPERTS_MMA;           // floats of a token's partials of a slice
+// x in shared memory: with 64 bytes of padding, two tokens' fragments of a chunk are in all banks.
+constexpr int X_ROW = SLICE + 32;                         // elements from token to token
+constexpr int X_VECTORS = SLICE / 8;                      // of 8 elements
 constexpr int LANE_EXPERTS = (NUM_EXPERTS + 31) / 32;     // a lane's: lane, lane + 32, ...
 constexpr int CHOICES = TOP_K + NUM_SHARED;
 constexpr float NORM_EPS = 1e-20f, NAN_CHOICE = -1e30f;   // scores of NaN are chosen last
 constexpr u32 ALL_LANES = 0xffffffff, USED = 0;           // USED: below the key of any float
 static_assert(CTAS == 8 && SLICES <= CTAS && SLICE % CHUNK == 0, "a slice per CTA");
 static_assert(EXPERT_TILES <= WARPS * TILES_PER_WARP, "all experts are a warp's");
+static_assert(TOKENS_MMA * X_VECTORS % THREADS == 0, "a thread copies as much as another");
 static_assert(NUM_GROUPS <= 32 && CHOICES <= 32, "one lane each");
+
+__device__ int num_token_tiles(int T) { return (T + TOKENS_MMA - 1) / TOKENS_MMA; }
+__device__ int next_tile(int tile, int tiles) { return tile + 1 < tiles ? tile + 1 : 0; }
 
 struct Arguments {
   const u16* x;                  // [T, H] bf16
@@ -126,24 +134,47 @@ __device__ uint4 load_x(const u16* p, bool valid) {
   return v;
 }
 
+// A thread's columns of tokens lane / 4 and, in half 1, lane / 4 + 8: the one tile of few tokens, in
+// global memory.
+struct GlobalX {
+  const u16* row;
+  int column, token, T;
+  __device__ GlobalX(const Arguments& args, int slice, int lane)
+      : column(first_column(slice, lane)), token(lane / 4), T(args.T) {
+    row = args.x + token * HIDDEN + column;
+  }
+  __device__ uint4 load(int half, int offset) const {
+    return load_x(row + 8 * half * HIDDEN + offset,
+                  token + 8 * half < T && is_column(column + offset));
+  }
+};
+
+// The same of a tile in shared memory.
+struct SharedX {
+  const u16* row;
+  __device__ SharedX(const u16* x, int tile, int lane)
+      : row(x + (tile * TOKENS_MMA + lane / 4) * X_ROW + lane % 4 * 8) {}
+  __device__ uint4 load(int half, int offset) const {
+    return *(const uint4*)(row + 8 * half * X_ROW + offset);
+  }
+};
+
 // acc = partials of a slice for 16 tokens and the warp's experts. Even and odd steps are added up
 // apart, so that one mma.sync need not wait for the other.
+template <class X>
 __device__ void multiply(float (&acc)[TILES_PER_WARP][4], const WeightFragments& weight,
-                         const Arguments& args, int first_token, int slice, int lane) {
+                         const X& tile_x) {
   float odd[TILES_PER_WARP][4];
 #pragma unroll
   for (int i = 0; i < TILES_PER_WARP * 4; i++) acc[i / 4][i % 4] = odd[i / 4][i % 4] = 0.f;
-  int token = first_token + lane / 4, column = first_column(slice, lane);
-  const u16* row = args.x + token * HIDDEN + column;
 #pragma unroll
   for (int first = 0; first < CHUNKS; first += CHUNKS_IN_FLIGHT) {
     uint4 x[CHUNKS_IN_FLIGHT], x8[CHUNKS_IN_FLIGHT];  // of the token, and the 8th after it
 #pragma unroll
     for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
       if (first + i >= CHUNKS) break;
-      int offset = (first + i) * CHUNK;
-      x[i] = load_x(row + offset, token < args.T && is_column(column + offset));
-      x8[i] = load_x(row + 8 * HIDDEN + offset, token + 8 < args.T && is_column(column + offset));
+      x[i] = tile_x.load(0, (first + i) * CHUNK);
+      x8[i] = tile_x.load(1, (first + i) * CHUNK);
     }
 #pragma unroll
     for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
@@ -164,28 +195,47 @@ __device__ void multiply(float (&acc)[TILES_PER_WARP][4], const WeightFragments&
 
 // Shared-memory addresses, the same in all CTAs. `choices` and its mbarrier are CTA 0's.
 struct Exchange {
-  u32 partials, choices;  // [SLICES, slots, ROW] float32; [T, TOP_K] int32
+  u32 partials, choices;  // TokenMap::partial; [T, TOP_K] int32
   u32 partials_barrier, choices_barrier;
 };
 
-// Which CTA chooses the experts of a token, and where its partials are there.
+// Which CTA chooses the experts of a token, and where its partials are there. CTAs take runs of
+// tokens in turn: of one of few tokens, so that every CTA has some; else of 4, so that a warp's store
+// of 8 tokens by 8 experts goes to 2 CTAs, 128 contiguous bytes each, not to 8.
 struct TokenMap {
-  int T, shift, slots;  // 1 << shift: CTAs; slots: most tokens of one
+  int T, shift, run, slots;  // 1 << shift: CTAs; 1 << run: tokens; slots: most tokens of one CTA
   __device__ TokenMap(int T)
-      : T(T), shift(T <= FEW_TOKENS ? 0 : 3), slots((T + (1 << shift) - 1) >> shift) {}
-  __device__ int owner(int token) const { return token & (1 << shift) - 1; }
-  __device__ int slot(int token) const { return token >> shift; }
-  __device__ int token(int cta_rank, int slot) const { return (slot << shift) + cta_rank; }
-  __device__ int row(int slice, int slot) const { return (slice * slots + slot) * ROW; }
-  __device__ int count(int cta_rank) const {  // tokens of a CTA
-    return cta_rank < 1 << shift ? (T - cta_rank + (1 << shift) - 1) >> shift : 0;
+      : T(T), shift(T <= FEW_TOKENS ? 0 : 3), run(T <= TOKENS_MMA ? 0 : 2) {
+    slots = ((T - 1 >> shift + run) + 1) << run;
   }
+  __device__ int owner(int token) const { return token >> run & (1 << shift) - 1; }
+  __device__ int slot(int token) const { return token >> shift + run << run | in_run(token); }
+  __device__ int token(int cta_rank, int slot) const {
+    return (slot >> run << shift | cta_rank) << run | in_run(slot);
+  }
+  // 8 floats of an expert tile: [SLICES, slots >> run, EXPERT_TILES, 1 << run, 8]. In a run, slots
+  // are permuted, as 4 expert tiles that are read at a time have to be in different banks.
+  __device__ int partial(int slice, int slot, int expert_tile) const {
+    int tile = (slice * slots + (slot - in_run(slot))) * EXPERT_TILES + (expert_tile << run);
+    return (tile + in_run(slot ^ expert_tile)) * EXPERTS_MMA;
+  }
+  __device__ int count(int cta_rank) const {  // tokens of a CTA
+    if (cta_rank >= 1 << shift) return 0;
+    int rest = (T & (1 << shift + run) - 1) - (cta_rank << run);
+    return (T >> shift + run << run) + max(0, min(rest, 1 << run));
+  }
+  __device__ int in_run(int i) const { return i & (1 << run) - 1; }
 };
 
-// Each mbarrier has one phase: of the bytes that arrive in this CTA. One thread.
-__device__ void init_barriers(const Exchange& exchange, const TokenMap& map, int cta_rank) {
+// The mbarriers have one phase each: of the bytes that arrive in this CTA, and, with many tokens, of
+// x. One thread.
+__device__ void init_barriers(const Exchange& exchange, const TokenMap& map, u32 x_barriers,
+                              int cta_rank) {
   mbarrier_init(exchange.partials_barrier, 1);
   mbarrier_init(exchange.choices_barrier, 1);
+  if (map.T > TOKENS_MMA)
+    for (int tile = 0; tile < num_token_tiles(map.T); tile++)
+      mbarrier_init(x_barriers + 8 * tile, THREADS);
   mbarrier_init_fence();
   mbarrier_arrive_expect_tx(exchange.partials_barrier, SLICES * map.count(cta_rank) * ROW * 4);
   mbarrier_arrive_expect_tx(exchange.choices_barrier, cta_rank == 0 ? map.T * TOP_K * 4 : 0);
@@ -198,15 +248,48 @@ __device__ void send_partials(const float (&acc)[TILES_PER_WARP][4], const Excha
   for (int half = 0; half < 2; half++) {
     int token = first_token + lane / 4 + 8 * half, owner = map.owner(token);
     if (token >= map.T) continue;
-    u32 row = remote_smem(exchange.partials + map.row(slice, map.slot(token)) * 4, owner);
+    u32 partials = remote_smem(exchange.partials, owner);
     u32 barrier = remote_smem(exchange.partials_barrier, owner);
 #pragma unroll
     for (int tile = 0; tile < TILES_PER_WARP; tile++) {
       int expert_tile = tile * WARPS + warp;
       if (expert_tile < EXPERT_TILES)
-        store_remote(row + (expert_tile * EXPERTS_MMA + lane % 4 * 2) * 4, acc[tile][2 * half],
-                     acc[tile][2 * half + 1], barrier);
+        store_remote(
+            partials + (map.partial(slice, map.slot(token), expert_tile) + lane % 4 * 2) * 4,
+            acc[tile][2 * half], acc[tile][2 * half + 1], barrier);
     }
+  }
+}
+
+// --- many tokens: x in shared memory -------------------------------------------------------------
+
+// Requests x of all tokens for the CTA, [T, X_ROW]. Tile by tile, from tile `first_tile` on and
+// around, it arrives at an mbarrier for each.
+__device__ void copy_x(const Arguments& args, u32 x, u32 barriers, int first_tile, int slice) {
+  int tiles = num_token_tiles(args.T);
+  for (int i = 0, tile = first_tile; i < tiles; i++, tile = next_tile(tile, tiles)) {
+#pragma unroll
+    for (int j = 0; j < TOKENS_MMA * X_VECTORS / THREADS; j++) {
+      int vector = threadIdx.x + j * THREADS, offset = vector % X_VECTORS * 8;
+      int token = tile * TOKENS_MMA + vector / X_VECTORS, column = slice * SLICE + offset;
+      cp_async_16(x + (token * X_ROW + offset) * 2, args.x + token * HIDDEN + column,
+                  token < args.T && is_column(column));
+    }
+    cp_async_arrive(barriers + 8 * tile);
+  }
+}
+
+// CTAs start with different tiles, so that they do not all send to the same ones at a time.
+__device__ void multiply_many(const WeightFragments& weight, const Arguments& args,
+                              const Exchange& exchange, const TokenMap& map, const u16* x,
+                              u32 x_barriers, int slice, int warp, int lane) {
+  int tiles = num_token_tiles(args.T), first_tile = slice % tiles;
+  copy_x(args, smem_address(x), x_barriers, first_tile, slice);
+  for (int i = 0, tile = first_tile; i < tiles; i++, tile = next_tile(tile, tiles)) {
+    mbarrier_wait(x_barriers + 8 * tile, 0);
+    float acc[TILES_PER_WARP][4];
+    multiply(acc, weight, SharedX(x, tile, lane));
+    send_partials(acc, exchange, map, tile * TOKENS_MMA, slice, warp, lane);
   }
 }
 
@@ -244,9 +327,10 @@ __device__ void sum_slices(float (&logits)[LANE_EXPERTS], const float* partials,
     int expert = lane + 32 * j;
     logits[j] = __uint_as_float(0xff800000);
     if (!is_expert(expert)) continue;
-    float sum = partials[map.row(0, slot) + expert];
+    const float* p = partials + map.partial(0, slot, expert / EXPERTS_MMA) + expert % EXPERTS_MMA;
+    float sum = p[0];
 #pragma unroll
-    for (int slice = 1; slice < SLICES; slice++) sum += partials[map.row(slice, slot) + expert];
+    for (int slice = 1; slice < SLICES; slice++) sum += p[slice * map.slots * ROW];
     logits[j] = ROUND_LOGITS ? low(pack_bf16x2(sum, 0.f)) : sum;
   }
 }
@@ -379,22 +463,36 @@ __device__ void write_tile(const Arguments& args, int tile, int expert, int firs
   args.tiles[2 * args.max_tiles + tile] = rows;
 }
 
-// Fills the table of which choice an expert is of a token, plus 1: ranks [T, E] bytes, zero before.
-__device__ void tabulate(unsigned char* ranks, const int* choices, int T) {
-  for (int i = threadIdx.x; i < T * TOP_K; i += THREADS)
-    ranks[i / TOP_K * NUM_EXPERTS + choices[i]] = i % TOP_K + 1;
+// Sets the bits of the tokens that chose an expert: chosen [E, TOKEN_WORDS], zero before.
+__device__ void mark_tokens(u32* chosen, const int* choices, int T) {
+  for (int i = threadIdx.x; i < T * TOP_K; i += THREADS) {
+    int token = i / TOP_K;
+    atomicOr(chosen + choices[i] * TOKEN_WORDS + token / 32, 1u << token % 32);
+  }
   __syncthreads();
 }
 
-// Writes an expert's pairs, in order of tokens. Returns how many.
-__device__ int list_pairs(const Arguments& args, const unsigned char* ranks, int expert) {
+// How many of the first `tokens` chose an expert.
+__device__ int count_tokens(const u32* chosen, int expert, int tokens) {
+  uint4 v = *(const uint4*)(chosen + expert * TOKEN_WORDS);
+  u32 words[TOKEN_WORDS] = {v.x, v.y, v.z, v.w};
   int count = 0;
-#pragma unroll 8
-  for (int token = 0; token < args.T; token++) {
-    int rank = ranks[token * NUM_EXPERTS + expert];
-    if (rank > 0) args.pairs[expert * args.T + count++] = token * CHOICES + rank - 1;
+#pragma unroll
+  for (int i = 0; i < TOKEN_WORDS; i++) {
+    int bits = tokens - 32 * i;
+    u32 mask = bits >= 32 ? 0xffffffff : bits > 0 ? (1u << bits) - 1 : 0;
+    count += __popc(words[i] & mask);
   }
   return count;
+}
+
+// The lists of routed experts, in order of tokens: a pair comes after those of the tokens before its.
+__device__ void list_pairs(const Arguments& args, const u32* chosen, const int* choices) {
+  for (int i = threadIdx.x; i < args.T * TOP_K; i += THREADS) {
+    int token = i / TOP_K, expert = choices[i];
+    args.pairs[expert * args.T + count_tokens(chosen, expert, token)] =
+        token * CHOICES + i % TOP_K;
+  }
 }
 
 // The sum of n < 16 over the lower lanes; `total`: over all.
@@ -410,15 +508,15 @@ __device__ int sum_of_lower_lanes(int n, int lane, int& total) {
   return lower;
 }
 
-// The lists of routed experts, one thread per expert, and their tiles. Returns how many tiles.
-__device__ int list_routed(const Arguments& args, const unsigned char* ranks, int warp, int lane) {
+// The tiles of routed experts, one thread per expert. Returns how many.
+__device__ int list_tiles(const Arguments& args, const u32* chosen, int warp, int lane) {
   constexpr int ROUNDS = (NUM_EXPERTS + THREADS - 1) / THREADS;
   __shared__ int warp_tiles[ROUNDS][WARPS];
   int used = 0;
 #pragma unroll
   for (int round = 0; round < ROUNDS; round++) {
     int expert = round * THREADS + warp * 32 + lane, total;
-    int count = expert < NUM_EXPERTS ? list_pairs(args, ranks, expert) : 0;
+    int count = expert < NUM_EXPERTS ? count_tokens(chosen, expert, MAX_TOKENS) : 0;
     int num_tiles = (count + BLOCK_M - 1) / BLOCK_M;
     int tile = used + sum_of_lower_lanes(num_tiles, lane, total);
     if (lane == 0) warp_tiles[round][warp] = total;
@@ -450,39 +548,43 @@ __device__ int list_shared(const Arguments& args, int used) {
 
 // --- kernel --------------------------------------------------------------------------------------
 
-// Shared memory: partials [SLICES, slots, ROW] float32; in CTA 0, choices [T, TOP_K] int32 and ranks
-// [T, E] bytes. A CTA may exit when it has sent its last value: others write into a CTA's shared
-// memory only what it waits for.
+// Shared memory: partials (see TokenMap) float32; with many tokens, x [tiles of 16, X_ROW] bf16; in
+// CTA 0, the tokens of an expert [E, TOKEN_WORDS] and choices [T, TOP_K] int32. A CTA may exit when it
+// has sent its last value: others write into a CTA's shared memory only what it waits for.
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
 router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias, float* weights,
                    int* experts, int* pairs, int* tiles, int T, int max_tiles, float factor) {
   griddepcontrol_launch_dependents();
-  __shared__ u64 barriers[2];
+  __shared__ u64 barriers[2 + MAX_TOKENS / TOKENS_MMA];
   extern __shared__ __align__(16) unsigned char smem[];
   Arguments args{x, weight, correction_bias, weights, experts, pairs, tiles, T, max_tiles, factor};
   int cta_rank = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  bool many = T > TOKENS_MMA;
   TokenMap map(T);
   const float* partials = (const float*)smem;
-  const int* choices = (const int*)(partials + SLICES * map.slots * ROW);
-  unsigned char* ranks = (unsigned char*)(choices + T * TOP_K);
+  u32* chosen = (u32*)(partials + SLICES * map.slots * ROW);
+  const u16* x_smem = (const u16*)(chosen + NUM_EXPERTS * TOKEN_WORDS);
+  const int* choices = (const int*)(x_smem + (many ? num_token_tiles(T) * TOKENS_MMA * X_ROW : 0));
+  u32 x_barriers = smem_address(barriers + 2);
   Exchange exchange{smem_address(partials), smem_address(choices), smem_address(barriers),
                     smem_address(barriers + 1)};
-  if (threadIdx.x == 0) init_barriers(exchange, map, cta_rank);
+  if (threadIdx.x == 0) init_barriers(exchange, map, x_barriers, cta_rank);
   cluster_arrive();
   WeightFragments fragments(weight, cta_rank, warp, lane);
   float bias[LANE_EXPERTS];
   load_bias(bias, correction_bias, lane);
   if (cta_rank == 0)
-    for (int i = threadIdx.x; i < (T * NUM_EXPERTS + 3) / 4; i += THREADS) ((u32*)ranks)[i] = 0;
+    for (int i = threadIdx.x; i < NUM_EXPERTS * TOKEN_WORDS; i += THREADS) chosen[i] = 0;
   cluster_wait();  // all CTAs have started and initialised their mbarriers
   griddepcontrol_wait();
 
-  if (cta_rank < SLICES)
-    for (int first = 0; first < T; first += TOKENS_MMA) {
-      float acc[TILES_PER_WARP][4];
-      multiply(acc, fragments, args, first, cta_rank, lane);
-      send_partials(acc, exchange, map, first, cta_rank, warp, lane);
-    }
+  if (cta_rank < SLICES && many) {
+    multiply_many(fragments, args, exchange, map, x_smem, x_barriers, cta_rank, warp, lane);
+  } else if (cta_rank < SLICES) {
+    float acc[TILES_PER_WARP][4];
+    multiply(acc, fragments, GlobalX(args, cta_rank, lane));
+    send_partials(acc, exchange, map, 0, cta_rank, warp, lane);
+  }
   mbarrier_wait(exchange.partials_barrier, 0);
   for (int slot = warp; slot < map.count(cta_rank); slot += WARPS) {
     float scores[LANE_EXPERTS];
@@ -492,9 +594,10 @@ router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias
   }
   if (cta_rank > 0) return;
   mbarrier_wait(exchange.choices_barrier, 0);
-  __syncthreads();  // `ranks` is zero
-  tabulate(ranks, choices, T);
-  int used = list_routed(args, ranks, warp, lane);
+  __syncthreads();  // `chosen` is zero
+  mark_tokens(chosen, choices, T);
+  list_pairs(args, chosen, choices);
+  int used = list_tiles(args, chosen, warp, lane);
   if (NUM_SHARED > 0) used += list_shared(args, used);
   for (int i = used + threadIdx.x; i < max_tiles; i += THREADS) tiles[2 * max_tiles + i] = 0;
 }

@@ -94,7 +94,7 @@ def route_sm90(
         x, weight, correction_bias, weights, experts, pairs, tiles,
         tokens, most, float(routing.routed_scaling_factor),
     )  # fmt: skip
-    smem = router_sm90_smem_bytes(tokens, num_experts, routing.top_k)
+    smem = router_sm90_smem_bytes(tokens, num_experts, routing.top_k, config.slice)
     nvrtc.launch(replace(kernel, smem_bytes=smem), CTAS, THREADS, args, device)
     made = ExpertTiles(pairs, tiles, DECODE_BLOCK_M, counts[num_experts + 1 :])
     return Routed(weights, experts, made, shared)
@@ -106,5 +106,6 @@ def _load_kernel(
 ) -> nvrtc.CudaKernel:
     """With the shared memory of as many tokens as it serves, the most that a launch may ask for."""
     source = cuda_source(config, routing, hidden, bias)
-    smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, routing.num_experts, routing.top_k)
+    sizes = (routing.num_experts, routing.top_k, config.slice)
+    smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, *sizes)
     return nvrtc.load_kernel(source, "router_sm90_kernel", nvrtc.SM90A, smem, device)

@@ -1,5 +1,5 @@
 // Device primitives of the CUDA C++ kernels for Hopper (sm_90a): mbarriers, named barriers, clusters,
-// programmatic dependent launch, TMA, wgmma. `nvrtc.py` passes this file to every compilation.
+// programmatic dependent launch, cp.async, TMA, wgmma. `nvrtc.py` passes this file to every compilation.
 #pragma once
 
 typedef unsigned short u16;
@@ -107,6 +107,24 @@ __device__ inline void griddepcontrol_launch_dependents() {
 // PDL: waits until the preceding kernel has finished and its writes are visible.
 __device__ inline void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// --- cp.async ------------------------------------------------------------------------------------
+
+// Copies 16 bytes, around L1.
+__device__ inline void cp_async_16(u32 smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
+// The same, or 16 zeros if not `valid`; `global` is not read then.
+__device__ inline void cp_async_16(u32 smem, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(smem), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Arrives when all earlier cp.async of this thread have completed; counted among the barrier's.
+__device__ inline void cp_async_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 // --- TMA -----------------------------------------------------------------------------------------
