@@ -42,7 +42,7 @@ ROUTERS = {
     "as many as fit": (Routing(336, 16), 1024),
     "one expert": (Routing(1, 1), 64),
 }
-TOKENS = (1, 2, 3, 4, 5, 16, 17, 33, 128)
+TOKENS = (1, 2, 3, 4, 5, 16, 17, 33, 97, 128)
 
 
 def choose(
@@ -69,7 +69,8 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(DEEPSEEK_V3, 7168) is None and choose(Routing(160, 6), 5120) is None
     assert choose(QWEN3_MOE, 4088) is None and choose(Routing(64, 8), 8192) is None
     assert choose(QWEN3_MOE, 2044) is None  # vectors of 8 columns
-    assert choose(Routing(512, 8), 1024) is None  # more shared memory than there is
+    # More shared memory than there is: for partials, and for x.
+    assert choose(Routing(512, 8), 1024) is None and choose(Routing(64, 8), 6144) is None
     assert choose(Routing(64, 8, n_group=64, topk_group=32), 1024) is None
     for dtype in (torch.float16, torch.float32):
         assert choose(QWEN3_MOE, 2048, dtype=dtype) is None
@@ -85,11 +86,18 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shared_memory() -> None:
-    """Of 8 slices; one or two tokens are one CTA's, more are dealt out to 8."""
-    assert router_sm90_smem_bytes(1, 128, 8) == 8 * 128 * 4 + 8 * 4 + 128
-    assert router_sm90_smem_bytes(2, 128, 8) == 8 * 2 * 128 * 4 + 2 * 8 * 4 + 2 * 128
-    assert router_sm90_smem_bytes(3, 128, 8) == 8 * 128 * 4 + 3 * 8 * 4 + 3 * 128
-    assert router_sm90_smem_bytes(128, 10, 3) == 8 * 16 * 16 * 4 + 128 * 3 * 4 + 128 * 10
+    """One or two tokens are one CTA's, more are dealt out to 8. Beyond 16, with tiles of x."""
+    assert router_sm90_smem_bytes(1, 128, 8, 256) == 8 * 128 * 4 + 8 * 4 + 128 * 16
+    assert router_sm90_smem_bytes(2, 128, 8, 256) == 8 * 2 * 128 * 4 + 2 * 8 * 4 + 128 * 16
+    assert router_sm90_smem_bytes(3, 128, 8, 256) == 8 * 128 * 4 + 3 * 8 * 4 + 128 * 16
+    assert router_sm90_smem_bytes(16, 128, 8, 256) == 8 * 2 * 128 * 4 + 16 * 8 * 4 + 128 * 16
+    many = 8 * 4 * 128 * 4 + 32 * (256 + 32) * 2 + 128 * 16  # a run of 4 tokens per CTA, two tiles
+    assert router_sm90_smem_bytes(17, 128, 8, 256) == many + 17 * 8 * 4
+    assert router_sm90_smem_bytes(32, 128, 8, 256) == many + 32 * 8 * 4
+    assert (
+        router_sm90_smem_bytes(128, 10, 3, 128)
+        == 8 * 16 * 16 * 4 + 128 * (128 + 32) * 2 + 128 * 3 * 4 + 10 * 16
+    )
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ def test_a_token_is_routed_the_same_in_any_batch(name: str) -> None:
     others = same & ~want.weights.isnan().any(1)
     torch.testing.assert_close(whole.weights[others], want.weights[others], rtol=1e-4, atol=1e-6)
     order = torch.randperm(MAX_DECODE_TOKENS, device="cuda")
-    batches = [order, *(order[:tokens] for tokens in (1, 2, 3, 16, 17, 100))]
+    batches = [order, *(order[:tokens] for tokens in (1, 2, 3, 16, 17, 32, 65, 100))]
     for batch in batches:
         got = router.run(router.x[batch])
         assert torch.equal(got.experts, whole.experts[batch])
@@ -193,7 +201,7 @@ def test_a_token_is_routed_the_same_in_any_batch(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("tokens", [1, 2, 9, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 20, 128])
 def test_captured_layers_follow_their_input(tokens: int) -> None:
     """Norm, router and experts, three times in one graph (PDL): the same as one by one."""
     router, width = Router("qwen3-30b-a3b"), 768

@@ -159,6 +159,14 @@ struct SharedX {
   }
 };
 
+// A copy of its own register. mma.sync needs its operands in adjacent registers; without this, ptxas
+// moves them there for each mma.sync anew.
+__device__ u32 copy(u32 x) {
+  u32 y;
+  asm volatile("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // acc = partials of a slice for 16 tokens and the warp's experts. Even and odd steps are added up
 // apart, so that one mma.sync need not wait for the other.
 template <class X>
@@ -179,11 +187,13 @@ __device__ void multiply(float (&acc)[TILES_PER_WARP][4], const WeightFragments&
 #pragma unroll
     for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
       if (first + i >= CHUNKS) break;
+      u32 a[4] = {copy(x[i].x), copy(x8[i].x), copy(x[i].y), copy(x8[i].y)};
+      u32 b[4] = {copy(x[i].z), copy(x8[i].z), copy(x[i].w), copy(x8[i].w)};
 #pragma unroll
       for (int tile = 0; tile < TILES_PER_WARP; tile++) {
         uint4 w = weight.vectors[tile][first + i];
-        mma(acc[tile], x[i].x, x8[i].x, x[i].y, x8[i].y, w.x, w.y);
-        mma(odd[tile], x[i].z, x8[i].z, x[i].w, x8[i].w, w.z, w.w);
+        mma(acc[tile], a[0], a[1], a[2], a[3], w.x, w.y);
+        mma(odd[tile], b[0], b[1], b[2], b[3], w.z, w.w);
       }
     }
   }
@@ -206,25 +216,27 @@ struct TokenMap {
   int T, shift, run, slots;  // 1 << shift: CTAs; 1 << run: tokens; slots: most tokens of one CTA
   __device__ TokenMap(int T)
       : T(T), shift(T <= FEW_TOKENS ? 0 : 3), run(T <= TOKENS_MMA ? 0 : 2) {
-    slots = ((T - 1 >> shift + run) + 1) << run;
+    slots = (((T - 1) >> (shift + run)) + 1) << run;
   }
-  __device__ int owner(int token) const { return token >> run & (1 << shift) - 1; }
-  __device__ int slot(int token) const { return token >> shift + run << run | in_run(token); }
+  __device__ int in_run(int i) const { return i & ((1 << run) - 1); }
+  __device__ int owner(int token) const { return (token >> run) & ((1 << shift) - 1); }
+  __device__ int slot(int token) const {
+    return ((token >> (shift + run)) << run) + in_run(token);
+  }
   __device__ int token(int cta_rank, int slot) const {
-    return (slot >> run << shift | cta_rank) << run | in_run(slot);
+    return ((((slot >> run) << shift) + cta_rank) << run) + in_run(slot);
   }
-  // 8 floats of an expert tile: [SLICES, slots >> run, EXPERT_TILES, 1 << run, 8]. In a run, slots
-  // are permuted, as 4 expert tiles that are read at a time have to be in different banks.
+  // The first of 8 floats of an expert tile: [SLICES, slots >> run, EXPERT_TILES, 1 << run, 8]. The
+  // slots of a run are permuted: 4 expert tiles, which a warp reads at a time, are in all banks.
   __device__ int partial(int slice, int slot, int expert_tile) const {
     int tile = (slice * slots + (slot - in_run(slot))) * EXPERT_TILES + (expert_tile << run);
     return (tile + in_run(slot ^ expert_tile)) * EXPERTS_MMA;
   }
   __device__ int count(int cta_rank) const {  // tokens of a CTA
     if (cta_rank >= 1 << shift) return 0;
-    int rest = (T & (1 << shift + run) - 1) - (cta_rank << run);
-    return (T >> shift + run << run) + max(0, min(rest, 1 << run));
+    int per_turn = 1 << (shift + run), rest = (T & (per_turn - 1)) - (cta_rank << run);
+    return ((T >> (shift + run)) << run) + max(0, min(rest, 1 << run));
   }
-  __device__ int in_run(int i) const { return i & (1 << run) - 1; }
 };
 
 // The mbarriers have one phase each: of the bytes that arrive in this CTA, and, with many tokens, of
@@ -234,7 +246,8 @@ __device__ void init_barriers(const Exchange& exchange, const TokenMap& map, u32
   mbarrier_init(exchange.partials_barrier, 1);
   mbarrier_init(exchange.choices_barrier, 1);
   if (map.T > TOKENS_MMA)
-    for (int tile = 0; tile < num_token_tiles(map.T); tile++)
+#pragma unroll
+    for (int tile = 0; tile < MAX_TOKENS / TOKENS_MMA; tile++)
       mbarrier_init(x_barriers + 8 * tile, THREADS);
   mbarrier_init_fence();
   mbarrier_arrive_expect_tx(exchange.partials_barrier, SLICES * map.count(cta_rank) * ROW * 4);
@@ -574,7 +587,8 @@ router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias
   float bias[LANE_EXPERTS];
   load_bias(bias, correction_bias, lane);
   if (cta_rank == 0)
-    for (int i = threadIdx.x; i < NUM_EXPERTS * TOKEN_WORDS; i += THREADS) chosen[i] = 0;
+    for (int i = threadIdx.x; i < NUM_EXPERTS; i += THREADS)
+      ((uint4*)chosen)[i] = make_uint4(0, 0, 0, 0);
   cluster_wait();  // all CTAs have started and initialised their mbarriers
   griddepcontrol_wait();
 

@@ -6,17 +6,21 @@ data in distributed shared memory (DSMEM) instead of in two launches through glo
 
 1. A CTA computes a slice of K for all experts with mma.sync. Its slice of the weight stays in
    registers: it is loaded before `griddepcontrol_wait()`, while the preceding kernel still runs
-   (PDL), and it serves all tokens. Each of the 8 warps has every 8th tile of 8 experts.
-2. The partials are stored in the shared memory of the CTA that will read them, token t in that of
-   CTA t % 8, before a cluster barrier: the reader then waits for no remote load.
+   (PDL), and it serves all tokens. Each of the 8 warps has every 8th tile of 8 experts. Up to 16
+   tokens are one tile, and each warp loads x itself. Of more tokens x is copied to shared memory
+   once per CTA (cp.async), all tiles at once, and a tile is multiplied as soon as it is there.
+2. The partials are stored in the shared memory of the CTA that will choose the token's experts,
+   which waits at an mbarrier for their bytes and for no remote load. Up to 16 tokens: token t in
+   CTA t % 8. More: CTA t / 4 % 8, so that what a warp stores at a time is in 2 CTAs, not in 8.
 3. A warp adds up the 8 slices of a token, in order, and chooses its experts. A lane has every 32nd
    expert; one choice is a maximum over keys that are ordered as the scores are, then a minimum over
    the ids of those that have it (redux.sync).
-4. The choices go into a table [T, E] in CTA 0's shared memory. After another barrier one thread per
-   expert walks down its column: it writes the expert's list in order of tokens, and its tiles. One
-   or two tokens are all CTA 0's, without that barrier.
+4. The choices go to CTA 0. An expert has a bit there for each token, set if the token chose it. A
+   pair's place in the expert's list is the number of bits of earlier tokens: so one thread per pair
+   writes the lists, in order of tokens, and one per expert its tiles. One or two tokens are all
+   CTA 0's from the start.
 
-Nothing is added atomically, and the order of every sum is the same for 1 to 128 tokens. So a
+No results are added atomically, and the order of every sum is the same for 1 to 128 tokens. So a
 token's experts and weights are the same alone and among up to 127 others. (Triton's router, which
 serves everything else, adds up in another order.)
 """

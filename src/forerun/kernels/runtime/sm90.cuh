@@ -1,5 +1,6 @@
 // Device primitives of the CUDA C++ kernels for Hopper (sm_90a): mbarriers, named barriers, clusters,
-// programmatic dependent launch, cp.async, TMA, wgmma. `nvrtc.py` passes this file to every compilation.
+// programmatic dependent launch, cp.async, TMA, wgmma. `nvrtc.py` passes this file to every
+// compilation.
 #pragma once
 
 typedef unsigned short u16;
