@@ -134,7 +134,7 @@ __device__ uint4 load_x(const u16* p, bool valid) {
   return v;
 }
 
-// A thread's columns of tokens lane / 4 and, in half 1, lane / 4 + 8: the one tile of few tokens, in
+// A thread's columns of tokens lane / 4 and, in half 1, lane / 4 + 8. Few tokens are one tile, in
 // global memory.
 struct GlobalX {
   const u16* row;
@@ -159,8 +159,8 @@ struct SharedX {
   }
 };
 
-// A copy of its own register. mma.sync needs its operands in adjacent registers; without this, ptxas
-// moves them there for each mma.sync anew.
+// x in a register of its own. mma.sync needs its operands in adjacent ones; without this, ptxas moves
+// them there for each mma.sync anew.
 __device__ u32 copy(u32 x) {
   u32 y;
   asm volatile("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(y) : "r"(x));
@@ -210,8 +210,8 @@ struct Exchange {
 };
 
 // Which CTA chooses the experts of a token, and where its partials are there. CTAs take runs of
-// tokens in turn: of one of few tokens, so that every CTA has some; else of 4, so that a warp's store
-// of 8 tokens by 8 experts goes to 2 CTAs, 128 contiguous bytes each, not to 8.
+// tokens in turn. Up to 16 tokens, a run is one token, so that every CTA has some. Beyond, it is 4, so
+// that a warp's store of 8 tokens by 8 experts goes to 2 CTAs, 128 contiguous bytes each, not to 8.
 struct TokenMap {
   int T, shift, run, slots;  // 1 << shift: CTAs; 1 << run: tokens; slots: most tokens of one CTA
   __device__ TokenMap(int T)
@@ -239,8 +239,8 @@ struct TokenMap {
   }
 };
 
-// The mbarriers have one phase each: of the bytes that arrive in this CTA, and, with many tokens, of
-// x. One thread.
+// The mbarriers have one phase each: of the bytes that other CTAs send, and of the tiles of x, if
+// there are many tokens. One thread.
 __device__ void init_barriers(const Exchange& exchange, const TokenMap& map, u32 x_barriers,
                               int cta_rank) {
   mbarrier_init(exchange.partials_barrier, 1);
@@ -499,7 +499,7 @@ __device__ int count_tokens(const u32* chosen, int expert, int tokens) {
   return count;
 }
 
-// The lists of routed experts, in order of tokens: a pair comes after those of the tokens before its.
+// The lists of routed experts, in order of tokens: a pair comes after those of earlier tokens.
 __device__ void list_pairs(const Arguments& args, const u32* chosen, const int* choices) {
   for (int i = threadIdx.x; i < args.T * TOP_K; i += THREADS) {
     int token = i / TOP_K, expert = choices[i];
@@ -561,9 +561,10 @@ __device__ int list_shared(const Arguments& args, int used) {
 
 // --- kernel --------------------------------------------------------------------------------------
 
-// Shared memory: partials (see TokenMap) float32; with many tokens, x [tiles of 16, X_ROW] bf16; in
-// CTA 0, the tokens of an expert [E, TOKEN_WORDS] and choices [T, TOP_K] int32. A CTA may exit when it
-// has sent its last value: others write into a CTA's shared memory only what it waits for.
+// Shared memory: partials (see TokenMap) float32; in CTA 0, the experts' tokens [E, TOKEN_WORDS] bits;
+// with many tokens, x [T, X_ROW] bf16, T up to a multiple of 16; in CTA 0, choices [T, TOP_K] int32.
+// A CTA may exit when it has sent its last value: others write into a CTA's shared memory only what
+// it waits for.
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
 router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias, float* weights,
                    int* experts, int* pairs, int* tiles, int T, int max_tiles, float factor) {
