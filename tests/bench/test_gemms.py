@@ -16,6 +16,7 @@ from forerun.bench.ceilings import gemm_seconds
 from forerun.bench.gemms import Gemm, recording, step_gemms, touched_experts
 from forerun.executor.device_executor import device_step
 from forerun.kernels.gemm import gemm as own
+from forerun.kernels.gemm import head_gemm
 from forerun.llm.bundled import PAIR
 from tests.golden_engine import golden_llm
 
@@ -170,6 +171,13 @@ def test_operators() -> None:
         assert [(g.n, g.k, g.tokens) for g in gemms] == expected
     step()
     assert len(gemms) == len(expected)  # nothing is seen afterwards
+
+
+def test_gemms_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_gemm, "_launch", lambda x, weight, out: None)
+    with recording() as gemms:
+        head_gemm._launch(torch.empty(3, 2, 8), torch.empty(2, 8, 5), torch.empty(3, 2, 5))
+    assert by_shape(gemms) == [(5, 8, 3)] * 2
 
 
 def test_recording_ends_with_an_error() -> None:

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from forerun.bench.bounds import Bounds
-from forerun.bench.cli.inputs import LISTS, Shape, check, repeat_flag
+from forerun.bench.cli.inputs import Shape, check
 from forerun.bench.cli.one_batch import fill_in, table, too_few
+from forerun.bench.cli.options import LISTS, repeat_flag
 from forerun.bench.cli.tables import COLUMNS
 from forerun.bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts, trace
 from forerun.core.errors import ConfigError

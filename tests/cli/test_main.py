@@ -119,7 +119,7 @@ class Raising:
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
-    def load(self):
+    def load(self, subcommand: str | None):
         def command() -> None:
             raise self.error
 

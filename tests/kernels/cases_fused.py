@@ -45,7 +45,9 @@ def norms(name: str, x: str, block: int = 4096, **constants: Any) -> Case:
     pointers = {"x_ptr": x, "residual_ptr": B16, "weight_ptr": B16, "total_ptr": B16}
     numbers = "size* split_stride* row_stride* residual_stride*"
     all_ = {"ADD": True, "SPLIT_K": 1, "BLOCK": block, **constants}
-    warps = 4 if all_["SPLIT_K"] == 1 and block <= 4096 else 16
+    warps = min(16, block // 256)
+    if all_["SPLIT_K"] == 1 and block <= 4096:
+        warps //= 4
     return case(name, norm._rms_norm, pointers | {"out_ptr": B16}, numbers, all_, warps)
 
 
@@ -133,6 +135,7 @@ _CASES = [
     norms("add and norm", B16),
     norms("split-K partials, add and norm", F32, SPLIT_K=4),
     norms("outputs of 8 experts, add and norm", F32, 2048, SPLIT_K=8),
+    norms("outputs of 8 experts in bfloat16, add and norm", B16, 2048, SPLIT_K=8),
     norms("norm", B16, ADD=False),
     norms("norm of 5120", B16, 8192),
     silu("silu", B16, 1),

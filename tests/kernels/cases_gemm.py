@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from forerun.bench.kernels import gemm_chain
-from forerun.kernels.gemm import gemm_triton
-from tests.kernels.compiled import PDL_TARGETS, Case
+from forerun.kernels.gemm import gemm_triton, head_gemm
+from forerun.kernels.runtime.gpu import GpuInfo
+from tests.kernels.compiled import PDL_TARGETS, SMEM_LIMIT, TARGETS, Case
 
 OPERANDS = {"x": "*bf16", "w": "*bf16", "semaphores": "*i32"}
 OPTIONAL = (
@@ -49,6 +52,41 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
     )
 
 
+def heads(
+    name: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype = torch.bfloat16,
+    targets: tuple[str, ...] = TARGETS,
+) -> list[Case]:
+    """H, K, N: absorb (N contiguous) if K < N, else project_v (K contiguous)."""
+    (_, k, n), weight = sizes, torch.empty(sizes, dtype=dtype, device="meta")
+    unit, other = ("w_n_stride", "w_k_stride") if k < n else ("w_k_stride", "w_n_stride")
+    strides = "x_token_stride x_head_stride w_head_stride out_token_stride out_head_stride"
+    multiples = (*strides.split(), other)
+    pointer = "*fp32" if dtype == torch.float32 else "*bf16"
+    constants = {
+        "K": k, "N": n, "BLOCK_M": head_gemm.BLOCK_M, "SPLIT_K": head_gemm.SPLIT_K,
+        "BLOCK_K": head_gemm.slice_width(k), unit: 1,
+    }  # fmt: skip
+
+    def on(target: str) -> Case:
+        amd = target.startswith("gfx")
+        gpu = GpuInfo(304 if amd else 132, amd, smem_bytes=SMEM_LIMIT[target])
+        block_n = head_gemm.choose_block_n(gpu, weight)
+        return Case(
+            name,
+            head_gemm._head_gemm,
+            dict.fromkeys(("x", "w", "out"), pointer) | dict.fromkeys(("T", *multiples), "i32"),
+            constants | {"BLOCK_N": block_n},
+            options={"num_warps": head_gemm.SPLIT_K, "num_stages": 1 if amd else 2},
+            targets=(target,),
+            multiples=multiples,
+            matrix=dtype != torch.float32,
+        )
+
+    return [on(target) for target in targets]
+
+
 CASES = [
     case("gemm", OUT),
     case("gemm, split-K partials", PARTIALS, MAX_SPLIT=4, WRITE_PARTIALS=True, SWAP_AB=True),
@@ -58,6 +96,12 @@ CASES = [
     case("gemm, deferred norm in, argmax", NORM_IN | ARGMAX, BLOCK_M=64),
     case("gemm, swapped operands", OUT, SWAP_AB=True),
     replace(case("gemm, late launch of dependents", OUT, EARLY_LAUNCH=False), targets=PDL_TARGETS),
+    *heads("16 heads, absorb", (16, 128, 512)),
+    *heads("16 heads, project_v", (16, 512, 128)),
+    *heads("32 heads, absorb", (32, 128, 512)),
+    *heads("32 heads, project_v", (32, 512, 128)),
+    *heads("heads in float32, absorb", (16, 128, 512), torch.float32, ("sm_90", "gfx942")),
+    *heads("heads in float32, project_v", (16, 512, 128), torch.float32, ("sm_90", "gfx942")),
     Case(
         "reduce argmax of tiles",
         gemm_triton.reduce_argmax_kernel,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.moe import experts, router
+from forerun.kernels.moe import align, experts, router
 from forerun.kernels.moe.config import choose_moe, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
-from tests.kernels.compiled import TARGETS, Case
+from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
 
 B16, F32, I32 = "*bf16", "*fp32", "*i32"
 HIDDEN, WIDTH, TOP_K = 2048, 768, 8
@@ -55,25 +56,38 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
     return Case(name, router._top_k, signature, all_, options={"num_warps": warps}, wide=False)
 
 
+def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
+    """Both kernels that make the tiles of many tokens."""
+    sizes = dict.fromkeys(("num_pairs", "num_experts", "size"), "i32")
+    count = {"experts": I32, "counts": I32, **sizes}
+    place = count | {"pairs": I32, "tiles": I32, "max_tiles": "i32"}
+    tiles = {"BLOCK_M": block_m, "TILES": align.TILES}
+    place_options, count_options = align.options_of_align(next_power_of_2(num_experts))
+    cases = []
+    for name, kernel, signature, options, more in (
+        ("count", align._count_pairs, count, count_options, {}),
+        ("place", align._place_pairs, place, place_options, tiles),
+    ):
+        constants, warps = {**options, **more}, {"num_warps": options["num_warps"]}
+        del constants["num_warps"]
+        name = f"{name} pairs of {num_experts} experts"
+        cases.append(Case(name, kernel, signature, constants, options=warps, wide=False))
+    return cases
+
+
 def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
     """Both grouped GEMMs with the tiles of so many tokens."""
-    wave64 = tuple(target for target in TARGETS if target != "gfx1100")
     return [
-        *_gemms(name, tokens, out, shared, even, CDNA, wave64),
-        *_gemms(name, tokens, out, shared, even, RDNA, ("gfx1100",)),
+        case for target in TARGETS for case in _gemms_on(target, name, tokens, out, shared, even)
     ]
 
 
-def _gemms(
-    name: str,
-    tokens: int,
-    out: str,
-    shared: bool,
-    even: bool,
-    amd_gpu: GpuInfo,
-    targets: tuple[str, ...],
+def _gemms_on(
+    target: str, name: str, tokens: int, out: str, shared: bool, even: bool
 ) -> list[Case]:
-    nvidia, amd = choose_moe(tokens, NVIDIA), choose_moe(tokens, amd_gpu)
+    rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
+    nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target])
+    tiles = choose_moe(tokens, rocm.get(target, nvidia))
     strides = ("h_vectors", "i_vectors") if even else ()  # otherwise multiples of 8
     sizes = dict.fromkeys(("max_tiles", "h_vectors", "i_vectors"), "i32")
     pairs = {"pairs": I32, "tiles": I32}
@@ -82,25 +96,21 @@ def _gemms(
     down |= {"prefetch_k": "i32", **({"shared": B16} if shared else {})}
     absent = {} if shared else {"shared": None}
     cases = []
-    for kernel, label, signature, config, hip, more in (
-        (experts._gate_up, "gate/up", gate_up, nvidia.gate_up, amd.gate_up, {}),
-        (experts._down, "down", down, nvidia.down, amd.down, absent),
+    for kernel, label, signature, config, more in (
+        (experts._gate_up, "gate/up", gate_up, tiles.gate_up, {}),
+        (experts._down, "down", down, tiles.down, absent),
     ):
-        constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": nvidia.block_m, **more}
+        constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": tiles.block_m, **more}
         if kernel is experts._down:
             constants["NUM_THREADS"] = 32 * config.num_warps
-        blocks = {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
-        hip_blocks = {"BLOCK_N": hip.block_n, "BLOCK_K": hip.block_k, "BLOCK_M": amd.block_m}
         cases.append(
             Case(
                 f"{label}, {name}",
                 kernel,
                 signature,
-                constants | blocks,
+                constants | {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
                 options={"num_warps": config.num_warps, "num_stages": config.num_stages},
-                hip_constants=hip_blocks,
-                hip_options={"num_warps": hip.num_warps, "num_stages": hip.num_stages},
-                targets=targets,
+                targets=(target,),
                 multiples=strides,
                 matrix=True,
             )
@@ -125,6 +135,11 @@ CASES = [
     top_k("top-k and shared experts in one CTA", 64, TOP_K=6, NUM_SHARED=2, NORM=False,
           ONE_CTA=True),
     top_k("top-k, Kimi-K2", 384, SIGMOID=True, correction_bias=...),
+    *alignment(1),
+    *alignment(64, block_m=64),
+    *alignment(128),
+    *alignment(160),
+    *alignment(512),
     *gemms("1 token", 1, F32),
     *gemms("512 tokens and shared experts", 512, B16, shared=True),
     *gemms("8192 tokens", 8192, B16),

@@ -20,9 +20,17 @@ from forerun.kernels.gemm.gemm_sm90 import (
     num_stages,
     smem_bytes,
 )
-from forerun.kernels.moe import experts_sm90
-from forerun.kernels.moe.config import SM90_DECODE, SM90_FEW_TOKENS, Sm90MoeConfig
+from forerun.kernels.moe import experts_sm90, router_sm90
+from forerun.kernels.moe.config import (
+    SM90_DECODE,
+    SM90_FEW_TOKENS,
+    Sm90MoeConfig,
+    Sm90RouterConfig,
+    choose_router_sm90,
+)
+from forerun.kernels.moe.routing import Routing
 from forerun.kernels.runtime import nvrtc
+from forerun.kernels.runtime.gpu import GpuInfo
 
 VARIANTS = [
     Sm90Variant(),
@@ -87,6 +95,40 @@ def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
     assert config.ctas_per_sm * (experts_sm90.smem_bytes(config) + 1024) <= 228 << 10
 
 
+ROUTER = Sm90RouterConfig(slice=256, tiles_per_warp=2)
+QWEN3_MOE = Routing(128, 8, norm_topk_prob=True, float32_logits=False)
+ROUTERS = {  # also those with the most registers
+    "qwen3-30b-a3b": (QWEN3_MOE, 2048),
+    "qwen3-235b-a22b": (QWEN3_MOE, 4096),
+    "deepseek-v2-lite": (Routing(64, 6, num_shared=2), 2048),
+    "mixtral": (Routing(8, 2, norm_topk_prob=True), 4096),
+    "32 experts, H 6144": (Routing(32, 14, num_shared=2), 6144),
+    "ragged slices": (Routing(120, 5, n_group=5, topk_group=2), 2888),
+    "many experts": (Routing(336, 16, "sigmoid", True, correction_bias=True), 1024),
+    "groups, bias": (
+        Routing(
+            256, 8, "sigmoid", True, 2.5, n_group=8, topk_group=4, group_score="top2",
+            correction_bias=True, num_shared=1,
+        ),
+        2048,
+    ),
+}  # fmt: skip
+
+
+def router_source(name: str) -> str:
+    routing, hidden = ROUTERS[name]
+    hopper = GpuInfo(132, amd=False, capability=90)
+    sizes = (routing.num_experts, routing.top_k, routing.groups[0])
+    config = choose_router_sm90(1, hidden, *sizes, torch.bfloat16, hopper)
+    assert config is not None
+    return router_sm90.cuda_source(config, routing, hidden, routing.correction_bias)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_sm90_router_compiles(name: str) -> None:
+    assert_compiles_well(router_source(name))
+
+
 @pytest.mark.parametrize(
     ("source", "built"),
     [
@@ -94,8 +136,9 @@ def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
         (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16)),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
         (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS)),
+        (router_sm90.SOURCE, router_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, bias=False)),
     ],
-    ids=["gemm", "prefill", "mla", "experts"],
+    ids=["gemm", "prefill", "mla", "experts", "router"],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""

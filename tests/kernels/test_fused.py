@@ -7,6 +7,7 @@ import torch
 
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from forerun.kernels.elementwise.silu_mul import silu_mul
+from forerun.kernels.moe.experts import combine
 
 EPS = 1e-6
 # bfloat16: a result is rounded once, to 8 bits. The interpreter cuts them off instead.
@@ -55,6 +56,17 @@ def test_add_rms_norm(split_k: int, dtype: torch.dtype, device: torch.device) ->
     _close(total, residual.double() + added)
     _close(normed, _normed(total, weight))
     assert torch.equal(residual, kept)
+
+
+def test_partials_of_the_models_dtype(device: torch.device) -> None:
+    """Bit for bit as if their sum had been a tensor."""
+    dtype = torch.float16  # the interpreter rounds to bfloat16 in its own way
+    partials = _random(4, 5, 96, dtype=dtype, device=device)
+    residual = _random(5, 96, dtype=dtype, device=device, seed=1)
+    weight = _random(96, dtype=dtype, device=device, seed=2)
+    got = add_rms_norm(partials, residual, weight, EPS)
+    want = add_rms_norm(combine(partials, dtype), residual, weight, EPS)
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.kernels.moe import align as align_module
+from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import choose_moe, max_tiles, router_slice
 from forerun.kernels.moe.experts import (
     combine,
@@ -157,6 +159,62 @@ def test_tiles_of_many_tokens(tokens: int, block_m: int, skew: bool) -> None:
         scores[:, 3:7] -= 100  # experts without a token
     experts = scores.topk(3).indices.to(torch.int32)
     check_tiles(Routed(torch.empty(0), experts), align_ref(experts, 10, block_m), 10)
+
+
+def same_tiles(got: ExpertTiles, want: ExpertTiles) -> bool:
+    equal = torch.equal(got.pairs, want.pairs) and torch.equal(got.tiles, want.tiles)
+    return equal and got.block_m == want.block_m
+
+
+def random_experts(tokens: int, top_k: int, among: Tensor, seed: int = 0) -> Tensor:
+    """[T, k] int32: different ones for each token, of `among`."""
+    scores = random(tokens, len(among), seed=seed)
+    return among[scores.argsort(dim=1)[:, :top_k]].to(torch.int32)
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "num_experts"),
+    [
+        (1, 1, 1),
+        (1, 8, 64),
+        (32, 1, 2),  # one block
+        (33, 1, 2),  # a pair more
+        (77, 3, 7),
+        (129, 8, 128),
+        (37, 5, 160),
+        (23, 7, 512),
+    ],
+)
+def test_tiles_are_those_of_the_reference(
+    tokens: int, top_k: int, num_experts: int, block_m: int, device: torch.device
+) -> None:
+    experts = random_experts(tokens, top_k, torch.arange(num_experts)).to(device)
+    want = align_ref(experts, num_experts, block_m)
+    assert same_tiles(align(experts, num_experts, block_m), want)
+
+
+@pytest.mark.parametrize("max_chunks", [1, 2, 3])
+@pytest.mark.parametrize(("tokens", "num_experts"), [(65, 20), (96, 20), (50, 300)])
+def test_tiles_from_chunks_of_several_blocks(
+    tokens: int,
+    num_experts: int,
+    max_chunks: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(align_module, "MAX_CHUNKS", max_chunks)
+    experts = random_experts(tokens, 3, torch.arange(num_experts)).to(device)
+    want = align_ref(experts, num_experts, 16)
+    assert same_tiles(align(experts, num_experts, 16), want)
+
+
+@pytest.mark.parametrize("chosen", [[0], [9], [4], [0, 9], [3, 4, 6]])
+def test_tiles_of_few_among_many_experts(chosen: list[int], device: torch.device) -> None:
+    """All pairs to one expert; experts without a pair before, between and after."""
+    experts = random_experts(150, len(chosen), torch.tensor(chosen)).to(device)
+    want = align_ref(experts, 10, 64)
+    assert same_tiles(align(experts, 10, 64), want)
 
 
 def test_the_bound_on_tiles_is_reached_and_never_passed() -> None:
@@ -367,3 +425,85 @@ def test_shared_experts_at_the_sizes_of_deepseek_v2_lite(tokens: int) -> None:
     assert (got - want).norm() / want.norm() < 0.01
     for _ in range(5):
         assert torch.equal(moe(x).result().float(), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("skew", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "num_experts"),
+    [
+        (129, 8, 128),
+        (1000, 8, 128),
+        (8192, 8, 128),  # Qwen3-30B-A3B
+        (8192, 6, 64),  # DeepSeek-V2-Lite
+        (4099, 8, 256),  # DeepSeek-V3
+        (2048, 8, 384),  # Kimi-K2
+        (65536, 8, 512),
+        (16384, 1, 1),
+    ],
+)
+def test_tiles_are_those_of_the_reference_at_real_sizes(
+    tokens: int, top_k: int, num_experts: int, skew: bool
+) -> None:
+    """`skew`: half of the experts have no pair."""
+    among = torch.arange(num_experts, device="cuda")
+    among = among[-max(top_k, num_experts // 2) :] if skew else among
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw() -> Tensor:
+        scores = torch.rand(tokens, len(among), generator=generator, device="cuda")
+        return among[scores.topk(top_k).indices].to(torch.int32)
+
+    experts = draw()
+    block_m = choose_moe(tokens, gpu_of(experts.device)).block_m
+    made = align(experts, num_experts, block_m)
+    assert same_tiles(made, align_ref(experts, num_experts, block_m))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = align(experts, num_experts, block_m)
+    for _ in range(3):
+        experts.copy_(draw())
+        graph.replay()
+        assert same_tiles(captured, align_ref(experts, num_experts, block_m))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", [Routing(128, 8), Routing(64, 6, num_shared=2)])
+@pytest.mark.parametrize("tokens", [129, 1024, 8192])
+def test_tiles_of_routed_tokens_at_real_sizes(routing: Routing, tokens: int) -> None:
+    """The kernels in a row, as in a layer: every list is made of the choices just before it."""
+    device = torch.device("cuda")
+    counts = new_counts(routing, device)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (48, 1, tokens, routing.num_experts)  # 48 layers
+    logits = torch.randn(shape, generator=generator, device=device)
+    made = [top_k(partials, None, routing, counts) for partials in logits]
+    for routed in made:
+        assert routed.tiles is not None
+        want = align_ref(routed.experts, routing.num_experts, routed.tiles.block_m)
+        assert same_tiles(routed.tiles, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [129, 2048])
+def test_the_norm_adds_up_the_experts_as_combine_does(tokens: int) -> None:
+    """More tokens than a decode step has, in bfloat16. The sums are equal bit for bit.
+
+    The norm has other numbers of warps, which add up squares in another order.
+    """
+    place = WeightPlacement(torch.bfloat16, torch.device("cuda"))
+    moe, norm = SparseMoE(2048, 768, Routing(128, 8), place), AddRMSNorm(2048, 1e-6, place)
+    generator = torch.Generator("cuda").manual_seed(0)
+    parts: tuple[Module, ...] = (moe, norm)
+    for part in parts:
+        for view in part.weights().values():
+            view.normal_(0, 0.02, generator=generator)
+        part.prepare()
+    x, residual = (
+        torch.randn(tokens, 2048, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    got, total = norm(moe(x), residual)
+    want, want_total = norm.norm.add(moe(x).result(), residual)
+    assert isinstance(got, Tensor) and torch.equal(total, want_total)
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)  # the last bit of bfloat16

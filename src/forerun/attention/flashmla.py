@@ -19,6 +19,7 @@ from forerun.attention.packages import Package
 from forerun.attention.paged import LATENT_ROW, LibraryBackend, PagedPlan, PagedTokens
 from forerun.core.errors import InternalError
 from forerun.kvcache.layouts import LatentKV
+from forerun.kvcache.pools import ModelPools
 
 PAGE_SIZE = 64
 
@@ -61,6 +62,10 @@ class FlashMla(LibraryBackend):
             raise ImportError("flash_mla was built without its kernels for Hopper")
         return module
 
+    def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
+        super().__init__(need, pools)
+        self._fence = torch.zeros(1, device=pools.device)
+
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashMlaPlan:
         return FlashMlaPlan(PagedTokens.of(batch, self.pools.page_size))
 
@@ -85,4 +90,8 @@ class FlashMla(LibraryBackend):
             causal=causal,
             use_legacy=True,
         )
+        # Its last kernel is launched with PDL and does not wait for the one before where a request
+        # is not split. So it may finish first, and a kernel with PDL would wait for it alone
+        # (kernels/runtime/pdl.py); a launch without PDL waits for both.
+        self._fence.fill_(0)
         return out.flatten(0, 1)  # type: ignore[no-any-return]

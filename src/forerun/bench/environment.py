@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import forerun
 from forerun import LLM
+from forerun.bench.commit import commit
 from forerun.platform.device import device_name, versions
 
 
@@ -55,20 +55,7 @@ def environment(llm: LLM) -> dict[str, Any]:
     return {**here, "engine": chosen}
 
 
-def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The checkout's commit; None where `folder` is not tracked by git (an installed copy)."""
-    if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    head = _git(folder, "rev-parse", "--short", "HEAD")
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{head}+" if head and changed else head
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command; None if it fails or git is not installed."""
-    command = ["git", "-C", str(folder), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+def made_with(where: Mapping[str, Any]) -> str:
+    """The line under a table, from `environment(llm)`."""
+    chosen = where["engine"]
+    return f"{chosen['dtype']}, {Environment.here(chosen['device']).line()}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
+from forerun.bench.svg import COLOURS, document, text
 from forerun.bench.timeline import Span, Timeline, exclusive
 
 WIDTH, MARGIN = 960, 24
@@ -12,7 +12,6 @@ INNER = WIDTH - 2 * MARGIN
 BAND, LOWER = 44, 14  # heights of the lane of a step's kernels and of the lane below
 PITCH = 100  # from one lane to the next
 MARGIN_US = 60.0  # µs on either side of a gap in the close-up
-COLOURS = ("#3b6fb6", "#d98032", "#4f9d69", "#b65d9e", "#8c7a3f", "#5aa7b8")
 OTHERS, GAP = "#9aa3ad", "#c8102e"
 
 
@@ -22,7 +21,7 @@ def draw(timeline: Timeline, title: str) -> str:
     first = max(0, (len(steps) - 3) // 2)
     shown = Timeline(steps[first : first + 3], timeline.between)
     colours = _colours(timeline)
-    out = [_text(MARGIN, 30, title, size=17, weight="bold")]
+    out = [text(MARGIN, 30, title, size=17, weight="bold")]
     if timeline.host_gap is not None:
         mean = sum(timeline.periods) / len(timeline.periods)
         gap = sum(timeline.gaps) / len(timeline.gaps)
@@ -30,7 +29,7 @@ def draw(timeline: Timeline, title: str) -> str:
             f"step {mean / 1000:.3f} ms, gap between steps {gap:.1f} µs: the GPU is idle"
             f" {timeline.host_gap:.2%} of the time (mean of {len(timeline.gaps)} gaps)"
         )
-        out.append(_text(MARGIN, 52, said))
+        out.append(text(MARGIN, 52, said))
     y = 84.0
     if shown.steps:
         begin, end = shown.steps[0][0].start, _end(shown.steps[-1])
@@ -44,12 +43,7 @@ def draw(timeline: Timeline, title: str) -> str:
     y += PITCH
     out += _legend(timeline, colours, y)
     height = y + 24 * ((len(colours) + 2) // 2) + 8
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}"'
-        f' font-family="system-ui, sans-serif" font-size="13" role="img">'
-        f"<title>{escape(title)}</title>"
-        f'<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(out) + "\n</svg>\n"
-    )
+    return document(WIDTH, height, title, out)
 
 
 def _lane(
@@ -70,8 +64,8 @@ def _lane(
         return f'<path fill="{colour}" d="{"".join(d)}"/>' if d else ""
 
     out = [
-        _text(MARGIN, y - 8, said),
-        _text(WIDTH - MARGIN, y - 8, _span(end - begin), anchor="end"),
+        text(MARGIN, y - 8, said),
+        text(WIDTH - MARGIN, y - 8, _span(end - begin), anchor="end"),
     ]
     out.append(f'<rect x="{MARGIN}" y="{y:g}" width="{INNER}" height="{BAND}" fill="#eef1f4"/>')
     spans = exclusive(span for step in timeline.steps for span in step)
@@ -97,7 +91,7 @@ def _legend(timeline: Timeline, colours: dict[str, str], y: float) -> list[str]:
     for index, (colour, said) in enumerate(entries):
         x, at = MARGIN + (index % 2) * INNER / 2, y + 24 * (index // 2)
         out.append(f'<rect x="{x:g}" y="{at - 11:g}" width="13" height="13" fill="{colour}"/>')
-        out.append(_text(x + 20, at, said))
+        out.append(text(x + 20, at, said))
     return out
 
 
@@ -119,12 +113,3 @@ def _span(us: float) -> str:
 
 def _end(step: Sequence[Span]) -> float:
     return max(span.end for span in step)
-
-
-def _text(
-    x: float, y: float, said: str, *, size: int = 13, weight: str = "normal", anchor: str = "start"
-) -> str:
-    return (
-        f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}"'
-        f' text-anchor="{anchor}" fill="#1c2126">{escape(said)}</text>'
-    )

@@ -3,9 +3,9 @@
 Library GEMMs (cuBLAS, oneDNN) pass PyTorch's dispatcher, where a `TorchDispatchMode` reads their
 operands; composite operators (`linear`, `matmul`, `einsum`) are decomposed into `mm`, `addmm` and
 `bmm` first. Our own kernels bypass the dispatcher, but all are launched by one function,
-`kernels.gemm.gemm._launch`, which is wrapped while recording. So are the functions of the
-experts of a mixture; which of them are read depends on the tokens, and their expected number is
-counted (`touched_experts`); shared ones always are.
+`kernels.gemm.gemm._launch`, which is wrapped while recording. So are that of the GEMMs per head
+(MLA) and the functions of the experts of a mixture; which of them are read depends on the tokens,
+and their expected number is counted (`touched_experts`); shared ones always are.
 
 Only GEMMs with a weight count: one operand must have existed before recording began. Attention is
 not counted: recording pauses while a backend runs it.
@@ -29,6 +29,7 @@ from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
 from forerun.executor.step_inputs import StepShape
 from forerun.kernels.gemm import gemm as own_kernels
+from forerun.kernels.gemm import head_gemm
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig
 from forerun.kernels.gemm.gemm import GemmWeight
@@ -79,7 +80,9 @@ def recording() -> Iterator[list[Gemm]]:
     mode = _Recorder()
     with (
         _wrapped(own_kernels, "_launch", mode.watch),
+        _wrapped(head_gemm, "_launch", mode.watch_heads),
         _wrapped(router, "router_partials", mode.watch_router),
+        _wrapped(router, "route_sm90", mode.watch_router),
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(AttentionContext, "run", _unwatched),
         _wrapped(AttentionContext, "attend_latent", _unwatched),
@@ -130,10 +133,17 @@ class _Recorder(TorchDispatchMode):
 
         return watched
 
-    def watch_router(self, partials: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(x: Tensor, weight: Tensor) -> Tensor:
+    def watch_heads(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, weight: Tensor, out: Tensor) -> None:
+            self._add(x.transpose(0, 1), weight.mT)
+            launch(x, weight, out)
+
+        return watched
+
+    def watch_router(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, weight: Tensor, *rest: Any) -> Any:
             self._add(x, weight)
-            return cast(Tensor, partials(x, weight))
+            return run(x, weight, *rest)
 
         return watched
 

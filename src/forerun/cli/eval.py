@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun import LLM, SamplingParams
-from forerun.bench.environment import environment
+from forerun.bench.environment import environment, made_with
 from forerun.cli.demo_view import positions
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import made_with, print_json, progress_bar
+from forerun.cli.output import print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import (

@@ -136,6 +136,18 @@ def sampling_flags(**defaults: Any) -> list[Flag]:
     return flags
 
 
+def config_flags(config: type[Any]) -> list[Flag]:
+    """Every field of a dataclass whose fields have defaults, and metadata "help" and "panel"."""
+    hints, defaults = get_type_hints(config), vars(config())
+    flags = []
+    for spec in fields(config):
+        kind, default = _value_type(hints[spec.name]), defaults[spec.name]
+        if get_origin(kind) is list:
+            default = list(default)
+        flags.append(Flag(spec.name, kind, default, spec.metadata["help"], spec.metadata["panel"]))
+    return flags
+
+
 def with_flags(
     **groups: Callable[[], Iterable[Flag]],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

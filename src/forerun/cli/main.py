@@ -26,10 +26,13 @@ class Entry:
 
     target: str
     help: str
+    builds: bool = False  # the target makes the app, from the name of the subcommand in use
 
-    def load(self) -> Any:
+    def load(self, subcommand: str | None = None) -> Any:
+        """The command: a function, or a typer app."""
         module, _, attribute = self.target.partition(":")
-        return vars(import_module(module))[attribute]
+        found = vars(import_module(module))[attribute]
+        return found(subcommand) if self.builds else found
 
 
 COMMANDS = {
@@ -44,13 +47,18 @@ COMMANDS = {
     "doctor": Entry(
         "forerun.cli.doctor:doctor", "What this machine can run, and why not the rest."
     ),
-    "bench": Entry("forerun.bench.cli.app:app", "Measure speed, plain and speculative."),
+    "bench": Entry(
+        "forerun.bench.cli.app:build", "Measure speed, plain and speculative.", builds=True
+    ),
     "eval": Entry("forerun.cli.eval:app", "Measure quality and accept length."),
 }
 
 
-def build_app(chosen: str | None = None) -> typer.Typer:
-    """The app with the command `chosen` imported; the others are names and help lines."""
+def build_app(chosen: str | None = None, subcommand: str | None = None) -> typer.Typer:
+    """The app with the command `chosen` imported; the others are names and help lines.
+
+    Of a group of commands, all are imported if `subcommand` is not one of them.
+    """
     app = typer.Typer(
         name="forerun",
         help="Speculation-first LLM inference: same seed, same text, only faster.",
@@ -61,7 +69,7 @@ def build_app(chosen: str | None = None) -> typer.Typer:
     )
     app.callback(invoke_without_command=True)(_root)
     for name, entry in COMMANDS.items():
-        target = entry.load() if name == chosen else _not_loaded
+        target = entry.load(subcommand) if name == chosen else _not_loaded
         if isinstance(target, typer.Typer):
             app.add_typer(target, name=name, help=entry.help)
         else:
@@ -71,14 +79,17 @@ def build_app(chosen: str | None = None) -> typer.Typer:
 
 def run(args: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
-    command = next((arg for arg in args if not arg.startswith("-")), None)
+    words = [arg for arg in args if not arg.startswith("-")]
+    command, subcommand = (*words[:2], None, None)[:2]
     try:
         if command is not None and command not in COMMANDS:
             raise ConfigError(
                 f"unknown command {command!r}.{nearest(command, COMMANDS)}"
                 f" Known: {', '.join(COMMANDS)}."
             )
-        code = build_app(command)(args=list(args), prog_name="forerun", standalone_mode=False)
+        code = build_app(command, subcommand)(
+            args=list(args), prog_name="forerun", standalone_mode=False
+        )
         return code if isinstance(code, int) else 0
     except (ConfigError, RequestError) as error:
         return _refuse(str(error))

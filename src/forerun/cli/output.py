@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from forerun.bench.environment import Environment
 from forerun.evals.acceptance import Acceptance
 
 if TYPE_CHECKING:
@@ -63,9 +62,3 @@ def progress_bar(quiet: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = quiet or not console.is_terminal
     return Progress(*columns, console=console, transient=True, disable=hidden)
-
-
-def made_with(where: Mapping[str, Any]) -> str:
-    """The line under a table, from `environment(llm)`."""
-    chosen = where["engine"]
-    return f"{chosen['dtype']}, {Environment.here(chosen['device']).line()}"

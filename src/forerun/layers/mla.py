@@ -24,6 +24,7 @@ from forerun.attention.base import (
 from forerun.attention.latent import LatentDims
 from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
 from forerun.kernels.elementwise.qk_norm_rope import rotate
+from forerun.kernels.gemm.head_gemm import head_gemm
 from forerun.kvcache.layouts import LatentKV
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
@@ -51,11 +52,11 @@ class LatentUpProjection(LatentProjection, Module):
         self._w_uv_t = self._by_head[:, dims.nope :].transpose(1, 2)  # [Hq, R, Dv]
 
     def absorb(self, q_nope: Tensor, out: Tensor) -> None:
-        _bmm(q_nope.transpose(0, 1), self._w_uk, out.transpose(0, 1))
+        head_gemm(q_nope, self._w_uk, out)
 
     def project_v(self, latent: Tensor) -> Tensor:
         out = latent.new_empty(*latent.shape[:2], self.dims.v)
-        _bmm(latent.transpose(0, 1), self._w_uv_t, out.transpose(0, 1))
+        head_gemm(latent, self._w_uv_t, out)
         return out
 
     def __call__(self, rows: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
@@ -65,14 +66,6 @@ class LatentUpProjection(LatentProjection, Module):
         k_nope, v = both.view(len(rows), -1, dims.nope + dims.v).split((dims.nope, dims.v), -1)
         shared = k_rope.unsqueeze(1).expand(-1, k_nope.shape[1], -1)
         return torch.cat((k_nope, shared), -1), v
-
-
-def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Into `out`, whose last dimension is contiguous: on a GPU without a copy."""
-    if out.is_cuda:
-        torch.bmm(a, b, out=out)
-    else:  # compiled CPU steps take no strided `out`
-        out.copy_(torch.bmm(a, b))
 
 
 class LatentRowNormRope(LatentNormRope):

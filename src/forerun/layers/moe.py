@@ -179,9 +179,9 @@ class PendingExperts(Pending):
     def add_rms_norm(
         self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """The norm adds up the outputs of a token's experts, where they are float32."""
+        """The norm adds up the outputs of a token's experts, on one device."""
         partials = self._partials()
-        if self._comm.size == 1 and partials.dtype == torch.float32:
+        if self._comm.size == 1:
             return norm.add(partials, residual)
         return norm.add(self._reduced(partials), residual)
 

@@ -59,7 +59,7 @@ class RMSNorm(Module):
         """(norm(x + residual), x + residual).
 
         Args:
-            x: [T, size], or split-K partials of it, float32 [S, T, size].
+            x: [T, size], or partials of it [S, T, size].
             residual: [T, size]; left as it is.
         """
         if self._scaled_weight is None:

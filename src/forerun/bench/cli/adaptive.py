@@ -13,7 +13,6 @@ from rich.table import Table
 from forerun import LLM
 from forerun.bench.adaptive import Cell, sweep
 from forerun.bench.cli.inputs import (
-    AsJson,
     Preset,
     RandomInput,
     Shape,
@@ -22,6 +21,7 @@ from forerun.bench.cli.inputs import (
     with_preset,
     with_room,
 )
+from forerun.bench.cli.options import AsJson
 from forerun.bench.cli.tables import print_table, yes_no
 from forerun.bench.environment import environment
 from forerun.cli.flags import Values, engine_flags, with_flags

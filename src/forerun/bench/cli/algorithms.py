@@ -12,12 +12,13 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.bench.algorithms import Row, compare_algorithms
-from forerun.bench.cli.inputs import AsJson, check_repetitions
+from forerun.bench.cli.inputs import check_repetitions
+from forerun.bench.cli.options import AsJson
 from forerun.bench.cli.tables import wide_console
-from forerun.bench.environment import environment
+from forerun.bench.environment import environment, made_with
 from forerun.cli.demo import SMALL
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import made_with, print_json, progress_bar
+from forerun.cli.output import print_json, progress_bar
 from forerun.cli.settings import without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import chat_encoder, encoder, python_prompts, word_prompts

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib import import_module
+
 import typer
+from typer.core import TyperCommand
 
-from forerun.bench.cli.adaptive import adaptive_command
-from forerun.bench.cli.algorithms import algorithms_command
-from forerun.bench.cli.first_token import first_token_command
-from forerun.bench.cli.inputs import ListCommand
-from forerun.bench.cli.one_batch import one_batch_command
-from forerun.bench.cli.overlap import overlap_command
-from forerun.bench.cli.vs_transformers import vs_transformers_command
+from forerun.bench.cli.options import ListCommand, ServingCommand
 
-app = typer.Typer(no_args_is_help=True)
-app.command("one-batch", cls=ListCommand)(one_batch_command)
-app.command("algorithms", cls=ListCommand)(algorithms_command)
-app.command("adaptive", cls=ListCommand)(adaptive_command)
-app.command("vs-transformers")(vs_transformers_command)
-app.command("overlap", cls=ListCommand)(overlap_command)
-app.command("first-token", cls=ListCommand)(first_token_command)
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Where a benchmark's command lives ("module:function"), and its class."""
+
+    target: str
+    cls: type[TyperCommand] = TyperCommand
+
+
+BENCHMARKS = {
+    "one-batch": Benchmark("forerun.bench.cli.one_batch:one_batch_command", ListCommand),
+    "serving": Benchmark("forerun.bench.cli.serving:serving_command", ServingCommand),
+    "algorithms": Benchmark("forerun.bench.cli.algorithms:algorithms_command", ListCommand),
+    "adaptive": Benchmark("forerun.bench.cli.adaptive:adaptive_command", ListCommand),
+    "vs-transformers": Benchmark("forerun.bench.cli.vs_transformers:vs_transformers_command"),
+    "overlap": Benchmark("forerun.bench.cli.overlap:overlap_command", ListCommand),
+    "first-token": Benchmark("forerun.bench.cli.first_token:first_token_command", ListCommand),
+}
+
+
+def build(chosen: str | None = None) -> typer.Typer:
+    """With the benchmark `chosen` alone, or with all: most of them import torch."""
+    app = typer.Typer(no_args_is_help=True)
+    app.callback()(lambda: None)  # with one command too it is a group
+    for name in [chosen] if chosen in BENCHMARKS else BENCHMARKS:
+        module, _, attribute = BENCHMARKS[name].target.partition(":")
+        function = vars(import_module(module))[attribute]
+        app.command(name, cls=BENCHMARKS[name].cls)(function)
+    return app

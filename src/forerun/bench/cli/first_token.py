@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 
 from forerun import LLM
-from forerun.bench.cli.inputs import AsJson, Preset, with_preset
+from forerun.bench.cli.inputs import Preset, with_preset
+from forerun.bench.cli.options import AsJson
 from forerun.bench.cli.tables import milliseconds, print_table
 from forerun.bench.environment import environment
 from forerun.bench.first_token import FirstToken, first_token

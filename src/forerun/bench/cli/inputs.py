@@ -1,4 +1,4 @@
-"""Inputs of `forerun bench`: shapes, prompts, lists on the command line."""
+"""Inputs of `forerun bench`: shapes, prompts, settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from forerun import LLM
 from forerun.bench.one_batch import random_prompts
@@ -29,32 +28,8 @@ Preset = Annotated[
         " qwen3-30b-a3b, qwen3-8b"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
 SPARE = 256  # KV slots of a request beyond its tokens: drafts, steps in flight, a partial page
-
-
-class ListCommand(TyperCommand):
-    """Accepts lists as SGLang does: `--batch-size 1 4 16`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_flag(args, LISTS))
-
-
-LISTS = ("--batch-size", "--input-len", "--output-len", "--accept-length", "--algorithms")
-
-
-def repeat_flag(args: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """`--flag 1 2` becomes `--flag 1 --flag 2`; other arguments are unchanged."""
-    out: list[str] = []
-    current: str | None = None  # a list flag that has its first value already
-    for arg in args:
-        if current is not None and not arg.startswith("-") and out[-1] != current:
-            out.append(current)
-        elif arg.startswith("-"):
-            current = arg if arg in flags else None
-        out.append(arg)
-    return out
 
 
 @dataclass(frozen=True)

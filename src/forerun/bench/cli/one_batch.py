@@ -17,7 +17,6 @@ from forerun import LLM
 from forerun.bench.bounds import Bounds, Work
 from forerun.bench.ceilings import Ceilings
 from forerun.bench.cli.inputs import (
-    AsJson,
     Preset,
     RandomInput,
     Shape,
@@ -26,6 +25,7 @@ from forerun.bench.cli.inputs import (
     with_preset,
     with_room,
 )
+from forerun.bench.cli.options import AsJson
 from forerun.bench.cli.tables import milliseconds, print_table, wide_console, yes_no
 from forerun.bench.environment import environment
 from forerun.bench.one_batch import BatchTiming, OneBatch, one_batch

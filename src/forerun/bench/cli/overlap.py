@@ -12,7 +12,6 @@ from rich.table import Table
 
 from forerun import LLM
 from forerun.bench.cli.inputs import (
-    AsJson,
     Preset,
     RandomInput,
     Shape,
@@ -21,6 +20,7 @@ from forerun.bench.cli.inputs import (
     with_preset,
     with_room,
 )
+from forerun.bench.cli.options import AsJson
 from forerun.bench.cli.tables import milliseconds, print_table, yes_no
 from forerun.bench.environment import environment
 from forerun.bench.one_batch import OneBatch, one_batch

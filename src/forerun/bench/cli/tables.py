@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from forerun.cli.output import made_with
+from forerun.bench.environment import made_with
 
 COLUMNS = 100  # width of the tables
 

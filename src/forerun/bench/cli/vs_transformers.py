@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from forerun import LLM
-from forerun.bench.cli.inputs import AsJson, check_repetitions
-from forerun.bench.environment import environment
+from forerun.bench.cli.inputs import check_repetitions
+from forerun.bench.cli.options import AsJson
+from forerun.bench.environment import environment, made_with
 from forerun.bench.timing import median
 from forerun.bench.vs_transformers import Row, compare_engines, reference
 from forerun.cli.demo import SMALL, demo_prompts
-from forerun.cli.output import made_with, print_json
+from forerun.cli.output import print_json
 from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.platform.device import DTYPES, resolve_device

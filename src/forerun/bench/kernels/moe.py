@@ -35,7 +35,7 @@ from forerun.kernels.moe.config import (
     choose_moe,
     choose_moe_sm90,
 )
-from forerun.kernels.moe.experts import combine, expert_partials, expert_partials_ref
+from forerun.kernels.moe.experts import expert_partials, expert_partials_ref
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.routing import Routed, Routing, align_ref
 from forerun.kernels.runtime.gpu import gpu_of
@@ -95,10 +95,7 @@ class Layer:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """As in a model: router, experts, residual and norm."""
-        out = self.experts(self.route())
-        if out.dtype != torch.float32:
-            out = combine(out, HALF)
-        return add_rms_norm(out, self.x, self.norm, 1e-6)
+        return add_rms_norm(self.experts(self.route()), self.x, self.norm, 1e-6)
 
     def with_tiles(self, block_m: int) -> Routed:
         tiles = align_ref(self.routed.experts, len(self.w13), block_m)

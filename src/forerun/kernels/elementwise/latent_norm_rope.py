@@ -3,6 +3,9 @@
 
 A CTA takes the latent row of a token, or the rope part of a group of its heads. Everything between
 loads and stores is float32.
+
+Positions and KV slots are read before the kernel waits for its predecessor (pdl.py): a kernel
+without programmatic dependent launch must lie between what writes them and this one.
 """
 
 from __future__ import annotations
@@ -96,7 +99,6 @@ def _latent_norm_rope_write(
     """The first CTA of a token takes its latent row, the others GROUP heads each."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     i = tl.arange(0, HALF)
@@ -105,15 +107,18 @@ def _latent_norm_rope_write(
     cos = tl.load(angle, mask=inside, other=0.0).to(tl.float32)
     # The upper half of the table holds the sines without the sign flip.
     sin = tl.load(angle + ROPE + ROPE // 2, mask=inside, other=0.0).to(tl.float32)
+    slot = tl.load(kv_slots + token)
+    d = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + d, mask=(d < LATENT) & (part == 0), other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if part == 0:
-        d = tl.arange(0, BLOCK)
         row = kv_ptr + token * kv_stride
         x = tl.load(row + d, mask=d < LATENT, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + d, mask=d < LATENT, other=0.0).to(tl.float32)
         x *= tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
         a = tl.load(row + LATENT + i, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(row + LATENT + ROPE // 2 + i, mask=inside, other=0.0).to(tl.float32)
-        target = pool + tl.load(kv_slots + token) * (LATENT + ROPE)
+        target = pool + slot * (LATENT + ROPE)
         _store(target + d, x, d < LATENT, FP8)
         _store(target + LATENT + i, a * cos - b * sin, inside, FP8)
         _store(target + LATENT + ROPE // 2 + i, b * cos + a * sin, inside, FP8)

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """RMSNorm, alone and with the residual addition before it: x / sqrt(mean(x^2) + eps) * w.
 
-The addend may come as split-K partials, float32 [S, T, N]: then reduction, addition and norm are
-one kernel. Statistics and sums are float32. (arXiv 1910.07467)
+The addend may come as partials [S, T, N], float32 (split-K) or of the model's dtype (outputs of
+experts): then reduction, addition and norm are one kernel. Statistics and sums are float32.
+(arXiv 1910.07467)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """residual + x and its RMSNorm.
 
     Args:
-        x: [T, N], or split-K partials, float32 [S, T, N].
+        x: [T, N], or partials [S, T, N], whose sum is rounded to their dtype.
         residual: [T, N], any row stride; not written.
         weight: [N].
 
@@ -126,8 +127,11 @@ def _rms_norm(
         tl.extra.cuda.gdc_wait()
     x_ptr += row * row_stride
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, SPLIT_K):
-        x += tl.load(x_ptr + split * split_stride + at, mask=inside, other=0.0)
+    for _ in tl.static_range(1, SPLIT_K):
+        x_ptr += split_stride  # S * T * N may exceed 2^31
+        x += tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if SPLIT_K > 1:
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     if ADD:
         residual_ptr += row * residual_stride
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)

@@ -3,7 +3,8 @@
 A tile is up to BLOCK_M (token, choice) pairs of one expert. Up to `MAX_DECODE_TOKENS` tokens the
 time is that of reading the touched experts once: tiles are short, and narrow enough along N that
 one token's k experts fill the GPU. With more tokens the tiles are those of a compute-bound GEMM.
-On Hopper up to `MAX_DECODE_TOKENS` tokens have a kernel of their own (`choose_moe_sm90`).
+On Hopper up to `MAX_DECODE_TOKENS` tokens have kernels of their own: one for the experts
+(`choose_moe_sm90`) and one for the router (`choose_router_sm90`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
 
-MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by PyTorch
+MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by `align.py`
 DECODE_BLOCK_M = 16  # pairs of a tile for them on NVIDIA
 ROUTER_SLICES = 8  # at most; the router's K is split into so many parts
 
@@ -52,18 +53,84 @@ SM90_MAX_FEW_TOKENS = 4
 SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2)
 
 
+@dataclass(frozen=True)
+class Sm90RouterConfig:
+    """The router's kernel for Hopper (`router_sm90.py`), a cluster of `ROUTER_SLICES` CTAs."""
+
+    slice: int  # columns of a CTA
+    tiles_per_warp: int  # of 8 experts; 8 warps have all
+
+
+# The weight is held in registers, at most so many of a thread's 255. Long slices have more loads in
+# flight, and ragged ones predicates.
+SM90_ROUTER_REGISTERS, SM90_ROUTER_LONG_OR_RAGGED_REGISTERS = 128, 96
+SM90_ROUTER_LONG_SLICE = 512
+SM90_ROUTER_MAX_GROUPS = 32  # of experts, one to a lane
+SM90_ROUTER_TILE = 16  # tokens of one mma.sync
+
+
 def choose_moe_sm90(
     num_tokens: int, hidden: int, width: int, dtype: torch.dtype, gpu: GpuInfo
 ) -> Sm90MoeConfig | None:
     """The configuration for experts of this size; None: the Triton kernels serve them."""
-    hopper = gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and nvrtc.available()
-    if not hopper or dtype != torch.bfloat16 or num_tokens > MAX_DECODE_TOKENS:
+    if not _hopper_with_nvrtc(gpu) or dtype != torch.bfloat16 or num_tokens > MAX_DECODE_TOKENS:
         return None
     if hidden % 64 or width % 64:
         return None
     if num_tokens <= SM90_MAX_FEW_TOKENS and hidden % 128 == 0 and width % 128 == 0:
         return SM90_FEW_TOKENS
     return SM90_DECODE
+
+
+def choose_router_sm90(
+    num_tokens: int,
+    hidden: int,
+    num_experts: int,
+    top_k: int,
+    num_groups: int,
+    dtype: torch.dtype,
+    gpu: GpuInfo,
+) -> Sm90RouterConfig | None:
+    """The configuration for a router of this size; None: the Triton kernels serve it.
+
+    Which of them it is does not depend on the number of tokens up to `MAX_DECODE_TOKENS`.
+    """
+    if not _hopper_with_nvrtc(gpu) or dtype != torch.bfloat16 or num_tokens > MAX_DECODE_TOKENS:
+        return None
+    config = Sm90RouterConfig(router_slice(hidden), -(-num_experts // 64))
+    registers = config.tiles_per_warp * config.slice // 8  # 32 lanes hold 8 experts a tile
+    even = hidden == ROUTER_SLICES * config.slice and config.slice <= SM90_ROUTER_LONG_SLICE
+    if registers > (SM90_ROUTER_REGISTERS if even else SM90_ROUTER_LONG_OR_RAGGED_REGISTERS):
+        return None
+    if hidden % 8 or num_groups > SM90_ROUTER_MAX_GROUPS:
+        return None
+    smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, num_experts, top_k, config.slice)
+    if smem > gpu.smem_bytes - 1024:
+        return None
+    return config
+
+
+def router_sm90_smem_bytes(num_tokens: int, num_experts: int, top_k: int, slice: int) -> int:
+    """Dynamic shared memory per CTA.
+
+    Partials [slices, tokens of a CTA, E] float32 with E padded to tiles of 8, the tokens of an
+    expert [E, 128] bits, choices [T, k] int32. One or two tokens are one CTA's, up to 16 are dealt
+    out to 8 CTAs one by one, and more in runs of 4. These also have x in shared memory: tiles of 16
+    tokens, [slice + 32] bfloat16 each.
+    """
+    if num_tokens <= SM90_ROUTER_TILE:
+        tokens_per_cta = num_tokens if num_tokens <= 2 else -(-num_tokens // 8)
+        x_bytes = 0
+    else:
+        tokens_per_cta = -(-num_tokens // 32) * 4
+        x_bytes = -(-num_tokens // SM90_ROUTER_TILE) * SM90_ROUTER_TILE * (slice + 32) * 2
+    partials = ROUTER_SLICES * tokens_per_cta * -(-num_experts // 8) * 8 * 4
+    lists = num_experts * MAX_DECODE_TOKENS // 8 + num_tokens * top_k * 4
+    return partials + x_bytes + lists
+
+
+def _hopper_with_nvrtc(gpu: GpuInfo) -> bool:
+    return gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and nvrtc.available()
 
 
 def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
@@ -78,7 +145,9 @@ def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
     elif num_tokens <= 1024:
         block_m, block_n, block_k, warps = 64, 64, 64, 4
     else:
-        block_m, block_n, block_k, warps = 128, 64, 64, 8
+        block_m, block_n, block_k, warps = 128, 128, 64, 8
+        if gpu.smem_bytes < 4 * (block_m + 2 * block_n) * block_k * itemsize:
+            block_n = 64
     stage_bytes = (block_m + 2 * block_n) * block_k * itemsize  # of either GEMM
     stages = max(2, min(4, gpu.smem_bytes // stage_bytes))
     gate_up = GroupedGemmConfig(block_n, block_k, warps, stages)

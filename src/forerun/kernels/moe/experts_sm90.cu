@@ -26,7 +26,7 @@ constexpr int W_STAGE_BYTES = CHUNKS * W_CHUNK_BYTES, X_STAGE_BYTES = CHUNKS * X
 constexpr int X_PRODUCERS = 64, CONSUMER_WARPGROUPS = 2, THREADS = 128 * (1 + CONSUMER_WARPGROUPS);
 constexpr int X_PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
 
-// --- cp.async, and memory that CTAs share --------------------------------------------------------
+// --- TMA, and memory that CTAs share -------------------------------------------------------------
 
 // Fetches a descriptor ahead of its first load.
 __device__ void prefetch_descriptor(const TmaDescriptor& descriptor) {
@@ -41,16 +41,6 @@ __device__ void tma_load_4d(u32 smem, const TmaDescriptor& descriptor, int c0, i
       ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
       ::"r"(smem), "l"(&descriptor), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar),
       "l"(cache_policy) : "memory");
-}
-
-// Copies 16 bytes, around L1.
-__device__ void cp_async_16(u32 smem, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
-}
-
-// Arrives when all earlier cp.async of this thread have completed; counted among the barrier's.
-__device__ void cp_async_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 __device__ int load_acquire(const int* p) {

@@ -1,5 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The router on a GPU: logits, top-k experts and weights, and the experts' tiles. Two kernels.
+"""The router on a GPU: logits, top-k experts and weights, and the experts' tiles.
+
+On Hopper, up to `MAX_DECODE_TOKENS` tokens have one kernel for all (`router_sm90.py`), if their
+weight fits (`choose_router_sm90`). Otherwise there are two:
 
 1. `_router_logits`: x Wᵀ in float32, K split into slices: with few tokens one CTA per tile of
    experts could not read the weight quickly enough.
@@ -8,7 +11,7 @@
    tokens are one CTA's, which counts in registers. Otherwise every pair takes the next place in its
    expert's list by an atomic add, and the CTA that finishes last makes the tiles; the order within
    a list then varies, and the results of the GEMMs do not depend on it. The lists of shared experts
-   hold all tokens, in order. For more tokens, PyTorch sorts (`align_ref`).
+   hold all tokens, in order. For more tokens, `align.py` makes the tiles.
 
 Nothing is read on the host.
 """
@@ -20,19 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
+from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import (
     DECODE_BLOCK_M,
     MAX_DECODE_TOKENS,
     choose_moe,
+    choose_router_sm90,
     max_tiles,
     router_slice,
 )
+from forerun.kernels.moe.router_sm90 import route_sm90
 from forerun.kernels.moe.routing import (
     NORM_EPS,
     ExpertTiles,
     Routed,
     Routing,
-    align_ref,
     route_ref,
 )
 from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
@@ -66,6 +71,12 @@ def route(
         else:
             logits = F.linear(x, weight)
         return route_ref(logits, correction_bias, routing)
+    (tokens, hidden), groups = x.shape, routing.groups[0]
+    sm90 = choose_router_sm90(
+        tokens, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
+    )
+    if sm90 is not None:
+        return route_sm90(x, weight, correction_bias, routing, counts, sm90)
     partials = router_partials(x, weight)
     rounded_like = None if routing.float32_logits else weight
     return top_k(partials, correction_bias, routing, counts, rounded_like)
@@ -125,7 +136,7 @@ def top_k(
         num_warps=warps, **pdl_options(weights),
     )  # fmt: skip
     if pairs is None or tiles is None:
-        return Routed(weights, experts, align_ref(experts, all_experts, block_m), shared)
+        return Routed(weights, experts, align(experts, all_experts, block_m), shared)
     made = ExpertTiles(pairs, tiles, block_m, counts[num_experts + 1 :])
     return Routed(weights, experts, made, shared)
 

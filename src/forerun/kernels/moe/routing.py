@@ -147,7 +147,7 @@ def _top_k(scores: Tensor, k: int) -> Tensor:
 def align_ref(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
     """The tiles of experts [T, k]: pairs sorted by expert (in SGLang, vLLM: moe_align_block_size).
 
-    Serves large T on a GPU, too.
+    Reference implementation of `align`.
     """
     ids = experts.flatten()
     pairs = ids.argsort(stable=True)

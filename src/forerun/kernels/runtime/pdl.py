@@ -4,20 +4,24 @@ A kernel that supports PDL takes a constexpr `PDL`. If it is set, the kernel cal
 
 - `tl.extra.cuda.gdc_launch_dependents()` at its start, so that the next kernel may be scheduled;
 - `tl.extra.cuda.gdc_wait()` in every CTA before it reads or writes anything that another kernel
-  of the step writes. Weights never change, so they may be prefetched before the wait.
+  of the step writes. Weights never change, so they may be prefetched, or loaded, before the wait.
 
 It is launched with `**pdl_options(tensor)`.
 
-Three kinds of kernel read results of earlier kernels before `gdc_wait()`. QK-norm + RoPE
-(`elementwise/qk_norm_rope.py`: positions, slots) and decode attention (`attention/decode.py`,
-`attention/mla_absorbed.py`: start positions, page tables, K/V of earlier steps) are safe because a
-launch without PDL (any PyTorch kernel, a copy) lies between the writer and the reader:
-such a launch waits for the writer to finish, and nothing after it starts earlier. In a decode step,
-writer and launch in between are the kernel of `speculation/decode_inputs.py` and the embedding
-lookup; between the passes of an autoregressive draft, that of `attention/paged_kv.py` for KV slots
-and the embedding lookup; in a prefill, the upload of the tile list comes in between. The second
-GEMM of the experts (`moe/experts.py`: tiles) is safe because the first one, which is launched
-between it and the writer, calls `gdc_launch_dependents()` after `gdc_wait()`.
+`gdc_wait()` waits for the preceding launch only. That is enough as long as every kernel waits, so
+that it cannot finish before its own predecessor. A library's kernel that does not keep to this
+needs a launch without PDL after it (`attention/flashmla.py`).
+
+Three kinds of kernel read results of earlier kernels before `gdc_wait()`. Norm + RoPE
+(`elementwise/qk_norm_rope.py`, `latent_norm_rope.py`: positions, slots) and decode attention
+(`attention/decode.py`, `attention/mla_absorbed.py`: start positions, page tables, K/V of earlier
+steps) are safe because a launch without PDL (any PyTorch kernel, a copy) lies between the writer
+and the reader: such a launch waits for the writer to finish, and nothing after it starts earlier.
+In a decode step, writer and launch in between are the kernel of `speculation/decode_inputs.py` and
+the embedding lookup; between the passes of an autoregressive draft, that of `attention/paged_kv.py`
+for KV slots and the embedding lookup; in a prefill, the upload of the tile list comes in between.
+The second GEMM of the experts (`moe/experts.py`: tiles) is safe because the first one, which is
+launched between it and the writer, calls `gdc_launch_dependents()` after `gdc_wait()`.
 """
 
 from __future__ import annotations

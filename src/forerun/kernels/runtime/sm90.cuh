@@ -1,5 +1,6 @@
 // Device primitives of the CUDA C++ kernels for Hopper (sm_90a): mbarriers, named barriers, clusters,
-// programmatic dependent launch, TMA, wgmma. `nvrtc.py` passes this file to every compilation.
+// programmatic dependent launch, cp.async, TMA, wgmma. `nvrtc.py` passes this file to every
+// compilation.
 #pragma once
 
 typedef unsigned short u16;
@@ -71,6 +72,34 @@ __device__ void cluster_sync() {
     __syncthreads();
 }
 
+// The two halves of `cluster_sync`.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address of the same place in the shared memory of another CTA of the cluster.
+__device__ inline u32 remote_smem(u32 smem, int cta_rank) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(cta_rank));
+  return remote;
+}
+
+// Stores to another CTA's shared memory, and then counts these bytes at its mbarrier, as TMA does.
+// Unlike a cluster barrier with release, it does not wait for the thread's writes to global memory.
+__device__ inline void store_remote(u32 remote, float a, float b, u32 remote_bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               ::"r"(remote), "f"(a), "f"(b), "r"(remote_bar) : "memory");
+}
+
+__device__ inline void store_remote(u32 remote, int value, u32 remote_bar) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
+               ::"r"(remote), "r"(value), "r"(remote_bar) : "memory");
+}
+
 // PDL: the next kernel may be scheduled.
 __device__ inline void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -79,6 +108,24 @@ __device__ inline void griddepcontrol_launch_dependents() {
 // PDL: waits until the preceding kernel has finished and its writes are visible.
 __device__ inline void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// --- cp.async ------------------------------------------------------------------------------------
+
+// Copies 16 bytes, around L1.
+__device__ inline void cp_async_16(u32 smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
+// The same, or 16 zeros if not `valid`; `global` is not read then.
+__device__ inline void cp_async_16(u32 smem, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(smem), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Arrives when all earlier cp.async of this thread have completed; counted among the barrier's.
+__device__ inline void cp_async_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
 // --- TMA -----------------------------------------------------------------------------------------

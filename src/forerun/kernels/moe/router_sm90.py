@@ -1,0 +1,115 @@
+"""Launches the router's kernel for Hopper (`router_sm90.cu`), compiled by NVRTC.
+
+For up to 128 tokens a router is all latency: its weight is small, and its arithmetic is nothing.
+So one kernel does everything from x to the experts' tiles, in one cluster of 8 CTAs that exchange
+data in distributed shared memory (DSMEM) instead of in two launches through global memory.
+
+1. A CTA computes a slice of K for all experts with mma.sync. Its slice of the weight stays in
+   registers: it is loaded before `griddepcontrol_wait()`, while the preceding kernel still runs
+   (PDL), and it serves all tokens. Each of the 8 warps has every 8th tile of 8 experts. Up to 16
+   tokens are one tile, and each warp loads x itself. Of more tokens x is copied to shared memory
+   once per CTA (cp.async), all tiles at once, and a tile is multiplied as soon as it is there.
+2. The partials are stored in the shared memory of the CTA that will choose the token's experts,
+   which waits at an mbarrier for their bytes and for no remote load. Up to 16 tokens: token t in
+   CTA t % 8. More: CTA t / 4 % 8, so that what a warp stores at a time is in 2 CTAs, not in 8.
+3. A warp adds up the 8 slices of a token, in order, and chooses its experts. A lane has every 32nd
+   expert; one choice is a maximum over keys that are ordered as the scores are, then a minimum over
+   the ids of those that have it (redux.sync).
+4. The choices go to CTA 0. An expert has a bit there for each token, set if the token chose it. A
+   pair's place in the expert's list is the number of bits of earlier tokens: so one thread per pair
+   writes the lists, in order of tokens, and one per expert its tiles. One or two tokens are all
+   CTA 0's from the start.
+
+No results are added atomically, and the order of every sum is the same for 1 to 128 tokens. So a
+token's experts and weights are the same alone and among up to 127 others. (Triton's router, which
+serves everything else, adds up in another order.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.moe.config import (
+    DECODE_BLOCK_M,
+    MAX_DECODE_TOKENS,
+    ROUTER_SLICES,
+    Sm90RouterConfig,
+    max_tiles,
+    router_sm90_smem_bytes,
+)
+from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing
+from forerun.kernels.runtime import nvrtc
+
+SOURCE = Path(__file__).with_name("router_sm90.cu")
+CTAS, THREADS = ROUTER_SLICES, 256
+
+
+def cuda_source(config: Sm90RouterConfig, routing: Routing, hidden: int, bias: bool) -> str:
+    """`router_sm90.cu` with its configuration as macros in front, ready to compile.
+
+    `bias`: there is a correction bias.
+    """
+    num_groups, kept = routing.groups
+    macros = {
+        "HIDDEN": hidden,
+        "NUM_EXPERTS": routing.num_experts,
+        "SLICE": config.slice,
+        "TILES_PER_WARP": config.tiles_per_warp,
+        "TOP_K": routing.top_k,
+        "NUM_SHARED": routing.num_shared,
+        "NUM_GROUPS": num_groups,
+        "KEPT_GROUPS": kept,
+        "TOP2": int(routing.group_score == "top2"),
+        "SIGMOID": int(routing.scoring == "sigmoid"),
+        "NORM": int(routing.norm_topk_prob),
+        "ROUND_LOGITS": int(not routing.float32_logits),
+        "HAS_BIAS": int(bias),
+    }
+    return nvrtc.with_macros(SOURCE, macros)
+
+
+def route_sm90(
+    x: Tensor,
+    weight: Tensor,
+    correction_bias: Tensor | None,
+    routing: Routing,
+    counts: Tensor,
+    config: Sm90RouterConfig,
+) -> Routed:
+    """`route` for bfloat16 and up to 128 tokens. `counts`: only the experts' progress is used."""
+    (tokens, hidden), num_experts, device = x.shape, routing.num_experts, x.device
+    assert x.dtype == weight.dtype == torch.bfloat16 and weight.shape == (num_experts, hidden)
+    assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight))
+    assert tokens <= MAX_DECODE_TOKENS
+    shared = routing.num_shared
+    k, all_experts = routing.top_k + shared, num_experts + shared
+    weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
+    experts = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    pairs = torch.empty(all_experts * tokens, dtype=torch.int32, device=device)
+    most = max_tiles(tokens * k, all_experts, DECODE_BLOCK_M)
+    tiles = torch.empty(3, most, dtype=torch.int32, device=device)
+    kernel = _load_kernel(config, routing, hidden, correction_bias is not None, device)
+    args = (
+        x, weight, correction_bias, weights, experts, pairs, tiles,
+        tokens, most, float(routing.routed_scaling_factor),
+    )  # fmt: skip
+    smem = router_sm90_smem_bytes(tokens, num_experts, routing.top_k, config.slice)
+    nvrtc.launch(replace(kernel, smem_bytes=smem), CTAS, THREADS, args, device)
+    made = ExpertTiles(pairs, tiles, DECODE_BLOCK_M, counts[num_experts + 1 :])
+    return Routed(weights, experts, made, shared)
+
+
+@cache
+def _load_kernel(
+    config: Sm90RouterConfig, routing: Routing, hidden: int, bias: bool, device: torch.device
+) -> nvrtc.CudaKernel:
+    """With the shared memory of as many tokens as it serves, the most that a launch may ask for."""
+    source = cuda_source(config, routing, hidden, bias)
+    sizes = (routing.num_experts, routing.top_k, config.slice)
+    smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, *sizes)
+    return nvrtc.load_kernel(source, "router_sm90_kernel", nvrtc.SM90A, smem, device)
