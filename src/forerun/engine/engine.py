@@ -16,6 +16,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.checks import integer
 from forerun.core.errors import RequestError, shown
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
+from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
 from forerun.core.sampling_params import SamplingParams, check_stop_ids
@@ -68,6 +69,7 @@ class Engine:
         params: SamplingParams,
         rid: str | None = None,
         seed_offset: int = 0,
+        logprobs: LogprobParams | None = None,
     ) -> Request:
         """Validates a request without queueing it, so that a list can be refused as a whole.
 
@@ -77,6 +79,7 @@ class Engine:
             prompt: token ids.
             rid: request id; default: a new one.
             seed_offset: added to the seed: the index of a sample, with n > 1.
+            logprobs: the log-probabilities that it returns.
 
         Raises:
             RequestError: it cannot be served.
@@ -86,12 +89,23 @@ class Engine:
             raise RequestError("The prompt is empty; give at least one token.")
         if any(type(token) is not int for token in prompt):
             prompt = [integer("input_ids", token, RequestError) for token in prompt]
-        for what, ids in (("Token", prompt), ("Stop token", params.stop_token_ids)):
+        ids_of = {
+            "Token": prompt,
+            "Stop token": params.stop_token_ids,
+            "logit_bias: token": [token for token, _ in params.logit_bias],
+            "token_ids_logprob: token": () if logprobs is None else logprobs.token_ids,
+        }
+        for what, ids in ids_of.items():
             outside = [t for t in ids if not 0 <= t < vocab]
             if outside:
                 raise RequestError(
                     f"{what} id {shown(outside[0])} is outside the vocabulary of {vocab}."
                 )
+        if logprobs is not None and logprobs.start_len >= len(prompt):
+            raise RequestError(
+                f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got"
+                f" {shown(logprobs.start_len)}; -1 is for the output alone."
+            )
         rid = rid if rid is not None else f"request-{next(self._ids)}"
         eos = () if params.ignore_eos else self.info.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
@@ -100,7 +114,7 @@ class Engine:
         seed = self._seeds.getrandbits(63) if seed is None else seed
         # Consecutive seeds for the samples of a prompt, wrapped to signed 64 bits.
         seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
-        request = Request(rid, tuple(prompt), params, seed, stop_ids)
+        request = Request(rid, tuple(prompt), params, seed, stop_ids, logprobs=logprobs)
         self.scheduler.check(request)
         return request
 

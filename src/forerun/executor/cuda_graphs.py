@@ -27,7 +27,13 @@ from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.plan import PrefillChunk
 from forerun.executor.piecewise import WARM_UPS, CudaGraphRecorder, PiecewisePrefill
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillOutput, StepShape
+from forerun.executor.step_inputs import (
+    DecodeOutput,
+    PrefillLogprobs,
+    PrefillOutput,
+    PrefillTokens,
+    StepShape,
+)
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
@@ -248,6 +254,8 @@ class CudaGraphSteps:
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         """Replays the step; the tensors returned are overwritten by the next replay."""
+        if batch.shape.edits_logits:
+            return self._eager.decode(batch)
         batch = replace(batch, kv_len_ub=self.kv_len_ub)
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
@@ -273,18 +281,25 @@ class CudaGraphSteps:
         lengths = batch.lengths.padded(len(slots))
         self._eager.observe_deferred(DeferredBatch(slots, counts, self.kv_len_ub, lengths))
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        captured = self._prefill_graph(chunks, flags)
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
+        captured = None
+        if logprobs is None and not flags.penalties:
+            captured = self._prefill_graph(chunks, flags)
         if captured is None:
             forward = self.piecewise.forward(sum(chunk.num_tokens for chunk in chunks))
-            return self.step.prefill(chunks, flags, forward)
+            return self.step.prefill(chunks, flags, forward, logprobs)
         (chunk,) = chunks
         tables = self.step.tables
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
         captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)
         captured.graph.replay()
         self.step.observe_prefill(captured.output)
-        return captured.output.sampled
+        return PrefillTokens(captured.output.sampled)
 
     def _prefill_graph(
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags

@@ -28,13 +28,17 @@ from forerun.executor.step_inputs import (
     DecodeTokens,
     PageTables,
     PlannedAttention,
+    PrefillLogprobs,
     PrefillOutput,
+    PrefillTokens,
     StepShape,
     StepTokens,
     TargetOutput,
+    VerifyPass,
     slots_and_positions,
 )
 from forerun.executor.step_timing import PhaseBoundary, StepTimer
+from forerun.executor.token_sampler import SampledTokens, TokenSampler
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
@@ -76,6 +80,7 @@ class DeviceStep:
         self.tables = tables
         self.attention = attention
         self.draft_attention = draft_attention
+        self.sampler = TokenSampler(model, tables)
         # Set by `executor/build.py` if enabled.
         self.simulate: SimulatedAcceptance | None = None
         self.timer: StepTimer | None = None
@@ -184,7 +189,8 @@ class DeviceStep:
         tokens, attention = self._decode_tokens(slots, shape, buffers)
         if draft is None:
             draft = self._propose(slots, tokens, attention, shape)
-        out = self._verify_and_commit(tokens, attention, shape, draft, buffers)
+        verified = self._verify(tokens, attention, shape, draft, buffers)
+        out = self.commit(verified, self.sample(verified, shape), buffers)
         self.observe(out)
         return replace(out, observe=None)
 
@@ -214,7 +220,17 @@ class DeviceStep:
             self._mark(PhaseBoundary.BEGIN)
             draft = self.empty_draft(slots, shape.num_verify_tokens)
         tokens, _ = self._decode_tokens(slots, shape, buffers)
-        return self._verify_and_commit(tokens, None, shape, draft, buffers)
+        verified = self._verify(tokens, None, shape, draft, buffers)
+        return self.commit(verified, self.sample(verified, shape), buffers)
+
+    def sample(self, verified: VerifyPass, shape: StepShape) -> SampledTokens:
+        """Samples a token at every position of a verify pass."""
+        slots, positions = verified.tokens.slots, verified.positions
+        sampled = self.sampler.sample(
+            verified.hidden_states, positions, slots, shape, verified.path
+        )
+        self._mark(PhaseBoundary.VERIFIED)
+        return sampled
 
     def observe(self, out: DecodeOutput) -> None:
         """The last part of a step: what `verify` left to observe."""
@@ -321,33 +337,57 @@ class DeviceStep:
         )
         return torch.where(params.temperature[:, None] > 0, sampled, logits.argmax(-1))
 
-    def _verify_and_commit(
+    def _verify(
         self,
         tokens: DecodeTokens,
         attention: PlannedAttention | None,
         shape: StepShape,
         draft: Draft,
         buffers: StepBuffers | None,
-    ) -> DecodeOutput:
+    ) -> VerifyPass:
         """`attention`: planned in this step already; None: `observe` runs after it, and plans."""
         self._mark(PhaseBoundary.PROPOSED)
-        slots, width = tokens.slots, shape.num_verify_tokens
         tree = None if draft.parents is None else Tree.from_parents(draft.parents)
         draft_depth = None if tree is None else tree.depth[:, 1:]
         vocab, limits = self.model.config.vocab_size, self.tables.max_drafts
         ids, candidates = build_verify_inputs(
-            tokens.last_token, draft.tokens, slots, limits, draft_depth, vocab
+            tokens.last_token, draft.tokens, tokens.slots, limits, draft_depth, vocab
         )
-        hidden_states, aux, sampled = self._verify(
-            tokens, ids.flatten(), tree, shape.flags, buffers
+        batch = tokens.attention(tokens.q_len)
+        positions, next_positions = tokens.positions, tokens.next_positions
+        if tree is not None:
+            batch = replace(batch, tree=tree.ancestors)
+            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
+            next_positions = positions + 1
+        context = self.attention.context(batch, buffers)
+        hidden_states, aux = self.forward(ids.flatten(), positions, context)
+        return VerifyPass(
+            tokens=tokens,
+            attention=attention,
+            tree=tree,
+            ids=ids,
+            candidates=candidates,
+            positions=next_positions.view(-1, shape.num_verify_tokens),
+            hidden_states=hidden_states,
+            aux_hidden_states=aux,
         )
-        self._mark(PhaseBoundary.VERIFIED)
+
+    def commit(
+        self, verified: VerifyPass, of_target: SampledTokens, buffers: StepBuffers | None
+    ) -> DecodeOutput:
+        """Accepts drafts, advances the slots, and prepares `observe`."""
+        tokens, tree, ids = verified.tokens, verified.tree, verified.ids
+        hidden_states, aux = verified.hidden_states, verified.aux_hidden_states
+        candidates, sampled, logprobs = verified.candidates, of_target.ids, of_target.logprobs
+        slots, width = tokens.slots, tokens.q_len
         num_committed: Tensor | None = None
         if tree is not None:
             path, num_committed = tree.accept(candidates, sampled)
             index = self._compact_tree(path, tokens)
             ids, sampled = ids.gather(1, path), sampled.gather(1, path)
             hidden_states, aux = hidden_states[index], None if aux is None else aux[index]
+            if logprobs is not None and of_target.rows is not None:
+                logprobs = logprobs.along(path[of_target.rows])
         elif self.simulate is not None:
             num_committed = self.simulate.num_committed(slots, width)
         num_committed, committed = self.tables.commit(
@@ -356,46 +396,17 @@ class DeviceStep:
         self.attention.pools.commit(slots, num_committed)
         if width == 1 and self.deferred is not None:
             self.deferred.keep(slots, tokens.positions, hidden_states, aux)
-            return DecodeOutput(sampled, num_committed)
+            return DecodeOutput(sampled, num_committed, None, logprobs)
         if not self.algorithm.observes:
-            return DecodeOutput(sampled, num_committed)
+            return DecodeOutput(sampled, num_committed, None, logprobs)
 
         out = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
 
         def observe() -> ObserveInput:
-            own = attention or self._draft_attention(tokens, buffers)
+            own = verified.attention or self._draft_attention(tokens, buffers)
             return self._observe_input(Phase.VERIFY, tokens, out, own)
 
-        return DecodeOutput(sampled, num_committed, observe)
-
-    def _verify(
-        self,
-        tokens: DecodeTokens,
-        ids: Tensor,
-        tree: Tree | None,
-        flags: SamplingFlags,
-        buffers: StepBuffers | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Runs the target on ids [B * W]: hidden states, aux hidden states, sampled [B, W]."""
-        batch = tokens.attention(tokens.q_len)
-        positions, next_positions = tokens.positions, tokens.next_positions
-        if tree is not None:
-            batch = replace(batch, tree=tree.ancestors)
-            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
-            next_positions = positions + 1
-        context = self.attention.context(batch, buffers)
-        hidden_states, aux = self.forward(ids, positions, context)
-        at = next_positions.view(-1, tokens.q_len)
-        return hidden_states, aux, self._sample(hidden_states, at, tokens.slots, flags)
-
-    def _sample(
-        self, hidden_states: Tensor, positions: Tensor, slots: Tensor, flags: SamplingFlags
-    ) -> Tensor:
-        """Samples from hidden states [B * W, H]; tokens for positions [B, W]."""
-        if not (flags.sampled or flags.min_tokens):
-            return self.model.compute_argmax(hidden_states).view(positions.shape)
-        logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
-        return sample(logits, positions, self.tables.sampling.gather(slots), flags)
+        return DecodeOutput(sampled, num_committed, observe, logprobs)
 
     def _compact_tree(self, path: Tensor, tokens: DecodeTokens) -> Tensor:
         """Moves K/V of a tree's accepted path to the KV slots that a chain would have used.
@@ -423,7 +434,8 @@ class DeviceStep:
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         forward: TargetForward | None = None,
-    ) -> Tensor | None:
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
         """Runs prompt chunks; samples the first token after each last chunk of a prompt.
 
         `forward`: a captured one, instead of the step's own.
@@ -449,7 +461,12 @@ class DeviceStep:
         hidden_states, aux = (forward or self.forward)(ids, positions, context)
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
-        sampled = self._first_tokens(chunks, last_index, hidden_states, flags)
+        shape = StepShape(1, longest + 1, flags, None if logprobs is None else logprobs.first)
+        first = self._first_tokens(chunks, last_index, hidden_states, shape)
+        of_prompt = None
+        if logprobs is not None and logprobs.prompt is not None:
+            following = tables.history[owner, positions + 1].long()
+            of_prompt = self.sampler.prompt_logprobs(hidden_states, following, logprobs.prompt)
         if self.algorithm.observes:
             counts = tables.upload(tokens.q_lens, torch.int32)
             # After the last prompt token comes the one just sampled.
@@ -459,7 +476,9 @@ class DeviceStep:
             host_slots = [c.slot for c in chunks]
             own = None if draft is None else self._planned(draft, tokens, host_slots=host_slots)
             self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, own))
-        return sampled
+        if first is None:
+            return PrefillTokens(None, None, of_prompt)
+        return PrefillTokens(first.ids.squeeze(1), first.logprobs, of_prompt)
 
     def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
         """Prefill of the rest of short prompts, padded to W tokens: shapes depend on (B, W) only.
@@ -481,9 +500,9 @@ class DeviceStep:
         hidden_states, aux = self.forward(ids, tokens.positions, context)
         first = torch.arange(0, ids.numel(), width, device=slots.device)
         end = tokens.start + counts
-        sampled = self._sample(
-            hidden_states[first + counts - 1], end.unsqueeze(1), slots, shape.flags
-        ).squeeze(1)
+        sampled = self.sampler.sample(
+            hidden_states[first + counts - 1], end.unsqueeze(1), slots, shape
+        ).ids.squeeze(1)
         tables.kv_len[slots] = end
         self.reset_padding_slot()
         tables.set_first_tokens(slots, end.long(), sampled)
@@ -511,8 +530,8 @@ class DeviceStep:
         chunks: Sequence[PrefillChunk],
         last_index: Sequence[int],
         hidden_states: Tensor,
-        flags: SamplingFlags,
-    ) -> Tensor | None:
+        shape: StepShape,
+    ) -> SampledTokens | None:
         tables = self.tables
         ends = [(chunk, at) for chunk, at in zip(chunks, last_index, strict=True) if chunk.last]
         if not ends:
@@ -520,9 +539,8 @@ class DeviceStep:
         index = tables.upload([at for _, at in ends], torch.int64)
         slots = tables.upload([chunk.slot for chunk, _ in ends], torch.int64)
         positions = tables.upload([chunk.end for chunk, _ in ends], torch.int64)
-        sampled = self._sample(hidden_states[index], positions.unsqueeze(1), slots, flags)
-        sampled = sampled.squeeze(1)
-        tables.set_first_tokens(slots, positions, sampled)
+        sampled = self.sampler.sample(hidden_states[index], positions.unsqueeze(1), slots, shape)
+        tables.set_first_tokens(slots, positions, sampled.ids.squeeze(1))
         return sampled
 
     def _draft_attention(
