@@ -200,13 +200,15 @@ def _penalize(
     for row in range(num_tokens):
         count = known
         if drafts is not None:
+            path = 0
+            if ancestors is not None:
+                path = tl.load(ancestors + request * num_tokens + row)
             # A token's ancestors come before it.
             for node in range(1, tl.where(drafted > 0, row + 1, 1)):
-                seen = id == tl.load(drafts + request * num_tokens + node)
+                draft_id = tl.load(drafts + request * num_tokens + node)
                 if ancestors is not None:
-                    path = tl.load(ancestors + request * num_tokens + row)
-                    seen &= ((path >> node) & 1) != 0
-                count += seen.to(tl.int32)
+                    draft_id = tl.where(((path >> node) & 1) != 0, draft_id, -1)
+                count += (id == draft_id).to(tl.int32)
         x = tl.load(logits + request * request_stride + row * row_stride + id, mask=inside)
         x = x.to(tl.float32)
         x = tl.where(added != 0, x + added, x)
