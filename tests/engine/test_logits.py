@@ -19,11 +19,12 @@ from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.toy_algorithms import register_toys
 
 register_toys()
-NEW = 16
+NEW = 24
 PENALTIES: dict[str, Any] = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
 KINDS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "repetition_penalty": 1.2, **PENALTIES},
+    {"temperature": 0.0, "repetition_penalty": 1.1, **PENALTIES},
     {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.7, "logit_bias": {5: 3.0, 32: -2.0}},
+    {"temperature": 0.0, "frequency_penalty": 1.8},
     {"temperature": 0.0},
     {"temperature": 0.9, "repetition_penalty": 0.8, "logit_bias": {101: 2.5}},
     {"temperature": 0.0, "presence_penalty": -0.5, "min_new_tokens": 8},
@@ -32,6 +33,7 @@ LOGPROBS = [
     LogprobParams(start_len=0, top=3, token_ids=(3, 4)),
     LogprobParams(),
     None,
+    LogprobParams(top=20),
     LogprobParams(start_len=20, top=1),
     LogprobParams(start_len=47, token_ids=(9,)),
 ]
@@ -43,7 +45,7 @@ def prompts() -> list[list[int]]:
     """Three share a prefix."""
     texts = sorted((c["prompt"] for c in CASES), key=len, reverse=True)
     stem = (texts[0] + texts[1][1:])[:200]
-    return [stem[:70], stem[:50], texts[-1], stem[:67], texts[3][:60]]
+    return [stem[:70], stem[:50], texts[4], texts[-1], stem[:67], texts[3][:60]]
 
 
 def params(index: int) -> SamplingParams:
@@ -115,7 +117,7 @@ def test_any_drafter_gives_the_answers_of_plain_decoding(
     if algorithm == "DDTREE":
         settings["speculative_ddtree_budget"] = 12
     if tight:
-        settings["max_total_tokens"] = 176
+        settings["max_total_tokens"] = 240
     with make(algorithm, **settings) as llm:
         for _ in ("cold", "warm"):
             compare(run(llm, preempts=tight), reference())
@@ -143,7 +145,8 @@ def test_neighbours_without_penalties_are_not_affected() -> None:
     with golden_llm("DFLASH", disable_radix_cache=True) as llm:
         alone = llm.generate(input_ids=prompts()[0], sampling_params=plain)
         together = llm.generate(
-            input_ids=[prompts()[0], *prompts()], sampling_params=[plain, *map(params, range(5))]
+            input_ids=[prompts()[0], *prompts()],
+            sampling_params=[plain, *map(params, range(len(KINDS)))],
         )
     assert together[0].output_ids == alone.output_ids
     accepted = "spec_accept_lengths"
