@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,13 @@ from forerun import LLM, SamplingParams
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import Request
 from forerun.executor import token_sampler
+from forerun.executor.cuda_graphs import CudaGraphSteps
+from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import DecodeOutput, PrefillTokens
+from forerun.executor.steps import DecodeBatch, DeferredBatch
 from tests.golden_engine import CASES, GOLDEN, golden_llm
+from tests.stand_in_graphs import StandInRecorder
 from tests.toy_algorithms import register_toys
 
 register_toys()
@@ -138,6 +146,50 @@ def test_widths_and_deferred_observes(name: str) -> None:
         widths = itertools.cycle(llm.engine.info.verify_widths)
         llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
         compare(run(llm), reference())
+
+
+class SplitSteps(CudaGraphSteps):
+    """Steps in two parts as on a GPU, of batches with penalties or log-probabilities."""
+
+    def __init__(self, step: DeviceStep, widths: tuple[int, ...]) -> None:
+        super().__init__(step, step.tables.history.shape[1], 4, widths)
+        self.stand_in = StandInRecorder()
+
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        if not batch.shape.edits_logits:
+            return self._eager.decode(batch)
+        out = super().decode(batch)  # is copied on a GPU, before the next replay overwrites it
+        return replace(out, sampled=out.sampled.clone(), num_committed=out.num_committed.clone())
+
+    def prefill(self, *prompts: Any) -> PrefillTokens:
+        return self._eager.prefill(*prompts)
+
+    def observe_deferred(self, batch: DeferredBatch) -> None:
+        self._eager.observe_deferred(batch)
+
+    def _recorder(self) -> StandInRecorder:
+        return self.stand_in
+
+    @contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
+        yield
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "widths"])
+@pytest.mark.parametrize("name", [None, "DFLASH", "DDTREE", "NGRAM", "TOY-EAGER-TREES"])
+def test_steps_in_two_captured_parts(name: str | None, adaptive: bool) -> None:
+    with golden_llm(name, overlap_depth=1, speculative_adaptive=adaptive) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        executor.steps = steps = SplitSteps(executor.step, llm.engine.info.verify_widths)
+        if adaptive:
+            widths = itertools.cycle(llm.engine.info.verify_widths)
+            llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
+        for _ in ("captured", "replayed"):  # batches of more than 4 run eagerly
+            compare(run(llm), reference())
+            compare(run(llm, which=range(3)), reference()[:3])
+        assert steps.stand_in.replayed > 20
+        llm.engine.check()
 
 
 def test_neighbours_without_penalties_are_not_affected() -> None:

@@ -2,7 +2,8 @@
 
 A graph is captured per batch bucket and W, greedy and sampled separately. A batch takes the
 smallest bucket that holds it and is filled up with the padding slot. An algorithm whose drafts have
-no fixed shape proposes and observes eagerly, before and after a captured verify pass.
+no fixed shape proposes and observes eagerly, before and after a captured verify pass. Batches that
+do more with the logits than sampling replay two parts (`split_steps.py`).
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
 kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
@@ -12,6 +13,7 @@ captured in pieces (`piecewise.py`).
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +27,13 @@ from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.plan import PrefillChunk
-from forerun.executor.piecewise import WARM_UPS, CudaGraphRecorder, PiecewisePrefill
+from forerun.executor.piecewise import (
+    WARM_UPS,
+    CudaGraphRecorder,
+    GraphRecorder,
+    PiecewisePrefill,
+)
+from forerun.executor.split_steps import SplitStep, capture_split
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import (
     DecodeOutput,
@@ -38,6 +46,7 @@ from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
 
+log = logging.getLogger("forerun")
 PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
 
 
@@ -95,6 +104,7 @@ class CudaGraphSteps:
         self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
         self.piecewise = PiecewisePrefill(step, piece_buckets)
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
+        self._split: dict[tuple[int, int], SplitStep | None] = {}  # by batch bucket and W
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
         self._pool: Any = None
@@ -145,6 +155,7 @@ class CudaGraphSteps:
     def clear(self) -> None:
         """Frees all graphs."""
         self._decode.clear()
+        self._split.clear()
         self._buffers.clear()
         self._prefill.clear()
         self.piecewise.clear()
@@ -185,13 +196,16 @@ class CudaGraphSteps:
     def _capture_pieces(self, report: Callable[[str], Any], buckets: Sequence[int]) -> None:
         if not buckets:
             return
-        device, recorder = self.step.tables.device, CudaGraphRecorder(self._pool)
+        device, recorder = self.step.tables.device, self._recorder()
         for count in reversed(buckets):
             report(f"prefill {count} in pieces")
             with self._on_stream(device):
                 self.piecewise.capture(recorder, count)
         # `observe` ran eagerly. If it failed, requests end with that error, as without pieces.
         self.step.algorithm.take_error()
+
+    def _recorder(self) -> GraphRecorder:
+        return CudaGraphRecorder(self._pool)
 
     @contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
@@ -255,15 +269,14 @@ class CudaGraphSteps:
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         """Replays the step; the tensors returned are overwritten by the next replay."""
         if batch.shape.edits_logits:
-            return self._eager.decode(batch)
+            return self._decode_split(batch)
         batch = replace(batch, kv_len_ub=self.kv_len_ub)
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
         captured = self._decode[len(slots), batch.num_verify_tokens, batch.flags.widened()]
         if slots != captured.last_slots:
-            tables = self.step.tables
-            captured.slots.copy_(tables.upload(slots, torch.int64), non_blocking=True)
+            self._fill_slots(captured.slots, slots)
             captured.last_slots = slots
         if captured.draft is not None:
             self._fill_draft(captured.draft, self._eager.propose(batch), count)
@@ -274,6 +287,35 @@ class CudaGraphSteps:
         if not captured.whole:
             self.step.observe(output)
         return DecodeOutput(output.sampled[:count], output.num_committed[:count])
+
+    def _decode_split(self, batch: DecodeBatch) -> DecodeOutput:
+        """A step that does more with the logits than sampling (`split_steps.py`)."""
+        slots, width = self._padded(batch.slots), batch.num_verify_tokens
+        key = len(slots), width
+        if len(batch.slots) <= self.sizes[-1] and key not in self._split:
+            self._split[key] = self._capture_split(len(slots), width)
+        split = self._split.get(key)
+        if split is None:
+            return self._eager.decode(batch)
+        self._fill_slots(split.slots, slots)
+        if split.draft is not None:
+            self._fill_draft(split.draft, self._eager.propose(batch), len(batch.slots))
+        if split.buffers is not None:
+            split.buffers.begin(batch.lengths)
+        return split.replay(batch.shape, len(batch.slots))
+
+    def _capture_split(self, size: int, width: int) -> SplitStep | None:
+        """None: there is no memory for it, and steps of this shape run eagerly."""
+        device, slots = self.step.tables.device, self._padding(size)
+        shape, buffers = StepShape(width, self.kv_len_ub, SAMPLED), self._buffers_of(size, width)
+        try:
+            with self.step.dummy_steps(), self._on_stream(device):
+                split = capture_split(self.step, self._recorder(), slots, shape, buffers)
+        except torch.OutOfMemoryError:
+            log.warning("decode %d x %d runs eagerly with penalties: out of memory", size, width)
+            return None
+        self._raise(self.step.algorithm.take_error())
+        return split
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
         slots = self._padded(batch.slots)
@@ -319,6 +361,9 @@ class CudaGraphSteps:
             return tuple(slots)
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         return (*slots, *[self.step.tables.padding_slot] * (size - len(slots)))
+
+    def _fill_slots(self, static: Tensor, slots: Sequence[int]) -> None:
+        static.copy_(self.step.tables.upload(slots, torch.int64), non_blocking=True)
 
     @staticmethod
     def _fill_draft(static: Draft, draft: Draft | None, count: int) -> None:

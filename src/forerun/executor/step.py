@@ -31,6 +31,8 @@ from forerun.executor.step_inputs import (
     PrefillLogprobs,
     PrefillOutput,
     PrefillTokens,
+    SampledTokens,
+    SampleInput,
     StepShape,
     StepTokens,
     TargetOutput,
@@ -38,7 +40,7 @@ from forerun.executor.step_inputs import (
     slots_and_positions,
 )
 from forerun.executor.step_timing import PhaseBoundary, StepTimer
-from forerun.executor.token_sampler import SampledTokens, TokenSampler
+from forerun.executor.token_sampler import TokenSampler
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
@@ -184,15 +186,26 @@ class DeviceStep:
             draft: proposed by `propose`; None: this step proposes.
             buffers: of `plan_buffers`, prepared for this step.
         """
+        out = self._sample_and_commit(
+            self.propose_and_verify(slots, shape, draft, buffers), shape, buffers
+        )
+        self.observe(out)
+        return replace(out, observe=None)
+
+    def propose_and_verify(
+        self,
+        slots: Tensor,
+        shape: StepShape,
+        draft: Draft | None = None,
+        buffers: StepBuffers | None = None,
+    ) -> VerifyPass:
+        """`decode` up to the target's hidden states. `sample`, `commit` and `observe` follow."""
         if draft is None:  # otherwise `propose` marked it
             self._mark(PhaseBoundary.BEGIN)
         tokens, attention = self._decode_tokens(slots, shape, buffers)
         if draft is None:
             draft = self._propose(slots, tokens, attention, shape)
-        verified = self._verify(tokens, attention, shape, draft, buffers)
-        out = self.commit(verified, self.sample(verified, shape), buffers)
-        self.observe(out)
-        return replace(out, observe=None)
+        return self._verify(tokens, attention, shape, draft, buffers)
 
     def propose(
         self,
@@ -216,21 +229,35 @@ class DeviceStep:
         buffers: StepBuffers | None = None,
     ) -> DecodeOutput:
         """The second part: verify and commit. `observe` is the third."""
+        verified = self.verify_drafts(slots, shape, draft, buffers)
+        return self._sample_and_commit(verified, shape, buffers)
+
+    def verify_drafts(
+        self,
+        slots: Tensor,
+        shape: StepShape,
+        draft: Draft | None,
+        buffers: StepBuffers | None = None,
+    ) -> VerifyPass:
+        """`verify` up to the target's hidden states. `sample`, `commit` and `observe` follow."""
         if draft is None:
             self._mark(PhaseBoundary.BEGIN)
             draft = self.empty_draft(slots, shape.num_verify_tokens)
         tokens, _ = self._decode_tokens(slots, shape, buffers)
-        verified = self._verify(tokens, None, shape, draft, buffers)
-        return self.commit(verified, self.sample(verified, shape), buffers)
+        return self._verify(tokens, None, shape, draft, buffers)
 
-    def sample(self, verified: VerifyPass, shape: StepShape) -> SampledTokens:
+    def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Samples a token at every position of a verify pass."""
-        slots, positions = verified.tokens.slots, verified.positions
-        sampled = self.sampler.sample(
-            verified.hidden_states, positions, slots, shape, verified.path
-        )
+        sampled = self.sampler.sample(tokens, shape)
         self._mark(PhaseBoundary.VERIFIED)
         return sampled
+
+    def _sample_and_commit(
+        self, verified: VerifyPass, shape: StepShape, buffers: StepBuffers | None
+    ) -> DecodeOutput:
+        sampled = self.sample(verified.to_sample, shape)
+        out = self.commit(verified, sampled.ids, buffers)
+        return replace(out, logprobs=sampled.logprobs_along(out.path))
 
     def observe(self, out: DecodeOutput) -> None:
         """The last part of a step: what `verify` left to observe."""
@@ -373,21 +400,18 @@ class DeviceStep:
         )
 
     def commit(
-        self, verified: VerifyPass, of_target: SampledTokens, buffers: StepBuffers | None
+        self, verified: VerifyPass, sampled: Tensor, buffers: StepBuffers | None
     ) -> DecodeOutput:
-        """Accepts drafts, advances the slots, and prepares `observe`."""
+        """Accepts drafts, advances the slots, and prepares `observe`. sampled: [B, W] int64."""
         tokens, tree, ids = verified.tokens, verified.tree, verified.ids
         hidden_states, aux = verified.hidden_states, verified.aux_hidden_states
-        candidates, sampled, logprobs = verified.candidates, of_target.ids, of_target.logprobs
-        slots, width = tokens.slots, tokens.q_len
-        num_committed: Tensor | None = None
+        candidates, slots, width = verified.candidates, tokens.slots, tokens.q_len
+        num_committed = path = None
         if tree is not None:
             path, num_committed = tree.accept(candidates, sampled)
             index = self._compact_tree(path, tokens)
             ids, sampled = ids.gather(1, path), sampled.gather(1, path)
             hidden_states, aux = hidden_states[index], None if aux is None else aux[index]
-            if logprobs is not None and of_target.rows is not None:
-                logprobs = logprobs.along(path[of_target.rows])
         elif self.simulate is not None:
             num_committed = self.simulate.num_committed(slots, width)
         num_committed, committed = self.tables.commit(
@@ -396,9 +420,9 @@ class DeviceStep:
         self.attention.pools.commit(slots, num_committed)
         if width == 1 and self.deferred is not None:
             self.deferred.keep(slots, tokens.positions, hidden_states, aux)
-            return DecodeOutput(sampled, num_committed, None, logprobs)
+            return DecodeOutput(sampled, num_committed, None, path)
         if not self.algorithm.observes:
-            return DecodeOutput(sampled, num_committed, None, logprobs)
+            return DecodeOutput(sampled, num_committed, None, path)
 
         out = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
 
@@ -406,7 +430,7 @@ class DeviceStep:
             own = verified.attention or self._draft_attention(tokens, buffers)
             return self._observe_input(Phase.VERIFY, tokens, out, own)
 
-        return DecodeOutput(sampled, num_committed, observe, logprobs)
+        return DecodeOutput(sampled, num_committed, observe, path)
 
     def _compact_tree(self, path: Tensor, tokens: DecodeTokens) -> Tensor:
         """Moves K/V of a tree's accepted path to the KV slots that a chain would have used.
@@ -500,9 +524,8 @@ class DeviceStep:
         hidden_states, aux = self.forward(ids, tokens.positions, context)
         first = torch.arange(0, ids.numel(), width, device=slots.device)
         end = tokens.start + counts
-        sampled = self.sampler.sample(
-            hidden_states[first + counts - 1], end.unsqueeze(1), slots, shape
-        ).ids.squeeze(1)
+        last_tokens = SampleInput(hidden_states[first + counts - 1], end.unsqueeze(1), slots)
+        sampled = self.sampler.sample(last_tokens, shape).ids.squeeze(1)
         tables.kv_len[slots] = end
         self.reset_padding_slot()
         tables.set_first_tokens(slots, end.long(), sampled)
@@ -539,7 +562,8 @@ class DeviceStep:
         index = tables.upload([at for _, at in ends], torch.int64)
         slots = tables.upload([chunk.slot for chunk, _ in ends], torch.int64)
         positions = tables.upload([chunk.end for chunk, _ in ends], torch.int64)
-        sampled = self.sampler.sample(hidden_states[index], positions.unsqueeze(1), slots, shape)
+        last_tokens = SampleInput(hidden_states[index], positions.unsqueeze(1), slots)
+        sampled = self.sampler.sample(last_tokens, shape)
         tables.set_first_tokens(slots, positions, sampled.ids.squeeze(1))
         return sampled
 

@@ -135,6 +135,40 @@ class PlannedAttention:
 
 
 @dataclass(frozen=True)
+class SampleInput:
+    """B * W tokens of the target, after each of which a token is sampled."""
+
+    hidden_states: Tensor  # [B * W, H]
+    positions: Tensor  # [B, W] int: of the tokens to be sampled
+    slots: Tensor  # [B] int64
+    path: DraftPath | None = None  # the tokens that the target ran on; None: W is 1
+
+    def between(self, first: int, last: int) -> SampleInput:
+        """Of requests [first, last)."""
+        width = self.positions.shape[1]
+        return SampleInput(
+            self.hidden_states[first * width : last * width],
+            self.positions[first:last],
+            self.slots[first:last],
+            None if self.path is None else self.path.between(first, last),
+        )
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    ids: Tensor  # [B, W] int64
+    # Of the R requests of `StepShape.logprobs`: [R, W], and their indices in the batch [R] int64.
+    logprobs: Logprobs | None = None
+    rows: Tensor | None = None
+
+    def logprobs_along(self, path: Tensor | None) -> Logprobs | None:
+        """Along the accepted paths [B, W] int64 of trees; None: chains."""
+        if self.logprobs is None or self.rows is None or path is None:
+            return self.logprobs
+        return self.logprobs.along(path[self.rows])
+
+
+@dataclass(frozen=True)
 class VerifyPass:
     """The target's forward of a decode step, before its tokens are sampled."""
 
@@ -148,8 +182,9 @@ class VerifyPass:
     aux_hidden_states: Tensor | None  # [B * W, n * H]
 
     @property
-    def path(self) -> DraftPath:
-        return DraftPath(self.ids, None if self.tree is None else self.tree.ancestors)
+    def to_sample(self) -> SampleInput:
+        path = DraftPath(self.ids, None if self.tree is None else self.tree.ancestors)
+        return SampleInput(self.hidden_states, self.positions, self.tokens.slots, path)
 
 
 @dataclass(frozen=True)
@@ -171,6 +206,7 @@ class DecodeOutput:
     num_committed: Tensor  # [B] int32: how many of `sampled` are committed
     # None: already observed, or deferred. Built per replay, which overwrites the tensors.
     observe: Callable[[], ObserveInput] | None = None
+    path: Tensor | None = None  # [B, W] int64, of `Tree.accept`; None: a chain
     logprobs: Logprobs | None = None  # [R, W]: of the requests of `StepShape.logprobs`
 
 

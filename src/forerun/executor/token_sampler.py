@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from forerun.executor.slot_tables import SlotTables
-from forerun.executor.step_inputs import StepShape
-from forerun.kernels.sampling.penalties import DraftPath, penalize
+from forerun.executor.step_inputs import SampledTokens, SampleInput, StepShape
+from forerun.kernels.sampling.penalties import penalize
 from forerun.models.base import CausalLM
 from forerun.sampling.logprobs import LogprobQuery, LogprobRows, Logprobs
 from forerun.sampling.sampler import sample
@@ -19,45 +19,29 @@ from forerun.sampling.sampler import sample
 GROUP_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    ids: Tensor  # [B, W] int64
-    # Of the R requests of `StepShape.logprobs`: [R, W], and their indices in the batch [R] int64.
-    logprobs: Logprobs | None = None
-    rows: Tensor | None = None
-
-
 class TokenSampler:
     """Samples from a target's hidden states with the parameters of the slots."""
 
     def __init__(self, model: CausalLM, tables: SlotTables) -> None:
         self.model, self.tables = model, tables
 
-    def sample(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        shape: StepShape,
-        path: DraftPath | None = None,
-    ) -> SampledTokens:
-        """Samples a token after each of B * W tokens.
-
-        Args:
-            hidden_states: [B * W, H].
-            positions: [B, W] int: of the tokens to be sampled.
-            slots: [B] int64.
-            shape: what is asked for; `kv_len_ub` exceeds positions[:, 0].
-            path: the tokens that the target ran on; None: W is 1.
-        """
+    def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        """Samples a token after each of B * W tokens; `shape.kv_len_ub` exceeds positions[:, 0]."""
         if shape.edits_logits:
-            return self._in_groups(hidden_states, positions, slots, shape, path)
+            return self._in_groups(tokens, shape)
+        positions = tokens.positions
         if not (shape.flags.sampled or shape.flags.min_tokens):
-            ids = self.model.compute_argmax(hidden_states).view(positions.shape)
+            ids = self.model.compute_argmax(tokens.hidden_states).view(positions.shape)
         else:
-            logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
-            ids = sample(logits, positions, self.tables.sampling.gather(slots), shape.flags)
+            logits = self._logits(tokens)
+            params = self.tables.sampling.gather(tokens.slots)
+            ids = sample(logits, positions, params, shape.flags)
         return SampledTokens(ids)
+
+    def _logits(self, tokens: SampleInput) -> Tensor:
+        """[B, W, V]."""
+        logits = self.model.compute_logits(tokens.hidden_states)
+        return logits.view(*tokens.positions.shape, -1)
 
     def prompt_logprobs(
         self, hidden_states: Tensor, next_ids: Tensor, query: LogprobQuery
@@ -76,45 +60,21 @@ class TokenSampler:
             parts.append(kept.logprobs(next_ids[rows].unsqueeze(1), logits))
         return Logprobs.cat(parts)
 
-    def _in_groups(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        shape: StepShape,
-        path: DraftPath | None,
-    ) -> SampledTokens:
+    def _in_groups(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Group by group, so that the memory does not grow with the batch."""
-        width = positions.shape[1]
-        parts = []
-        for first, last in self._groups(*positions.shape):
-            query = shape.logprobs
-            parts.append(
-                self._group(
-                    hidden_states[first * width : last * width],
-                    positions[first:last],
-                    slots[first:last],
-                    replace(shape, logprobs=query and query.between(first, last)),
-                    None if path is None else path.between(first, last),
-                )
-            )
+        query, parts = shape.logprobs, []
+        for first, last in self._groups(*tokens.positions.shape):
+            own = None if query is None else query.between(first, last)
+            parts.append(self._group(tokens.between(first, last), replace(shape, logprobs=own)))
         ids = torch.cat([part.ids for part in parts])
-        if shape.logprobs is None:
+        if query is None:
             return SampledTokens(ids)
-        rows = self.tables.upload(shape.logprobs.rows, torch.int64)
-        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-        return SampledTokens(ids, Logprobs.cat(logprobs), rows)
+        logprobs = Logprobs.cat([part.logprobs for part in parts if part.logprobs is not None])
+        return SampledTokens(ids, logprobs, self.tables.upload(query.rows, torch.int64))
 
-    def _group(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        shape: StepShape,
-        path: DraftPath | None,
-    ) -> SampledTokens:
-        logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
-        params, query = self.tables.sampling.gather(slots), shape.logprobs
+    def _group(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        logits, positions = self._logits(tokens), tokens.positions
+        params, query = self.tables.sampling.gather(tokens.slots), shape.logprobs
         kept = rows = None
         if query is not None:
             rows = self.tables.upload(query.rows, torch.int64)
@@ -122,8 +82,8 @@ class TokenSampler:
             kept = LogprobRows.of(logits[rows], query.num_top, token_ids)
         edited = logits
         if shape.flags.penalties:
-            penalties = self.tables.penalties.gather(slots, self.tables.history)
-            edited = penalize(logits, positions, penalties, path, shape.kv_len_ub)
+            penalties = self.tables.penalties.gather(tokens.slots, self.tables.history)
+            edited = penalize(logits, positions, penalties, tokens.path, shape.kv_len_ub)
         ids = sample(edited, positions, params, shape.flags)
         if kept is None or rows is None:
             return SampledTokens(ids)
