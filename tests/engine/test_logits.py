@@ -175,8 +175,11 @@ class SplitSteps(CudaGraphSteps):
         yield
 
 
-@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "widths"])
-@pytest.mark.parametrize("name", [None, "DFLASH", "DDTREE", "NGRAM", "TOY-EAGER-TREES"])
+@pytest.mark.parametrize(
+    ("name", "adaptive"),
+    [(None, False), ("DFLASH", True), ("DDTREE", False), ("NGRAM", False)]
+    + [("TOY-EAGER-TREES", False)],
+)
 def test_steps_in_two_captured_parts(name: str | None, adaptive: bool) -> None:
     with golden_llm(name, overlap_depth=1, speculative_adaptive=adaptive) as llm:
         executor = llm.engine.executor
@@ -185,9 +188,9 @@ def test_steps_in_two_captured_parts(name: str | None, adaptive: bool) -> None:
         if adaptive:
             widths = itertools.cycle(llm.engine.info.verify_widths)
             llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
-        for _ in ("captured", "replayed"):  # batches of more than 4 run eagerly
-            compare(run(llm), reference())
-            compare(run(llm, which=range(3)), reference()[:3])
+        for _ in ("captured", "replayed"):
+            compare(run(llm, which=range(3)), reference()[:3])  # filled up with padding
+        compare(run(llm, which=range(5, 6)), reference()[5:])
         assert steps.stand_in.replayed > 20
         llm.engine.check()
 
@@ -342,3 +345,68 @@ def test_trimming_a_request_cuts_its_logprobs() -> None:
     request.output, request.output_logprobs = [1, 2, 3], [TokenLogprobs(-0.5)] * 3
     request.trim(1)
     assert (request.output, len(request.output_logprobs)) == ([1], 1)
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+GPU = {"device": "cuda", "max_running_requests": 8, "max_total_tokens": 8192}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "widths"])
+@pytest.mark.parametrize(
+    "algorithm", [None, "NGRAM", "DFLASH", "EAGLE3", "DDTREE", "TOY-TREES", "TOY-EAGER-TREES"]
+)
+def test_answers_on_a_gpu(
+    algorithm: str | None,
+    adaptive: bool,
+    graph: bool,
+    overlap_depth: int,
+    chain_llm: Callable[..., LLM],
+) -> None:
+    make = chain_llm if algorithm == "EAGLE3" else golden_llm
+    switches = {"disable_cuda_graph": not graph, "speculative_adaptive": adaptive}
+    with make(algorithm, overlap_depth=overlap_depth, **switches, **GPU) as llm:
+        if adaptive:
+            widths = itertools.cycle(llm.engine.info.verify_widths)
+            llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
+        for _ in ("captured", "replayed"):
+            compare(run(llm), reference())
+            compare(run(llm, preempts=True), reference())
+        llm.engine.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM"])
+def test_launching_does_not_synchronize(algorithm: str | None) -> None:
+    """The first run captures its steps."""
+    with golden_llm(algorithm, **GPU) as llm:
+        compare(run(llm), reference())
+        engine = llm.engine
+        launch = engine.executor.launch
+
+        def strict(plan: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        engine.executor.launch = strict  # type: ignore[method-assign]
+        compare(run(llm), reference())
+
+
+@pytest.mark.gpu
+def test_steps_without_penalties_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"temperature": 0.0, "max_new_tokens": NEW, "ignore_eos": True}
+    with golden_llm("DFLASH", **GPU) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        steps = executor.steps
+        assert isinstance(steps, CudaGraphSteps)
+        llm.generate(input_ids=prompts(), sampling_params=plain)
+        assert steps._split == {}
+        run(llm)
+        assert steps._split and None not in steps._split.values()

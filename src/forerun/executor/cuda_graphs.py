@@ -26,6 +26,7 @@ from torch import Tensor
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
+from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
 from forerun.executor.piecewise import (
     WARM_UPS,
@@ -40,9 +41,12 @@ from forerun.executor.step_inputs import (
     PrefillLogprobs,
     PrefillOutput,
     PrefillTokens,
+    SampleInput,
     StepShape,
 )
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.kernels.sampling.penalties import DraftPath
+from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
 
@@ -151,6 +155,7 @@ class CudaGraphSteps:
             self._capture_pieces(report, self.piecewise.buckets)
             if self.step.deferred is not None:
                 self._compile_deferred()
+            self._compile_sampling()
 
     def clear(self) -> None:
         """Frees all graphs."""
@@ -245,6 +250,26 @@ class CudaGraphSteps:
             batch = DeferredBatch(slots, [0] * size, self.kv_len_ub, lengths)
             self._eager.observe_deferred(batch)
         self._raise(self.step.algorithm.take_error())
+
+    def _compile_sampling(self) -> None:
+        """Runs what a step in two parts does between them, so that its kernels compile at start."""
+        step, sampler = self.step, self.step.sampler
+        groups = {
+            (last - first, width)
+            for size, width in product(self.sizes, self.widths)
+            for first, last in sampler.groups(size, width)
+        }
+        for size, width in sorted(groups):
+            slots = self._padding(size)
+            ids = slots.new_zeros(size, width)
+            path = DraftPath(ids, ids + 1 if step.caps.makes_trees and width > 1 else None)
+            tokens = SampleInput(step.model.embed(ids.flatten()), ids + 1, slots, path)
+            for flags, query in (
+                (replace(GREEDY, penalties=True), None),
+                (replace(SAMPLED, penalties=True), None),
+                (GREEDY, LogprobQuery.of([LogprobParams(top=1)])),
+            ):
+                sampler.sample(tokens, StepShape(width, self.kv_len_ub, flags, query))
 
     def _raise(self, failed: Exception | None) -> None:
         if isinstance(failed, AlgorithmError):

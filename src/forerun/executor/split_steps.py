@@ -42,17 +42,17 @@ class SplitStep:
     def replay(self, shape: StepShape, count: int) -> DecodeOutput:
         """With `slots`, `draft` and `buffers` set for `count` requests and padding."""
         self.forward()
-        sampled = self.step.sample(self.to_sample.between(0, count), shape)
-        self.sampled[:count] = sampled.ids
+        # Of the padding too: the kernels of B requests are loaded, of any other number perhaps not.
+        sampled = self.step.sample(self.to_sample, shape)
+        self.sampled.copy_(sampled.ids)
         self.commit()
         output = self.output
         if not self.whole:
             self.step.observe(output)
-        path = None if output.path is None else output.path[:count]
         return DecodeOutput(
             sampled=output.sampled[:count],
             num_committed=output.num_committed[:count],
-            logprobs=sampled.logprobs_along(path),
+            logprobs=sampled.logprobs_along(output.path),
         )
 
 

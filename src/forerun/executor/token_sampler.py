@@ -53,7 +53,7 @@ class TokenSampler:
         index = self.tables.upload(query.rows, torch.int64)
         token_ids = query.upload_ids(index.device)
         parts = []
-        for first, last in self._groups(len(query.rows), 1):
+        for first, last in self.groups(len(query.rows), 1):
             rows = index[first:last]
             logits = self.model.compute_logits(hidden_states[rows]).unsqueeze(1)
             kept = LogprobRows.of(logits, query.num_top, token_ids[first:last])
@@ -63,7 +63,7 @@ class TokenSampler:
     def _in_groups(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Group by group, so that the memory does not grow with the batch."""
         query, parts = shape.logprobs, []
-        for first, last in self._groups(*tokens.positions.shape):
+        for first, last in self.groups(*tokens.positions.shape):
             own = None if query is None else query.between(first, last)
             parts.append(self._group(tokens.between(first, last), replace(shape, logprobs=own)))
         ids = torch.cat([part.ids for part in parts])
@@ -89,7 +89,7 @@ class TokenSampler:
             return SampledTokens(ids)
         return SampledTokens(ids, kept.logprobs(ids[rows], logits[rows]))
 
-    def _groups(self, requests: int, width: int) -> Iterator[tuple[int, int]]:
+    def groups(self, requests: int, width: int) -> Iterator[tuple[int, int]]:
         """(first, last) of requests whose logits fit GROUP_BYTES."""
         size = max(1, GROUP_BYTES // (4 * width * self.model.config.vocab_size))
         for first in range(0, requests, size):
