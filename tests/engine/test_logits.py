@@ -177,8 +177,13 @@ class SplitSteps(CudaGraphSteps):
 
 @pytest.mark.parametrize(
     ("name", "adaptive"),
-    [(None, False), ("DFLASH", True), ("DDTREE", False), ("NGRAM", False)]
-    + [("TOY-EAGER-TREES", False)],
+    [
+        (None, False),
+        ("DFLASH", True),
+        ("DDTREE", False),
+        ("NGRAM", False),
+        ("TOY-EAGER-TREES", False),
+    ],
 )
 def test_steps_in_two_captured_parts(name: str | None, adaptive: bool) -> None:
     with golden_llm(name, overlap_depth=1, speculative_adaptive=adaptive) as llm:

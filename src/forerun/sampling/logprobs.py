@@ -53,6 +53,8 @@ class LogprobQuery:
 
     def upload_ids(self, device: torch.device) -> Tensor:
         """The further tokens [R, num_ids] int64, padded with token 0."""
+        if not self.num_ids:
+            return torch.empty(len(self.rows), 0, dtype=torch.int64, device=device)
         ids = [[*each, *[0] * (self.num_ids - len(each))] for each in self.token_ids]
         return upload(torch.tensor(ids, dtype=torch.int64), device)
 
