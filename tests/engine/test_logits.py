@@ -81,9 +81,10 @@ def run(llm: LLM, preempts: bool = False, which: range = range(len(KINDS))) -> l
 
 
 @cache
-def reference() -> list[Answer]:
-    """Plain decoding, one request at a time."""
-    with golden_llm(disable_radix_cache=True) as llm:
+def reference(device: str = "cpu") -> list[Answer]:
+    """Plain decoding, one request at a time, nothing captured."""
+    eager = {"disable_radix_cache": True, "disable_cuda_graph": True}
+    with golden_llm(device=device, **eager) as llm:
         return [run(llm, which=range(i, i + 1))[0] for i in range(len(KINDS))]
 
 
@@ -378,8 +379,10 @@ def test_answers_on_a_gpu(
             widths = itertools.cycle(llm.engine.info.verify_widths)
             llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
         for _ in ("captured", "replayed"):
-            compare(run(llm), reference())
-            compare(run(llm, preempts=True), reference())
+            got = run(llm)
+            compare(got, reference("cuda"))
+            assert [answer[0] for answer in got] == [answer[0] for answer in reference()]
+            compare(run(llm, preempts=True), reference("cuda"))
         llm.engine.check()
 
 
@@ -388,7 +391,7 @@ def test_answers_on_a_gpu(
 def test_launching_does_not_synchronize(algorithm: str | None) -> None:
     """The first run captures its steps."""
     with golden_llm(algorithm, **GPU) as llm:
-        compare(run(llm), reference())
+        compare(run(llm), reference("cuda"))
         engine = llm.engine
         launch = engine.executor.launch
 
@@ -400,7 +403,7 @@ def test_launching_does_not_synchronize(algorithm: str | None) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
         engine.executor.launch = strict  # type: ignore[method-assign]
-        compare(run(llm), reference())
+        compare(run(llm), reference("cuda"))
 
 
 @pytest.mark.gpu
