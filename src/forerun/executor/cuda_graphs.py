@@ -263,7 +263,8 @@ class CudaGraphSteps:
             slots = self._padding(size)
             ids = slots.new_zeros(size, width)
             path = DraftPath(ids, ids + 1 if step.caps.makes_trees and width > 1 else None)
-            tokens = SampleInput(step.model.embed(ids.flatten()), ids + 1, slots, path)
+            positions = (ids + 1).int()
+            tokens = SampleInput(step.model.embed(ids.flatten()), positions, slots, path)
             for flags, query in (
                 (replace(GREEDY, penalties=True), None),
                 (replace(SAMPLED, penalties=True), None),
