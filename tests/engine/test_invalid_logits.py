@@ -157,14 +157,11 @@ def test_with_drafts_the_tokens_before_stay(nan_token: Path, algorithm: str) -> 
         llm.engine.check()
 
 
-@pytest.mark.parametrize("algorithm", [None, "DFLASH", "DDTREE"])
-def test_penalties_and_logprobs_of_the_tokens_before(
-    nan_token: Path, algorithm: str | None
-) -> None:
+def test_penalties_and_logprobs_of_the_tokens_before(nan_token: Path) -> None:
     """Penalties leave invalid logits invalid."""
     _, place, failing, other = broken_token()
     tiny = {**GREEDY, "presence_penalty": 1e-6, "repetition_penalty": 1 + 1e-6}
-    with make_llm(nan_token, algorithm) as llm:
+    with make_llm(nan_token) as llm:
         outs = llm.generate(
             input_ids=[failing["prompt"], other["prompt"]],
             sampling_params=tiny,
