@@ -63,6 +63,7 @@ HOST_SYNCS = (
 HOST_READS = {
     "executor/device_executor.py:PendingDeviceStep.result": "fetches a step's tokens, a step later",
     "executor/device_executor.py:StepClock.wait": "called by `result`",
+    "executor/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step_costs.py:_wait": "measures step costs at start",
     "executor/memory.py:_reserved": "measures memory at start",

@@ -63,7 +63,7 @@ class StandInRecorder(TorchDispatchMode):
         def replay() -> None:
             self.replayed += 1
             for memory in lost:
-                memory.fill_(torch.nan)
+                memory.fill_(torch.nan if memory.is_floating_point() else 1 << 30)
             for call in calls:
                 call()
 

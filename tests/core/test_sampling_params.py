@@ -81,10 +81,23 @@ def test_any_value_is_taken_or_refused_in_one_line(name: str) -> None:
         ({"max_draft_tokens": -1}, ">= 0"),
         ({"max_tokens": 5}, "max_tokens is called max_new_tokens here"),
         ({"seed": 5}, "called sampling_seed"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty is not supported yet: there are no penal"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be in [-2, 2], got 2.1"),
+        ({"presence_penalty": -3}, "presence_penalty must be in [-2, 2], got -3.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be in (0, 2], got 0.0"),
+        ({"repetition_penalty": NAN}, "must be finite"),
+        ({"logit_bias": 5}, "logit_bias must be a mapping of token ids to biases, got 5"),
+        ({"logit_bias": {"a": 1}}, "logit_bias has token ids as keys, got 'a'"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias has token ids as keys"),
+        ({"logit_bias": {"\u0665": 1}}, "logit_bias has token ids as keys"),
+        ({"logit_bias": {1.0: 1}}, "A key of logit_bias must be an integer, got 1.0"),
+        ({"logit_bias": {5: "x"}}, "logit_bias must be a number, got 'x'"),
+        ({"logit_bias": {5: 101}}, "logit_bias must be in [-100, 100], got 101.0 for token 5"),
+        ({"logit_bias": {5: 1, "5": 2}}, "logit_bias has token 5 twice"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "at most 1024 tokens, got 1025"),
         ({"json_schema": "{}"}, "not supported yet: there are no grammars"),
-        ({"logit_bias": {}}, "not supported yet"),
-        ({"logprobs": 5}, "log-probabilities"),
+        ({"bad_words": []}, "not supported yet: logits are changed by logit_bias"),
+        ({"logprobs": 5}, "log-probabilities are asked for with generate("),
+        ({"top_logprobs_num": 5}, "return_logprob=True, top_logprobs_num=n"),
         ({LONG: 1}, "Unknown sampling parameter 'xxx"),
     ],
 )
@@ -103,6 +116,8 @@ def test_what_users_may_give() -> None:
         sampling_seed=np.int64(-1),  # type: ignore[arg-type]
         stop="x" * MAX_STOP_LENGTH,  # type: ignore[arg-type]
         stop_token_ids={np.int32(7)},  # type: ignore[arg-type]
+        logit_bias={"3": 1, np.int64(4): -2.5},  # type: ignore[arg-type]
+        repetition_penalty=2,
     )
     assert params == SamplingParams(
         temperature=0.5,
@@ -111,6 +126,8 @@ def test_what_users_may_give() -> None:
         sampling_seed=-1,
         stop=("x" * MAX_STOP_LENGTH,),
         stop_token_ids=(7,),
+        logit_bias=((3, 1.0), (4, -2.5)),
+        repetition_penalty=2.0,
     )
     assert type(params.top_k) is type(params.stop_token_ids[0]) is int
     assert type(params.temperature) is float

@@ -122,4 +122,6 @@ def test_no_kernel_is_compiled_after_the_start(
         run([200, 130, 3, 250, 40, 1, 16, 77], new=150)
         for params in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"min_new_tokens": 5}):
             run([30, 9, 4], **{"temperature": 0.8, **params})
+        run([30, 40, 50], frequency_penalty=0.5)
+        run([30, 40, 50], logit_bias={5: 1.0}, temperature=0.8, top_p=0.9)
         run([30, 40], speculative=False)

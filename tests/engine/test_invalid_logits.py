@@ -155,3 +155,20 @@ def test_with_drafts_the_tokens_before_stay(nan_token: Path, algorithm: str) -> 
         assert out.output_ids == failing["output"][: len(out.output_ids)]
         check_failed(out, num_tokens=len(out.output_ids))
         llm.engine.check()
+
+
+def test_penalties_and_logprobs_of_the_tokens_before(nan_token: Path) -> None:
+    """Penalties leave invalid logits invalid."""
+    _, place, failing, other = broken_token()
+    tiny = {**GREEDY, "presence_penalty": 1e-6, "repetition_penalty": 1 + 1e-6}
+    with make_llm(nan_token) as llm:
+        outs = llm.generate(
+            input_ids=[failing["prompt"], other["prompt"]],
+            sampling_params=tiny,
+            return_logprob=True,
+            top_logprobs_num=2,
+        )
+        check_failed(outs[0], num_tokens=place + 1)
+        assert len(outs[0].meta_info["output_top_logprobs"]) == place + 1
+        assert len(outs[1].meta_info["output_token_logprobs"]) == NEW
+        llm.engine.check()

@@ -20,7 +20,7 @@ from forerun.attention.base import Mask
 from forerun.core.plan import PrefillChunk
 from forerun.executor.device_executor import device_step
 from forerun.executor.memory import profiling_plans
-from forerun.executor.step_inputs import StepShape
+from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens, StepShape
 from forerun.executor.steps import EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative import registry
@@ -220,7 +220,12 @@ def test_what_is_observed_is_the_text_and_its_hidden_states(
 class PaddedPrefill(EagerSteps):
     """Prompts of one request are padded to 32 tokens, as by captured prefills."""
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
         (chunk,) = chunks
         assert chunk.last and chunk.num_tokens < 32
         tables = self.step.tables
@@ -228,7 +233,7 @@ class PaddedPrefill(EagerSteps):
         counts = tables.upload([chunk.num_tokens], torch.int32)
         out = self.step.prefill_padded(slots, counts, StepShape(32, chunk.end + 64, flags))
         self.step.observe_prefill(out)
-        return out.sampled
+        return PrefillTokens(out.sampled)
 
 
 def test_a_padded_prefill_is_observed_with_fewer_committed_tokens(

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from forerun import LLM
 from forerun.core.plan import PrefillChunk
 from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.step_inputs import StepShape
+from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens, StepShape
 from forerun.executor.steps import EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from tests.golden_engine import CASES, golden_llm
@@ -32,7 +31,12 @@ class PaddedSteps(EagerSteps):
 
     padded = 0
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
         (chunk,) = chunks
         if not chunk.last or chunk.num_tokens > BUCKET:
             return super().prefill(chunks, flags)
@@ -43,7 +47,7 @@ class PaddedSteps(EagerSteps):
         bound = tables.history.shape[1]
         out = self.step.prefill_padded(slots, counts, StepShape(BUCKET, bound, flags))
         self.step.observe_prefill(out)
-        return out.sampled
+        return PrefillTokens(out.sampled)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
@@ -17,6 +16,7 @@ from forerun.executor import piecewise
 from forerun.executor.device_executor import DeviceExecutor, device_step
 from forerun.executor.piecewise import PiecewisePrefill, token_buckets
 from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens
 from forerun.executor.steps import EagerSteps
 from forerun.models import registry
 from forerun.sampling.sampler import SamplingFlags
@@ -47,7 +47,12 @@ class PiecewiseSteps(EagerSteps):
         assert step.tables.kv_len[step.tables.padding_slot] == 0
         self.recorder.replayed = 0
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
         count = sum(chunk.num_tokens for chunk in chunks)
         self.tokens.append(count)
         return self.step.prefill(chunks, flags, self.piecewise.forward(count))

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from forerun.config.engine_config import EngineConfig
 from forerun.core import codec
 from forerun.core.errors import ConfigError, ExecutorError
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.plan import (
     Admission,
     DecodeRequest,
     DeferredCount,
     PageWrite,
     PrefillChunk,
+    SlotLogprobs,
     SlotSampling,
     StepPlan,
     StepResult,
@@ -35,8 +37,9 @@ PARAMS = [
     {"temperature": 0.0, "max_new_tokens": 24},
     {"temperature": 0.9, "top_p": 0.9, "sampling_seed": 3, "max_new_tokens": 24},
     {"temperature": 0.7, "sampling_seed": 4, "max_new_tokens": 20, "min_new_tokens": 6},
-    {"temperature": 0.0, "max_new_tokens": 9},
+    {"temperature": 0.0, "max_new_tokens": 9, "repetition_penalty": 1.3, "logit_bias": {32: 1.0}},
 ]
+Answer = tuple[list[int], list[TokenLogprobs], list[TokenLogprobs]]
 
 
 def config(algorithm: str | None, **settings: Any) -> EngineConfig:
@@ -56,17 +59,19 @@ def remote_engine(settings: EngineConfig, overlap_depth: int) -> Iterator[Engine
         executor.close()
 
 
-def texts(engine: Engine) -> list[list[int]]:
+def answers(engine: Engine) -> list[Answer]:
+    """Tokens and log-probabilities."""
+    asked = [LogprobParams(start_len=0, top=2), None, LogprobParams(token_ids=(5,)), None]
     requests = [
-        engine.make_request(list(prompt), SamplingParams.of(params))
-        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
+        engine.make_request(list(prompt), SamplingParams.of(params), logprobs=logprobs)
+        for prompt, params, logprobs in zip(PROMPTS, PARAMS, asked, strict=True)
     ]
     for request in requests:
         engine.submit(request)
     while engine.has_work:
         engine.step()
     engine.check()
-    return [request.output for request in requests]
+    return [(r.output, r.output_logprobs, r.prompt_logprobs) for r in requests]
 
 
 @pytest.mark.parametrize(
@@ -76,15 +81,16 @@ def test_output_equals_an_executor_in_this_process(
     algorithm: str | None, overlap_depth: int
 ) -> None:
     settings = {"page_size": 16, "chunked_prefill_size": 20, "max_total_tokens": 512}
+    settings["speculative_adaptive"] = False  # log-probabilities round differently by width
     with remote_engine(config(algorithm, **settings), overlap_depth) as engine:
-        remote = texts(engine), texts(engine)  # the second time with prefix hits
+        remote = answers(engine), answers(engine)  # the second time with prefix hits
         assert engine.info.limits.overlap_depth == overlap_depth
         if algorithm is not None:
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
     with golden_llm(
         algorithm, overlap_depth=overlap_depth, max_running_requests=3, **settings
     ) as llm:
-        local = texts(llm.engine), texts(llm.engine)
+        local = answers(llm.engine), answers(llm.engine)
     assert remote == local
 
 
@@ -119,12 +125,38 @@ sampling = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     stop_ids=tokens.map(tuple),
     min_position=ints,
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.1, 2),
+    logit_bias=st.lists(st.tuples(ints, st.floats(-100, 100)), max_size=2).map(tuple),
+)
+logprobs = st.builds(
+    SlotLogprobs,
+    st.builds(LogprobParams, st.integers(-1, 9), st.integers(0, 20), tokens.map(tuple)),
+    ints,
+    ints,
+)
+entries = st.builds(
+    TokenLogprobs,
+    st.floats(allow_nan=False),
+    st.lists(st.tuples(st.floats(allow_nan=False), ints), max_size=2).map(tuple),
+    st.lists(st.floats(allow_nan=False), max_size=2).map(tuple),
 )
 page_writes = st.lists(st.builds(PageWrite, ints, ints, tokens.map(tuple)), max_size=3)
 plans = st.builds(
     StepPlan,
     admitted=st.lists(
-        st.builds(Admission, ints, st.text(), tokens.map(tuple), ints, ints, sampling), max_size=3
+        st.builds(
+            Admission,
+            ints,
+            st.text(),
+            tokens.map(tuple),
+            ints,
+            ints,
+            sampling,
+            ints,
+            st.none() | logprobs,
+        ),
+        max_size=3,
     ),
     page_writes=page_writes,
     window_writes=page_writes,
@@ -141,6 +173,8 @@ results = st.builds(
     error=st.none() | st.text(),
     failed=st.lists(st.tuples(ints, st.text()), max_size=2).map(tuple),
     phase_times=st.none() | st.tuples(ints, ints, ints, ints),
+    decode_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
+    prefill_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
 )
 
 

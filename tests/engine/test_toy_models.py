@@ -156,6 +156,28 @@ def test_a_cached_prefix_ends_at_a_snapshot() -> None:
         llm.engine.check()
 
 
+@pytest.mark.parametrize("kind", list(TOY_MODELS.values()))
+def test_prompt_logprobs_with_a_cached_prefix(kind: type[ToyModel]) -> None:
+    """A prefix is used as far as a snapshot before `logprob_start_len` goes."""
+    tokens = (prompts()[0] * 3)[:60]
+    values, cached = [], []
+    with toy_llm(kind, "NGRAM", page_size=16, chunked_prefill_size=24) as llm:
+        for start in (20, 20, 50, 0):
+            out = llm.generate(
+                input_ids=tokens, sampling_params={"temperature": 0.0, "max_new_tokens": 4},
+                return_logprob=True, logprob_start_len=start,
+            )  # fmt: skip
+            cached.append(out.meta_info["cached_tokens"])
+            assert cached[-1] <= start
+            entries = out.meta_info["input_token_logprobs"]
+            assert len(entries) == len(tokens) - start
+            values.append([each[0] for each in entries[-9:]] + out.output_ids)
+        llm.engine.check()
+    assert max(cached) >= 32
+    for each in values:
+        assert each == pytest.approx(values[0], abs=1e-4)
+
+
 def test_snapshots_have_a_budget() -> None:
     kind, stem = ToyRecurrentForCausalLM, prompts()[0]
     with toy_llm(kind, page_size=16, max_state_snapshots=2) as llm:

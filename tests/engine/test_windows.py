@@ -89,6 +89,29 @@ def test_output_equals_plain_decoding(
     hold(algorithm, page_size, chunk, overlap_depth, tight, **windowed(models, algorithm))
 
 
+@pytest.mark.parametrize("models", ["target", "draft", "target draft"])
+def test_prompt_logprobs_with_a_cached_prefix(models: str) -> None:
+    """The window before `logprob_start_len` must be cached as well."""
+    prompt, values, cached = LONG[0]["prompt"][:90], [], []
+    settings = windowed(models, "DFLASH")
+    settings.pop("wanted", None)
+    with golden_llm("DFLASH", **SIZES, **settings) as llm:
+        for start in (40, 40, 80, 0):
+            out = llm.generate(
+                input_ids=prompt, sampling_params={"temperature": 0.0, "max_new_tokens": 8},
+                return_logprob=True, logprob_start_len=start,
+            )  # fmt: skip
+            cached.append(out.meta_info["cached_tokens"])
+            assert cached[-1] <= start
+            entries = out.meta_info["input_token_logprobs"]
+            assert len(entries) == len(prompt) - start
+            values.append([each[0] for each in entries[-9:]] + out.output_ids)
+        llm.engine.check()
+    assert max(cached) >= 32
+    for each in values:
+        assert each == pytest.approx(values[0], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "adaptive"), [(None, False), ("DFLASH", False), ("DFLASH", True)]
 )

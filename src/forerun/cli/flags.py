@@ -21,6 +21,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import typer
 
 from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
 
 Values = dict[str, Any]
@@ -35,6 +36,7 @@ class Flag:
     default: Any
     help: str
     panel: str
+    parse: Callable[[Any], Any] | None = None  # from what typer has parsed, where it is given
 
     @property
     def spelling(self) -> str:
@@ -66,7 +68,9 @@ class Flag:
     def take(self, values: Values) -> Any:
         """Takes its value out of the parsed command line."""
         value = values.pop(self.name)
-        return not values.pop(OFF + self.name) if self.is_on else value
+        if self.is_on:
+            return not values.pop(OFF + self.name)
+        return self.parse(value) if self.parse is not None and value != self.default else value
 
 
 OFF = "no_"  # prefix of the parameter that turns a switch off
@@ -109,6 +113,10 @@ SAMPLING_HELP = {
     "top_p": "Sample from the most likely tokens with this total probability",
     "top_k": "Sample from this many most likely tokens; -1: all",
     "min_p": "Least probability, relative to the most likely token",
+    "frequency_penalty": "Subtracted from a token's logit for each time that the output has it",
+    "presence_penalty": "Subtracted once from the logits of tokens in the output",
+    "repetition_penalty": "Above 1: less of the tokens in prompt and output",
+    "logit_bias": "TOKEN_ID:BIAS, added to the token's logit; may be repeated",
     "max_new_tokens": "Maximum number of tokens to generate",
     "min_new_tokens": "Minimum number of tokens to generate",
     "stop": "Stop at this text; may be repeated",
@@ -132,7 +140,9 @@ def sampling_flags(**defaults: Any) -> list[Flag]:
         if get_origin(kind) is list:
             default = list(default)
         # A field without a line of help still gets its flag.
-        flags.append(Flag(spec.name, kind, default, SAMPLING_HELP.get(spec.name, ""), "Sampling"))
+        text = SAMPLING_HELP.get(spec.name, "")
+        parse = _parse_biases if spec.name == "logit_bias" else None
+        flags.append(Flag(spec.name, kind, default, text, "Sampling", parse))
     return flags
 
 
@@ -146,6 +156,18 @@ def config_flags(config: type[Any]) -> list[Flag]:
             default = list(default)
         flags.append(Flag(spec.name, kind, default, spec.metadata["help"], spec.metadata["panel"]))
     return flags
+
+
+def _parse_biases(given: list[str]) -> dict[str, float]:
+    """`["5:1.5"]` -> `{"5": 1.5}`."""
+    biases = {}
+    for text in given:
+        token, _, bias = text.partition(":")
+        try:
+            biases[token] = float(bias)
+        except ValueError:
+            raise RequestError(f"--logit-bias must be TOKEN_ID:BIAS, got {text!r}.") from None
+    return biases
 
 
 def with_flags(
@@ -185,9 +207,13 @@ def _changed(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> Values:
 
 
 def _value_type(hint: Any) -> Any:
-    """The type on the command line: `int | None` → int, `tuple[str, ...]` → list[str]."""
+    """The type on the command line: `int | None` → int, `tuple[str, ...]` → list[str].
+
+    Of pairs: list[str], to be parsed.
+    """
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(arg for arg in get_args(hint) if arg is not type(None))
     if get_origin(hint) is tuple:
-        return types.GenericAlias(list, get_args(hint)[:1])
+        (item, *_) = get_args(hint)
+        return types.GenericAlias(list, (str if get_origin(item) is tuple else item,))
     return hint

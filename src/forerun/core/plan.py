@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -74,10 +76,34 @@ class SlotSampling:
     # Stop ids are masked at positions below `min_position`; () and 0: no masking.
     stop_ids: tuple[int, ...] = ()
     min_position: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether its logits are changed, by penalties or biases."""
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLogprobs:
+    """The log-probabilities that a request returns, from its admission on."""
+
+    params: LogprobParams
+    # Prompt tokens at positions [start, end) whose values are still to be computed.
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +116,8 @@ class Admission:
     cached_len: int  # number of tokens whose K/V is in the prefix cache
     max_drafts: int  # drafts that this request may accept per step
     sampling: SlotSampling
+    num_output_tokens: int = 0  # how many of `tokens`, its last ones, the request has generated
+    logprobs: SlotLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +198,8 @@ class StepResult:
     failed: tuple[tuple[int, str], ...] = ()
     # Unix ns of the phase boundaries begin, proposed, verified, committed, if tracing is on.
     phase_times: tuple[int, ...] | None = None
+    # Log-probabilities, for requests that return them: per request, one entry for every token of
+    # `decode`; per chunk, of the prompt tokens that it predicts, then of its sampled token. Empty
+    # if no request of the step does.
+    decode_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    prefill_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)

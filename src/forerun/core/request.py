@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from forerun.core.plan import SlotSampling
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
+from forerun.core.plan import SlotLogprobs, SlotSampling
 from forerun.core.sampling_params import SamplingParams
 
 
@@ -44,6 +45,11 @@ class RequestRecord:
     output: list[int] = field(default_factory=list, kw_only=True)  # nothing past a stop
     finish: FinishReason | None = field(default=None, kw_only=True)
 
+    logprobs: LogprobParams | None = field(default=None, kw_only=True)  # what it returns
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)  # per token
+    # Of the prompt tokens after position `logprobs.start`, in order.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, kw_only=True)
+
     cached_tokens: int = field(default=0, kw_only=True)  # prompt tokens found in the prefix cache
     proposed: int = field(default=0, kw_only=True)  # drafts
     # Per verify step: tokens kept, and of them, drafts (not the bonus).
@@ -55,7 +61,7 @@ class RequestRecord:
     def trim(self, num_tokens: int) -> None:
         """Cuts the output and the statistics of its steps to the first `num_tokens` tokens."""
         cut = len(self.output) - num_tokens
-        del self.output[num_tokens:]
+        del self.output[num_tokens:], self.output_logprobs[num_tokens:]
         self.accept_lengths = drop_last(self.accept_lengths, cut)
         # Among the tokens of a step, the drafts come first.
         self.correct_drafts = [
@@ -115,7 +121,20 @@ class Request(RequestRecord):
             stop_ids=tuple(sorted(self.stop_ids)) if masks else (),
             # The first new token has position len(prompt).
             min_position=len(self.prompt) + params.min_new_tokens if masks else 0,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=params.logit_bias,
         )
+
+    @property
+    def slot_logprobs(self) -> SlotLogprobs | None:
+        """What an admission now asks for: after a preemption, what is still missing."""
+        if self.logprobs is None:
+            return None
+        end = len(self.prompt)
+        start = self.logprobs.start(end) + 1 + len(self.prompt_logprobs)
+        return SlotLogprobs(self.logprobs, start, end)
 
 
 def drop_last(lengths: Sequence[int], count: int) -> list[int]:

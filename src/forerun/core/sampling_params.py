@@ -14,6 +14,9 @@ MAX_STOP_IDS = 16  # columns of the device table used by `min_new_tokens`
 MAX_STOP_TOKENS = 1024
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1024  # stop strings are matched after every token
 MAX_SAMPLES = 1024  # per prompt
+MAX_BIASES, MAX_BIAS = 1024, 100.0  # entries of `logit_bias` (columns of a device table), size
+MAX_PENALTY, MAX_REPETITION_PENALTY = 2.0, 2.0
+MAX_TOKEN_DIGITS = 10
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
@@ -22,7 +25,14 @@ MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 class SamplingParams:
     """Sampling parameters of one request.
 
-    Filters apply in the order temperature, top-k, top-p, min-p. Temperature 0 is greedy.
+    `logit_bias` and the penalties change the logits, in this order. With c the number of times that
+    a token is in the output so far:
+
+        logit += bias
+        logit = logit / repetition if logit > 0 else logit * repetition   if c > 0 or in the prompt
+        logit -= frequency * c + presence * (c > 0)
+
+    Filters follow, in the order temperature, top-k, top-p, min-p. Temperature 0 is greedy.
     `sampling_seed` fixes the text: the noise is keyed by (seed, position), so it is the same with
     any drafter or none; a request without a seed gets one from the engine's `random_seed`.
 
@@ -34,6 +44,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1: the whole vocabulary
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    # (token id, bias); given as a mapping, whose keys may be strings of digits as in JSON.
+    logit_bias: tuple[tuple[int, float], ...] = ()
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -48,6 +63,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
         for name in _NUMBERS:
             self._set(name, number(name, getattr(self, name), RequestError))
         for name in _INTEGERS:
@@ -107,6 +123,15 @@ class SamplingParams:
             )
         if not 0 <= self.min_p <= 1:
             yield f"min_p must be in [0, 1], got {self.min_p}; 0 switches it off."
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            if not -MAX_PENALTY <= value <= MAX_PENALTY:
+                yield f"{name} must be in [-2, 2], got {value}; 0 switches it off."
+        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            yield (
+                f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}; 1 switches"
+                " it off."
+            )
         if not 1 <= self.max_new_tokens <= MAX_INT32:
             yield (
                 f"max_new_tokens must be >= 1 and fit in 32 bits, got {shown(self.max_new_tokens)}."
@@ -130,7 +155,14 @@ class SamplingParams:
             yield f"sampling_seed must fit in 64 bits, got {shown(seed)}."
 
 
-_NUMBERS = ("temperature", "top_p", "min_p")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 _INTEGERS = ("top_k", "max_new_tokens", "min_new_tokens", "n", "sampling_seed", "max_draft_tokens")
 _OPTIONAL = ("sampling_seed", "max_draft_tokens")
 _BOOLEANS = ("ignore_eos", "skip_special_tokens", "speculative")
@@ -161,6 +193,38 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKENS:
         raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids, got {len(ids)}.")
     return tuple(integer("stop_token_ids", token, RequestError) for token in ids)
+
+
+def _logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    """From a mapping of token ids to biases, pairs of them, or None."""
+    entries = given.items() if isinstance(given, Mapping) else () if given is None else given
+    if not isinstance(given, Mapping | tuple | None):
+        raise RequestError(
+            f"logit_bias must be a mapping of token ids to biases, got {shown(given)}."
+        )
+    if len(entries) > MAX_BIASES:
+        raise RequestError(f"logit_bias takes at most {MAX_BIASES} tokens, got {len(entries)}.")
+    biases: dict[int, float] = {}
+    for entry in entries:
+        if not isinstance(entry, tuple) or len(entry) != 2:
+            raise RequestError(f"logit_bias must hold (token id, bias), got {shown(entry)}.")
+        key, value = entry
+        token = _token_id(key)
+        if token in biases:
+            raise RequestError(f"logit_bias has token {token} twice; give each token once.")
+        bias = biases[token] = number("logit_bias", value, RequestError)
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise RequestError(f"logit_bias must be in [-100, 100], got {bias} for token {token}.")
+    return tuple(biases.items())
+
+
+def _token_id(key: Any) -> int:
+    """A token id, or a string of its digits: keys of JSON objects are strings."""
+    if isinstance(key, str):
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_TOKEN_DIGITS):
+            raise RequestError(f"logit_bias has token ids as keys, got {shown(key)}.")
+        return int(key)
+    return integer("A key of logit_bias", key, RequestError)
 
 
 def check_stop_ids(params: SamplingParams, stop_ids: Collection[int]) -> None:

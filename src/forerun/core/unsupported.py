@@ -15,22 +15,26 @@ RENAMED = {
     "prompt_token_ids": "input_ids",
 }
 
+LOGPROBS = (  # names of this engine and of others
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "logprobs",
+    "prompt_logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+)
+
 _REASONS = {
-    "log-probabilities are not returned; leave it out": (
-        "logprobs prompt_logprobs top_logprobs return_logprob logprob_start_len top_logprobs_num"
-        " token_ids_logprob return_text_in_logprobs logprob_token_ids"
-    ),
+    "log-probabilities come with token ids; leave it out": "return_text_in_logprobs",
     "hidden states are not returned; leave it out": "return_hidden_states",
-    "there are no penalties; temperature, top_p and min_p shape the distribution": (
-        "frequency_penalty presence_penalty repetition_penalty"
-    ),
     "there are no grammars; ask for the format in the prompt and check the text": (
         "json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex"
         " guided_grammar guided_choice guided_decoding response_format"
     ),
-    "logits cannot be changed; leave it out": (
-        "logit_bias logits_processors custom_logit_processor custom_params allowed_token_ids"
-        " bad_words"
+    "logits are changed by logit_bias and the penalties alone; use logit_bias": (
+        "logits_processors custom_logit_processor custom_params allowed_token_ids bad_words"
     ),
     "adapters cannot be loaded; merge the adapter into the model": "lora_path lora_request",
     "the input is text or token ids only": (
@@ -59,6 +63,11 @@ def refusal(name: str, known: Iterable[str] = ()) -> str | None:
     """
     if name in RENAMED and (RENAMED[name] in known or not known):
         return f"{name} is called {RENAMED[name]} here."
+    if name in LOGPROBS:
+        return (
+            f"{name} is not known here: log-probabilities are asked for with generate(...,"
+            " return_logprob=True, top_logprobs_num=n), and of the prompt with logprob_start_len."
+        )
     if name in UNSUPPORTED:
         return f"{name} is not supported yet: {UNSUPPORTED[name]}."
     return None

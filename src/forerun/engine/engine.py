@@ -13,6 +13,7 @@ from typing import Any
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
+from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
 from forerun.core.sampling_params import SamplingParams
@@ -65,6 +66,7 @@ class Engine:
         params: SamplingParams,
         rid: str | None = None,
         seed_offset: int = 0,
+        logprobs: LogprobParams | None = None,
     ) -> Request:
         """As `RequestFactory.make`.
 
@@ -73,7 +75,7 @@ class Engine:
         Raises:
             RequestError: it cannot be served.
         """
-        return self._factory.make(prompt, params, rid, seed_offset)
+        return self._factory.make(prompt, params, rid, seed_offset, logprobs)
 
     def submit(self, request: Request) -> None:
         """Queues a request made by `make_request`.

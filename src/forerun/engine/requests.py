@@ -11,6 +11,7 @@ import random
 from forerun.core.checks import integer
 from forerun.core.errors import RequestError, shown
 from forerun.core.executor import ExecutorInfo
+from forerun.core.logprobs import LogprobParams
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams, check_stop_ids
 from forerun.scheduler.scheduler import check_fits
@@ -36,6 +37,7 @@ class RequestFactory:
         params: SamplingParams,
         rid: str | None = None,
         seed_offset: int = 0,
+        logprobs: LogprobParams | None = None,
     ) -> Request:
         """A request that is not queued yet, so that a list can be refused as a whole.
 
@@ -43,6 +45,7 @@ class RequestFactory:
             prompt: token ids.
             rid: request id; default: a new one.
             seed_offset: added to the seed: the index of a sample, with n > 1.
+            logprobs: the log-probabilities that it returns.
 
         Raises:
             RequestError: it cannot be served.
@@ -52,12 +55,23 @@ class RequestFactory:
             raise RequestError("The prompt is empty; give at least one token.")
         if any(type(token) is not int for token in prompt):
             prompt = [integer("input_ids", token, RequestError) for token in prompt]
-        for what, ids in (("Token", prompt), ("Stop token", params.stop_token_ids)):
+        ids_of = {
+            "Token": prompt,
+            "Stop token": params.stop_token_ids,
+            "logit_bias: token": [token for token, _ in params.logit_bias],
+            "token_ids_logprob: token": () if logprobs is None else logprobs.token_ids,
+        }
+        for what, ids in ids_of.items():
             outside = [t for t in ids if not 0 <= t < vocab]
             if outside:
                 raise RequestError(
                     f"{what} id {shown(outside[0])} is outside the vocabulary of {vocab}."
                 )
+        if logprobs is not None and logprobs.start_len >= len(prompt):
+            raise RequestError(
+                f"logprob_start_len must be below the prompt's {len(prompt)} tokens, got"
+                f" {shown(logprobs.start_len)}; -1 is for the output alone."
+            )
         rid = rid if rid is not None else f"request-{next(self._ids)}"
         eos = () if params.ignore_eos else self._info.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
@@ -66,7 +80,7 @@ class RequestFactory:
         seed = self._seeds.getrandbits(63) if seed is None else seed
         # Consecutive seeds for the samples of a prompt, wrapped to signed 64 bits.
         seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
-        request = Request(rid, tuple(prompt), params, seed, stop_ids)
+        request = Request(rid, tuple(prompt), params, seed, stop_ids, logprobs=logprobs)
         check_fits(request, self._info.limits, self._capacity)
         return request
 

@@ -21,7 +21,7 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import ConfigError
 from forerun.core.plan import PrefillChunk
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, StepShape
+from forerun.executor.step_inputs import DecodeOutput, PrefillLogprobs, PrefillTokens, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
@@ -74,6 +74,8 @@ class CompiledCpuSteps:
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         width = batch.num_verify_tokens
         deferred = width == 1 and self.step.deferred is not None
+        if batch.shape.edits_logits:
+            return self._eager.decode(batch)
         if self.step.algorithm.observes and not (self.step.captures_drafts or deferred):
             return self._eager.decode(batch)
         draft = self._eager.propose(batch)
@@ -91,8 +93,13 @@ class CompiledCpuSteps:
     def observe_deferred(self, batch: DeferredBatch) -> None:
         self._eager.observe_deferred(batch)
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        return self._eager.prefill(chunks, flags)
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
+        return self._eager.prefill(chunks, flags, logprobs)
 
     def _bucket(self, kv_len_ub: int) -> int:
         """The next power of two, so that few steps are compiled; attention reads up to there."""

@@ -2,7 +2,8 @@
 
 A graph is captured per batch bucket and W, greedy and sampled separately. A batch takes the
 smallest bucket that holds it and is filled up with the padding slot. An algorithm whose drafts have
-no fixed shape proposes and observes eagerly, before and after a captured verify pass.
+no fixed shape proposes and observes eagerly, before and after a captured verify pass. Batches that
+do more with the logits than sampling replay two parts (`split_steps.py`).
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
 kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
@@ -12,6 +13,7 @@ captured in pieces (`piecewise.py`).
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,14 +26,31 @@ from torch import Tensor
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
+from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
-from forerun.executor.piecewise import WARM_UPS, CudaGraphRecorder, PiecewisePrefill
+from forerun.executor.piecewise import (
+    WARM_UPS,
+    CudaGraphRecorder,
+    GraphRecorder,
+    PiecewisePrefill,
+)
+from forerun.executor.split_steps import SplitStep, capture_split
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillOutput, StepShape
+from forerun.executor.step_inputs import (
+    DecodeOutput,
+    PrefillLogprobs,
+    PrefillOutput,
+    PrefillTokens,
+    SampleInput,
+    StepShape,
+)
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.kernels.sampling.penalties import DraftPath
+from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
 
+log = logging.getLogger("forerun")
 PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
 
 
@@ -89,6 +108,7 @@ class CudaGraphSteps:
         self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
         self.piecewise = PiecewisePrefill(step, piece_buckets)
         self._decode: dict[tuple[int, int, SamplingFlags], _DecodeGraph] = {}
+        self._split: dict[tuple[int, int], SplitStep | None] = {}  # by batch bucket and W
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
         self._pool: Any = None
@@ -135,10 +155,12 @@ class CudaGraphSteps:
             self._capture_pieces(report, self.piecewise.buckets)
             if self.step.deferred is not None:
                 self._compile_deferred()
+            self._compile_sampling()
 
     def clear(self) -> None:
         """Frees all graphs."""
         self._decode.clear()
+        self._split.clear()
         self._buffers.clear()
         self._prefill.clear()
         self.piecewise.clear()
@@ -179,13 +201,16 @@ class CudaGraphSteps:
     def _capture_pieces(self, report: Callable[[str], Any], buckets: Sequence[int]) -> None:
         if not buckets:
             return
-        device, recorder = self.step.tables.device, CudaGraphRecorder(self._pool)
+        device, recorder = self.step.tables.device, self._recorder()
         for count in reversed(buckets):
             report(f"prefill {count} in pieces")
             with self._on_stream(device):
                 self.piecewise.capture(recorder, count)
         # `observe` ran eagerly. If it failed, requests end with that error, as without pieces.
         self.step.algorithm.take_error()
+
+    def _recorder(self) -> GraphRecorder:
+        return CudaGraphRecorder(self._pool)
 
     @contextmanager
     def _on_stream(self, device: torch.device) -> Iterator[None]:
@@ -226,6 +251,27 @@ class CudaGraphSteps:
             self._eager.observe_deferred(batch)
         self._raise(self.step.algorithm.take_error())
 
+    def _compile_sampling(self) -> None:
+        """Runs what a step in two parts does between them, so that its kernels compile at start."""
+        step, sampler = self.step, self.step.sampler
+        groups = {
+            (last - first, width)
+            for size, width in product(self.sizes, self.widths)
+            for first, last in sampler.groups(size, width)
+        }
+        for size, width in sorted(groups):
+            slots = self._padding(size)
+            ids = slots.new_zeros(size, width)
+            path = DraftPath(ids, ids + 1 if step.caps.makes_trees and width > 1 else None)
+            positions = (ids + 1).int()
+            tokens = SampleInput(step.model.embed(ids.flatten()), positions, slots, path)
+            for flags, query in (
+                (replace(GREEDY, penalties=True), None),
+                (replace(SAMPLED, penalties=True), None),
+                (GREEDY, LogprobQuery.of([LogprobParams(top=1)])),
+            ):
+                sampler.sample(tokens, StepShape(width, self.kv_len_ub, flags, query))
+
     def _raise(self, failed: Exception | None) -> None:
         if isinstance(failed, AlgorithmError):
             raise ConfigError(
@@ -248,14 +294,15 @@ class CudaGraphSteps:
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
         """Replays the step; the tensors returned are overwritten by the next replay."""
+        if batch.shape.edits_logits:
+            return self._decode_split(batch)
         batch = replace(batch, kv_len_ub=self.kv_len_ub)
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
         captured = self._decode[len(slots), batch.num_verify_tokens, batch.flags.widened()]
         if slots != captured.last_slots:
-            tables = self.step.tables
-            captured.slots.copy_(tables.upload(slots, torch.int64), non_blocking=True)
+            self._fill_slots(captured.slots, slots)
             captured.last_slots = slots
         if captured.draft is not None:
             self._fill_draft(captured.draft, self._eager.propose(batch), count)
@@ -267,24 +314,60 @@ class CudaGraphSteps:
             self.step.observe(output)
         return DecodeOutput(output.sampled[:count], output.num_committed[:count])
 
+    def _decode_split(self, batch: DecodeBatch) -> DecodeOutput:
+        """A step that does more with the logits than sampling (`split_steps.py`)."""
+        slots, width = self._padded(batch.slots), batch.num_verify_tokens
+        key = len(slots), width
+        if len(batch.slots) <= self.sizes[-1] and key not in self._split:
+            self._split[key] = self._capture_split(len(slots), width)
+        split = self._split.get(key)
+        if split is None:
+            return self._eager.decode(batch)
+        self._fill_slots(split.slots, slots)
+        if split.draft is not None:
+            self._fill_draft(split.draft, self._eager.propose(batch), len(batch.slots))
+        if split.buffers is not None:
+            split.buffers.begin(batch.lengths)
+        return split.replay(batch.shape, len(batch.slots))
+
+    def _capture_split(self, size: int, width: int) -> SplitStep | None:
+        """None: there is no memory for it, and steps of this shape run eagerly."""
+        device, slots = self.step.tables.device, self._padding(size)
+        shape, buffers = StepShape(width, self.kv_len_ub, SAMPLED), self._buffers_of(size, width)
+        try:
+            with self.step.dummy_steps(), self._on_stream(device):
+                split = capture_split(self.step, self._recorder(), slots, shape, buffers)
+        except torch.OutOfMemoryError:
+            log.warning("decode %d x %d runs eagerly with penalties: out of memory", size, width)
+            return None
+        self._raise(self.step.algorithm.take_error())
+        return split
+
     def observe_deferred(self, batch: DeferredBatch) -> None:
         slots = self._padded(batch.slots)
         counts = [*batch.counts, *[0] * (len(slots) - len(batch.slots))]
         lengths = batch.lengths.padded(len(slots))
         self._eager.observe_deferred(DeferredBatch(slots, counts, self.kv_len_ub, lengths))
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        captured = self._prefill_graph(chunks, flags)
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
+        captured = None
+        if logprobs is None and not flags.penalties:
+            captured = self._prefill_graph(chunks, flags)
         if captured is None:
             forward = self.piecewise.forward(sum(chunk.num_tokens for chunk in chunks))
-            return self.step.prefill(chunks, flags, forward)
+            return self.step.prefill(chunks, flags, forward, logprobs)
         (chunk,) = chunks
         tables = self.step.tables
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
         captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)
         captured.graph.replay()
         self.step.observe_prefill(captured.output)
-        return captured.output.sampled
+        return PrefillTokens(captured.output.sampled)
 
     def _prefill_graph(
         self, chunks: Sequence[PrefillChunk], flags: SamplingFlags
@@ -304,6 +387,9 @@ class CudaGraphSteps:
             return tuple(slots)
         size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         return (*slots, *[self.step.tables.padding_slot] * (size - len(slots)))
+
+    def _fill_slots(self, static: Tensor, slots: Sequence[int]) -> None:
+        static.copy_(self.step.tables.upload(slots, torch.int64), non_blocking=True)
 
     @staticmethod
     def _fill_draft(static: Draft, draft: Draft | None, count: int) -> None:

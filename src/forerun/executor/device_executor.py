@@ -10,14 +10,24 @@ import torch
 from torch import Tensor
 
 from forerun.core.executor import Executor, ExecutorInfo
-from forerun.core.plan import DecodeRequest, SlotSampling, StepPlan, StepResult
+from forerun.core.logprobs import LogprobParams
+from forerun.core.plan import (
+    DecodeRequest,
+    SlotLogprobs,
+    SlotSampling,
+    StepPlan,
+    StepResult,
+)
 from forerun.core.tokens import INVALID_TOKEN
+from forerun.executor.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.slot_tables import ANY_SAMPLING
 from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import PrefillLogprobs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import running_on
+from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
 
@@ -31,6 +41,7 @@ class _Slot:
     rid: str
     sampling: SlotSampling
     tokens: list[int] | None  # if the algorithm reads tokens on the host
+    logprobs: SlotLogprobs | None
 
 
 class DeviceExecutor:
@@ -72,8 +83,11 @@ class DeviceExecutor:
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
             sampled = num_committed = None
+            logprobs = StepLogprobs()
             if plan.decode:
-                out = self.steps.decode(self._batch(plan))
+                batch = self._batch(plan)
+                out = self.steps.decode(batch)
+                logprobs.decode = LogprobCopy.of(batch.logprobs, out.logprobs, self._copy)
                 # Copies queued before the next replay overwrites the graph's outputs.
                 sampled, num_committed = (
                     self._to_host(out.sampled),
@@ -83,8 +97,7 @@ class DeviceExecutor:
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = None
             if plan.prefill:
-                flags = self.flags([c.slot for c in plan.prefill if c.last])
-                first = self._to_host(self.steps.prefill(plan.prefill, flags))
+                first = self._prefill(plan, logprobs)
                 self.step.save_states(plan.save_snapshots)
             clock.stop()
             error = self.step.algorithm.take_error()
@@ -98,6 +111,7 @@ class DeviceExecutor:
             None if error is None else str(error),
             None if timer is None or timestamps is None else (timer, timestamps),
             failed,
+            logprobs,
         )
 
     def disable_drafts(self) -> None:
@@ -131,11 +145,11 @@ class DeviceExecutor:
         """Returns (slot, reason) of admissions that failed."""
         for a in plan.admitted:
             self._slots[a.slot] = _Slot(
-                a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None
+                a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None, a.logprobs
             )
         failed = self.tables.admit(plan.admitted) if plan.admitted else []
         for slot, _ in failed:  # it is part of this step, but its result is dropped
-            self._slots[slot].sampling = ANY_SAMPLING
+            self._slots[slot].sampling, self._slots[slot].logprobs = ANY_SAMPLING, None
         if plan.admitted:
             self.step.reset_states([a.slot for a in plan.admitted], plan.load_snapshots)
         if plan.page_writes:
@@ -159,7 +173,22 @@ class DeviceExecutor:
             flags=self.flags(slots),
             lengths=self.tables.host_batch(slots, [r.kv_len_ub for r in plan.decode]),
             host=host,
+            logprobs=LogprobQuery.of([self._logprobs(slot) for slot in slots]),
         )
+
+    def _prefill(self, plan: StepPlan, logprobs: StepLogprobs) -> Tensor | None:
+        flags = self.flags([c.slot for c in plan.prefill if c.last])
+        asked = {c.slot: self._slots[c.slot].logprobs for c in plan.prefill}
+        query = PrefillLogprobs.of(plan.prefill, {s: a for s, a in asked.items() if a is not None})
+        out = self.steps.prefill(plan.prefill, flags, query)
+        if query is not None:
+            logprobs.prompt = LogprobCopy.of(query.prompt, out.prompt_logprobs, self._copy)
+            logprobs.first = LogprobCopy.of(query.first, out.first_logprobs, self._copy)
+        return self._to_host(out.sampled)
+
+    def _logprobs(self, slot: int) -> LogprobParams | None:
+        asked = self._slots[slot].logprobs
+        return None if asked is None else asked.params
 
     def _deferred(self, plan: StepPlan) -> DeferredBatch:
         slots = [deferred.slot for deferred in plan.deferred]
@@ -176,7 +205,12 @@ class DeviceExecutor:
         return max(request.kv_len_ub for request in requests) + self.step.caps.kv_reserve
 
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or tensor.device.type != "cuda":
+        return None if tensor is None else self._copy(tensor)
+
+    @staticmethod
+    def _copy(tensor: Tensor) -> Tensor:
+        """To pinned memory; complete when the step is."""
+        if tensor.device.type != "cuda":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
@@ -226,6 +260,7 @@ class PendingDeviceStep:
     error: str | None  # the algorithm failed in this step
     timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, if tracing is on
     not_admitted: list[tuple[int, str]]  # (slot, reason)
+    logprobs: StepLogprobs
 
     def result(self) -> StepResult:
         """Waits for the step and reads its tokens."""
@@ -249,7 +284,16 @@ class PendingDeviceStep:
         if self.timestamps is not None:
             timer, timestamps = self.timestamps
             phase_times = timer.unix(timestamps)
-        result = StepResult(decode, prefill, seconds, self.error, tuple(failed), phase_times)
+        result = StepResult(
+            decode,
+            prefill,
+            seconds,
+            self.error,
+            tuple(failed),
+            phase_times,
+            self.logprobs.of_decode(decode),
+            self.logprobs.of_prefill(self.plan.prefill),
+        )
         self.executor.keep_tokens(self.plan, result)
         return result
 

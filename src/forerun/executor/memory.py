@@ -11,12 +11,14 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
+from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.plan import (
     Admission,
     DecodeRequest,
     DeferredCount,
     Limits,
     PrefillChunk,
+    SlotLogprobs,
     SlotSampling,
     StepPlan,
 )
@@ -214,15 +216,24 @@ def profile_run(
 def profiling_plans(limits: Limits, widths: Sequence[int], padding_slot: int) -> Iterator[StepPlan]:
     """Prefills of `chunked_prefill_size` tokens and fewer; decode steps with all slots and one.
 
-    Decode steps come last, because they reset the padding slot's length to 0.
+    Decode steps come last, because they reset the padding slot's length to 0. Some requests have
+    penalties and return log-probabilities, also of their prompt.
     """
+    edited = SlotSampling(
+        1.0, 9, 0.9, 0.1, 0, stop_ids=(0,), min_position=1, frequency_penalty=1.0,
+        logit_bias=((0, 1.0),),
+    )  # fmt: skip
+    logprobs = SlotLogprobs(
+        LogprobParams(0, MAX_TOP_LOGPROBS, token_ids=(0,)), 1, limits.context_length
+    )
     greedy = SlotSampling(0.0, -1, 1.0, 0.0, 0)
     sampled = SlotSampling(1.0, 9, 0.9, 0.1, 0, stop_ids=(0,), min_position=1)
     max_tokens = limits.chunked_prefill_size
     counts = [*(n for n in SHORT_PROMPTS if n < max_tokens), max_tokens]
-    for sampling in (sampled, greedy):  # the padding slot must be greedy afterwards
-        admission = Admission(padding_slot, "profiling run", (0,), 0, 0, sampling)
-        for i, tokens in enumerate(counts):
+    # The padding slot must be greedy afterwards.
+    for sampling, asked in ((edited, logprobs), (sampled, None), (greedy, None)):
+        admission = Admission(padding_slot, "profiling run", (0,), 0, 0, sampling, logprobs=asked)
+        for i, tokens in enumerate(counts if asked is None else [max_tokens]):
             admitted = [] if i else [admission]
             yield StepPlan(admitted=admitted, prefill=_chunks(limits, padding_slot, tokens))
         for width, batch in product(widths, (1, limits.slots)):

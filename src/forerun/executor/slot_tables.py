@@ -17,6 +17,7 @@ from forerun.core.plan import Admission, Limits, PageWrite, SlotSampling
 from forerun.kernels.speculation.accept import SlotState, accept_commit
 from forerun.kvcache.pages import NULL_PAGE
 from forerun.platform.device import upload
+from forerun.sampling.penalties import PackedPenalties, PenaltyTable
 from forerun.sampling.table import PackedSampling, SamplingTable
 
 log = logging.getLogger("forerun")
@@ -44,6 +45,7 @@ class SlotTables:
         self.history = torch.zeros(rows, positions, dtype=torch.int32, device=device)
         self.max_drafts = torch.zeros(rows, dtype=torch.int32, device=device)  # per step
         self.sampling = SamplingTable(rows, device)
+        self.penalties = PenaltyTable(rows, device)
         self.states: list[Tensor] = []  # of the algorithm
         # Page ids by slot, of both tables; None: no backend reads them on the host.
         self._host_pages: tuple[dict[int, list[int]], dict[int, list[int]]] | None = None
@@ -103,6 +105,7 @@ class SlotTables:
         for row in rows:
             self.history[row.slot, : row.tokens.shape[0]] = upload(row.tokens, self.device)
         self.sampling.set_packed(slots, [row.sampling for row in rows])
+        self.penalties.set([row.penalties for row in rows])
 
     def write_pages(self, writes: Sequence[PageWrite], windowed: bool = False) -> None:
         """Writes entries of a page table, on the device and to its host copy."""
@@ -147,6 +150,7 @@ class _HostRow:
     lengths: Tensor  # [2] int32: kv_len, max_drafts
     tokens: Tensor  # [n] int32
     sampling: PackedSampling
+    penalties: PackedPenalties
 
     @classmethod
     def of(cls, admission: Admission) -> _HostRow:
@@ -156,4 +160,9 @@ class _HostRow:
             lengths=torch.tensor([admission.cached_len, admission.max_drafts], dtype=torch.int32),
             tokens=torch.tensor(admission.tokens, dtype=torch.int32),
             sampling=PackedSampling.of(admission.sampling),
+            penalties=PackedPenalties.of(
+                admission.slot,
+                admission.sampling,
+                len(admission.tokens) - admission.num_output_tokens,
+            ),
         )

@@ -28,13 +28,19 @@ from forerun.executor.step_inputs import (
     DecodeTokens,
     PageTables,
     PlannedAttention,
+    PrefillLogprobs,
     PrefillOutput,
+    PrefillTokens,
+    SampledTokens,
+    SampleInput,
     StepShape,
     StepTokens,
     TargetOutput,
+    VerifyPass,
     slots_and_positions,
 )
 from forerun.executor.step_timing import PhaseBoundary, StepTimer
+from forerun.executor.token_sampler import TokenSampler
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
@@ -76,6 +82,7 @@ class DeviceStep:
         self.tables = tables
         self.attention = attention
         self.draft_attention = draft_attention
+        self.sampler = TokenSampler(model, tables)
         # Set by `executor/build.py` if enabled.
         self.simulate: SimulatedAcceptance | None = None
         self.timer: StepTimer | None = None
@@ -179,14 +186,26 @@ class DeviceStep:
             draft: proposed by `propose`; None: this step proposes.
             buffers: of `plan_buffers`, prepared for this step.
         """
+        out = self._sample_and_commit(
+            self.propose_and_verify(slots, shape, draft, buffers), shape, buffers
+        )
+        self.observe(out)
+        return replace(out, observe=None)
+
+    def propose_and_verify(
+        self,
+        slots: Tensor,
+        shape: StepShape,
+        draft: Draft | None = None,
+        buffers: StepBuffers | None = None,
+    ) -> VerifyPass:
+        """`decode` up to the target's hidden states. `sample`, `commit` and `observe` follow."""
         if draft is None:  # otherwise `propose` marked it
             self._mark(PhaseBoundary.BEGIN)
         tokens, attention = self._decode_tokens(slots, shape, buffers)
         if draft is None:
             draft = self._propose(slots, tokens, attention, shape)
-        out = self._verify_and_commit(tokens, attention, shape, draft, buffers)
-        self.observe(out)
-        return replace(out, observe=None)
+        return self._verify(tokens, attention, shape, draft, buffers)
 
     def propose(
         self,
@@ -210,11 +229,35 @@ class DeviceStep:
         buffers: StepBuffers | None = None,
     ) -> DecodeOutput:
         """The second part: verify and commit. `observe` is the third."""
+        verified = self.verify_drafts(slots, shape, draft, buffers)
+        return self._sample_and_commit(verified, shape, buffers)
+
+    def verify_drafts(
+        self,
+        slots: Tensor,
+        shape: StepShape,
+        draft: Draft | None,
+        buffers: StepBuffers | None = None,
+    ) -> VerifyPass:
+        """`verify` up to the target's hidden states. `sample`, `commit` and `observe` follow."""
         if draft is None:
             self._mark(PhaseBoundary.BEGIN)
             draft = self.empty_draft(slots, shape.num_verify_tokens)
         tokens, _ = self._decode_tokens(slots, shape, buffers)
-        return self._verify_and_commit(tokens, None, shape, draft, buffers)
+        return self._verify(tokens, None, shape, draft, buffers)
+
+    def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        """Samples a token at every position of a verify pass."""
+        sampled = self.sampler.sample(tokens, shape)
+        self._mark(PhaseBoundary.VERIFIED)
+        return sampled
+
+    def _sample_and_commit(
+        self, verified: VerifyPass, shape: StepShape, buffers: StepBuffers | None
+    ) -> DecodeOutput:
+        sampled = self.sample(verified.to_sample, shape)
+        out = self.commit(verified, sampled.ids, buffers)
+        return replace(out, logprobs=sampled.logprobs_along(out.path))
 
     def observe(self, out: DecodeOutput) -> None:
         """The last part of a step: what `verify` left to observe."""
@@ -321,28 +364,49 @@ class DeviceStep:
         )
         return torch.where(params.temperature[:, None] > 0, sampled, logits.argmax(-1))
 
-    def _verify_and_commit(
+    def _verify(
         self,
         tokens: DecodeTokens,
         attention: PlannedAttention | None,
         shape: StepShape,
         draft: Draft,
         buffers: StepBuffers | None,
-    ) -> DecodeOutput:
+    ) -> VerifyPass:
         """`attention`: planned in this step already; None: `observe` runs after it, and plans."""
         self._mark(PhaseBoundary.PROPOSED)
-        slots, width = tokens.slots, shape.num_verify_tokens
         tree = None if draft.parents is None else Tree.from_parents(draft.parents)
         draft_depth = None if tree is None else tree.depth[:, 1:]
         vocab, limits = self.model.config.vocab_size, self.tables.max_drafts
         ids, candidates = build_verify_inputs(
-            tokens.last_token, draft.tokens, slots, limits, draft_depth, vocab
+            tokens.last_token, draft.tokens, tokens.slots, limits, draft_depth, vocab
         )
-        hidden_states, aux, sampled = self._verify(
-            tokens, ids.flatten(), tree, shape.flags, buffers
+        batch = tokens.attention(tokens.q_len)
+        positions, next_positions = tokens.positions, tokens.next_positions
+        if tree is not None:
+            batch = replace(batch, tree=tree.ancestors)
+            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
+            next_positions = positions + 1
+        context = self.attention.context(batch, buffers)
+        hidden_states, aux = self.forward(ids.flatten(), positions, context)
+        return VerifyPass(
+            tokens=tokens,
+            attention=attention,
+            tree=tree,
+            ids=ids,
+            candidates=candidates,
+            positions=next_positions.view(-1, shape.num_verify_tokens),
+            hidden_states=hidden_states,
+            aux_hidden_states=aux,
         )
-        self._mark(PhaseBoundary.VERIFIED)
-        num_committed: Tensor | None = None
+
+    def commit(
+        self, verified: VerifyPass, sampled: Tensor, buffers: StepBuffers | None
+    ) -> DecodeOutput:
+        """Accepts drafts, advances the slots, and prepares `observe`. sampled: [B, W] int64."""
+        tokens, tree, ids = verified.tokens, verified.tree, verified.ids
+        hidden_states, aux = verified.hidden_states, verified.aux_hidden_states
+        candidates, slots, width = verified.candidates, tokens.slots, tokens.q_len
+        num_committed = path = None
         if tree is not None:
             path, num_committed = tree.accept(candidates, sampled)
             index = self._compact_tree(path, tokens)
@@ -356,46 +420,17 @@ class DeviceStep:
         self.attention.pools.commit(slots, num_committed)
         if width == 1 and self.deferred is not None:
             self.deferred.keep(slots, tokens.positions, hidden_states, aux)
-            return DecodeOutput(sampled, num_committed)
+            return DecodeOutput(sampled, num_committed, None, path)
         if not self.algorithm.observes:
-            return DecodeOutput(sampled, num_committed)
+            return DecodeOutput(sampled, num_committed, None, path)
 
         out = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
 
         def observe() -> ObserveInput:
-            own = attention or self._draft_attention(tokens, buffers)
+            own = verified.attention or self._draft_attention(tokens, buffers)
             return self._observe_input(Phase.VERIFY, tokens, out, own)
 
-        return DecodeOutput(sampled, num_committed, observe)
-
-    def _verify(
-        self,
-        tokens: DecodeTokens,
-        ids: Tensor,
-        tree: Tree | None,
-        flags: SamplingFlags,
-        buffers: StepBuffers | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Runs the target on ids [B * W]: hidden states, aux hidden states, sampled [B, W]."""
-        batch = tokens.attention(tokens.q_len)
-        positions, next_positions = tokens.positions, tokens.next_positions
-        if tree is not None:
-            batch = replace(batch, tree=tree.ancestors)
-            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
-            next_positions = positions + 1
-        context = self.attention.context(batch, buffers)
-        hidden_states, aux = self.forward(ids, positions, context)
-        at = next_positions.view(-1, tokens.q_len)
-        return hidden_states, aux, self._sample(hidden_states, at, tokens.slots, flags)
-
-    def _sample(
-        self, hidden_states: Tensor, positions: Tensor, slots: Tensor, flags: SamplingFlags
-    ) -> Tensor:
-        """Samples from hidden states [B * W, H]; tokens for positions [B, W]."""
-        if not (flags.sampled or flags.min_tokens):
-            return self.model.compute_argmax(hidden_states).view(positions.shape)
-        logits = self.model.compute_logits(hidden_states).view(*positions.shape, -1)
-        return sample(logits, positions, self.tables.sampling.gather(slots), flags)
+        return DecodeOutput(sampled, num_committed, observe, path)
 
     def _compact_tree(self, path: Tensor, tokens: DecodeTokens) -> Tensor:
         """Moves K/V of a tree's accepted path to the KV slots that a chain would have used.
@@ -423,7 +458,8 @@ class DeviceStep:
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         forward: TargetForward | None = None,
-    ) -> Tensor | None:
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
         """Runs prompt chunks; samples the first token after each last chunk of a prompt.
 
         `forward`: a captured one, instead of the step's own.
@@ -449,7 +485,12 @@ class DeviceStep:
         hidden_states, aux = (forward or self.forward)(ids, positions, context)
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
-        sampled = self._first_tokens(chunks, last_index, hidden_states, flags)
+        shape = StepShape(1, longest + 1, flags, None if logprobs is None else logprobs.first)
+        first = self._first_tokens(chunks, last_index, hidden_states, shape)
+        of_prompt = None
+        if logprobs is not None and logprobs.prompt is not None:
+            following = tables.history[owner, positions + 1].long()
+            of_prompt = self.sampler.prompt_logprobs(hidden_states, following, logprobs.prompt)
         if self.algorithm.observes:
             counts = tables.upload(tokens.q_lens, torch.int32)
             # After the last prompt token comes the one just sampled.
@@ -459,7 +500,9 @@ class DeviceStep:
             host_slots = [c.slot for c in chunks]
             own = None if draft is None else self._planned(draft, tokens, host_slots=host_slots)
             self.algorithm.observe(self._observe_input(Phase.PREFILL, tokens, out, own))
-        return sampled
+        if first is None:
+            return PrefillTokens(None, None, of_prompt)
+        return PrefillTokens(first.ids.squeeze(1), first.logprobs, of_prompt)
 
     def prefill_padded(self, slots: Tensor, counts: Tensor, shape: StepShape) -> PrefillOutput:
         """Prefill of the rest of short prompts, padded to W tokens: shapes depend on (B, W) only.
@@ -481,9 +524,8 @@ class DeviceStep:
         hidden_states, aux = self.forward(ids, tokens.positions, context)
         first = torch.arange(0, ids.numel(), width, device=slots.device)
         end = tokens.start + counts
-        sampled = self._sample(
-            hidden_states[first + counts - 1], end.unsqueeze(1), slots, shape.flags
-        ).squeeze(1)
+        last_tokens = SampleInput(hidden_states[first + counts - 1], end.unsqueeze(1), slots)
+        sampled = self.sampler.sample(last_tokens, shape).ids.squeeze(1)
         tables.kv_len[slots] = end
         self.reset_padding_slot()
         tables.set_first_tokens(slots, end.long(), sampled)
@@ -511,8 +553,8 @@ class DeviceStep:
         chunks: Sequence[PrefillChunk],
         last_index: Sequence[int],
         hidden_states: Tensor,
-        flags: SamplingFlags,
-    ) -> Tensor | None:
+        shape: StepShape,
+    ) -> SampledTokens | None:
         tables = self.tables
         ends = [(chunk, at) for chunk, at in zip(chunks, last_index, strict=True) if chunk.last]
         if not ends:
@@ -520,9 +562,9 @@ class DeviceStep:
         index = tables.upload([at for _, at in ends], torch.int64)
         slots = tables.upload([chunk.slot for chunk, _ in ends], torch.int64)
         positions = tables.upload([chunk.end for chunk, _ in ends], torch.int64)
-        sampled = self._sample(hidden_states[index], positions.unsqueeze(1), slots, flags)
-        sampled = sampled.squeeze(1)
-        tables.set_first_tokens(slots, positions, sampled)
+        last_tokens = SampleInput(hidden_states[index], positions.unsqueeze(1), slots)
+        sampled = self.sampler.sample(last_tokens, shape)
+        tables.set_first_tokens(slots, positions, sampled.ids.squeeze(1))
         return sampled
 
     def _draft_attention(

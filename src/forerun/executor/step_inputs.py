@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
-from forerun.core.plan import PrefillChunk
+from forerun.core.logprobs import LogprobParams
+from forerun.core.plan import PrefillChunk, SlotLogprobs
+from forerun.kernels.sampling.penalties import DraftPath
+from forerun.kernels.speculation.tree import Tree
+from forerun.sampling.logprobs import LogprobQuery, Logprobs
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import ObserveInput
 
@@ -23,6 +28,12 @@ class StepShape:
     num_verify_tokens: int  # W
     kv_len_ub: int  # upper bound of committed lengths plus the KV slots a step may write
     flags: SamplingFlags  # which sampling operations run
+    logprobs: LogprobQuery | None = None  # of requests of the batch
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether more than sampling is done with the logits; captured steps do not."""
+        return self.flags.penalties or self.logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,59 @@ class PlannedAttention:
 
 
 @dataclass(frozen=True)
+class SampleInput:
+    """B * W tokens of the target, after each of which a token is sampled."""
+
+    hidden_states: Tensor  # [B * W, H]
+    positions: Tensor  # [B, W] int: of the tokens to be sampled
+    slots: Tensor  # [B] int64
+    path: DraftPath | None = None  # the tokens that the target ran on; None: W is 1
+
+    def between(self, first: int, last: int) -> SampleInput:
+        """Of requests [first, last)."""
+        width = self.positions.shape[1]
+        return SampleInput(
+            self.hidden_states[first * width : last * width],
+            self.positions[first:last],
+            self.slots[first:last],
+            None if self.path is None else self.path.between(first, last),
+        )
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    ids: Tensor  # [B, W] int64
+    # Of the R requests of `StepShape.logprobs`: [R, W], and their indices in the batch [R] int64.
+    logprobs: Logprobs | None = None
+    rows: Tensor | None = None
+
+    def logprobs_along(self, path: Tensor | None) -> Logprobs | None:
+        """Along the accepted paths [B, W] int64 of trees; None: chains."""
+        if self.logprobs is None or self.rows is None or path is None:
+            return self.logprobs
+        return self.logprobs.along(path[self.rows])
+
+
+@dataclass(frozen=True)
+class VerifyPass:
+    """The target's forward of a decode step, before its tokens are sampled."""
+
+    tokens: DecodeTokens
+    attention: PlannedAttention | None  # of the draft; None: `observe` plans it
+    tree: Tree | None  # None: a chain
+    ids: Tensor  # [B, W] int64
+    candidates: Tensor  # [B, K] int64: the drafts that may be accepted, else -1
+    positions: Tensor  # [B, W] int32: of the tokens to be sampled
+    hidden_states: Tensor  # [B * W, H]
+    aux_hidden_states: Tensor | None  # [B * W, n * H]
+
+    @property
+    def to_sample(self) -> SampleInput:
+        path = DraftPath(self.ids, None if self.tree is None else self.tree.ancestors)
+        return SampleInput(self.hidden_states, self.positions, self.tokens.slots, path)
+
+
+@dataclass(frozen=True)
 class TargetOutput:
     """What `observe` sees of the target's forward over T tokens of B requests."""
 
@@ -142,6 +206,47 @@ class DecodeOutput:
     num_committed: Tensor  # [B] int32: how many of `sampled` are committed
     # None: already observed, or deferred. Built per replay, which overwrites the tensors.
     observe: Callable[[], ObserveInput] | None = None
+    path: Tensor | None = None  # [B, W] int64, of `Tree.accept`; None: a chain
+    logprobs: Logprobs | None = None  # [R, W]: of the requests of `StepShape.logprobs`
+
+
+@dataclass(frozen=True)
+class PrefillLogprobs:
+    """The log-probabilities that are asked of a prefill."""
+
+    prompt: LogprobQuery | None  # rows: prompt tokens of all chunks
+    first: LogprobQuery | None  # rows: last chunks, for the tokens sampled after them
+
+    @classmethod
+    def of(cls, chunks: Sequence[PrefillChunk], asked: Mapping[int, SlotLogprobs]) -> Self | None:
+        """`asked`: by slot."""
+        if not asked:
+            return None
+        of_prompt: list[LogprobParams | None] = []
+        for chunk in chunks:
+            slot = asked.get(chunk.slot)
+            if slot is None:
+                of_prompt += [None] * chunk.num_tokens
+                continue
+            of_prompt += [  # a token's values come from the row before it
+                slot.params if slot.start <= position + 1 < slot.end else None
+                for position in range(chunk.start, chunk.end)
+            ]
+        of_first = [
+            asked[chunk.slot].params if chunk.slot in asked else None
+            for chunk in chunks
+            if chunk.last
+        ]
+        return cls(LogprobQuery.of(of_prompt), LogprobQuery.of(of_first))
+
+
+@dataclass(frozen=True)
+class PrefillTokens:
+    """The result of a prefill."""
+
+    sampled: Tensor | None  # [n] int64: the first tokens, after the last chunks; None: n = 0
+    first_logprobs: Logprobs | None = None  # [R, 1]
+    prompt_logprobs: Logprobs | None = None  # [R, 1]
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.plan import PrefillChunk
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, StepShape
+from forerun.executor.step_inputs import DecodeOutput, PrefillLogprobs, PrefillTokens, StepShape
+from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft, HostTokens
 
@@ -31,10 +31,11 @@ class DecodeBatch:
     flags: SamplingFlags
     lengths: HostBatch  # for attention backends that plan on the host
     host: HostTokens | None = None  # if the algorithm reads tokens on the host
+    logprobs: LogprobQuery | None = None  # of requests of the batch
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(self.num_verify_tokens, self.kv_len_ub, self.flags)
+        return StepShape(self.num_verify_tokens, self.kv_len_ub, self.flags, self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,13 @@ class StepExecutor(Protocol):
     def observe_deferred(self, batch: DeferredBatch) -> None:
         """The algorithm observes tokens of earlier plain steps."""
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        """Runs prompt chunks; returns the first tokens [n] int64 after last chunks, if any."""
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
+        """Runs prompt chunks, and samples the first tokens after last chunks."""
 
 
 class EagerSteps:
@@ -102,8 +108,13 @@ class EagerSteps:
         buffers = self._prepared(len(batch.slots), 0, batch.lengths)
         self.step.observe_deferred(slots, counts, batch.kv_len_ub, buffers)
 
-    def prefill(self, chunks: Sequence[PrefillChunk], flags: SamplingFlags) -> Tensor | None:
-        return self.step.prefill(chunks, flags)
+    def prefill(
+        self,
+        chunks: Sequence[PrefillChunk],
+        flags: SamplingFlags,
+        logprobs: PrefillLogprobs | None = None,
+    ) -> PrefillTokens:
+        return self.step.prefill(chunks, flags, None, logprobs)
 
     def _prepared(self, batch_size: int, width: int, lengths: HostBatch) -> StepBuffers | None:
         """Buffers prepared by backends that plan on the host, for an eager step."""

@@ -11,10 +11,12 @@ from typing import Any, Self
 
 from forerun.core.checks import boolean
 from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.unsupported import refusal
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
+from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.loop import Call, EngineLoop, Job
 from forerun.llm.prompts import chat_ids, text_ids, token_lists
 from forerun.llm.setup import checked_config, load_tokenizer, with_models
@@ -91,12 +93,15 @@ class LLM:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
-        **unsupported: Any,
+        **logprobs: Any,
     ) -> Any:
         """Completes one prompt or many, given as text or as token ids.
 
         Args:
             sampling_params: for all prompts, or one per prompt.
+            logprobs: `return_logprob`, `logprob_start_len`, `top_logprobs_num` and
+                `token_ids_logprob` as in SGLang, each for all prompts or one per prompt;
+                `LogprobParams` describes them. The values are in `meta_info`.
 
         Returns:
             A `RequestOutput` for one prompt with n = 1; otherwise a list in the order of the
@@ -107,7 +112,7 @@ class LLM:
             RequestError: a prompt or parameter is invalid; no request of the call was started.
             EngineClosedError: after `close`.
         """
-        _refuse(unsupported, "generate")
+        _refuse(logprobs, "generate")
         self._loop.check_open()
         if (prompts is None) == (input_ids is None):
             raise RequestError("Give either prompts (text) or input_ids, not both or neither.")
@@ -115,7 +120,7 @@ class LLM:
             ids, single = token_lists(input_ids)
         else:
             ids, single = text_ids(self._need_tokenizer("text prompts"), prompts)
-        return self._run(ids, single, sampling_params, stream)
+        return self._run(ids, single, sampling_params, stream, logprobs)
 
     def chat(
         self,
@@ -124,18 +129,18 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stream: bool = False,
-        **unsupported: Any,
+        **logprobs: Any,
     ) -> Any:
         """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`.
 
         Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`.
         `chat_template_kwargs` are variables of the model's chat template, for example
-        `{"enable_thinking": False}`. Returns and raises as `generate` does.
+        `{"enable_thinking": False}`. Takes `logprobs`, returns and raises as `generate` does.
         """
-        _refuse(unsupported, "chat")
+        _refuse(logprobs, "chat")
         self._loop.check_open()
         ids, single = chat_ids(self._need_tokenizer("chat"), messages, chat_template_kwargs)
-        return self._run(ids, single, sampling_params, stream)
+        return self._run(ids, single, sampling_params, stream, logprobs)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -145,13 +150,15 @@ class LLM:
         single: bool,
         sampling_params: Params | Sequence[Params] | None,
         stream: bool,
+        logprobs: Mapping[str, Any],
     ) -> Any:
         params = _params_per_prompt(sampling_params, len(prompts))
+        of_prompts = logprob_params(logprobs, len(prompts), single)
         boolean("stream", stream, RequestError)
         # All are checked before any is queued: a list is refused as a whole.
         jobs = [
-            self._job(ids, p, at, index, stream)
-            for at, (ids, p) in enumerate(zip(prompts, params, strict=True))
+            self._job(ids, p, at, index, stream, asked)
+            for at, (ids, p, asked) in enumerate(zip(prompts, params, of_prompts, strict=True))
             for index in range(p.n)
         ]
         outputs = OutputStream(self._loop, Call(jobs, partial=stream), self.tokenizer, owner=self)
@@ -165,11 +172,17 @@ class LLM:
         return ordered[0] if single and len(ordered) == 1 else ordered
 
     def _job(
-        self, ids: list[int], params: SamplingParams, prompt_index: int, index: int, stream: bool
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        prompt_index: int,
+        index: int,
+        stream: bool,
+        logprobs: LogprobParams | None,
     ) -> Job:
         if params.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
-        request = self.engine.make_request(ids, params, seed_offset=index)
+        request = self.engine.make_request(ids, params, seed_offset=index, logprobs=logprobs)
         text = None
         if self.tokenizer is not None and (stream or params.stop):
             text = OutputText(self.tokenizer, params)
@@ -197,6 +210,8 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
     """Raises RequestError for the first keyword that `generate` and `chat` do not have."""
     own = [f.name for f in fields(SamplingParams)]
     for name in keywords:
+        if name in LOGPROB_KEYWORDS:
+            continue
         if name in own:
             raise RequestError(
                 f"{name} is a sampling parameter: sampling_params={{{name!r}: ...}}."
@@ -208,5 +223,6 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
 
 
 _KEYWORDS = (
-    "prompts", "messages", "sampling_params", "input_ids", "chat_template_kwargs", "stream"
+    "prompts", "messages", "sampling_params", "input_ids", "chat_template_kwargs", "stream",
+    *LOGPROB_KEYWORDS,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from forerun.core.request import RequestRecord, drop_last
+from forerun.llm.logprobs import logprob_info
 
 
 @dataclass(frozen=True)
@@ -102,4 +103,5 @@ def meta_info(request: RequestRecord, progress: Progress | None = None) -> dict[
         "spec_num_proposed_drafts": progress.proposed,
         "spec_correct_drafts_histogram": histogram,
         "spec_accept_lengths": lengths,
+        **logprob_info(request, tokens),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class SamplingFlags:
     top_p: bool = False
     min_p: bool = False
     min_tokens: bool = False
+    penalties: bool = False  # or logit biases
 
     @classmethod
     def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
@@ -43,11 +44,13 @@ class SamplingFlags:
             top_p=any(p.top_p < 1 for p in sampled),
             min_p=any(p.min_p > 0 for p in sampled),
             min_tokens=any(bool(p.stop_ids) for p in batch),
+            penalties=any(p.penalized for p in batch),
         )
 
     def widened(self) -> SamplingFlags:
-        """`GREEDY` or `SAMPLED`: steps are captured for these two at start."""
-        return SAMPLED if self.sampled or self.min_tokens else GREEDY
+        """`GREEDY` or `SAMPLED`, for which steps are captured at start, or one with penalties."""
+        flags = SAMPLED if self.sampled or self.min_tokens else GREEDY
+        return replace(flags, penalties=self.penalties)
 
 
 GREEDY = SamplingFlags()

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.core.errors import InternalError, RequestError
+from forerun.core.logprobs import TokenLogprobs
 from forerun.core.plan import (
     Admission,
     DecodeRequest,
@@ -202,7 +203,8 @@ class Scheduler:
         self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
     ) -> list[Request]:
         changed, outcomes = [], []
-        for request, tokens in zip(step.decode, result.decode, strict=True):
+        logprobs = result.decode_logprobs or [[]] * len(step.decode)
+        for request, tokens, of_tokens in zip(step.decode, result.decode, logprobs, strict=True):
             request.pending.pop(0)
             if request.state is not State.FINISHED:
                 request.kv_len += len(tokens)
@@ -210,7 +212,7 @@ class Scheduler:
                 drafts = request.params.draft_limit(step.plan.num_verify_tokens - 1)
                 request.proposed += drafts
                 outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0)))
-                changed.append(self._append(request, tokens, failed, verified=True))
+                changed.append(self._append(request, tokens, of_tokens, failed, verified=True))
             self._settle(request)
         if outcomes:
             self.widths.record_outcomes(outcomes)
@@ -220,17 +222,23 @@ class Scheduler:
         self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
     ) -> list[Request]:
         changed = []
-        chunks = zip(step.plan.prefill, step.prefill, result.prefill, strict=True)
-        for chunk, request, token in chunks:
+        logprobs = result.prefill_logprobs or [[]] * len(step.prefill)
+        chunks = zip(step.plan.prefill, step.prefill, result.prefill, logprobs, strict=True)
+        for chunk, request, token, of_tokens in chunks:
             request.pending.pop(0)
             if request.state is not State.FINISHED:
                 request.kv_len += chunk.num_tokens
                 if request.slot in failed:
                     request.kv_len = request.cached_len  # its K/V must not enter the prefix cache
-                    changed.append(self._append(request, [], failed, verified=False))
-                elif token is not None:
-                    self._share_prompt(request)
-                    changed.append(self._append(request, [token], failed, verified=False))
+                    changed.append(self._append(request, [], [], failed, verified=False))
+                else:
+                    of_sampled = of_tokens[-1:] if token is not None else []
+                    request.prompt_logprobs += of_tokens[: len(of_tokens) - len(of_sampled)]
+                    if token is not None:
+                        self._share_prompt(request)
+                        changed.append(
+                            self._append(request, [token], of_sampled, failed, verified=False)
+                        )
             self._settle(request)
         return changed
 
@@ -352,7 +360,7 @@ class Scheduler:
         if not self._free_slots or request in self._leaving:
             return False
         tokens = request.tokens
-        match = self.prefix.match_prefix(tokens)
+        match = self._match_prefix(request)
         self.prefix.inc_lock_ref(match.node)
         pages = self._allocate_prompt(request, match, len(tokens) + self.limits.kv_reserve)
         if pages is None:
@@ -374,6 +382,16 @@ class Scheduler:
         plan.admitted.append(self._admission(request))
         plan.page_writes.append(PageWrite(request.slot, 0, tuple(request.pages)))
         return True
+
+    def _match_prefix(self, request: Request) -> MatchResult:
+        """The cached prefix that it may use: a token whose hidden state is asked for is computed.
+
+        The log-probabilities of the token at a position come from the one before it.
+        """
+        tokens, asked = request.tokens, request.slot_logprobs
+        if asked is not None and asked.start < asked.end:
+            tokens = tokens[: asked.start]  # at least one token of them is left to compute
+        return self.prefix.match_prefix(tokens)
 
     def _allocate_prompt(
         self, request: Request, match: MatchResult, num_tokens: int
@@ -398,14 +416,21 @@ class Scheduler:
             cached_len=request.cached_len,
             max_drafts=request.params.draft_limit(self.limits.max_verify_tokens - 1),
             sampling=request.sampling,
+            num_output_tokens=len(request.prefill_tokens) - len(request.prompt),
+            logprobs=request.slot_logprobs,
         )
 
     # --- results and release --------------------------------------------------------------------
 
     def _append(
-        self, request: Request, tokens: Sequence[int], failed: dict[int, str], verified: bool
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        failed: dict[int, str],
+        verified: bool,
     ) -> Request:
-        kept = append_tokens(request, list(tokens))
+        kept = append_tokens(request, tokens, logprobs)
         if verified:  # drafts after a stop do not count
             request.accept_lengths.append(kept)
             request.correct_drafts.append(min(kept, max(len(tokens) - 1, 0)))

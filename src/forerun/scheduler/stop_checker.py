@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from forerun.core.logprobs import TokenLogprobs
 from forerun.core.request import FinishReason, Request
 
 
-def append_tokens(request: Request, tokens: Sequence[int]) -> int:
+def append_tokens(
+    request: Request, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()
+) -> int:
     """Appends committed tokens to the output, up to and including the first stop.
 
     Sets `request.finish` at a stop. Returns the number of tokens appended.
+
+    `logprobs`: one per token, of a request that returns them.
     """
+    kept = _append_ids(request, tokens)
+    request.output_logprobs += logprobs[:kept]
+    return kept
+
+
+def _append_ids(request: Request, tokens: Sequence[int]) -> int:
     output, max_new_tokens = request.output, request.params.max_new_tokens
     for count, token in enumerate(tokens, 1):
         output.append(token)

@@ -119,7 +119,7 @@ class Sample(Protocol):
     """Samples drafts with each request's sampling parameters and the target's own noise.
 
     Noise is keyed by (seed, position), so a draft equals the target's token as often as the two
-    distributions allow. For greedy requests it is the argmax.
+    distributions allow. For greedy requests it is the argmax. Biases and penalties are not applied.
     """
 
     def __call__(

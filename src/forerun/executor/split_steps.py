@@ -1,0 +1,109 @@
+"""Decode steps captured in two parts, with sampling in between.
+
+Penalties, biases and log-probabilities work on the logits between the target's forward and the
+commit, and differ from batch to batch. So batches that need them replay two graphs:
+
+    propose, the target's forward  →  LM head, logits, sampling (eager)  →  commit, observe
+
+All other batches keep the whole step as one graph (`cuda_graphs.py`). A shape (batch bucket, W) is
+captured when it is first used: most servers need few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from forerun.attention.model_attention import StepBuffers
+from forerun.executor.piecewise import WARM_UPS, GraphRecorder
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import DecodeOutput, SampleInput, StepShape, VerifyPass
+from forerun.kernels.sampling.penalties import DraftPath
+from forerun.speculative.base import Draft
+
+
+@dataclass
+class SplitStep:
+    """One captured shape: B requests of W tokens, filled up with the padding slot."""
+
+    step: DeviceStep
+    slots: Tensor  # [B] int64, static
+    draft: Draft | None  # [B, W - 1], static, if drafts are proposed outside of the graphs
+    buffers: StepBuffers | None  # of attention backends that plan on the host
+    whole: bool  # drafts are captured too; otherwise `observe` runs after every replay
+    sampled: Tensor  # [B, W] int64, static
+    to_sample: SampleInput  # overwritten by the next replay of any step
+    output: DecodeOutput  # static
+    forward: Callable[[], None]
+    commit: Callable[[], None]
+
+    def replay(self, shape: StepShape, count: int) -> DecodeOutput:
+        """With `slots`, `draft` and `buffers` set for `count` requests and padding."""
+        self.forward()
+        # Of the padding too: the kernels of B requests are loaded, of any other number perhaps not.
+        sampled = self.step.sample(self.to_sample, shape)
+        self.sampled.copy_(sampled.ids)
+        self.commit()
+        output = self.output
+        if not self.whole:
+            self.step.observe(output)
+        return DecodeOutput(
+            sampled=output.sampled[:count],
+            num_committed=output.num_committed[:count],
+            logprobs=sampled.logprobs_along(output.path),
+        )
+
+
+def capture_split(
+    step: DeviceStep,
+    recorder: GraphRecorder,
+    slots: Tensor,
+    shape: StepShape,
+    buffers: StepBuffers | None,
+) -> SplitStep:
+    """Captures a shape, in a block of dummy steps.
+
+    slots: [B] int64, the padding slot; they become static.
+    """
+    width, whole = shape.num_verify_tokens, step.captures_drafts
+    draft = step.empty_draft(slots, width) if width > 1 and not whole else None
+    sampled = slots.new_zeros(slots.shape[0], width)
+
+    def forward() -> VerifyPass:
+        run = step.propose_and_verify if whole else step.verify_drafts
+        return run(slots, shape, draft, buffers)
+
+    def commit(verified: VerifyPass) -> DecodeOutput:
+        # Attention of the draft is planned again: what the first graph planned is not in this one.
+        output = step.commit(replace(verified, attention=None), sampled, buffers)
+        if not whole:
+            return output
+        step.observe(output)
+        return replace(output, observe=None)
+
+    for _ in range(WARM_UPS):  # lazy initialisation must not be captured
+        commit(forward())
+    try:
+        recorder.begin()
+        verified = forward()
+        run_forward = recorder.end()
+        recorder.begin()
+        output = commit(verified)
+        run_commit = recorder.end()
+    finally:
+        recorder.abort()
+    # Both parts are captured. Steps that are captured later may use the memory between them.
+    to_sample = _borrowed(verified.to_sample, recorder)
+    return SplitStep(
+        step, slots, draft, buffers, whole, sampled, to_sample, output, run_forward, run_commit
+    )
+
+
+def _borrowed(tokens: SampleInput, recorder: GraphRecorder) -> SampleInput:
+    borrow, path = recorder.borrow, tokens.path
+    assert path is not None
+    ancestors = None if path.ancestors is None else borrow(path.ancestors)
+    own = DraftPath(borrow(path.ids), ancestors)
+    return SampleInput(borrow(tokens.hidden_states), borrow(tokens.positions), tokens.slots, own)

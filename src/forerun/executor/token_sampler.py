@@ -1,0 +1,101 @@
+"""From the target's hidden states to tokens: LM head, biases and penalties, sampling, logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forerun.executor.slot_tables import SlotTables
+from forerun.executor.step_inputs import SampledTokens, SampleInput, StepShape
+from forerun.kernels.sampling.penalties import penalize
+from forerun.models.base import CausalLM
+from forerun.sampling.logprobs import LogprobQuery, LogprobRows, Logprobs
+from forerun.sampling.sampler import sample
+
+# Logits in float32 that are processed together, where more than sampling is done with them.
+GROUP_BYTES = 256 << 20
+
+
+class TokenSampler:
+    """Samples from a target's hidden states with the parameters of the slots."""
+
+    def __init__(self, model: CausalLM, tables: SlotTables) -> None:
+        self.model, self.tables = model, tables
+
+    def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        """Samples a token after each of B * W tokens; `shape.kv_len_ub` exceeds positions[:, 0]."""
+        if shape.edits_logits:
+            return self._in_groups(tokens, shape)
+        positions = tokens.positions
+        if not (shape.flags.sampled or shape.flags.min_tokens):
+            ids = self.model.compute_argmax(tokens.hidden_states).view(positions.shape)
+        else:
+            logits = self._logits(tokens)
+            params = self.tables.sampling.gather(tokens.slots)
+            ids = sample(logits, positions, params, shape.flags)
+        return SampledTokens(ids)
+
+    def _logits(self, tokens: SampleInput) -> Tensor:
+        """[B, W, V]."""
+        logits = self.model.compute_logits(tokens.hidden_states)
+        return logits.view(*tokens.positions.shape, -1)
+
+    def prompt_logprobs(
+        self, hidden_states: Tensor, next_ids: Tensor, query: LogprobQuery
+    ) -> Logprobs:
+        """Of the tokens after rows of a prefill.
+
+        hidden_states [T, H], next_ids [T] int64 -> [R, 1].
+        """
+        index = self.tables.upload(query.rows, torch.int64)
+        token_ids = query.upload_ids(index.device)
+        parts = []
+        for first, last in self.groups(len(query.rows), 1):
+            rows = index[first:last]
+            logits = self.model.compute_logits(hidden_states[rows]).unsqueeze(1)
+            kept = LogprobRows.of(logits, query.num_top, token_ids[first:last])
+            parts.append(kept.logprobs(next_ids[rows].unsqueeze(1), logits))
+        return Logprobs.cat(parts)
+
+    def _in_groups(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        """Group by group, so that the memory does not grow with the batch."""
+        query, parts = shape.logprobs, []
+        for first, last in self.groups(*tokens.positions.shape):
+            own = None if query is None else query.between(first, last)
+            parts.append(self._group(tokens.between(first, last), replace(shape, logprobs=own)))
+        ids = torch.cat([part.ids for part in parts])
+        if query is None:
+            return SampledTokens(ids)
+        logprobs = Logprobs.cat([part.logprobs for part in parts if part.logprobs is not None])
+        return SampledTokens(ids, logprobs, self.tables.upload(query.rows, torch.int64))
+
+    def _group(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        logits, positions = self._logits(tokens), tokens.positions
+        params, query = self.tables.sampling.gather(tokens.slots), shape.logprobs
+        kept = rows = None
+        if query is not None:
+            rows = self.tables.upload(query.rows, torch.int64)
+            token_ids = query.upload_ids(rows.device)
+            kept = LogprobRows.of(logits[rows], query.num_top, token_ids)
+        edited = logits
+        if shape.flags.penalties:
+            penalties = self.tables.penalties.gather(tokens.slots, self.tables.history)
+            edited = penalize(logits, positions, penalties, tokens.path, shape.kv_len_ub)
+        ids = sample(edited, positions, params, shape.flags)
+        if kept is None or rows is None:
+            return SampledTokens(ids)
+        return SampledTokens(ids, kept.logprobs(ids[rows], logits[rows]))
+
+    def groups(self, requests: int, width: int) -> Iterator[tuple[int, int]]:
+        """(first, last) of requests whose logits fit GROUP_BYTES.
+
+        Whole multiples of 4 requests, so that every group's tensors are aligned to 16 bytes:
+        Triton compiles kernels for aligned pointers of their own.
+        """
+        size = max(1, GROUP_BYTES // (4 * width * self.model.config.vocab_size))
+        size -= size % 4 if size > 4 else 0
+        for first in range(0, requests, size):
+            yield first, min(first + size, requests)
