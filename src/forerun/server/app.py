@@ -22,6 +22,7 @@ from forerun.server.errors import ApiError
 from forerun.server.limits import LimitBody
 from forerun.server.models import models_router
 from forerun.server.native import native_router
+from forerun.server.responses import responses_router
 from forerun.server.service import Service
 
 log = logging.getLogger("forerun")
@@ -34,6 +35,7 @@ def build_app(service: Service) -> FastAPI:
         models_router(service),
         completions_router(service),
         chat_router(service),
+        responses_router(service),
         native_router(service),
         control_router(service),
     ):

@@ -15,9 +15,10 @@ from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import token_lists
 from forerun.server.errors import json_response
 from forerun.server.generation import Call
-from forerun.server.openai_protocol import StreamOptions, StrictModel, Unsupported
+from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
+from forerun.server.strict_model import StrictModel, Unsupported
 
 _NO_LOGPROBS = "log-probabilities are not returned; leave it out"
 _TEXT_ONLY = "the input is text or token ids only"

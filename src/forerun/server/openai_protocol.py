@@ -5,14 +5,14 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
-from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
+from forerun.server.strict_model import StrictModel, Unsupported, invalid
+from forerun.server.tools import Tool
 
 # Sent by many clients; nothing here depends on them.
 IGNORED = (
@@ -23,10 +23,9 @@ IGNORED = (
 _NO_LOGPROBS = "log-probabilities are not returned; leave it out"
 _NO_PENALTIES = "there are no penalties; temperature, top_p and min_p shape the distribution"
 _NO_GRAMMAR = "there are no grammars; ask for the format in the prompt and check the text"
-_NO_TOOLS = "there are no tools; describe them in the prompt"
+_NO_TOOLS = "tools belong to /v1/chat/completions and /v1/responses"
 _TEXT_ONLY = "the output is text only"
-# Name → the values that change nothing and are accepted, and why others are refused.
-Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+# Values that change nothing are accepted.
 UNSUPPORTED: Unsupported = {
     "logprobs": ((False,), _NO_LOGPROBS),
     "top_logprobs": ((0,), _NO_LOGPROBS),
@@ -42,8 +41,9 @@ UNSUPPORTED: Unsupported = {
     "structural_tag": ((), _NO_GRAMMAR),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), "it is called tools now"),
+    "function_call": (("none", "auto"), "it is called tool_choice now"),
+    "stream_reasoning": ((True,), "reasoning is streamed as the rest is; join its deltas"),
     "reasoning_effort": ((), "use chat_template_kwargs for what the model's template takes"),
     "verbosity": ((), "ask for it in the prompt"),
     "modalities": ((["text"],), _TEXT_ONLY),
@@ -55,43 +55,38 @@ UNSUPPORTED: Unsupported = {
 }
 
 
-class StrictModel(BaseModel):
-    """No conversions, no NaN, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    unsupported: ClassVar[Unsupported] = {}
-    ignored: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name in cls.unsupported:
-                _check_neutral(name, value, *cls.unsupported[name])
-            elif name not in cls.ignored:
-                message = f"Unknown parameter {shown(name)}.{nearest(name, cls.model_fields)}"
-                raise _invalid(message)
-        return kept
-
-
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], reason: str) -> None:
-    if value is not None and value not in neutral:
-        raise _invalid(f"{name} is not supported yet, got {shown(value)}: {reason}.")
-
-
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("parameter", "{message}", {"message": message})
-
-
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is padded here
     continuous_usage_stats: bool | None = None
+
+
+# Parameter → field of `SamplingParams`.
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "seed": "sampling_seed",
+    "skip_special_tokens": "skip_special_tokens",
+    "speculative": "speculative",
+    "max_draft_tokens": "max_draft_tokens",
+}
+
+
+def sampling_params(body: StrictModel, max_new_tokens: int) -> SamplingParams:
+    """Of a request that has all parameters of `_SAMPLING`; those not given have defaults.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    given = {field: getattr(body, name) for name, field in _SAMPLING.items()}
+    known = {field: value for field, value in given.items() if value is not None}
+    return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
 
 
 class _Common(StrictModel):
@@ -131,22 +126,7 @@ class _Common(StrictModel):
         Raises:
             RequestError: a value is out of range.
         """
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "min_new_tokens": self.min_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "sampling_seed": self.seed,
-            "skip_special_tokens": self.skip_special_tokens,
-            "speculative": self.speculative,
-            "max_draft_tokens": self.max_draft_tokens,
-        }
-        known = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
+        return sampling_params(self, max_new_tokens)
 
     @property
     def num_samples(self) -> int:
@@ -184,7 +164,7 @@ class CompletionRequest(_Common):
     @model_validator(mode="after")
     def _prompts_given(self) -> CompletionRequest:
         if isinstance(self.prompt, list) and not self.prompt:
-            raise _invalid("prompt is an empty list; give at least one prompt.")
+            raise invalid("prompt is an empty list; give at least one prompt.")
         return self
 
 
@@ -196,6 +176,13 @@ class ChatRequest(_Common):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template"
     )
+    tools: list[Tool] | None = Field(None, description="Functions that may be called")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
+    separate_reasoning: bool | None = Field(
+        None, description="False: reasoning stays in the content, with its markers"
+    )
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out")
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -45,9 +45,16 @@ class TextService:
         return ids
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], max_tokens: int
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        max_tokens: int,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Token ids of a conversation in the chat template.
+
+        Args:
+            tools: functions that may be called.
 
         Raises:
             RequestError: as `encode`; or the template refuses the messages.
@@ -55,7 +62,7 @@ class TextService:
         tokenizer = self._need("chat")
         length = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
         self._check_length(length, max_tokens)
-        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables))
+        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables, tools))
         return ids[0]
 
     async def decode(self, ids: Sequence[int]) -> str:

@@ -45,7 +45,11 @@ MARKERS = [
     "]", '"', ":", ",", "\\", "é", "\U0001f40d", "12", "null", "f", "text",
 ]  # fmt: skip
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children),
     max_leaves=6,
 )
@@ -108,9 +112,7 @@ def test_calls_are_found(
     kind: type[ToolParser], write: Writer, calls: Any, ascii_only: bool, data: st.DataObject
 ) -> None:
     """Unicode, escapes, braces and markers in strings; arguments come as they were written."""
-    texts = [
-        (name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls
-    ]
+    texts = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
     before = data.draw(st.sampled_from(["", "I look it up.\n\n", "a < b "]))
     after = data.draw(st.sampled_from(["", "\nDone: {}"]))
     want: list[Event] = [Text(before.rstrip()), *events_of(texts), Text(after.lstrip())]
@@ -120,7 +122,9 @@ def test_calls_are_found(
 @pytest.mark.parametrize("kind", PARSERS)
 @settings(max_examples=200)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), data=st.data())
-def test_pieces_do_not_matter(kind: type[ToolParser], parts: list[str], data: st.DataObject) -> None:
+def test_pieces_do_not_matter(
+    kind: type[ToolParser], parts: list[str], data: st.DataObject
+) -> None:
     text = "".join(parts)
     whole = parse(kind(NAMES), text)
     assert parse(kind(NAMES), *text) == whole

@@ -64,9 +64,7 @@ class CallObject:
                 raw, self._string = "".join(self._string), None
                 self._on_string(decoded_string(raw), is_key=scanner.is_key)
         elif scanner.expect is Expect.STRING:
-            if before in (Expect.KEY, Expect.FIRST_KEY):
-                self._string = [char]
-            elif self._key not in IGNORED_KEYS:
+            if before in (Expect.KEY, Expect.FIRST_KEY) or self._key not in IGNORED_KEYS:
                 self._string = [char]
         elif before is Expect.VALUE and scanner.expect is not Expect.VALUE:
             self._on_value(char)

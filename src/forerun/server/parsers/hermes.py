@@ -1,8 +1,8 @@
 """Tool calls as Hermes and Qwen 2.5 and 3 write them.
 
-    <tool_call>
-    {"name": "get_weather", "arguments": {"city": "Paris"}}
-    </tool_call>
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
 """
 
 from __future__ import annotations

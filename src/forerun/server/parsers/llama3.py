@@ -1,7 +1,7 @@
 """Tool calls as Llama 3.1, 3.2 and 3.3 write them: JSON objects instead of an answer.
 
-    {"name": "get_weather", "parameters": {"city": "Paris"}}
-    <|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
+{"name": "get_weather", "parameters": {"city": "Paris"}}
+<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
 """
 
 from __future__ import annotations
