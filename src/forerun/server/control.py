@@ -14,8 +14,8 @@ from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.engine_client import EngineState
 from forerun.server.errors import ApiError, EngineUnavailable, json_response
-from forerun.server.strict_model import StrictModel
 from forerun.server.service import Prompt, Service
+from forerun.server.strict_model import StrictModel
 
 HEALTH_SECONDS = 20.0  # in which one token must come
 

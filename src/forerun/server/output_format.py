@@ -149,8 +149,9 @@ def _tools_of(written: str) -> tuple[str | None, str]:
 
 
 def _reasoning_of(tokenizer: Any) -> tuple[str | None, str]:
-    if reasoning.END not in str(tokenizer.chat_template):  # one template, several, or None
-        return None, f"the chat template does not know {reasoning.END}"
+    """By the end of a prompt, or else by whether the chat template handles reasoning at all."""
     if _rendered(tokenizer, [_QUESTION]).rstrip().endswith(reasoning.BEGIN):
         return "deepseek-r1", f"prompts end with {reasoning.BEGIN}"
-    return "qwen3", f"the chat template knows {reasoning.END}"
+    if reasoning.END in str(tokenizer.chat_template):  # one template, several, or None
+        return "qwen3", f"the chat template knows {reasoning.END}"
+    return None, f"the chat template does not know {reasoning.END}"

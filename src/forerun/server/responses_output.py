@@ -71,14 +71,14 @@ class OutputItems:
             self._item["content"].append(_part(kind, ""))
             yield self._event("response.content_part.added", content_index=0, part=_part(kind, ""))
         self._item["content"][0]["text"] += text
-        extra = {"logprobs": []} if kind == "message" else {}
+        extra = _EXTRA[kind]
         yield self._event(f"{_PREFIX[kind]}.delta", content_index=0, delta=text, **extra)
 
     def _begin(self, item: dict[str, Any]) -> Iterator[StreamEvent]:
         yield from self._close(COMPLETED)
         self.items.append(item)
         self._open = item
-        yield self._event("response.output_item.added", item=_copy(item), item_id=None)
+        yield self._item_event("response.output_item.added")
 
     def _close(self, status: str) -> Iterator[StreamEvent]:
         item = self._open
@@ -94,10 +94,10 @@ class OutputItems:
             )
         else:
             text = item["content"][0]["text"]
-            extra = {"logprobs": []} if kind == "message" else {}
+            extra = _EXTRA[kind]
             yield self._event(f"{_PREFIX[kind]}.done", content_index=0, text=text, **extra)
             yield self._event("response.content_part.done", content_index=0, part=_part(kind, text))
-        yield self._event("response.output_item.done", item=_copy(item), item_id=None)
+        yield self._item_event("response.output_item.done")
         self._open = None
 
     @property
@@ -106,13 +106,17 @@ class OutputItems:
         return self._open
 
     def _event(self, kind: str, **values: Any) -> StreamEvent:
-        """An event about the open item; with `item`, the item is in it."""
+        """An event about the open item."""
         place = {"item_id": self._item["id"], "output_index": len(self.items) - 1}
-        event = {"type": kind, **place, **values}
-        return {name: value for name, value in event.items() if value is not None}
+        return {"type": kind, **place, **values}
+
+    def _item_event(self, kind: str) -> StreamEvent:
+        """An event with the open item as it is now."""
+        return {"type": kind, "output_index": len(self.items) - 1, "item": _copy(self._item)}
 
 
 _PREFIX = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+_EXTRA: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from forerun.core.errors import RequestError, shown
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.openai_protocol import UNSUPPORTED, sampling_params
-from forerun.server.strict_model import StrictModel
+from forerun.server.strict_model import StrictModel, Unsupported
 from forerun.server.tools import Function
 
 _STATELESS = "nothing is stored here; send the whole conversation as input"
@@ -24,14 +24,14 @@ class FunctionTool(Function):
 
 
 class TextFormat(StrictModel):
-    unsupported = {
+    unsupported: ClassVar[Unsupported] = {
         "format": (({"type": "text"},), "there are no grammars; ask for the format in the prompt"),
         "verbosity": (("medium",), "ask for it in the prompt"),
     }
 
 
 class ReasoningOptions(StrictModel):
-    unsupported = {
+    unsupported: ClassVar[Unsupported] = {
         "summary": (("auto",), "reasoning is returned as the model writes it"),
         "generate_summary": (("auto",), "reasoning is returned as the model writes it"),
     }
@@ -54,7 +54,7 @@ class ReasoningOptions(StrictModel):
 class ResponsesRequest(StrictModel):
     """`POST /v1/responses`."""
 
-    unsupported = {
+    unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED,
         "store": ((False,), _STATELESS),
         "previous_response_id": ((), _STATELESS),
@@ -174,7 +174,7 @@ def _assistant(**parts: Any) -> dict[str, Any]:
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     """Joins the items of one turn of the assistant, and system messages at the beginning."""
-    last = messages[-1] if messages else {"role": None}
+    last: dict[str, Any] = messages[-1] if messages else {"role": None}
     role = message["role"]
     if role == last["role"] == "assistant":
         last["content"] += message["content"]
