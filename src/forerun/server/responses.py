@@ -67,9 +67,8 @@ class _Answer:
 
     @classmethod
     async def start(cls, service: Service, body: ResponsesRequest) -> _Answer:
-        tools = tool_use(
-            body.tools or (), body.tool_choice, body.parallel_tool_calls, service.format
-        )
+        functions = [tool.function for tool in body.tools or ()]
+        tools = tool_use(functions, body.tool_choice, body.parallel_tool_calls, service.format)
         ask = Ask(
             messages=body.messages,
             variables=body.variables,

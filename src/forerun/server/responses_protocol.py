@@ -17,10 +17,18 @@ _STATELESS = "nothing is stored here; send the whole conversation as input"
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class FunctionTool(Function):
+class FunctionTool(StrictModel):
     """A tool; the only kind is a function."""
 
     type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # nothing is enforced
+
+    @property
+    def function(self) -> Function:
+        return Function(**self.model_dump(exclude={"type"}))
 
 
 class TextFormat(StrictModel):
