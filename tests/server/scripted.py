@@ -86,10 +86,11 @@ class ScriptedEngine:
         for generation in call.generations:
             ids = list(generation.record.prompt)
             self.prompts.append(self._text.tokenizer.decode(ids))
-            self._tasks.append(asyncio.ensure_future(self._run(call, generation)))
+            running = self._run(call, generation, self._scripts.pop(0))
+            self._tasks.append(asyncio.ensure_future(running))
 
-    async def _run(self, call: Call, generation: Generation) -> None:
-        script = self._text.tokenizer(self._scripts.pop(0), add_special_tokens=False)["input_ids"]
+    async def _run(self, call: Call, generation: Generation, text: str) -> None:
+        script = self._text.tokenizer(text, add_special_tokens=False)["input_ids"]
         script.append(self._eos)
         limit = generation.params.max_new_tokens
         tokens = script[:limit]
@@ -138,6 +139,15 @@ class Scripted:
     def respond(self, **body: Any) -> Any:
         """A response, or all events of a stream."""
         return self.run(lambda client: _call(client.responses.create, body))
+
+    def post(self, path: str, body: bytes) -> httpx.Response:
+        """The answer to a body as it is."""
+
+        async def posted(client: AsyncOpenAI) -> httpx.Response:
+            headers = {"Content-Type": "application/json"}
+            return await self._http.post(path, content=body, headers=headers)
+
+        return self.run(posted)
 
 
 async def _call(create: Callable[..., Any], body: dict[str, Any]) -> Any:

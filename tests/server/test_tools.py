@@ -194,6 +194,8 @@ def test_definitions_and_earlier_calls_reach_the_template() -> None:
     assert json.loads(CITY)["city"].replace("\n", "\\n") in scripted.engine.prompts[0]
 
 
+DEPTHS = (100, 300, 600, 900)
+ASKED = '[{"role": "user", "content": "x"}]'
 CALL = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": "[]"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
@@ -207,7 +209,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**21}}]},
-        "bytes",
+        "characters as JSON",
     ),
     ({"tools": TOOLS, "tool_choice": "required"}, "not supported yet"),
     (
@@ -233,6 +235,22 @@ def test_refused(body: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         Scripted(QWEN3).chat(**{"messages": ASK, **body})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "value", ['"\\ud800"', "1" + "0" * 400, *("[" * n + "]" * n for n in DEPTHS)]
+)
+def test_values_that_json_should_not_have(path: str, value: str) -> None:
+    """Refused, or given to the template."""
+    function = f'"name": "now", "parameters": {{"default": {value}}}'
+    tool = f'"function": {{{function}}}' if "chat" in path else function
+    asked = f'"messages": {ASKED}' if "chat" in path else f'"input": {ASKED}'
+    body = f'{{{asked}, "tools": [{{"type": "function", {tool}}}]}}'
+    response = Scripted(QWEN3, "Yes.").post(path, body.encode())
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["message"]
 
 
 def test_a_model_that_knows_no_tools_says_so() -> None:
@@ -308,6 +326,15 @@ def test_formats_are_chosen_by_the_template(made: Any, tools: str, reasoning: st
     explain = dict(choose_format("auto", "auto", made).explain)
     assert explain["tools"].startswith(tools)
     assert explain["reasoning"].startswith(reasoning)
+
+
+def test_a_template_of_its_own_for_tools() -> None:
+    made = tokenizer(templates.QWEN3, THINK_TOKENS)
+    made.chat_template = {"default": templates.PLAIN, "tool_use": templates.QWEN3}
+    assert choose_format("auto", "auto", made).tools is HermesParser
+    scripted = Scripted(made, HERMES)
+    assert len(scripted.chat(messages=ASK, tools=TOOLS).choices[0].message.tool_calls) == 2
+    assert scripted.engine.prompts[0].startswith("[tools ")
 
 
 def test_styles_of_calls() -> None:

@@ -126,7 +126,9 @@ def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -
         )
         return text
     # There is no template, or it refuses these messages or cannot render them.
-    except (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, RecursionError, jinja2.TemplateError
+    ) as error:  # fmt: skip
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise RequestError(
             f"The chat template does not take these messages: {reason[:200]} Use generate for"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from forerun.server.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_
 from forerun.server.parsers.tool_parser import ToolParser
 
 _PROBE = "forerun_probe"  # a function's name
+_TOOLS = [{"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}]
 _ARGUMENTS = {"probe": 1}
 _ARGUMENTS_TEXT = '{"probe": 1}'
 _QUESTION = {"role": "user", "content": "?"}
@@ -108,7 +109,8 @@ def _probe(tokenizer: Any) -> tuple[CallStyle, str]:
     """The form of calls that the template takes, and a conversation with one as it writes it."""
     for content in (None, ""):
         for as_text in (True, False):  # as text: written as the model wrote it
-            written = _rendered(tokenizer, [_QUESTION, _call(content, as_text)])
+            messages = [_QUESTION, _call(content, as_text)]
+            written = _rendered(tokenizer, messages, {"tools": _TOOLS})
             if _PROBE in written and _ARGUMENTS_TEXT in written:
                 return CallStyle(as_text, content), written
     return CallStyle(), ""
@@ -124,10 +126,12 @@ def _call(content: str | None, as_text: bool) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None
+) -> str:
     """The conversation in the chat template; "" if that refuses it."""
     try:
-        return chat_text(tokenizer, messages, {})
+        return chat_text(tokenizer, messages, variables or {})
     except RequestError:
         return ""
 

@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from forerun.core.errors import RequestError
 from forerun.core.request import FinishReason
 from forerun.server.conversation import Ask, Conversation
 from forerun.server.errors import json_response
@@ -52,7 +54,11 @@ class _Answer:
     """One response."""
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, conversation: Conversation
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        echo: dict[str, Any],
+        conversation: Conversation,
     ) -> None:
         self._conversation = conversation
         self._output = OutputItems()
@@ -62,11 +68,12 @@ class _Answer:
             "object": "response",
             "created_at": int(time.time()),
             "model": body.model or service.model_name,
-            **_echo(body),
+            **echo,
         }
 
     @classmethod
     async def start(cls, service: Service, body: ResponsesRequest) -> _Answer:
+        echo = _echo(body)
         functions = [tool.function for tool in body.tools or ()]
         tools = tool_use(functions, body.tool_choice, body.parallel_tool_calls, service.format)
         ask = Ask(
@@ -77,7 +84,7 @@ class _Answer:
             max_new_tokens=body.max_output_tokens,
             stream=bool(body.stream),
         )
-        return cls(service, body, await Conversation.start(service, ask))
+        return cls(service, body, echo, await Conversation.start(service, ask))
 
     @property
     def call(self) -> Call:
@@ -131,9 +138,13 @@ class _Answer:
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """What a response repeats of its request.
+
+    Raises:
+        RequestError: it cannot be written as JSON again.
+    """
     tools = [tool.model_dump() for tool in body.tools or ()]
-    return {
+    echo = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
@@ -153,6 +164,14 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": None,
     }
+    try:
+        msgspec.json.encode(echo)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(
+            "instructions, metadata, tools or tool_choice have a value that JSON should not have:"
+            f" {error}."
+        ) from None
+    return echo
 
 
 def _status(finish: FinishReason | None) -> str:

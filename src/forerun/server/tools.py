@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.server.output_format import CallStyle, OutputFormat
 from forerun.server.strict_model import StrictModel
 
 MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 1 << 20  # of all definitions, as JSON
+MAX_TOOLS_LENGTH = 1 << 20  # characters of all definitions, as JSON
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 
 ToolChoice = str | dict[str, Any] | None
@@ -68,9 +66,7 @@ def tool_use(
             " --tool-call-parser, or leave tools out."
         )
     definitions = tuple(_definition(function) for function in functions)
-    size = len(msgspec.json.encode(definitions))
-    if size > MAX_TOOLS_BYTES:
-        raise RequestError(f"tools have {size} bytes; at most {MAX_TOOLS_BYTES} are allowed.")
+    _check_size(definitions)
     return ToolUse(definitions, tuple(names), parallel is not False)
 
 
@@ -84,6 +80,17 @@ def _definition(function: Function) -> dict[str, Any]:
         "type": "function",
         "function": {name: value for name, value in given.items() if value is not None},
     }
+
+
+def _check_size(definitions: Sequence[Mapping[str, Any]]) -> None:
+    try:
+        size = len(json.dumps(definitions))
+    except RecursionError:
+        raise RequestError("The parameters of a function are nested too deeply.") from None
+    if size > MAX_TOOLS_LENGTH:
+        raise RequestError(
+            f"tools have {size} characters as JSON; at most {MAX_TOOLS_LENGTH} are allowed."
+        )
 
 
 def _check_names(names: Sequence[str]) -> None:
