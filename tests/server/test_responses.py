@@ -71,7 +71,7 @@ def test_responses(script: str, items: list[tuple[str, ...]]) -> None:
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize(("script", "items"), CASES, ids=range(len(CASES)))
 def test_streams(script: str, items: list[tuple[str, ...]], step: int) -> None:
-    """The events build the response that comes last."""
+    """The events build the response that comes last, which has no broken calls."""
     scripted = Scripted(QWEN3, script, step=step)
     events = scripted.respond(input=ASK, tools=TOOLS, stream=True)
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -80,8 +80,8 @@ def test_streams(script: str, items: list[tuple[str, ...]], step: int) -> None:
     assert events[-1].type == "response.completed"
     response = events[-1].response
     built = built_by(events[2:-1])
-    assert built == [item.model_dump() for item in response.output]
-    response.output = [i for i in response.output if i.status == "completed"]
+    complete = [item for item in built if item["status"] == "completed"]
+    assert complete == [item.model_dump() for item in response.output]
     assert shape(response) == items
 
 
@@ -128,9 +128,32 @@ def built_by(events: list[Any]) -> list[dict[str, Any]]:
 
 def test_a_broken_call_in_a_stream_is_incomplete() -> None:
     events = Scripted(QWEN3, BROKEN).respond(input=ASK, tools=TOOLS, stream=True)
-    call, message = events[-1].response.output
+    call, message = [e.item for e in events if e.type == "response.output_item.done"]
     assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"a": ')
     assert message.content[0].text == BROKEN
+
+
+@pytest.mark.parametrize("script", [THINK + HERMES, BROKEN], ids=["calls", "broken"])
+def test_the_clients_helpers_read_streams(script: str) -> None:
+    async def respond(client: openai.AsyncOpenAI) -> Any:
+        async with client.responses.stream(model="bundled", input=ASK, tools=TOOLS) as stream:
+            return await stream.get_final_response()
+
+    async def chat(client: openai.AsyncOpenAI) -> Any:
+        asked: Any = [{"role": "user", "content": ASK}]
+        now: Any = {"type": "function", "function": {"name": "now"}}  # strict: it would be parsed
+        async with client.chat.completions.stream(
+            model="bundled", messages=asked, tools=[CHAT_TOOLS[0], now]
+        ) as stream:
+            return await stream.get_final_completion()
+
+    response = Scripted(QWEN3, script).run(respond)
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [call.arguments for call in calls] == ([CITY, "{}"] if script != BROKEN else [])
+    message = Scripted(QWEN3, script).run(chat).choices[0].message
+    (first, *_) = message.tool_calls
+    assert first.function.arguments == ('{"a": ' if script == BROKEN else CITY)
+    assert message.content == (BROKEN if script == BROKEN else "I look.")
 
 
 @pytest.mark.parametrize("stream", [False, True])

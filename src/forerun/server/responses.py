@@ -108,7 +108,7 @@ class _Answer:
                 yield self._sent(self._output.push(events))
                 finish = generation.record.finish
         yield self._sent(self._output.finish(_status(finish)))
-        response = self._response(finish, self._output.items)
+        response = self._response(finish, self._output.whole())
         yield self._sent([{"type": f"response.{response['status']}", "response": response}])
 
     def _sent(self, events: Iterable[StreamEvent]) -> bytes:

@@ -27,7 +27,7 @@ class OutputItems:
     """
 
     def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
+        self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, while it grows
 
     def push(self, events: Sequence[Event]) -> list[StreamEvent]:
@@ -42,10 +42,13 @@ class OutputItems:
         return list(self._close(status))
 
     def whole(self) -> list[dict[str, Any]]:
-        """The items without broken calls, whose text is in a message."""
+        """The items without broken calls, whose text is in a message.
+
+        Clients parse the arguments of all calls in a response.
+        """
         return [
             item
-            for item in self.items
+            for item in self._items
             if item["type"] != "function_call" or item["status"] == COMPLETED
         ]
 
@@ -76,7 +79,7 @@ class OutputItems:
 
     def _begin(self, item: dict[str, Any]) -> Iterator[StreamEvent]:
         yield from self._close(COMPLETED)
-        self.items.append(item)
+        self._items.append(item)
         self._open = item
         yield self._item_event("response.output_item.added")
 
@@ -107,12 +110,12 @@ class OutputItems:
 
     def _event(self, kind: str, **values: Any) -> StreamEvent:
         """An event about the open item."""
-        place = {"item_id": self._item["id"], "output_index": len(self.items) - 1}
+        place = {"item_id": self._item["id"], "output_index": len(self._items) - 1}
         return {"type": kind, **place, **values}
 
     def _item_event(self, kind: str) -> StreamEvent:
         """An event with the open item as it is now."""
-        return {"type": kind, "output_index": len(self.items) - 1, "item": _copy(self._item)}
+        return {"type": kind, "output_index": len(self._items) - 1, "item": _copy(self._item)}
 
 
 _PREFIX = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
