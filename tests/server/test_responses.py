@@ -266,3 +266,4 @@ def test_responses_equal_the_engine(server: LiveServer, llm: LLM) -> None:
     with client.responses.stream(**call, extra_body={"seed": 1}) as stream:
         assert stream.get_final_response().output_text == want.text
     server.wait_idle()
+    assert "tool calls: none (the chat template takes no calls); reasoning: none" in server.output

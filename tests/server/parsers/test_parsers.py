@@ -107,6 +107,7 @@ def events_of(calls: Sequence[tuple[str, str]]) -> list[Event]:
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
+@settings(max_examples=60, deadline=None)
 @given(calls=CALLS, ascii_only=st.booleans(), data=st.data())
 def test_calls_are_found(
     kind: type[ToolParser], write: Writer, calls: Any, ascii_only: bool, data: st.DataObject
@@ -120,7 +121,7 @@ def test_calls_are_found(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), data=st.data())
 def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
@@ -134,7 +135,7 @@ def test_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25))
 def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
     """Without a complete call the text is what was given."""
@@ -149,7 +150,7 @@ def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(calls=CALLS, data=st.data())
 def test_cut_short_or_damaged(
     kind: type[ToolParser], write: Writer, calls: Any, data: st.DataObject
@@ -364,6 +365,7 @@ def test_reasoning(opened: bool, text: str, want: list[Event]) -> None:
     assert parse(ReasoningParser(opened), *text) == want
 
 
+@settings(deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=20), opened=st.booleans())
 def test_whole_outputs_do_not_depend_on_pieces(parts: list[str], opened: bool) -> None:
     def parser() -> OutputParser:

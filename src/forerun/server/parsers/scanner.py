@@ -68,9 +68,10 @@ class Scanner(ABC):
         Returns:
             The spaces and the marker; "" at the end of the text.
         """
+        prefixes = {marker[:n] for marker in markers for n in range(1, len(marker) + 1)}
         space, candidate = held, ""
         while self._char:
-            if any(marker.startswith(candidate + self._char) for marker in markers):
+            if candidate + self._char in prefixes:
                 candidate += self._char
                 if candidate in markers:
                     yield
@@ -90,7 +91,7 @@ class Scanner(ABC):
 
     def _emit(self, kind: type[Event], text: str) -> None:
         if self._trims:
-            text = text.lstrip("".join(SPACES))
+            text = text.lstrip(" \t\r\n")
         if text:
             self._trims = False
             self._events.append(kind(text))  # type: ignore[call-arg]
