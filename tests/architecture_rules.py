@@ -21,7 +21,7 @@ LAYERS = (
     ("attention",),
     ("layers",),
     ("models",),
-    ("sampling",),
+    ("sampling", "grammar"),
     ("speculative",),
     ("scheduler",),
     ("executor",),
@@ -67,6 +67,7 @@ HOST_READS = {
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step_costs.py:_wait": "measures step costs at start",
     "executor/memory.py:_reserved": "measures memory at start",
+    "executor/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
     "executor/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count

@@ -12,7 +12,12 @@ from forerun.core.errors import RequestError, shown
 
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters of a schema, a regex, a grammar or a structural tag
 MAX_JSON_DEPTH = 64  # levels of a schema: compiling takes time cubic in them
-JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG = KINDS = ("json_schema", "regex", "ebnf", "structural_tag")
+JSON_SCHEMA, REGEX, EBNF, STRUCTURAL_TAG = KINDS = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+)
 GRAMMAR_PARAMS = (*KINDS, "json_object")
 _ANY_OBJECT = '{"type":"object"}'
 

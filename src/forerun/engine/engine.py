@@ -107,7 +107,9 @@ class Engine:
                 f" {shown(logprobs.start_len)}; -1 is for the output alone."
             )
         rid = rid if rid is not None else f"request-{next(self._ids)}"
-        eos = () if params.ignore_eos else self.info.eos_token_ids
+        # With a grammar, EOS is its end; `ignore_eos` delays it as long as the grammar goes on.
+        ignored = params.ignore_eos and params.grammar is None
+        eos = () if ignored else self.info.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         check_stop_ids(params, stop_ids)
         seed = params.sampling_seed
@@ -116,6 +118,8 @@ class Engine:
         seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
         request = Request(rid, tuple(prompt), params, seed, stop_ids, logprobs=logprobs)
         self.scheduler.check(request)
+        if params.grammar is not None:
+            self.executor.compile_grammar(params.grammar)
         return request
 
     def submit(self, request: Request) -> None:

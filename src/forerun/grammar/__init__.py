@@ -1,0 +1,1 @@
+"""Structured output: grammars compiled by xgrammar, and the state of each request in its grammar."""
