@@ -61,7 +61,7 @@ HOST_SYNCS = (
 )  # fmt: skip
 # Functions of step code that wait for the device or read from it, and why they may.
 HOST_READS = {
-    "executor/device_executor.py:PendingDeviceStep.result": "fetches a step's tokens, a step later",
+    "executor/device_executor.py:PendingDeviceStep._read": "fetches a step's tokens, a step later",
     "executor/device_executor.py:StepClock.wait": "called by `result`",
     "executor/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",

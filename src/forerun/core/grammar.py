@@ -56,7 +56,7 @@ def grammar_source(name: str, value: Any) -> str | None:
     return value
 
 
-def chosen_grammar(params: Mapping[str, Any]) -> Grammar | None:
+def grammar_of(params: Mapping[str, Any]) -> Grammar | None:
     """The grammar among a request's parameters `GRAMMAR_PARAMS`, if any.
 
     Raises:

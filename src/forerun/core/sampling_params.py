@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.core.checks import boolean, integer, number
 from forerun.core.errors import RequestError, nearest, shown
-from forerun.core.grammar import GRAMMAR_PARAMS, KINDS, Grammar, chosen_grammar, grammar_source
+from forerun.core.grammar import GRAMMAR_PARAMS, KINDS, Grammar, grammar_of, grammar_source
 from forerun.core.unsupported import refusal
 
 MAX_STOP_IDS = 16  # columns of the device table used by `min_new_tokens`
@@ -77,7 +77,7 @@ class SamplingParams:
         self._set("logit_bias", _logit_bias(self.logit_bias))
         for name in KINDS:
             self._set(name, grammar_source(name, getattr(self, name)))
-        chosen_grammar(self._grammar_params)  # refuses several
+        grammar_of(self._grammar_params)  # refuses several
         for name in _NUMBERS:
             self._set(name, number(name, getattr(self, name), RequestError))
         for name in _INTEGERS:
@@ -98,7 +98,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> Grammar | None:
-        return chosen_grammar(self._grammar_params)
+        return grammar_of(self._grammar_params)
 
     @property
     def _grammar_params(self) -> dict[str, Any]:

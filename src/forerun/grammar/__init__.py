@@ -1,1 +1,1 @@
-"""Structured output: grammars compiled by xgrammar, and the state of each request in its grammar."""
+"""Structured output: grammars compiled by xgrammar, and where each request is in its own."""
