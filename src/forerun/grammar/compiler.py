@@ -90,9 +90,9 @@ class GrammarCompiler:
             return
         finally:
             self._threads.release()
-        future.set_result(compiled)
         with self._lock:
-            self._evict()
+            self._evict(compiled.memory_size_bytes)
+        future.set_result(compiled)
 
     def _fail(
         self, grammar: Grammar, future: Future[xgrammar.CompiledGrammar], error: Exception
@@ -147,15 +147,18 @@ class GrammarCompiler:
                     f"json_schema: the pattern {shown(pattern)} is not supported: {_reason(error)}."
                 ) from None
 
-    def _evict(self) -> None:
-        """Drops the grammars used longest ago; requests that run keep theirs."""
+    def _evict(self, size: int) -> None:
+        """Makes room for `size` bytes: drops the grammars used longest ago.
+
+        Requests that run keep theirs.
+        """
         done = [key for key, future in self._compiled.items() if future.done()]
         sizes = {key: self._compiled[key].result().memory_size_bytes for key in done}
-        total = sum(sizes.values())
-        for key in done[:-1]:
-            if len(self._compiled) <= MAX_COMPILED and total <= MAX_COMPILED_BYTES:
+        size += sum(sizes.values())
+        for key in done:
+            if len(self._compiled) <= MAX_COMPILED and size <= MAX_COMPILED_BYTES:
                 return
-            total -= sizes[key]
+            size -= sizes[key]
             del self._compiled[key]
 
 
