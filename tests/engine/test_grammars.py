@@ -22,6 +22,7 @@ from forerun.executor.process_executor import ProcessExecutor
 from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
+from tests.engine.test_logits import SplitSteps
 from tests.golden_engine import golden_llm, poison_on_release
 from tests.toy_algorithms import OracleTrees, register_toys
 
@@ -157,6 +158,21 @@ def test_widths_and_deferred_observes() -> None:
         widths = itertools.cycle(llm.engine.info.verify_widths)
         llm.engine.scheduler.widths.choose = lambda _: next(widths)  # type: ignore[method-assign]
         assert run(llm) == reference()
+
+
+@pytest.mark.parametrize("name", [None, "DFLASH", "TOY-TREES", "TOY-EAGER-TREES"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.covering(1)
+def test_steps_captured_in_two_parts(name: str | None, overlap_depth: int) -> None:
+    with bundled_llm(name, overlap_depth=overlap_depth, max_running_requests=4) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        executor.steps = steps = SplitSteps(executor.step, llm.engine.info.verify_widths)
+        for _ in ("captured", "replayed"):
+            assert run(llm, which=range(3)) == reference()[:3]  # filled up with padding
+        assert run(llm, which=range(3, 7)) == reference()[3:]
+        assert steps.stand_in.replayed > 20
+        llm.engine.check()
 
 
 def test_an_executor_in_another_process() -> None:
