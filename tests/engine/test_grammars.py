@@ -18,6 +18,7 @@ from forerun.core.errors import RequestError
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.process_executor import ProcessExecutor
 from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled
@@ -332,3 +333,47 @@ def test_models_without_a_tokenizer_and_simulated_acceptance_refuse() -> None:
         pytest.raises(RequestError, match="speculative_simulate_accept_length"),
     ):
         llm.generate("a", {"regex": "a"})
+
+
+# --- on a GPU ------------------------------------------------------------------------------------
+
+GPU = {"device": "cuda", "max_running_requests": 8, "max_total_tokens": 8192}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    "algorithm", [None, "NGRAM", "DFLASH", "EAGLE3", "DDTREE", "TOY-TREES", "TOY-EAGER-TREES"]
+)
+def test_outputs_on_a_gpu(algorithm: str | None, graph: bool, overlap_depth: int) -> None:
+    """The reference is the CPU's."""
+    settings = {"disable_cuda_graph": not graph, "overlap_depth": overlap_depth, **GPU}
+    with bundled_llm(algorithm, **settings) as llm:
+        for _ in ("captured", "replayed"):
+            assert run(llm) == reference()
+            assert run(llm, preempts=True) == reference()
+        llm.engine.check()
+
+
+@pytest.mark.gpu
+def test_masks_are_computed_while_the_gpu_runs_the_forward() -> None:
+    """The drafts arrive before the forward has ended: their copy is inside of the graph."""
+    with bundled_llm("DFLASH", **GPU) as llm:
+        assert run(llm) == reference()  # captures
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        early: list[bool] = []
+        wait = DraftCopy.wait
+
+        def waited(copy: DraftCopy) -> Any:
+            end = torch.cuda.Event()
+            end.record()  # after the forward
+            result = wait(copy)
+            early.append(not end.query())
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DraftCopy, "wait", waited)
+            assert run(llm) == reference()
+    assert sum(early) > len(early) / 2
