@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
+from forerun.core.grammar import Grammar
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import DeviceExecutor
@@ -323,6 +326,24 @@ def test_a_grammar_that_cannot_be_compiled_again_ends_its_request_alone(
     assert reason["type"] == "abort" and "takes longer than 10 s" in reason["message"]
     assert len(other.output_ids) == 5
     llm.engine.check()
+
+
+def test_the_engine_runs_while_a_grammar_is_compiled(llm: LLM) -> None:
+    executor = llm.engine.executor
+    assert isinstance(executor, DeviceExecutor) and executor.grammars is not None
+    go, compile_one = threading.Event(), executor.grammars._compile
+
+    def slow(grammar: Grammar) -> Any:
+        assert go.wait(60)
+        return compile_one(grammar)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(executor.grammars, "_compile", slow)
+        waiting = pool.submit(llm.generate, "a", {"regex": "(slow)+x", "max_new_tokens": 5})
+        assert len(llm.generate("a", {"max_new_tokens": 5, "ignore_eos": True}).output_ids) == 5
+        assert not waiting.done()
+        go.set()
+        assert waiting.result().text.startswith("slow")
 
 
 def test_models_without_a_tokenizer_and_simulated_acceptance_refuse() -> None:

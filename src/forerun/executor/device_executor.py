@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from forerun.core.errors import InternalError, RequestError
+from forerun.core.errors import RequestError
 from forerun.core.executor import Executor, ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams
@@ -37,6 +38,8 @@ from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
 
+log = logging.getLogger("forerun")
+MISMATCH = "a token does not match the grammar; please report this."
 NO_TOKEN = "no token of the vocabulary continues the output as its grammar demands."
 NOT_FINITE = "the target produced NaN or infinite logits; check its weights and the dtype."
 
@@ -202,11 +205,13 @@ class DeviceExecutor:
         states = {slot: self._slots[slot].grammar for slot in slots}
         return {slot: state for slot, state in states.items() if state is not None}
 
-    def _grammar_batch(self, slots: Sequence[int]) -> GrammarBatch | None:
+    def _grammar_batch(
+        self, slots: Sequence[int], catch_up: Callable[[], None] | None = None
+    ) -> GrammarBatch | None:
         states = [self._slots[slot].grammar for slot in slots]
         if all(state is None for state in states):
             return None
-        return GrammarBatch(states, self._catch_up)
+        return GrammarBatch(states, catch_up)
 
     def _catch_up(self) -> None:
         """Commits tokens of steps in flight to the grammars of their requests."""
@@ -234,7 +239,7 @@ class DeviceExecutor:
             lengths=self.tables.host_batch(slots, [r.kv_len_ub for r in plan.decode]),
             host=host,
             logprobs=LogprobQuery.of([self._logprobs(slot) for slot in slots]),
-            grammars=self._grammar_batch(slots),
+            grammars=self._grammar_batch(slots, self._catch_up),
         )
 
     def _prefill(self, plan: StepPlan, logprobs: StepLogprobs) -> Tensor | None:
@@ -242,7 +247,7 @@ class DeviceExecutor:
         flags = self.flags(ending)
         asked = {c.slot: self._slots[c.slot].logprobs for c in plan.prefill}
         query = PrefillLogprobs.of(plan.prefill, {s: a for s, a in asked.items() if a is not None})
-        grammars = self._grammar_batch(ending)
+        grammars = self._grammar_batch(ending)  # nothing is sampled for them in earlier steps
         out = self.steps.prefill(plan.prefill, flags, query, grammars)
         if query is not None:
             logprobs.prompt = LogprobCopy.of(query.prompt, out.prompt_logprobs, self._copy)
@@ -370,7 +375,8 @@ class PendingDeviceStep:
         grammar, invalid = self.grammars.get(slot), INVALID_TOKEN in tokens
         valid = tokens[: tokens.index(INVALID_TOKEN)] if invalid else tokens
         if grammar is not None and not grammar.accept(valid):
-            raise InternalError(f"slot {slot}: tokens {valid} do not match the grammar.")
+            log.error("slot %d: tokens %s do not match the grammar", slot, valid)
+            failed.append((slot, MISMATCH))
         if invalid:
             stuck = grammar is not None and grammar.is_stuck
             failed.append((slot, NO_TOKEN if stuck else NOT_FINITE))

@@ -64,14 +64,16 @@ class GrammarBatch:
     """The grammars of a batch, in the order of its requests; padding may follow them."""
 
     states: Sequence[GrammarState | None]
-    catch_up: Callable[[], None]  # commits the tokens of the steps before
+    # Commits the tokens of the steps before; None: they have none.
+    catch_up: Callable[[], None] | None
 
     def masks(self, drafts: DraftCopy | None, positions: Tensor) -> TokenMasks | None:
         """For every node of a verify pass; None: every token is allowed.
 
         positions: [B, W], of the tokens to be sampled. `drafts`: None if W is 1.
         """
-        self.catch_up()
+        if self.catch_up is not None:
+            self.catch_up()
         size, width = positions.shape
         candidates, parents = ([[]] * size, None) if drafts is None else drafts.wait()
         constrained = [(i, state) for i, state in enumerate(self.states) if state is not None]
