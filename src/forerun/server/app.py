@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
@@ -22,13 +23,16 @@ from forerun.server.errors import ApiError
 from forerun.server.limits import LimitBody
 from forerun.server.models import models_router
 from forerun.server.native import native_router
+from forerun.server.observe import Observe
+from forerun.server.prometheus import prometheus_router
+from forerun.server.request_log import RequestLog
 from forerun.server.service import Service
 
 log = logging.getLogger("forerun")
 
 
-def build_app(service: Service) -> FastAPI:
-    """All endpoints of a server."""
+def build_app(service: Service) -> ASGIApp:
+    """All endpoints of a server, within `Observe`: it sees answers to bugs too."""
     app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None)
     for router in (
         models_router(service),
@@ -38,11 +42,16 @@ def build_app(service: Service) -> FastAPI:
         control_router(service),
     ):
         app.include_router(router)
-    app.add_middleware(LimitBody, max_bytes=service.settings.max_body_bytes)
-    if service.settings.api_key is not None:  # added last: it comes first
-        app.add_middleware(RequireKey, key=service.settings.api_key)
+    settings = service.settings
+    if settings.enable_metrics:
+        app.include_router(prometheus_router(service))
+    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
+    if settings.api_key is not None:  # added later: it comes earlier
+        app.add_middleware(RequireKey, key=settings.api_key)
     _add_error_handlers(app)
-    return app
+    details = settings.log_requests_level if settings.log_requests else None
+    log_requests = RequestLog(service.text, details)
+    return Observe(app, service.engine.metrics, log_requests, service.tracing)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
