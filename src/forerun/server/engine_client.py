@@ -23,8 +23,8 @@ from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_link import EngineLink
 from forerun.server.errors import ApiError, EngineFailed, EngineUnavailable, ServerStartError
 from forerun.server.generation import Call, Generation
-from forerun.server.metrics import ServerMetrics
 from forerun.server.messages import Abort, Advance, NewRequest, Query, Reply, Step, Submit
+from forerun.server.metrics import ServerMetrics
 
 log = logging.getLogger("forerun")
 

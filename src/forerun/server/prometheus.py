@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fastapi import APIRouter, Request
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -26,6 +25,8 @@ from forerun.server.engine_client import EngineClient, EngineState
 from forerun.server.metrics import THROUGHPUT_SECONDS, ServerMetrics
 from forerun.server.service import Service
 
+# The only format: prometheus_client writes the colons of names as underscores in OpenMetrics.
+TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 Labels = dict[str, str]
 
 
@@ -35,10 +36,9 @@ def prometheus_router(service: Service) -> APIRouter:
     registry.register(ServiceCollector(service))
 
     @router.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        """Prometheus metrics, as text or, where it is asked for, in the OpenMetrics format."""
-        encode, kind = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": kind})
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), headers={"Content-Type": TEXT_FORMAT})
 
     return router
 

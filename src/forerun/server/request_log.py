@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -42,6 +43,7 @@ class RequestLog:
             "method": method,
             "path": path[:MAX_PATH],
             "status": exchange.status,
+            "seconds": round(time.monotonic() - exchange.started, 6),
             "request_id": exchange.request_id,
             "client": client,
         }

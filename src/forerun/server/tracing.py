@@ -43,7 +43,7 @@ class ServerTracing:
                 "http.request.method": scope["method"],
                 "url.path": scope["path"],
                 "url.scheme": scope["scheme"],
-                "http.request.header.x-request-id": request_id,
+                "http.request.header.x-request-id": [request_id],
             },
         )
         carrier: dict[str, str] = {}
