@@ -189,7 +189,9 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_spans_continue_the_trace_of_the_caller(given: bool) -> None:
+def test_spans_continue_the_trace_of_the_caller(
+    given: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Caller → server → request in the engine, which got the context in its message."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -199,6 +201,7 @@ def test_spans_continue_the_trace_of_the_caller(given: bool) -> None:
     from forerun.server.messages import NewRequest, Submit, decode_to_engine, encode
     from forerun.server.tracing import ServerTracing
 
+    caplog.set_level(logging.INFO, "forerun.requests")
     memory, provider = InMemorySpanExporter(), sdk.TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
     engine = Tracing(provider)
@@ -221,6 +224,8 @@ def test_spans_continue_the_trace_of_the_caller(given: bool) -> None:
     assert inner.context.trace_id == outer.context.trace_id
     assert outer.attributes["http.response.status_code"] == 503
     assert not outer.status.is_ok
+    (line,) = (record.msg.fields for record in caplog.records if isinstance(record.msg, Event))
+    assert line["trace_id"] == f"{outer.context.trace_id:032x}"
     names = {name for name, _ in sent[0]["headers"]}
     assert b"x-request-id" in names
     if given:

@@ -27,7 +27,7 @@ def _plain(value: Any) -> str:
         return f"{value:.6g}"
     shown = str(value)
     bare = shown.isascii() and shown.isprintable() and not set(' "=') & set(shown)
-    return shown if shown and bare else json.dumps(value)
+    return shown if shown and bare else json.dumps(value, default=str)
 
 
 class JsonFormatter(logging.Formatter):
