@@ -33,6 +33,9 @@ NAMES = {
     "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens", "vllm:request_queue_time_seconds",
     "vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions",
+    "sglang:time_to_first_token_seconds", "sglang:inter_token_latency_seconds",
+    "sglang:e2e_request_latency_seconds", "sglang:queue_time_seconds", "sglang:prompt_tokens",
+    "sglang:generation_tokens", "sglang:num_requests", "sglang:num_aborted_requests",
 }  # fmt: skip
 
 
@@ -64,6 +67,9 @@ def test_names_and_format(server: LiveServer) -> None:
     names = {family.name for family in text_string_to_metric_families(response.text)}
     assert names >= NAMES
     assert all(name.startswith(("sglang:", "vllm:", "forerun_")) for name in names)
+    page = (DASHBOARD.parents[1] / "docs" / "observability.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"`((?:sglang:|vllm:|forerun_)\w+?)(?:_total)?(?:\{.*?\})?`", page))
+    assert listed == names
     # Names have their colons whatever Prometheus asks for.
     accept = {"Accept": "application/openmetrics-text;version=1.0.0;q=0.5,*/*;q=0.2"}
     asked = server.http.get("/metrics", headers=accept)
@@ -110,6 +116,14 @@ def test_counters_agree_with_the_answers(server: LiveServer) -> None:
         assert new[f"{name}_count"] == new[f"{name}_bucket{{+Inf}}"] == count, name
         assert new[f"{name}_sum"] > 0
         assert value is None or new[f"{name}_sum"] == pytest.approx(value, rel=0.05), name
+    # SGLang's names have the same values.
+    for name in (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "inter_token_latency_seconds_sum",
+    ):
+        assert new[f"sglang:{name}"] == new[f"vllm:{name}"]
+    assert new["sglang:num_requests_total"] == new["sglang:queue_time_seconds_count"] == len(infos)
     first, rest = (
         new[f"vllm:{name}_seconds_sum"] for name in ("time_to_first_token", "inter_token_latency")
     )

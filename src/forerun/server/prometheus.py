@@ -121,38 +121,59 @@ def _cumulative(histogram: Histogram) -> list[tuple[str, float]]:
 
 
 def _requests(make: _Families, metrics: ServerMetrics) -> Iterator[Metric]:
-    yield make.counter(
-        "vllm:prompt_tokens", "Prompt tokens of requests that got a token.", metrics.prompt_tokens
-    )
-    yield make.counter("vllm:generation_tokens", "Generated tokens.", metrics.generation_tokens)
+    for engine in ("sglang", "vllm"):
+        yield make.counter(
+            f"{engine}:prompt_tokens",
+            "Prompt tokens of requests that got a token.",
+            metrics.prompt_tokens,
+        )
+        yield make.counter(
+            f"{engine}:generation_tokens", "Generated tokens.", metrics.generation_tokens
+        )
+        yield from _latencies(make, engine, metrics)
     yield make.gauge(
         "sglang:gen_throughput",
         f"Generated tokens per second, over the last {THROUGHPUT_SECONDS:.0f} s.",
         metrics.throughput.value(),
     )
+    finished = metrics.finished
+    yield make.counter("sglang:num_requests", "Ended requests.", finished.total())
+    yield make.counter("sglang:num_aborted_requests", "Those ended early.", finished["abort"])
     yield make.counters(
         "vllm:request_success",
         "Ended requests by reason: stop, length, abort, or error if the engine failed.",
         ("finished_reason",),
-        (((reason,), count) for reason, count in metrics.finished.items()),
+        (((reason,), count) for reason, count in finished.items()),
     )
-    histograms = (
-        (
-            "time_to_first_token_seconds",
-            "From arrival to first token.",
-            metrics.first_token_seconds,
-        ),
-        (
-            "inter_token_latency_seconds",
-            "Between two tokens. Tokens that come together share the time since the last ones.",
-            metrics.token_seconds,
-        ),
-        ("e2e_request_latency_seconds", "From arrival to end.", metrics.request_seconds),
-        ("request_prompt_tokens", "Prompt tokens of ended requests.", metrics.prompt_lengths),
-        ("request_generation_tokens", "Tokens of ended requests.", metrics.generation_lengths),
+    yield make.histogram(
+        "vllm:request_prompt_tokens",
+        "Prompt tokens of ended requests.",
+        ({}, metrics.prompt_lengths),
     )
-    for name, help, histogram in histograms:
-        yield make.histogram(f"vllm:{name}", help, ({}, histogram))
+    yield make.histogram(
+        "vllm:request_generation_tokens",
+        "Tokens of ended requests.",
+        ({}, metrics.generation_lengths),
+    )
+
+
+def _latencies(make: _Families, engine: str, metrics: ServerMetrics) -> Iterator[Metric]:
+    """SGLang and vLLM have the same names after their own."""
+    yield make.histogram(
+        f"{engine}:time_to_first_token_seconds",
+        "From arrival to first token.",
+        ({}, metrics.first_token_seconds),
+    )
+    yield make.histogram(
+        f"{engine}:inter_token_latency_seconds",
+        "Between two tokens. Tokens that come together share the time since the last ones.",
+        ({}, metrics.token_seconds),
+    )
+    yield make.histogram(
+        f"{engine}:e2e_request_latency_seconds",
+        "From arrival to end.",
+        ({}, metrics.request_seconds),
+    )
 
 
 def _server(make: _Families, client: EngineClient) -> Iterator[Metric]:
@@ -217,11 +238,10 @@ def _cache(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         "Requests that lost their slot and got one again.",
         engine.preemptions,
     )
-    yield make.histogram(
-        "vllm:request_queue_time_seconds",
-        "From the arrival at the engine to the first slot.",
-        ({}, engine.queue_seconds),
-    )
+    for name in ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds"):
+        yield make.histogram(
+            name, "From the arrival at the engine to the first slot.", ({}, engine.queue_seconds)
+        )
 
 
 def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
