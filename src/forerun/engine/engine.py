@@ -250,10 +250,10 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Load and counters for monitoring. Its lists and histograms are the engine's own."""
-        stats, steps = self._stats, self._metrics
+        stats, steps, widths = self._stats, self._metrics, self.scheduler.widths
         return EngineMetrics(
             load=self.load(),
-            steps_by_width=self.scheduler.widths.chosen,
+            steps_by_width={width: widths.chosen[width] for width in widths.widths},
             request_steps=stats.num_request_steps,
             decode_tokens=stats.num_tokens,
             accepted=stats.accepted,

@@ -20,6 +20,7 @@ from forerun.server.chat import chat_router
 from forerun.server.completions import completions_router
 from forerun.server.control import control_router
 from forerun.server.errors import ApiError
+from forerun.server.exchange import current_exchange
 from forerun.server.limits import LimitBody
 from forerun.server.models import models_router
 from forerun.server.native import native_router
@@ -83,7 +84,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        log.error("A request to %s failed.", request.url.path, exc_info=error)
+        ident = current_exchange.get().request_id
+        log.error("Request %s to %s failed.", ident, request.url.path, exc_info=error)
         return ApiError(500, "The server failed to handle this request.").response()
 
 
