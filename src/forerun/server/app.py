@@ -25,9 +25,11 @@ from forerun.server.limits import LimitBody
 from forerun.server.models import models_router
 from forerun.server.native import native_router
 from forerun.server.observe import Observe
+from forerun.server.page import page_router
 from forerun.server.prometheus import prometheus_router
 from forerun.server.request_log import RequestLog
 from forerun.server.service import Service
+from forerun.server.tokenize import tokenize_router
 
 log = logging.getLogger("forerun")
 
@@ -40,7 +42,9 @@ def build_app(service: Service) -> ASGIApp:
         completions_router(service),
         chat_router(service),
         native_router(service),
+        tokenize_router(service),
         control_router(service),
+        page_router(),
     ):
         app.include_router(router)
     settings = service.settings

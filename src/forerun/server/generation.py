@@ -114,6 +114,14 @@ class Generation:
         progress = Progress.of(record, None if ended else self._shown_tokens)
         return make_output(record, progress, text, self.prompt_index, self.index)
 
+    def token_texts(self, output: RequestOutput) -> list[str]:
+        """The parts of `output`'s text, one per token: the characters that it completed."""
+        text = self._text
+        if text is None and self._tokenizer is not None:
+            text = OutputText(self._tokenizer, self.params)
+            text.feed(self.record.output)
+        return text.token_texts(len(output.output_ids), output.text) if text else []
+
     def _final_text(self) -> str:
         if self._text is not None:
             return self._shown_text + self._text.take_rest()
