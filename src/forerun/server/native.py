@@ -148,9 +148,7 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams.of(kept)
 
 
-def _answer(
-    generation: Generation, output: RequestOutput, body: GenerateRequest
-) -> dict[str, Any]:
+def _answer(generation: Generation, output: RequestOutput, body: GenerateRequest) -> dict[str, Any]:
     answer = {
         "text": output.text,
         "output_ids": output.output_ids,
@@ -169,9 +167,7 @@ async def _whole(service: Service, call: Call, body: GenerateRequest, single: bo
     return json_response(answers[0] if single else answers)
 
 
-async def _events(
-    call: Call, body: GenerateRequest, single: bool
-) -> AsyncGenerator[bytes, None]:
+async def _events(call: Call, body: GenerateRequest, single: bool) -> AsyncGenerator[bytes, None]:
     """Text and ids of every event are all there are so far."""
     places = {generation: at for at, generation in enumerate(call.generations)}
     async for taken in call.parts():

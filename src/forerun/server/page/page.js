@@ -229,7 +229,7 @@ const bars = {
       this.fill(this.nodes[i], run.steps[i]); // the last one again: the end may have changed it
     }
     if (atEnd) root.scrollLeft = root.scrollWidth;
-    $("mean").replaceChildren(...(run.proposed ? ["mean ", make("b", "", fixed(run.mean, 2)), " tokens/step"] : []));
+    $("mean").replaceChildren(...(run.proposed ? ["mean ", make("b", "", fixed(run.mean, 2))] : []));
     root.setAttribute("aria-label", this.label(run, longest));
     for (const kind of ["draft", "bonus", "plain"]) {
       const origins = run.origins.slice(0, run.ids.length);
@@ -335,6 +335,7 @@ async function generate(panel, prompt, params, signal) {
     pending = 0;
     panel.draw();
     if (panel === panels.spec) bars.draw(panel.run);
+    showRace();
   };
   try {
     for await (const event of events(await call("generate", body, signal))) {
@@ -353,7 +354,7 @@ async function generate(panel, prompt, params, signal) {
 function setBusy(busy) {
   $("generate").disabled = busy;
   $("stop").disabled = !busy;
-  $("replay").disabled = busy;
+  $("replay").disabled = busy || !panels.plain.run.info?.finish_reason;
 }
 
 function showError(message) {
@@ -369,6 +370,7 @@ async function submit() {
     controller = new AbortController();
     setBusy(true);
     clear(compare);
+    if (narrow.matches) $("stage").scrollIntoView();
     setText($("status"), "Generating …");
     const prompt = await input(controller.signal);
     await generate(panels.spec, prompt, params, controller.signal);
@@ -391,10 +393,14 @@ async function submit() {
 
 function clear(compare) {
   panels.spec.clear("");
-  panels.plain.clear("Plain decoding runs next, alone, so that both are measured alike.");
+  panels.plain.clear("");
   panels.plain.root.hidden = !compare;
-  $("verdict").hidden = true;
+  $("verdict").hidden = !compare;
+  $("replay").disabled = true;
+  $("same").className = "";
+  $("same").replaceChildren(make("span", "", "The same prompt and seed, with drafts and then without. Each runs alone."));
   bars.clear();
+  showRace();
 }
 
 function summary(params, compare) {
@@ -411,23 +417,27 @@ function firstDifference(a, b) {
   return -1;
 }
 
+/** Rates, also of runs that still go on. */
+function showRace() {
+  const rates = { spec: panels.spec.run.rate, plain: panels.plain.run.rate };
+  const most = Math.max(...Object.values(rates).filter(Number.isFinite), 1);
+  for (const [name, rate] of Object.entries(rates)) {
+    $(`race-${name}`).style.width = `${(100 * (rate || 0)) / most}%`;
+    setText($(`race-${name}-rate`), rate ? `${rateText(rate)} tok/s` : "");
+  }
+  const speedup = rates.spec / rates.plain;
+  $("speedup").replaceChildren(rates.plain ? `${fixed(speedup)}×` : "–", make("small", "", "speed-up"));
+}
+
 function showVerdict() {
   const [spec, plain] = [panels.spec.run, panels.plain.run];
   const at = firstDifference(spec.ids, plain.ids);
-  const speedup = spec.rate / plain.rate;
-  $("speedup").replaceChildren(`${fixed(speedup)}×`, make("small", "", "tokens per second"));
-  const most = Math.max(spec.rate, plain.rate);
-  for (const [name, run] of [["spec", spec], ["plain", plain]]) {
-    $(`race-${name}`).style.width = `${(100 * run.rate) / most}%`;
-    setText($(`race-${name}-rate`), `${rateText(run.rate)} tok/s`);
-  }
   const equal = at < 0;
   $("same").classList.toggle("no", !equal);
   const notes = equal ? ["✓ Identical: ", `all ${count(spec.ids.length, "token")} are the same, with drafts and without.`]
     : [`≠ The texts differ from token ${at + 1} on. `, "In bfloat16 two nearly tied tokens may round differently; float32 gives equal texts."];
   $("same").replaceChildren(notes[0], make("span", "", notes[1]));
   for (const panel of Object.values(panels)) panel.spans[at]?.classList.add("differs");
-  $("verdict").hidden = false;
 }
 
 /** Both recordings at once, at the times at which their tokens came. */
@@ -463,9 +473,12 @@ async function replay() {
 
 /* --- controls ----------------------------------------------------------------------------- */
 
+const narrow = matchMedia("(max-width: 900px)");
+if (narrow.matches) $("sampling").open = false;
+
 const EXAMPLES = {
-  problem: { mode: "chat", prompt: "Each hour Kim packs 14 magnets while Simon packs only 12. After 11 hours, how many magnets is Kim ahead?" },
-  code: { mode: "text", prompt: "def fibonacci(n):\n" },
+  problem: { mode: "chat", temperature: 0.7, prompt: "Each hour Kim packs 14 magnets while Simon packs only 12. After 11 hours, how many magnets is Kim ahead?" },
+  code: { mode: "text", temperature: 0, prompt: "import json\nimport os\n\n\ndef load_config(path):\n    with open(path) as f:\n" },
 };
 
 function setMode(mode) {
@@ -475,7 +488,8 @@ function setMode(mode) {
 }
 
 function setExample(name) {
-  const { mode, prompt } = EXAMPLES[name];
+  const { mode, temperature, prompt } = EXAMPLES[name];
+  $("temperature").value = temperature;
   setMode($("mode-chat").disabled ? "text" : mode);
   $("prompt").value = prompt;
 }
@@ -566,7 +580,8 @@ function showGauges(load, stats) {
   setText($("g-pages-text"), `${used} in use, ${load.num_cached_pages} cached, of ${load.num_pages}`);
   $("g-pages").children[0].style.width = percent(used);
   $("g-pages").children[1].style.width = percent(load.num_cached_pages);
-  setText($("g-accept"), fixed(stats.avg_spec_accept_length ?? NaN, 2));
+  // Of the steps that had drafts: plain requests would hide what speculation does.
+  setText($("g-accept"), fixed(1 + stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_drafts, 2));
   const now = { tokens: stats.decode_tokens, time: performance.now() };
   if (last) setText($("g-rate"), fixed(Math.max(0, (1000 * (now.tokens - last.tokens)) / (now.time - last.time)), 0));
   last = now;
