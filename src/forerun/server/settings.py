@@ -27,7 +27,9 @@ class ServerSettings:
     host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces")
     port: int = _setting(30000, "Port to listen on; 0: any free one", int)
     api_key: str | None = _setting(
-        None, f"Required as a bearer token of every request but /health; or set {API_KEY_VARIABLE}"
+        None,
+        "Required as a bearer token of every request but /health and the files of the page at /;"
+        f" or set {API_KEY_VARIABLE}",
     )
     served_model_name: str | None = _setting(
         None, "Name of the model in the OpenAI API; default: model_path"

@@ -144,7 +144,9 @@ class Panel {
     [this.rate, this.text, this.foot] = [".rate", ".text", ".foot"].map((name) => this.root.querySelector(name));
     this.text.addEventListener("pointerover", (event) => {
       const index = this.spans.indexOf(event.target);
-      if (index >= 0 && this === panels.spec) pick(this.run.origin(index).step);
+      if (index < 0 || this !== panels.spec) return;
+      pick(this.run.origin(index).step);
+      bars.scrollTo(bars.picked);
     });
     this.clear("");
   }
@@ -208,6 +210,7 @@ const bars = {
     this.nodes = [];
     this.picked = -1;
     $("bars").replaceChildren();
+    $("bars").setAttribute("aria-valuenow", 0);
     this.setLimit(Math.max(this.width, 4));
     this.draw(new Run());
   },
@@ -230,7 +233,8 @@ const bars = {
     }
     if (atEnd) root.scrollLeft = root.scrollWidth;
     $("mean").replaceChildren(...(run.proposed ? ["mean ", make("b", "", fixed(run.mean, 2))] : []));
-    root.setAttribute("aria-label", this.label(run, longest));
+    root.setAttribute("aria-valuemax", run.steps.length);
+    root.setAttribute("aria-valuetext", this.label(run, longest));
     for (const kind of ["draft", "bonus", "plain"]) {
       const origins = run.origins.slice(0, run.ids.length);
       setText($(`n-${kind}`), String(origins.filter((origin) => origin.kind === kind).length));
@@ -265,9 +269,15 @@ const bars = {
 
   reveal(steps) {
     this.nodes.forEach((node, i) => node.classList.toggle("later", i >= steps));
-    const last = this.nodes[Math.min(steps, this.nodes.length) - 1];
-    const root = $("bars");
-    if (last) root.scrollLeft = last.offsetLeft - root.offsetLeft - root.clientWidth + 40;
+    this.scrollTo(Math.min(steps, this.nodes.length) - 1);
+  },
+
+  /** Scrolls as little as shows the bar. */
+  scrollTo(step) {
+    const [root, node] = [$("bars"), this.nodes[step]];
+    if (!node) return;
+    const left = node.offsetLeft - root.offsetLeft;
+    root.scrollLeft = Math.min(Math.max(root.scrollLeft, left + node.offsetWidth - root.clientWidth), left);
   },
 };
 
@@ -282,7 +292,10 @@ function pick(step) {
   if (!found) return;
   const ends = { bonus: " and the bonus token", plain: "no drafts, one token", draft: "; the output ended there" };
   const drafts = found.last === "plain" ? "" : `${count(found.drafts, "draft")} accepted`;
-  setText($("detail"), `Step ${step + 1}: ${drafts}${ends[found.last]}. Running mean ${fixed(found.mean, 2)}.`);
+  const detail = `Step ${step + 1}: ${drafts}${ends[found.last]}. Running mean ${fixed(found.mean, 2)}.`;
+  setText($("detail"), detail);
+  $("bars").setAttribute("aria-valuenow", step + 1);
+  $("bars").setAttribute("aria-valuetext", detail);
 }
 
 $("bars").addEventListener("keydown", (event) => {
@@ -290,14 +303,14 @@ $("bars").addEventListener("keydown", (event) => {
   if (!move || !bars.nodes.length) return;
   event.preventDefault();
   pick(Math.min(Math.max(bars.picked + move, 0), bars.nodes.length - 1));
-  bars.nodes[bars.picked].scrollIntoView({ block: "nearest", inline: "nearest" });
+  bars.scrollTo(bars.picked);
 });
 
 /* --- generating --------------------------------------------------------------------------- */
 
 let controller = null; // of the requests in flight
 let algorithm = null; // null: the server drafts nothing
-let maxPrompt = Infinity;
+const MOST_TOKENS = 4096; // every event of /generate repeats the whole text
 
 function samplingParams() {
   const params = {};
@@ -385,15 +398,14 @@ async function submit() {
     setText($("status"), stopped ? "Stopped." : "");
     if (!stopped) showError(error instanceof TypeError ? "The server cannot be reached." : error.message);
   } finally {
-    for (const panel of Object.values(panels)) panel.text.dataset.empty = "";
     controller = null;
     setBusy(false);
   }
 }
 
 function clear(compare) {
-  panels.spec.clear("");
-  panels.plain.clear("");
+  panels.spec.clear("The text streams in here, every token coloured by its origin.");
+  panels.plain.clear("The same without drafts, once the first run has ended.");
   panels.plain.root.hidden = !compare;
   $("verdict").hidden = !compare;
   $("replay").disabled = true;
@@ -523,8 +535,8 @@ async function connect() {
     const { explain } = server;
     algorithm = explain.num_verify_tokens > 1 ? explain.algorithm : null;
     bars.width = algorithm ? explain.num_verify_tokens : 0;
-    maxPrompt = model.context_length;
-    $("max_new_tokens").max = maxPrompt;
+    const maxPrompt = model.context_length;
+    $("max_new_tokens").max = Math.min(maxPrompt, MOST_TOKENS);
     const drafts = algorithm ? `${algorithm}, up to ${explain.num_verify_tokens} tokens per verify step` : "no drafts: start the server with --speculative-algorithm";
     const parts = [model.served_model_name, explain.architecture, explain.device, explain.dtype, drafts, `context ${maxPrompt}`];
     setText($("settings"), parts.join(" · "));
