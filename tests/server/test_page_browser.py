@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -157,6 +159,84 @@ def test_markup_in_a_text_stays_text(opened: Opened) -> None:
     page.fill("#prompt", "<img src=x onerror=alert(1)>" * 8 + "<img")
     opened.generate(max_new_tokens=20, temperature=0)
     assert opened.count("#stage img") == 0
+
+
+def stream(*events: dict[str, object]) -> str:
+    """A body of server-sent events."""
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+def chunk(texts: list[str], lengths: list[int], drafts: int, **info: object) -> dict[str, object]:
+    """An event of `/generate`; `drafts`: how many were proposed."""
+    known = {
+        "e2e_latency": 0.1 * len(texts),
+        "completion_tokens": len(texts),
+        "finish_reason": None,
+        "spec_verify_ct": len(lengths),
+        "spec_accept_lengths": lengths,
+        "spec_num_proposed_drafts": drafts,
+        "spec_num_correct_drafts": sum(length - 1 for length in lengths),
+    }
+    ids = list(range(len(texts)))
+    meta_info = {**known, **info}
+    return {"output_ids": ids, "token_texts": texts, "text": "", "meta_info": meta_info}
+
+
+def _fulfill(route: playwright.Route, *, body: str) -> None:
+    route.fulfill(body=body)
+
+
+def test_origins_of_every_kind_of_step(opened: Opened) -> None:
+    """A step without drafts, several steps in one event, a character of two tokens, a cut step."""
+    end = {"finish_reason": {"type": "length", "length": 9}, "spec_num_correct_drafts": 5}
+    body = stream(
+        chunk(["a"], [], 0),
+        chunk(["a", "b"], [1], 0),
+        chunk(["a", "b", "c", "", "\u00e9", "d", "\n"], [1, 3, 2], 30),
+        chunk(["a", "b", "c", "", "\u00e9", "d", "\n", "e", "f"], [1, 3, 2, 2], 45, **end),
+    )
+    opened.page.route("**/generate", partial(_fulfill, body=body))
+    opened.page.uncheck("#compare")
+    opened.generate()
+    kinds = [
+        (node.get_attribute("class") or "").split()[1]
+        for node in opened.page.locator("#spec .token").all()
+    ]
+    draft, bonus, plain = "draft", "bonus", "plain"
+    assert kinds == [plain, plain, draft, draft, bonus, draft, bonus, draft, draft]
+    assert opened.page.locator("#spec .text").text_content() == "abc\u00e9d\nef"
+    shown = [bar.locator("i").count() for bar in opened.page.locator("#bars .bar").all()]
+    assert shown == [1, 2, 2, 1]  # plain; drafts and bonus, twice; drafts only
+
+
+def test_different_texts_are_shown(opened: Opened) -> None:
+    def other_seed(route: playwright.Route) -> None:
+        body = route.request.post_data_json
+        if body["sampling_params"].get("speculative") is False:
+            body["sampling_params"]["sampling_seed"] += 1
+        route.continue_(post_data=json.dumps(body))
+
+    opened.page.route("**/generate", other_seed)
+    opened.page.click("#mode-text + span")
+    opened.page.fill("#prompt", "import ")
+    opened.generate(temperature=2, max_new_tokens=30)
+    assert "The texts differ from token" in opened.page.inner_text("#same")
+    assert "texts differ" in opened.page.inner_text("#status")
+    assert opened.count("#spec .token.differs") == opened.count("#plain .token.differs") == 1
+
+
+def test_errors_of_a_stream_are_shown(opened: Opened) -> None:
+    page = opened.page
+    error = {"error": {"message": "The engine has died.", "type": "x", "param": None, "code": None}}
+    bodies = {
+        "The engine has died.": stream(chunk(["a"], [], 0), error),
+        "The connection ended before the answer did.": "",
+    }
+    for message, body in bodies.items():
+        page.route("**/generate", partial(_fulfill, body=body))
+        page.click("#generate")
+        playwright.expect(page.locator("#error")).to_have_text(message)
+        playwright.expect(page.locator("#generate")).to_be_enabled()
 
 
 def test_bad_values_are_explained(opened: Opened) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-FOLDER = Path(__file__).with_name("page")
+FOLDER = Path(__file__).with_name("static")
 FILES = {  # path → file and media type
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
