@@ -20,6 +20,7 @@ from forerun.engine.requests import RequestFactory
 from forerun.server.app import build_app
 from forerun.server.generation import Call, Generation
 from forerun.server.messages import Advance
+from forerun.server.metrics import ServerMetrics
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
@@ -71,6 +72,7 @@ class ScriptedEngine:
             verify_widths=(1,),
         )
         self.factory = RequestFactory(self.info, random_seed=0)
+        self.metrics = ServerMetrics()
         self.num_requests = 0
         self.prompts: list[str] = []  # in the chat template
         self._text, self._scripts, self._step = text, list(scripts), step

@@ -13,6 +13,7 @@ import msgspec
 from forerun.core.executor import ExecutorInfo
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
+from forerun.engine.metrics import EngineMetrics
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -28,6 +29,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     rid: str
     prompt: list[int]
     params: SamplingParams
+    trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
 
 
 class Submit(_Message, frozen=True):
@@ -89,9 +91,10 @@ class Advance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(_Message, frozen=True):
-    """The requests that one step advanced or ended."""
+    """The requests that one step advanced or ended; a few times a second with metrics."""
 
     advances: list[Advance]
+    metrics: EngineMetrics | None = None
 
 
 class Reply(_Message, frozen=True):

@@ -14,7 +14,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import token_lists
 from forerun.server.errors import json_response
-from forerun.server.generation import Call
+from forerun.server.generation import Call, Generation
 from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
@@ -55,6 +55,9 @@ class GenerateRequest(StrictModel):
     rid: str | list[str] | None = Field(None, description="Request id, for /abort_request")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_texts: bool | None = Field(
+        None, description="Adds token_texts: the part of the text that each token completed"
+    )
 
     @property
     def single(self) -> bool:
@@ -74,8 +77,8 @@ def native_router(service: Service) -> APIRouter:
         call = await _start(service, body)
         single = body.single and len(call.generations) == 1
         if body.stream:
-            return EventStream(_events(call, single), call.close)
-        return await until_disconnect(request.receive, _whole(service, call, single))
+            return EventStream(_events(call, body, single), call.close)
+        return await until_disconnect(request.receive, _whole(service, call, body, single))
 
     return router
 
@@ -94,6 +97,8 @@ async def _start(service: Service, body: GenerateRequest) -> Call:
 
 
 async def _prompt_ids(service: Service, body: GenerateRequest) -> list[list[int]]:
+    if body.return_token_texts and service.text.tokenizer is None:
+        raise RequestError("return_token_texts needs a tokenizer; leave it out.")
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("Give either text or input_ids, not both or neither.")
     if body.text is not None:
@@ -144,26 +149,32 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams.of(kept)
 
 
-def _answer(output: RequestOutput) -> dict[str, Any]:
-    return {
+def _answer(generation: Generation, output: RequestOutput, body: GenerateRequest) -> dict[str, Any]:
+    answer = {
         "text": output.text,
         "output_ids": output.output_ids,
         "meta_info": output.meta_info,
     }
+    if body.return_token_texts:
+        answer["token_texts"] = generation.token_texts(output)
+    return answer
 
 
-async def _whole(service: Service, call: Call, single: bool) -> Response:
-    answers = [_answer(output) for output in await service.outputs(call)]
+async def _whole(service: Service, call: Call, body: GenerateRequest, single: bool) -> Response:
+    outputs = await service.outputs(call)
+    pairs = list(zip(call.generations, outputs, strict=True))
+    # In a thread: texts of tokens may take a while.
+    answers = await service.text.run(lambda: [_answer(*pair, body) for pair in pairs])
     return json_response(answers[0] if single else answers)
 
 
-async def _events(call: Call, single: bool) -> AsyncGenerator[bytes, None]:
+async def _events(call: Call, body: GenerateRequest, single: bool) -> AsyncGenerator[bytes, None]:
     """Text and ids of every event are all there are so far."""
     places = {generation: at for at, generation in enumerate(call.generations)}
     async for taken in call.parts():
         answers = []
         for generation, _ in taken:
-            answer = _answer(generation.output())
+            answer = _answer(generation, generation.output(), body)
             if not single:
                 answer["index"] = places[generation]
             answers.append(answer)
