@@ -20,6 +20,7 @@ from forerun.core.errors import RequestError
 from forerun.core.grammar import Grammar
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
+from forerun.executor import token_sampler
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.process_executor import ProcessExecutor
@@ -155,6 +156,13 @@ def test_long_paths_of_trees_are_accepted(monkeypatch: pytest.MonkeyPatch) -> No
             assert run(llm, which=range(i, i + 1)) == [reference()[i]]
             accepted = llm.stats()["spec_decode_num_accepted_tokens"]
         assert accepted >= 0.6 * len(reference()[i])
+
+
+def test_logits_of_a_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of requests has its own rows of the masks."""
+    monkeypatch.setattr(token_sampler, "GROUP_BYTES", 1)
+    with bundled_llm("DFLASH") as llm:
+        assert run(llm) == reference()
 
 
 def test_widths_and_deferred_observes() -> None:
