@@ -146,7 +146,10 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
         for name, value in given.items()
         if value is not None and not (name in _NEUTRAL and value in _NEUTRAL[name])
     }
-    return SamplingParams.of(kept)
+    params = SamplingParams.of(kept)
+    if params.grammar is not None:  # the engine process must not compile between its steps
+        raise RequestError(f"{params.grammar.kind} is not supported over HTTP yet; use LLM.")
+    return params
 
 
 def _answer(generation: Generation, output: RequestOutput, body: GenerateRequest) -> dict[str, Any]:
