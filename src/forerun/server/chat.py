@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from forerun.core.request import FinishReason
 from forerun.server.errors import json_response
 from forerun.server.generation import Call, Generation, Part
+from forerun.server.logprobs import chat_logprobs
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import ChatRequest
 from forerun.server.service import Prompt, Service
@@ -54,7 +56,7 @@ class _Chat:
         limit = body.max_new_tokens
         if limit is None:  # OpenAI's default: up to the end of the context
             limit = service.engine.factory.max_new_tokens(len(ids))
-        prompt = Prompt(ids, body.sampling(limit), body.num_samples)
+        prompt = Prompt(ids, body.sampling(limit), body.num_samples, logprobs=body.logprob_params)
         return cls(service, body, service.start([prompt], bool(body.stream)))
 
     async def whole(self) -> Response:
@@ -64,9 +66,9 @@ class _Chat:
         for generation, output in zip(call.generations, outputs, strict=True):
             message = {"role": "assistant", "content": output.text}
             finish = generation.record.finish
-            choices.append(
-                self._choice(generation, output.output_ids, finish, {"message": message})
-            )
+            choice = self._choice(generation, output.output_ids, finish, {"message": message})
+            choice["logprobs"] = await self._service.text.run(partial(self._logprobs, generation))
+            choices.append(choice)
         answer = {**self._head, "object": "chat.completion", "choices": choices}
         answer["usage"] = usage(call.generations, bool(body.return_spec_info))
         if body.return_token_ids:
@@ -103,6 +105,7 @@ class _Chat:
     def _chunk(self, generation: Generation, part: Part) -> dict[str, Any]:
         delta = {"content": part.text} if part.text else {}
         choice = self._choice(generation, part.token_ids, part.finish, {"delta": delta})
+        choice["logprobs"] = self._logprobs(generation, part)
         return self._with_usage({**self._chunk_head, "choices": [choice]}, generation)
 
     def _with_usage(self, chunk: dict[str, Any], generation: Generation) -> dict[str, Any]:
@@ -111,6 +114,13 @@ class _Chat:
         elif self._body.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _logprobs(self, generation: Generation, part: Part | None = None) -> dict[str, Any] | None:
+        """Of a part, or of all tokens, if they were asked for."""
+        tokens = generation.scored_tokens(part)
+        if generation.record.logprobs is None or (part is not None and not tokens):
+            return None
+        return chat_logprobs(tokens, self._service.text.token_bytes())
 
     def _choice(
         self,

@@ -122,6 +122,7 @@ class EngineClient:
                         g.rid,
                         list(g.record.prompt),
                         replace(g.params, sampling_seed=g.seed, n=1, stop=()),
+                        logprobs=g.record.logprobs,
                     )
                     for g in call.generations
                 ]

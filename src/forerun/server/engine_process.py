@@ -119,6 +119,7 @@ class _Running:
     request: Request
     num_tokens: int = 0
     num_steps: int = 0
+    num_prompt_logprobs: int = 0
 
     def advance(self) -> Advance | None:
         """What is new since the last call."""
@@ -129,8 +130,11 @@ class _Running:
         tokens = request.output[self.num_tokens :]
         lengths = request.accept_lengths[self.num_steps :]
         correct = request.correct_drafts[self.num_steps :]
+        output_logprobs = request.output_logprobs[self.num_tokens :]
+        prompt_logprobs = request.prompt_logprobs[self.num_prompt_logprobs :]
         self.num_tokens += len(tokens)
         self.num_steps += len(lengths)
+        self.num_prompt_logprobs += len(prompt_logprobs)
         return Advance(
             rid=request.rid,
             tokens=tokens,
@@ -139,6 +143,8 @@ class _Running:
             proposed=request.proposed,
             cached_tokens=request.cached_tokens,
             finish=request.finish if ended else None,
+            output_logprobs=output_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -189,7 +195,9 @@ class EngineServer:
 
     def _submit(self, new: NewRequest) -> None:
         try:
-            request = self._engine.make_request(new.prompt, new.params, new.rid)
+            request = self._engine.make_request(
+                new.prompt, new.params, new.rid, logprobs=new.logprobs
+            )
             self._engine.submit(request)
         except RequestError as error:  # the API process has checked it: settings differ
             self._send([_failed(new.rid, str(error))])

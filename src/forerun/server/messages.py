@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from forerun.core.executor import ExecutorInfo
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
 
@@ -28,6 +29,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     rid: str
     prompt: list[int]
     params: SamplingParams
+    logprobs: LogprobParams | None = None  # that it returns
 
 
 class Submit(_Message, frozen=True):
@@ -86,6 +88,9 @@ class Advance(msgspec.Struct, frozen=True, array_like=True):
     proposed: int  # so far
     cached_tokens: int
     finish: FinishReason | None = None
+    # Of a request that returns them: one per token, and of the prompt in order.
+    output_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class Step(_Message, frozen=True):

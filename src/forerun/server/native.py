@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -11,15 +12,17 @@ from starlette.responses import Response
 
 from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
+from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import token_lists
+from forerun.llm.token_bytes import TokenBytes
 from forerun.server.errors import json_response
 from forerun.server.generation import Call
+from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions, StrictModel, Unsupported
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
 
-_NO_LOGPROBS = "log-probabilities are not returned; leave it out"
 _TEXT_ONLY = "the input is text or token ids only"
 
 
@@ -27,11 +30,6 @@ class GenerateRequest(StrictModel):
     """`POST /generate`; either `text` or `input_ids`."""
 
     unsupported: ClassVar[Unsupported] = {
-        "return_logprob": ((False,), _NO_LOGPROBS),
-        "logprob_start_len": ((-1,), _NO_LOGPROBS),
-        "top_logprobs_num": ((0,), _NO_LOGPROBS),
-        "token_ids_logprob": ((), _NO_LOGPROBS),
-        "return_text_in_logprobs": ((False,), _NO_LOGPROBS),
         "return_hidden_states": ((False,), "hidden states are not returned; leave it out"),
         "return_routed_experts": ((False,), "experts are not returned; leave it out"),
         "lora_path": (([],), "adapters cannot be loaded; merge the adapter into the model"),
@@ -54,6 +52,12 @@ class GenerateRequest(StrictModel):
     rid: str | list[str] | None = Field(None, description="Request id, for /abort_request")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Each for all prompts, or one per prompt; `LogprobParams` describes them.
+    return_logprob: bool | list[bool | None] | None = None
+    logprob_start_len: int | list[int | None] | None = None
+    top_logprobs_num: int | list[int | None] | None = None
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool | None = None
 
     @property
     def single(self) -> bool:
@@ -70,11 +74,12 @@ def native_router(service: Service) -> APIRouter:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Completes one prompt or many, as SGLang's native API does."""
         service.check_open()
+        spell = service.text.token_bytes() if body.return_text_in_logprobs else None
         call = await _start(service, body)
         single = body.single and len(call.generations) == 1
         if body.stream:
-            return EventStream(_events(call, single), call.close)
-        return await until_disconnect(request.receive, _whole(service, call, single))
+            return EventStream(_events(call, single, spell), call.close)
+        return await until_disconnect(request.receive, _whole(service, call, single, spell))
 
     return router
 
@@ -82,12 +87,14 @@ def native_router(service: Service) -> APIRouter:
 async def _start(service: Service, body: GenerateRequest) -> Call:
     ids = await _prompt_ids(service, body)
     params = _params(body.sampling_params, len(ids))
+    asked = {name: value for name, value in body if name in LOGPROB_KEYWORDS}
+    logprobs = logprob_params(asked, len(ids), body.single)
     rids = [body.rid] if isinstance(body.rid, str) else body.rid
     if rids is not None and len(rids) != len(ids):
         raise RequestError(f"{len(rids)} rids for {len(ids)} prompts; give one per prompt.")
     prompts = [
-        Prompt(prompt, p, p.n, rids[at] if rids else None)
-        for at, (prompt, p) in enumerate(zip(ids, params, strict=True))
+        Prompt(prompt, p, p.n, rids[at] if rids else None, asked)
+        for at, (prompt, p, asked) in enumerate(zip(ids, params, logprobs, strict=True))
     ]
     return service.start(prompts, bool(body.stream))
 
@@ -119,14 +126,10 @@ def _params(
 
 # Of SGLang's parameters those that are not here, with values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "json_schema": (),
     "regex": (),
     "ebnf": (),
     "structural_tag": (),
-    "logit_bias": ({},),
     "custom_params": (),
     "stop_regex": (),
     "no_stop_trim": (False,),
@@ -143,26 +146,31 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams.of(kept)
 
 
-def _answer(output: RequestOutput) -> dict[str, Any]:
+def _answer(output: RequestOutput, spell: TokenBytes | None) -> dict[str, Any]:
+    """`spell`: log-probabilities have texts."""
+    info = output.meta_info
     return {
         "text": output.text,
         "output_ids": output.output_ids,
-        "meta_info": output.meta_info,
+        "meta_info": info if spell is None else with_texts(info, spell),
     }
 
 
-async def _whole(service: Service, call: Call, single: bool) -> Response:
-    answers = [_answer(output) for output in await service.outputs(call)]
+async def _whole(service: Service, call: Call, single: bool, spell: TokenBytes | None) -> Response:
+    outputs = await service.outputs(call)
+    answers = [await service.text.run(partial(_answer, output, spell)) for output in outputs]
     return json_response(answers[0] if single else answers)
 
 
-async def _events(call: Call, single: bool) -> AsyncGenerator[bytes, None]:
+async def _events(
+    call: Call, single: bool, spell: TokenBytes | None
+) -> AsyncGenerator[bytes, None]:
     """Text and ids of every event are all there are so far."""
     places = {generation: at for at, generation in enumerate(call.generations)}
     async for taken in call.parts():
         answers = []
         for generation, _ in taken:
-            answer = _answer(generation.output())
+            answer = _answer(generation.output(), spell)
             if not single:
                 answer["index"] = places[generation]
             answers.append(answer)

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
 
 # Sent by many clients; nothing here depends on them.
@@ -20,21 +28,14 @@ IGNORED = (
     "prompt_cache_retention", "parallel_tool_calls",
 )  # fmt: skip
 
-_NO_LOGPROBS = "log-probabilities are not returned; leave it out"
-_NO_PENALTIES = "there are no penalties; temperature, top_p and min_p shape the distribution"
 _NO_GRAMMAR = "there are no grammars; ask for the format in the prompt and check the text"
 _NO_TOOLS = "there are no tools; describe them in the prompt"
 _TEXT_ONLY = "the output is text only"
 # Name → the values that change nothing and are accepted, and why others are refused.
 Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 UNSUPPORTED: Unsupported = {
-    "logprobs": ((False,), _NO_LOGPROBS),
-    "top_logprobs": ((0,), _NO_LOGPROBS),
-    "prompt_logprobs": ((), _NO_LOGPROBS),
-    "frequency_penalty": ((0,), _NO_PENALTIES),
-    "presence_penalty": ((0,), _NO_PENALTIES),
-    "repetition_penalty": ((1,), _NO_PENALTIES),
-    "logit_bias": (({},), "logits cannot be changed; leave it out"),
+    "top_logprobs": ((0,), "a completion's logprobs is their number"),
+    "prompt_logprobs": ((), "use echo and logprobs, or logprob_start_len of /generate"),
     "response_format": (({"type": "text"},), _NO_GRAMMAR),
     "json_schema": ((), _NO_GRAMMAR),
     "regex": ((), _NO_GRAMMAR),
@@ -94,6 +95,12 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
+_CHECKED = {name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "logit_bias",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "max_draft_tokens",
+)} | {"seed": "sampling_seed"}  # fmt: skip
+
+
 class _Common(StrictModel):
     """What completions and chat completions have in common."""
 
@@ -107,11 +114,15 @@ class _Common(StrictModel):
     n: int | None = Field(None, description="Completions per prompt")
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
     stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Forerun's additions.
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -125,6 +136,18 @@ class _Common(StrictModel):
     speculative: bool | None = Field(None, description="False: no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
 
+    @field_validator(*_CHECKED)
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses a value by itself, so that the error names its parameter."""
+        name = str(info.field_name)
+        if value is not None:
+            try:
+                SamplingParams.of({_CHECKED[name]: value})
+            except RequestError as error:
+                raise _invalid(str(error)) from None
+        return value
+
     def sampling(self, max_new_tokens: int) -> SamplingParams:
         """Sampling parameters of one completion.
 
@@ -136,6 +159,10 @@ class _Common(StrictModel):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
             "min_new_tokens": self.min_tokens,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
@@ -166,6 +193,15 @@ class CompletionRequest(_Common):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = Field(None, description="Begin the text with the prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token, and of as many most probable"
+    )
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        if self.logprobs is None:
+            return None
+        return LogprobParams(start_len=0 if self.echo else -1, top=self.logprobs)
 
     @property
     def token_lists(self) -> list[list[int]] | None:
@@ -192,10 +228,25 @@ class ChatRequest(_Common):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    logprobs: bool | None = Field(None, description="Of each token of the answer")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable"
+    )
     max_completion_tokens: int | None = Field(None, description="Another name of max_tokens")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template"
     )
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise _invalid("top_logprobs is set without logprobs; set logprobs to true.")
+        return value
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        return LogprobParams(top=self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_new_tokens(self) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
 from forerun.core.errors import RequestError, shown
+from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.engine_client import EngineClient
@@ -29,6 +30,7 @@ class Prompt:
     params: SamplingParams
     n: int = 1
     rid: str | None = None  # default: a new one
+    logprobs: LogprobParams | None = None
 
 
 @dataclass(eq=False)
@@ -106,7 +108,9 @@ class Service:
         rid = place.group if prompt.n == 1 else f"{place.group}-{place.sample_index}"
         # The samples of a prompt without a seed each get one of their own.
         params = replace(prompt.params, n=1)
-        request = self.engine.factory.make(prompt.ids, params, rid, seed_offset=place.sample_index)
+        request = self.engine.factory.make(
+            prompt.ids, params, rid, seed_offset=place.sample_index, logprobs=prompt.logprobs
+        )
         return Generation(request, self.text.tokenizer, place, stream)
 
     def _check_ids(self, generations: Sequence[Generation]) -> None:
