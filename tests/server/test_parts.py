@@ -13,6 +13,7 @@ import zmq
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import RequestError
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_process import MAX_FAILURES, EngineServer
@@ -108,6 +109,32 @@ def test_requests_run_together_and_end(llm: LLM) -> None:
     value = wire.replies()[1].value
     assert value is not None
     assert value["num_running_reqs"] == 2
+
+
+def test_logprobs_are_sent_for_requests_that_asked(llm: LLM) -> None:
+    want = llm.generate(
+        input_ids=[PROMPT, PROMPT],
+        sampling_params=GREEDY,
+        return_logprob=[True, False],
+        logprob_start_len=1,
+        top_logprobs_num=[2, 0],
+    )[0].meta_info
+    asked = LogprobParams(start_len=1, top=2)
+    wire = Wire()
+    wire.say(Submit([NewRequest("asked", list(PROMPT), GREEDY, logprobs=asked), new("not")]))
+    wire.say(Shutdown(), after=99)
+    run(llm, wire)
+    sent = wire.advances("asked")
+    output = [each for advance in sent for each in advance.output_logprobs]
+    prompt = [each for advance in sent for each in advance.prompt_logprobs]
+    assert [len(a.output_logprobs) for a in sent] == [len(a.tokens) for a in sent]
+    for each, name in ((output, "output"), (prompt, "input")):
+        entries = want[f"{name}_token_logprobs"][-len(each) :]
+        assert [e.logprob for e in each] == [value for value, _, _ in entries]
+        tops = want[f"{name}_top_logprobs"][-len(each) :]
+        assert [e.top for e in each] == [tuple((v, i) for v, i, _ in top) for top in tops]
+    assert len(prompt) == len(PROMPT) - 2
+    assert not any(a.output_logprobs or a.prompt_logprobs for a in wire.advances("not"))
 
 
 def test_finish_and_abort_release_everything(llm: LLM) -> None:
@@ -227,6 +254,30 @@ def test_a_stop_string_trims_text_ids_and_figures() -> None:
     assert (output.text, output.output_ids) == ("abc", [0, 1, 2])
     assert output.meta_info["spec_accept_lengths"] == [3, 0]
     assert output.finish_reason == {"type": "stop", "matched": "de"}
+
+
+def test_a_token_with_logprobs_is_shown_with_its_text() -> None:
+    asked = LogprobParams()
+    params = SamplingParams(stop=["cd"])
+    request = Request("r", (1,), params, seed=0, stop_ids=frozenset(), logprobs=asked)
+    one = Generation(request, Letters(), Place("r", 0, 0), True)
+    shown = []
+    for token in (0, 1, 2, 4, 2, 3):
+        values = [TokenLogprobs(-float(token))]
+        one.apply(Advance("r", [token], [1], [0], 0, 0, output_logprobs=values))
+        part = one.take()
+        if part is not None:
+            scored = one.scored_tokens(part)
+            shown.append((part.text, [(each.token, each.offset) for each in scored]))
+            assert all(each.logprobs == TokenLogprobs(-float(each.token)) for each in scored)
+    assert shown == [
+        ("a", [(0, 0)]),
+        ("b", [(1, 1)]),
+        ("ce", [(2, 2), (4, 3)]),
+        ("", []),
+    ]
+    assert [each.token for each in one.scored_tokens()] == [0, 1, 2, 4]
+    assert len(one.output().meta_info["output_token_logprobs"]) == 4
 
 
 def test_errors_and_deadlines_reach_who_waits() -> None:
