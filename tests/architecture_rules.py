@@ -21,7 +21,7 @@ LAYERS = (
     ("attention",),
     ("layers",),
     ("models",),
-    ("sampling",),
+    ("sampling", "grammar"),
     ("speculative",),
     ("scheduler",),
     ("executor",),
@@ -61,12 +61,13 @@ HOST_SYNCS = (
 )  # fmt: skip
 # Functions of step code that wait for the device or read from it, and why they may.
 HOST_READS = {
-    "executor/device_executor.py:PendingDeviceStep.result": "fetches a step's tokens, a step later",
+    "executor/device_executor.py:PendingDeviceStep._read": "fetches a step's tokens, a step later",
     "executor/device_executor.py:StepClock.wait": "called by `result`",
     "executor/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step_costs.py:_wait": "measures step costs at start",
     "executor/memory.py:_reserved": "measures memory at start",
+    "executor/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
     "executor/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count

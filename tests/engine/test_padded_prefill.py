@@ -11,6 +11,7 @@ from forerun import LLM
 from forerun.core.plan import PrefillChunk
 from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens, StepShape
 from forerun.executor.steps import EagerSteps
 from forerun.sampling.sampler import SamplingFlags
@@ -36,6 +37,7 @@ class PaddedSteps(EagerSteps):
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
         (chunk,) = chunks
         if not chunk.last or chunk.num_tokens > BUCKET:

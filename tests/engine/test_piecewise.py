@@ -14,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.plan import PrefillChunk
 from forerun.executor import piecewise
 from forerun.executor.device_executor import DeviceExecutor, device_step
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.piecewise import PiecewisePrefill, token_buckets
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens
@@ -52,6 +53,7 @@ class PiecewiseSteps(EagerSteps):
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
         count = sum(chunk.num_tokens for chunk in chunks)
         self.tokens.append(count)

@@ -143,7 +143,7 @@ def llm() -> Iterator[LLM]:
         ({"sampling_params": {"logit_bias": {10**6: 1}}}, "outside the vocabulary"),
         ({"image_data": "x"}, "text or token ids only"),
         ({"lora_path": "x"}, "adapter"),
-        ({"regex": "x"}, "grammars"),
+        ({"regex": "x"}, "is a sampling parameter"),
         ({"frequency_penalty": 1}, "sampling_params={'frequency_penalty': ...}"),
         ({"temperature": 0}, "sampling_params={'temperature': ...}"),
         ({"prompt_token_ids": [1]}, "called input_ids here"),

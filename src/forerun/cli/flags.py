@@ -127,6 +127,11 @@ SAMPLING_HELP = {
     "skip_special_tokens": "Omit special tokens from the text",
     "speculative": "Use the engine's drafts for this request",
     "max_draft_tokens": "Maximum drafts verified per step; default: no limit",
+    "json_schema": "JSON schema that the output must follow, on one line",
+    "regex": "Regular expression that the whole output must match",
+    "ebnf": "Grammar in GBNF that the output must follow; its first rule is root",
+    "structural_tag": "Structural tag (JSON): free text with parts that follow grammars",
+    "json_object": "The output must be a JSON object",
 }
 
 

@@ -95,6 +95,9 @@ class EngineConfig:
     disable_overlap_schedule: bool = _setting(
         False, "Wait for the result of each step before scheduling the next one"
     )
+    constrained_json_disable_any_whitespace: bool = _setting(
+        False, "JSON of json_schema: no spaces and line breaks but those that json.dumps writes"
+    )
     enable_trace: bool = _setting(False, "Export OpenTelemetry spans of requests and steps")
     otlp_traces_endpoint: str = _setting(
         "localhost:4317", "OTLP collector (gRPC, unless OTEL_EXPORTER_OTLP_PROTOCOL says HTTP)"

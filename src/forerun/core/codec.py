@@ -5,17 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from forerun.core.executor import ExecutorInfo
+from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
 
-__all__ = ["decode_info", "decode_plan", "decode_result", "encode"]
+__all__ = ["decode_grammar", "decode_info", "decode_plan", "decode_result", "encode"]
 
 _encoder = msgspec.msgpack.Encoder()
 _plan = msgspec.msgpack.Decoder(StepPlan)
 _result = msgspec.msgpack.Decoder(StepResult)
+_grammar = msgspec.msgpack.Decoder(Grammar)
 _info = msgspec.msgpack.Decoder(ExecutorInfo)
 
 
-def encode(value: StepPlan | StepResult | ExecutorInfo) -> bytes:
+def encode(value: StepPlan | StepResult | ExecutorInfo | Grammar) -> bytes:
     return _encoder.encode(value)
 
 
@@ -33,6 +35,14 @@ def decode_result(data: bytes) -> StepResult:
         msgspec.ValidationError: the bytes are not a result.
     """
     return _result.decode(data)
+
+
+def decode_grammar(data: bytes) -> Grammar:
+    """
+    Raises:
+        msgspec.ValidationError: the bytes are not a grammar.
+    """
+    return _grammar.decode(data)
 
 
 def decode_info(data: bytes) -> ExecutorInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from forerun.core.grammar import Grammar
 from forerun.core.plan import Limits, StepPlan, StepResult
 
 
@@ -54,6 +55,13 @@ class Executor(Protocol):
 
         Raises:
             Exception: the step could not be launched; a part of it may have run.
+        """
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Checks a grammar, and compiles it for admissions that name it. From any thread.
+
+        Raises:
+            RequestError: it is invalid or takes too long, or xgrammar is not installed.
         """
 
     def disable_drafts(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 
 
@@ -107,6 +108,20 @@ class SlotLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotGrammar:
+    """The grammar of a request, and when its output may end.
+
+    A stop id is masked as long as the grammar allows another token: in the first `min_new_tokens`
+    tokens, and EOS with `ignore_eos` always.
+    """
+
+    grammar: Grammar
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()  # of the request; EOS comes from the model
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Assigns a slot to a request: its rows of the device tables are initialised."""
 
@@ -118,6 +133,7 @@ class Admission:
     sampling: SlotSampling
     num_output_tokens: int = 0  # how many of `tokens`, its last ones, the request has generated
     logprobs: SlotLogprobs | None = None
+    grammar: SlotGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

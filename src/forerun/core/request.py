@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
-from forerun.core.plan import SlotLogprobs, SlotSampling
+from forerun.core.plan import SlotGrammar, SlotLogprobs, SlotSampling
 from forerun.core.sampling_params import SamplingParams
 
 
@@ -111,7 +111,8 @@ class Request(RequestRecord):
     def sampling(self) -> SlotSampling:
         """Its sampling parameters for the device tables."""
         params = self.params
-        masks = params.min_new_tokens > 0 and bool(self.stop_ids)
+        # With a grammar, stop ids are masked together with what it forbids.
+        masks = params.min_new_tokens > 0 and bool(self.stop_ids) and params.grammar is None
         return SlotSampling(
             temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
@@ -126,6 +127,13 @@ class Request(RequestRecord):
             repetition_penalty=params.repetition_penalty,
             logit_bias=params.logit_bias,
         )
+
+    @property
+    def slot_grammar(self) -> SlotGrammar | None:
+        params, grammar = self.params, self.params.grammar
+        if grammar is None:
+            return None
+        return SlotGrammar(grammar, params.min_new_tokens, params.stop_token_ids, params.ignore_eos)
 
     @property
     def slot_logprobs(self) -> SlotLogprobs | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from forerun.core.checks import boolean, integer, number
 from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.grammar import GRAMMAR_PARAMS, KINDS, Grammar, grammar_of, grammar_source
 from forerun.core.unsupported import refusal
 
 MAX_STOP_IDS = 16  # columns of the device table used by `min_new_tokens`
@@ -36,6 +37,10 @@ class SamplingParams:
     `sampling_seed` fixes the text: the noise is keyed by (seed, position), so it is the same with
     any drafter or none; a request without a seed gets one from the engine's `random_seed`.
 
+    A grammar restricts every token to those with which the output can still match it. EOS is
+    possible where the output is complete, and ends it. So `ignore_eos` and `min_new_tokens` only
+    delay the end as long as the grammar allows another token.
+
     Raises:
         RequestError: a value is out of range, or two values contradict each other.
     """
@@ -59,11 +64,20 @@ class SamplingParams:
     skip_special_tokens: bool = True
     speculative: bool = True  # False: no drafts for this request
     max_draft_tokens: int | None = None  # drafts verified per step; None: the engine's limit
+    # At most one grammar. Schemas and structural tags are JSON, as text or as a dict.
+    json_schema: str | None = None
+    regex: str | None = None  # of the whole output
+    ebnf: str | None = None  # in GBNF; the first rule is called root
+    structural_tag: str | None = None
+    json_object: bool = False  # any JSON object
 
     def __post_init__(self) -> None:
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
         self._set("logit_bias", _logit_bias(self.logit_bias))
+        for name in KINDS:
+            self._set(name, grammar_source(name, getattr(self, name)))
+        grammar_of(self._grammar_params)  # refuses several
         for name in _NUMBERS:
             self._set(name, number(name, getattr(self, name), RequestError))
         for name in _INTEGERS:
@@ -81,6 +95,14 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return grammar_of(self._grammar_params)
+
+    @property
+    def _grammar_params(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in GRAMMAR_PARAMS}
 
     def draft_limit(self, num_drafts: int) -> int:
         """How many of a step's `num_drafts` drafts this request may accept."""

@@ -13,6 +13,9 @@ RENAMED = {
     "prompt": "prompts",
     "text": "prompts",
     "prompt_token_ids": "input_ids",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_grammar": "ebnf",
 }
 
 LOGPROBS = (  # names of this engine and of others
@@ -29,9 +32,8 @@ LOGPROBS = (  # names of this engine and of others
 _REASONS = {
     "log-probabilities come with token ids; leave it out": "return_text_in_logprobs",
     "hidden states are not returned; leave it out": "return_hidden_states",
-    "there are no grammars; ask for the format in the prompt and check the text": (
-        "json_schema regex ebnf structural_tag structured_outputs guided_json guided_regex"
-        " guided_grammar guided_choice guided_decoding response_format"
+    "grammars are given as json_schema, regex, ebnf or structural_tag; use one of them": (
+        "structured_outputs guided_choice guided_decoding response_format"
     ),
     "logits are changed by logit_bias and the penalties alone; use logit_bias": (
         "logits_processors custom_logit_processor custom_params allowed_token_ids bad_words"

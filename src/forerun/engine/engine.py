@@ -75,7 +75,10 @@ class Engine:
         Raises:
             RequestError: it cannot be served.
         """
-        return self._factory.make(prompt, params, rid, seed_offset, logprobs)
+        request = self._factory.make(prompt, params, rid, seed_offset, logprobs)
+        if params.grammar is not None:
+            self.executor.compile_grammar(params.grammar)
+        return request
 
     def submit(self, request: Request) -> None:
         """Queues a request made by `make_request`.

@@ -73,7 +73,9 @@ class RequestFactory:
                 f" {shown(logprobs.start_len)}; -1 is for the output alone."
             )
         rid = rid if rid is not None else f"request-{next(self._ids)}"
-        eos = () if params.ignore_eos else self._info.eos_token_ids
+        # With a grammar, EOS is its end; `ignore_eos` delays it as long as the grammar goes on.
+        ignored = params.ignore_eos and params.grammar is None
+        eos = () if ignored else self._info.eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         check_stop_ids(params, stop_ids)
         seed = params.sampling_seed

@@ -32,6 +32,8 @@ from forerun.executor.step import DeviceStep
 from forerun.executor.step_costs import measure_step_costs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import EagerSteps, StepExecutor
+from forerun.grammar.compiler import CompileOptions, GrammarCompiler
+from forerun.grammar.vocabulary import VocabularySource
 from forerun.kvcache.pools import PoolShape
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
@@ -94,6 +96,7 @@ class _Builder:
         if config.enable_trace and not config.cpu_graph:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step), settings.threads)
+        executor.grammars = self._grammars(model_path)
         memory = self.memory.report(profiled)
         explain = _explain(settings, budget, self.piece_buckets, memory)
         log.info("engine: %s", explain)
@@ -114,6 +117,13 @@ class _Builder:
             explain=explain,
         )
         return executor
+
+    def _grammars(self, model_path: Path) -> GrammarCompiler:
+        config, target = self.settings.config, self.settings.target
+        folder = Path(config.tokenizer_path) if config.tokenizer_path else model_path
+        source = VocabularySource(folder, target.vocab_size, target.eos_token_ids)
+        spaces = not config.constrained_json_disable_any_whitespace
+        return GrammarCompiler(source, CompileOptions(any_whitespace=spaces))
 
     def _load(self, model_path: Path) -> CausalLM:
         settings = self.settings

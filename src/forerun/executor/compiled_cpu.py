@@ -20,6 +20,7 @@ from torch.fx.passes.split_module import split_module
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import ConfigError
 from forerun.core.plan import PrefillChunk
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import DecodeOutput, PrefillLogprobs, PrefillTokens, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
@@ -98,8 +99,9 @@ class CompiledCpuSteps:
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
-        return self._eager.prefill(chunks, flags, logprobs)
+        return self._eager.prefill(chunks, flags, logprobs, grammars)
 
     def _bucket(self, kv_len_ub: int) -> int:
         """The next power of two, so that few steps are compiled; attention reads up to there."""

@@ -28,6 +28,7 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.piecewise import (
     WARM_UPS,
     CudaGraphRecorder,
@@ -45,6 +46,8 @@ from forerun.executor.step_inputs import (
     StepShape,
 )
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.grammar.bitmask import num_words
+from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
@@ -264,11 +267,15 @@ class CudaGraphSteps:
             ids = slots.new_zeros(size, width)
             path = DraftPath(ids, ids + 1 if step.caps.makes_trees and width > 1 else None)
             positions = (ids + 1).int()
-            tokens = SampleInput(step.model.embed(ids.flatten()), positions, slots, path)
+            bitmask = slots.new_zeros(1, num_words(step.model.config.vocab_size)).int()
+            masks = TokenMasks(bitmask - 1, torch.zeros_like(positions))  # all are allowed
+            embedded = step.model.embed(ids.flatten())
+            tokens = SampleInput(embedded, positions, slots, path, masks)
             for flags, query in (
                 (replace(GREEDY, penalties=True), None),
                 (replace(SAMPLED, penalties=True), None),
                 (GREEDY, LogprobQuery.of([LogprobParams(top=1)])),
+                (SAMPLED, None),
             ):
                 sampler.sample(tokens, StepShape(width, self.kv_len_ub, flags, query))
 
@@ -354,13 +361,14 @@ class CudaGraphSteps:
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
         captured = None
-        if logprobs is None and not flags.penalties:
+        if logprobs is None and grammars is None and not flags.penalties:
             captured = self._prefill_graph(chunks, flags)
         if captured is None:
             forward = self.piecewise.forward(sum(chunk.num_tokens for chunk in chunks))
-            return self.step.prefill(chunks, flags, forward, logprobs)
+            return self.step.prefill(chunks, flags, forward, logprobs, grammars)
         (chunk,) = chunks
         tables = self.step.tables
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)

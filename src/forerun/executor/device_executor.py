@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from forerun.core.errors import RequestError
 from forerun.core.executor import Executor, ExecutorInfo
+from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import (
+    Admission,
     DecodeRequest,
     SlotLogprobs,
     SlotSampling,
@@ -19,18 +23,24 @@ from forerun.core.plan import (
     StepResult,
 )
 from forerun.core.tokens import INVALID_TOKEN
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.slot_tables import ANY_SAMPLING
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import PrefillLogprobs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
+from forerun.grammar.compiler import GrammarCompiler
+from forerun.grammar.state import GrammarState
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import running_on
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
 
+log = logging.getLogger("forerun")
+MISMATCH = "a token does not match the grammar; please report this."
+NO_TOKEN = "no token of the vocabulary continues the output as its grammar demands."
 NOT_FINITE = "the target produced NaN or infinite logits; check its weights and the dtype."
 
 
@@ -42,6 +52,7 @@ class _Slot:
     sampling: SlotSampling
     tokens: list[int] | None  # if the algorithm reads tokens on the host
     logprobs: SlotLogprobs | None
+    grammar: GrammarState | None = None
 
 
 class DeviceExecutor:
@@ -57,7 +68,9 @@ class DeviceExecutor:
         self.tables = step.tables
         self.steps = EagerSteps(step) if steps is None else steps
         self.threads = threads  # on a CPU; None: those of the calling thread
+        self.grammars: GrammarCompiler | None = None  # set by `executor/build.py`
         self._slots: dict[int, _Slot] = {}
+        self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
 
@@ -101,7 +114,7 @@ class DeviceExecutor:
                 self.step.save_states(plan.save_snapshots)
             clock.stop()
             error = self.step.algorithm.take_error()
-        return PendingDeviceStep(
+        pending = PendingDeviceStep(
             self,
             plan,
             sampled,
@@ -112,7 +125,19 @@ class DeviceExecutor:
             None if timer is None or timestamps is None else (timer, timestamps),
             failed,
             logprobs,
+            self._grammars_of(plan),
         )
+        if pending.grammars:
+            self._unread.append(pending)
+        return pending
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        if self.step.simulate is not None:
+            raise RequestError(
+                f"{grammar.kind} does not work with speculative_simulate_accept_length; drop it."
+            )
+        assert self.grammars is not None, "set by `executor/build.py`"
+        self.grammars.compile(grammar)
 
     def disable_drafts(self) -> None:
         self.step.algorithm.disable()
@@ -148,6 +173,7 @@ class DeviceExecutor:
                 a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None, a.logprobs
             )
         failed = self.tables.admit(plan.admitted) if plan.admitted else []
+        failed += self._admit_grammars(plan.admitted)
         for slot, _ in failed:  # it is part of this step, but its result is dropped
             self._slots[slot].sampling, self._slots[slot].logprobs = ANY_SAMPLING, None
         if plan.admitted:
@@ -157,6 +183,45 @@ class DeviceExecutor:
         if plan.window_writes:
             self.tables.write_pages(plan.window_writes, windowed=True)
         return failed
+
+    def _admit_grammars(self, admitted: Sequence[Admission]) -> list[tuple[int, str]]:
+        """(slot, reason) of admissions whose grammar fails; usually it is compiled already."""
+        failed = []
+        for a in admitted:
+            if a.grammar is None:
+                continue
+            assert self.grammars is not None, "set by `executor/build.py`"
+            output = a.tokens[len(a.tokens) - a.num_output_tokens :]
+            try:
+                self._slots[a.slot].grammar = GrammarState.of(a.grammar, output, self.grammars)
+            except RequestError as error:
+                failed.append((a.slot, str(error)))
+        return failed
+
+    def _grammars_of(self, plan: StepPlan) -> dict[int, GrammarState]:
+        """By slot, of the requests that this step samples tokens for."""
+        slots = [request.slot for request in plan.decode]
+        slots += [chunk.slot for chunk in plan.prefill if chunk.last]
+        states = {slot: self._slots[slot].grammar for slot in slots}
+        return {slot: state for slot, state in states.items() if state is not None}
+
+    def _grammar_batch(
+        self, slots: Sequence[int], catch_up: Callable[[], None] | None = None
+    ) -> GrammarBatch | None:
+        states = [self._slots[slot].grammar for slot in slots]
+        if all(state is None for state in states):
+            return None
+        return GrammarBatch(states, catch_up)
+
+    def _catch_up(self) -> None:
+        """Commits tokens of steps in flight to the grammars of their requests."""
+        for pending in list(self._unread):
+            pending.result()
+
+    def has_read(self, pending: PendingDeviceStep) -> None:
+        """Its grammars are up to date."""
+        if pending in self._unread:
+            self._unread.remove(pending)
 
     def _batch(self, plan: StepPlan) -> DecodeBatch:
         slots = [request.slot for request in plan.decode]
@@ -174,13 +239,16 @@ class DeviceExecutor:
             lengths=self.tables.host_batch(slots, [r.kv_len_ub for r in plan.decode]),
             host=host,
             logprobs=LogprobQuery.of([self._logprobs(slot) for slot in slots]),
+            grammars=self._grammar_batch(slots, self._catch_up),
         )
 
     def _prefill(self, plan: StepPlan, logprobs: StepLogprobs) -> Tensor | None:
-        flags = self.flags([c.slot for c in plan.prefill if c.last])
+        ending = [c.slot for c in plan.prefill if c.last]
+        flags = self.flags(ending)
         asked = {c.slot: self._slots[c.slot].logprobs for c in plan.prefill}
         query = PrefillLogprobs.of(plan.prefill, {s: a for s, a in asked.items() if a is not None})
-        out = self.steps.prefill(plan.prefill, flags, query)
+        grammars = self._grammar_batch(ending)  # nothing is sampled for them in earlier steps
+        out = self.steps.prefill(plan.prefill, flags, query, grammars)
         if query is not None:
             logprobs.prompt = LogprobCopy.of(query.prompt, out.prompt_logprobs, self._copy)
             logprobs.first = LogprobCopy.of(query.first, out.first_logprobs, self._copy)
@@ -247,7 +315,7 @@ class StepClock:
         return float(begin.elapsed_time(end)) * 1e-3
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingDeviceStep:
     """A launched step whose tokens are being copied to the host."""
 
@@ -261,9 +329,17 @@ class PendingDeviceStep:
     timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, if tracing is on
     not_admitted: list[tuple[int, str]]  # (slot, reason)
     logprobs: StepLogprobs
+    grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
+    _result: StepResult | None = None
 
     def result(self) -> StepResult:
         """Waits for the step and reads its tokens."""
+        if self._result is None:
+            self._result = self._read()
+            self.executor.has_read(self)
+        return self._result
+
+    def _read(self) -> StepResult:
         seconds = self.clock.wait()
         decode: list[list[int]] = []
         if self.sampled is not None and self.num_committed is not None:
@@ -272,14 +348,11 @@ class PendingDeviceStep:
         first = iter(self.first.tolist() if self.first is not None else [])
         prefill = [next(first) if chunk.last else None for chunk in self.plan.prefill]
         failed = list(self.not_admitted)
-        for request, tokens in zip(self.plan.decode, decode, strict=True):
-            if INVALID_TOKEN in tokens:
-                del tokens[tokens.index(INVALID_TOKEN) :]
-                failed.append((request.slot, NOT_FINITE))
+        for i, request in enumerate(self.plan.decode):
+            decode[i] = self._valid(request.slot, decode[i], failed)
         for i, (chunk, token) in enumerate(zip(self.plan.prefill, prefill, strict=True)):
-            if token == INVALID_TOKEN:
+            if token is not None and not self._valid(chunk.slot, [token], failed):
                 prefill[i] = None
-                failed.append((chunk.slot, NOT_FINITE))
         phase_times = None
         if self.timestamps is not None:
             timer, timestamps = self.timestamps
@@ -296,6 +369,18 @@ class PendingDeviceStep:
         )
         self.executor.keep_tokens(self.plan, result)
         return result
+
+    def _valid(self, slot: int, tokens: list[int], failed: list[tuple[int, str]]) -> list[int]:
+        """The tokens before invalid logits, committed to the slot's grammar."""
+        grammar, invalid = self.grammars.get(slot), INVALID_TOKEN in tokens
+        valid = tokens[: tokens.index(INVALID_TOKEN)] if invalid else tokens
+        if grammar is not None and not grammar.accept(valid):
+            log.error("slot %d: tokens %s do not match the grammar", slot, valid)
+            failed.append((slot, MISMATCH))
+        if invalid:
+            stuck = grammar is not None and grammar.is_stuck
+            failed.append((slot, NO_TOKEN if stuck else NOT_FINITE))
+        return valid
 
 
 def device_step(executor: Executor) -> DeviceStep:

@@ -1,12 +1,14 @@
 """An executor in a separate process: plans and results are sent as bytes over a pipe.
 
 A message is a tag byte and MessagePack (`core/codec.py`). The child launches a plan as soon as it
-arrives, so steps overlap as in one process.
+arrives, so steps overlap as in one process. Grammars are compiled in the child too; they have a
+pipe and a thread of their own, so that steps do not wait for them.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -14,27 +16,30 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.codec import decode_info, decode_plan, decode_result, encode
-from forerun.core.errors import ConfigError, ExecutorError
+from forerun.core.codec import decode_grammar, decode_info, decode_plan, decode_result, encode
+from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
+from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
 INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
+COMPILED = b"g"  # from the child's thread for grammars, or REFUSED or FAILED
 CLOSE_SECONDS = 10.0  # until a child that does not exit is killed
 
 
 class ProcessExecutor:
     """The engine's side. Results arrive in the order of the plans."""
 
-    def __init__(self, connection: Connection, process: BaseProcess) -> None:
+    def __init__(self, connection: Connection, grammars: Connection, process: BaseProcess) -> None:
         """Waits until the child is ready.
 
         Raises:
             ConfigError: the settings are invalid.
             ExecutorError: the child failed to start.
         """
-        self._connection, self._process = connection, process
+        self._connection, self._grammars, self._process = connection, grammars, process
+        self._compiling = threading.Lock()  # a request and its answer in `_grammars`
         self._pending: deque[_RemoteStep] = deque()
         self._info = decode_info(self._receive(INFO))
 
@@ -45,15 +50,17 @@ class ProcessExecutor:
         """Starts `build_executor` in a child process, with `spawn`, which CUDA requires."""
         context = multiprocessing.get_context("spawn")
         connection, child_connection = context.Pipe()
+        grammars, child_grammars = context.Pipe()
         process = context.Process(
             target=_serve,
-            args=(child_connection, config, str(model_path), overlap_depth),
+            args=(child_connection, child_grammars, config, str(model_path), overlap_depth),
             daemon=True,
         )
         process.start()
-        child_connection.close()  # so that the child's end of the pipe closes with the child
+        for end in (child_connection, child_grammars):
+            end.close()  # so that the child's ends of the pipes close with the child
         try:
-            return cls(connection, process)
+            return cls(connection, grammars, process)
         except BaseException:
             process.kill()
             process.join()
@@ -69,6 +76,18 @@ class ProcessExecutor:
         self._pending.append(step)
         return step
 
+    def compile_grammar(self, grammar: Grammar) -> None:
+        with self._compiling:
+            try:
+                self._grammars.send_bytes(encode(grammar))
+                answer = self._grammars.recv_bytes()
+            except (EOFError, OSError) as error:
+                raise self._ended() from error
+        if answer[:1] == REFUSED:
+            raise RequestError(answer[1:].decode())
+        if answer[:1] != COMPILED:
+            raise ExecutorError(f"The executor process failed: {answer[1:].decode()}")
+
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
 
@@ -81,6 +100,7 @@ class ProcessExecutor:
             self._process.kill()
             self._process.join()
             self._connection.close()
+            self._grammars.close()
 
     def wait(self, step: _RemoteStep) -> StepResult:
         """Receives results up to that of `step`."""
@@ -130,7 +150,11 @@ class _RemoteStep:
 
 
 def _serve(
-    connection: Connection, config: EngineConfig, model_path: str, overlap_depth: int | None
+    connection: Connection,
+    grammars: Connection,
+    config: EngineConfig,
+    model_path: str,
+    overlap_depth: int | None,
 ) -> None:
     from forerun.executor.build import build_executor
 
@@ -139,6 +163,7 @@ def _serve(
     except ConfigError as error:
         connection.send_bytes(REFUSED + str(error).encode())
         return
+    threading.Thread(target=_compile_grammars, args=(grammars, executor), daemon=True).start()
     connection.send_bytes(INFO + encode(executor.info))
     try:
         _run_plans(connection, executor)
@@ -149,6 +174,22 @@ def _serve(
         raise
     finally:
         executor.close()
+
+
+def _compile_grammars(connection: Connection, executor: Executor) -> None:
+    while True:
+        try:
+            grammar = decode_grammar(connection.recv_bytes())
+        except (EOFError, OSError):
+            return  # the parent has exited
+        try:
+            executor.compile_grammar(grammar)
+            answer = COMPILED
+        except RequestError as error:
+            answer = REFUSED + str(error).encode()
+        except Exception as error:  # noqa: BLE001  raised again in the parent
+            answer = FAILED + f"{type(error).__name__}: {error}".encode()
+        connection.send_bytes(answer)
 
 
 def _run_plans(connection: Connection, executor: Executor) -> None:

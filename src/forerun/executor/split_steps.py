@@ -1,9 +1,11 @@
 """Decode steps captured in two parts, with sampling in between.
 
-Penalties, biases and log-probabilities work on the logits between the target's forward and the
-commit, and differ from batch to batch. So batches that need them replay two graphs:
+Penalties, biases, grammars and log-probabilities work on the logits between the target's forward
+and the commit, and differ from batch to batch. So batches that need them replay two graphs:
 
     propose, the target's forward  →  LM head, logits, sampling (eager)  →  commit, observe
+
+The first one also copies the drafts to the host, which walks the grammars during the forward.
 
 All other batches keep the whole step as one graph (`cuda_graphs.py`). A shape (batch bucket, W) is
 captured when it is first used: most servers need few of them.
@@ -17,6 +19,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from forerun.attention.model_attention import StepBuffers
+from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.piecewise import WARM_UPS, GraphRecorder
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import DecodeOutput, SampleInput, StepShape, VerifyPass
@@ -34,6 +37,7 @@ class SplitStep:
     buffers: StepBuffers | None  # of attention backends that plan on the host
     whole: bool  # drafts are captured too; otherwise `observe` runs after every replay
     sampled: Tensor  # [B, W] int64, static
+    drafts: DraftCopy | None  # static; None: W is 1
     to_sample: SampleInput  # overwritten by the next replay of any step
     output: DecodeOutput  # static
     forward: Callable[[], None]
@@ -43,7 +47,7 @@ class SplitStep:
         """With `slots`, `draft` and `buffers` set for `count` requests and padding."""
         self.forward()
         # Of the padding too: the kernels of B requests are loaded, of any other number perhaps not.
-        sampled = self.step.sample(self.to_sample, shape)
+        sampled = self.step.sample(self.to_sample, replace(shape, drafts=self.drafts))
         self.sampled.copy_(sampled.ids)
         self.commit()
         output = self.output
@@ -70,6 +74,8 @@ def capture_split(
     width, whole = shape.num_verify_tokens, step.captures_drafts
     draft = step.empty_draft(slots, width) if width > 1 and not whole else None
     sampled = slots.new_zeros(slots.shape[0], width)
+    drafts = step.new_draft_copy(slots, width)
+    shape = replace(shape, drafts=drafts)
 
     def forward() -> VerifyPass:
         run = step.propose_and_verify if whole else step.verify_drafts
@@ -97,7 +103,17 @@ def capture_split(
     # Both parts are captured. Steps that are captured later may use the memory between them.
     to_sample = _borrowed(verified.to_sample, recorder)
     return SplitStep(
-        step, slots, draft, buffers, whole, sampled, to_sample, output, run_forward, run_commit
+        step=step,
+        slots=slots,
+        draft=draft,
+        buffers=buffers,
+        whole=whole,
+        sampled=sampled,
+        drafts=drafts,
+        to_sample=to_sample,
+        output=output,
+        forward=run_forward,
+        commit=run_commit,
     )
 
 

@@ -21,6 +21,7 @@ from forerun.attention.base import AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk, SnapshotCopy
 from forerun.executor.deferred_observe import DeferredObserve
+from forerun.executor.grammar_masks import DraftCopy, GrammarBatch
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_inputs import (
@@ -248,9 +249,15 @@ class DeviceStep:
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Samples a token at every position of a verify pass."""
-        sampled = self.sampler.sample(tokens, shape)
+        sampled = self._sample(tokens, shape)
         self._mark(PhaseBoundary.VERIFIED)
         return sampled
+
+    def _sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
+        if shape.grammars is not None:
+            masks = shape.grammars.masks(shape.drafts, tokens.positions)
+            tokens = replace(tokens, masks=masks)
+        return self.sampler.sample(tokens, shape)
 
     def _sample_and_commit(
         self, verified: VerifyPass, shape: StepShape, buffers: StepBuffers | None
@@ -283,6 +290,10 @@ class DeviceStep:
             ids.flatten(), hidden_states, aux_hidden_states, next_ids.flatten(), counts
         )
         self.algorithm.observe(self._observe_input(Phase.DEFERRED, tokens, out, attention))
+
+    def new_draft_copy(self, slots: Tensor, num_verify_tokens: int) -> DraftCopy | None:
+        """`StepShape.drafts` of steps of this size."""
+        return DraftCopy.new(slots, num_verify_tokens - 1, self.caps.makes_trees)
 
     def empty_draft(self, slots: Tensor, num_verify_tokens: int) -> Draft:
         """A placeholder draft."""
@@ -387,6 +398,8 @@ class DeviceStep:
             positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
             next_positions = positions + 1
         context = self.attention.context(batch, buffers)
+        if shape.drafts is not None:
+            shape.drafts.start(candidates, tree)
         hidden_states, aux = self.forward(ids.flatten(), positions, context)
         return VerifyPass(
             tokens=tokens,
@@ -459,6 +472,7 @@ class DeviceStep:
         flags: SamplingFlags,
         forward: TargetForward | None = None,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
         """Runs prompt chunks; samples the first token after each last chunk of a prompt.
 
@@ -485,7 +499,8 @@ class DeviceStep:
         hidden_states, aux = (forward or self.forward)(ids, positions, context)
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
-        shape = StepShape(1, longest + 1, flags, None if logprobs is None else logprobs.first)
+        of_first = None if logprobs is None else logprobs.first
+        shape = StepShape(1, longest + 1, flags, of_first, grammars)
         first = self._first_tokens(chunks, last_index, hidden_states, shape)
         of_prompt = None
         if logprobs is not None and logprobs.prompt is not None:
@@ -563,7 +578,7 @@ class DeviceStep:
         slots = tables.upload([chunk.slot for chunk, _ in ends], torch.int64)
         positions = tables.upload([chunk.end for chunk, _ in ends], torch.int64)
         last_tokens = SampleInput(hidden_states[index], positions.unsqueeze(1), slots)
-        sampled = self.sampler.sample(last_tokens, shape)
+        sampled = self._sample(last_tokens, shape)
         tables.set_first_tokens(slots, positions, sampled.ids.squeeze(1))
         return sampled
 

@@ -14,6 +14,8 @@ from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionCo
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk, SlotLogprobs
+from forerun.executor.grammar_masks import DraftCopy, GrammarBatch
+from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.kernels.speculation.tree import Tree
 from forerun.sampling.logprobs import LogprobQuery, Logprobs
@@ -29,11 +31,14 @@ class StepShape:
     kv_len_ub: int  # upper bound of committed lengths plus the KV slots a step may write
     flags: SamplingFlags  # which sampling operations run
     logprobs: LogprobQuery | None = None  # of requests of the batch
+    grammars: GrammarBatch | None = None  # of requests of the batch
+    drafts: DraftCopy | None = None  # where the host reads the drafts, for grammars
 
     @property
     def edits_logits(self) -> bool:
         """Whether more than sampling is done with the logits; captured steps do not."""
-        return self.flags.penalties or self.logprobs is not None
+        wants = self.logprobs is not None or self.grammars is not None
+        return wants or self.flags.penalties
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,7 @@ class SampleInput:
     positions: Tensor  # [B, W] int: of the tokens to be sampled
     slots: Tensor  # [B] int64
     path: DraftPath | None = None  # the tokens that the target ran on; None: W is 1
+    masks: TokenMasks | None = None  # of grammars; None: every token is allowed
 
     def between(self, first: int, last: int) -> SampleInput:
         """Of requests [first, last)."""
@@ -151,6 +157,7 @@ class SampleInput:
             self.positions[first:last],
             self.slots[first:last],
             None if self.path is None else self.path.between(first, last),
+            None if self.masks is None else self.masks.between(first, last),
         )
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.plan import PrefillChunk
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import DecodeOutput, PrefillLogprobs, PrefillTokens, StepShape
 from forerun.sampling.logprobs import LogprobQuery
@@ -32,10 +33,13 @@ class DecodeBatch:
     lengths: HostBatch  # for attention backends that plan on the host
     host: HostTokens | None = None  # if the algorithm reads tokens on the host
     logprobs: LogprobQuery | None = None  # of requests of the batch
+    grammars: GrammarBatch | None = None  # of requests of the batch
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(self.num_verify_tokens, self.kv_len_ub, self.flags, self.logprobs)
+        return StepShape(
+            self.num_verify_tokens, self.kv_len_ub, self.flags, self.logprobs, self.grammars
+        )
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,12 @@ class StepExecutor(Protocol):
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
-        """Runs prompt chunks, and samples the first tokens after last chunks."""
+        """Runs prompt chunks, and samples the first tokens after last chunks.
+
+        `grammars`: of the requests of last chunks.
+        """
 
 
 class EagerSteps:
@@ -88,7 +96,11 @@ class EagerSteps:
         slots = self.step.tables.upload(batch.slots, torch.int64)
         draft = self.propose(batch)
         buffers = self._prepared(len(batch.slots), batch.num_verify_tokens, batch.lengths)
-        return self.step.decode(slots, batch.shape, draft, buffers)
+        shape = batch.shape
+        if shape.grammars is not None:
+            drafts = self.step.new_draft_copy(slots, shape.num_verify_tokens)
+            shape = replace(shape, drafts=drafts)
+        return self.step.decode(slots, shape, draft, buffers)
 
     def propose(self, batch: DecodeBatch) -> Draft | None:
         """Proposes drafts if that is not part of the captured step; None: `decode` proposes."""
@@ -113,8 +125,9 @@ class EagerSteps:
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
-        return self.step.prefill(chunks, flags, None, logprobs)
+        return self.step.prefill(chunks, flags, None, logprobs, grammars)
 
     def _prepared(self, batch_size: int, width: int, lengths: HostBatch) -> StepBuffers | None:
         """Buffers prepared by backends that plan on the host, for an eager step."""

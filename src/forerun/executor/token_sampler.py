@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_inputs import SampledTokens, SampleInput, StepShape
+from forerun.kernels.sampling.bitmask import mask_tokens
 from forerun.kernels.sampling.penalties import penalize
 from forerun.models.base import CausalLM
 from forerun.sampling.logprobs import LogprobQuery, LogprobRows, Logprobs
@@ -27,7 +28,7 @@ class TokenSampler:
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Samples a token after each of B * W tokens; `shape.kv_len_ub` exceeds positions[:, 0]."""
-        if shape.edits_logits:
+        if shape.edits_logits or tokens.masks is not None:
             return self._in_groups(tokens, shape)
         positions = tokens.positions
         if not (shape.flags.sampled or shape.flags.min_tokens):
@@ -84,6 +85,8 @@ class TokenSampler:
         if shape.flags.penalties:
             penalties = self.tables.penalties.gather(tokens.slots, self.tables.history)
             edited = penalize(logits, positions, penalties, tokens.path, shape.kv_len_ub)
+        if tokens.masks is not None:
+            mask_tokens(edited, tokens.masks)
         ids = sample(edited, positions, params, shape.flags)
         if kept is None or rows is None:
             return SampledTokens(ids)

@@ -418,6 +418,7 @@ class Scheduler:
             sampling=request.sampling,
             num_output_tokens=len(request.prefill_tokens) - len(request.prompt),
             logprobs=request.slot_logprobs,
+            grammar=request.slot_grammar,
         )
 
     # --- results and release --------------------------------------------------------------------

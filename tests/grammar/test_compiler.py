@@ -1,0 +1,253 @@
+"""What is compiled, refused, cached and given up."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun.core.errors import RequestError
+from forerun.core.grammar import MAX_GRAMMAR_LENGTH, MAX_JSON_DEPTH, Grammar
+from forerun.core.plan import SlotGrammar
+from forerun.core.sampling_params import SamplingParams
+from forerun.grammar import compiler as module
+from forerun.grammar.compiler import GrammarCompiler
+from forerun.grammar.state import GrammarState
+from forerun.grammar.vocabulary import Vocabulary, VocabularySource
+
+xgrammar = pytest.importorskip("xgrammar")
+
+from tests.grammar.vocab import EOS, VOCAB_SIZE, compiler, new_compiler, tokenizer  # noqa: E402
+
+
+def grammar(**params: Any) -> Grammar:
+    chosen = SamplingParams(**params).grammar
+    assert chosen is not None
+    return chosen
+
+
+def matches(chosen: Grammar, text: str, by: GrammarCompiler | None = None) -> bool:
+    state = GrammarState.of(SlotGrammar(chosen), (), by or compiler())
+    return state.accept([*tokenizer()(text)["input_ids"], EOS[0]])
+
+
+TOOL = {"begin": "<tool>", "schema": {"type": "object"}, "end": "</tool>"}
+
+
+@pytest.mark.parametrize(
+    ("params", "good", "bad"),
+    [
+        ({"json_schema": {"type": "integer"}}, ["12", "-3"], ["1.5", " 1", "12 ", '"a"', ""]),
+        ({"json_schema": '{"const": "é"}'}, ['"é"'], ['"e"', "é"]),
+        ({"json_schema": True}, ["[1, {}]", "null"], ["[1", "x"]),
+        ({"json_schema": {}}, ['{"a": []}', "3"], ["{"]),
+        ({"json_object": True}, ["{}", '{"a" : [true]}'], ["[]", "1", "{} "]),
+        ({"regex": "a[0-9]{2}"}, ["a12"], ["a1", "xa12", "a123"]),
+        ({"ebnf": 'root ::= "<" item* ">"\nitem ::= [a-c]'}, ["<>", "<abc>"], ["<d>", "<"]),
+        (
+            {"structural_tag": {"structures": [TOOL], "triggers": ["<tool>"]}},
+            ["hello", 'see <tool>{"a": 1}</tool> there'],
+            ["<tool>1</tool>", "<tool>{}"],
+        ),
+        (
+            {"structural_tag": {"format": {"type": "regex", "pattern": "[ab]+"}}},
+            ["ab"],
+            ["abc", ""],
+        ),
+    ],
+    ids=str,
+)
+def test_kinds(params: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    chosen = grammar(**params)
+    assert [text for text in good if not matches(chosen, text)] == []
+    assert [text for text in bad if matches(chosen, text)] == []
+
+
+def test_whitespace_in_json() -> None:
+    chosen, strict = grammar(json_object=True), new_compiler(any_whitespace=False)
+    assert matches(chosen, '{ "a":\n  1 }') and not matches(chosen, '{ "a":\n  1 }', strict)
+    assert matches(chosen, '{"a": 1}', strict)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"json_schema": "{"}, "json_schema is not valid JSON"),
+        ({"json_schema": "[1]"}, "must be a JSON object"),
+        ({"json_schema": 5}, "must be a JSON object"),
+        ({"json_schema": {"a": {1}}}, "not valid JSON"),
+        ({"json_schema": {"minimum": float("nan")}}, "not valid JSON"),
+        ({"json_schema": {"type": "foo"}}, 'Unsupported type "foo"'),
+        ({"json_schema": False}, "cannot accept any value"),
+        ({"json_schema": {"$ref": "#/nope"}}, "nope"),
+        ({"json_schema": {"$ref": "#"}}, "No text of this tokenizer matches"),
+        ({"json_schema": {"type": "string", "pattern": "(?=a)b"}}, "the pattern '(?=a)b' is not"),
+        ({"json_schema": {"type": "string", "pattern": "(a"}}, "not closed"),
+        ({"json_schema": {"not": {}}}, "not cannot be enforced"),
+        ({"json_schema": "[" * 5000 + "]" * 5000}, "too deep"),
+        ({"json_schema": {"type": "string", "enum": ["\ud800"]}}, "lone surrogate"),
+        ({"regex": "(a"}, "regex is invalid"),
+        ({"regex": r"(a)\1"}, "Backreference is not supported"),
+        ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, "at most 131072"),
+        ({"regex": 5}, "regex must be a string"),
+        ({"regex": "a", "ebnf": "b"}, "regex and ebnf are set"),
+        ({"regex": "a", "json_object": True}, "regex and json_object are set"),
+        ({"json_object": 1}, "json_object must be true or false"),
+        ({"ebnf": "root = 1"}, "ebnf is invalid"),
+        ({"ebnf": "root ::= root"}, "No text of this tokenizer matches"),
+        ({"ebnf": 'other ::= "a"'}, "root"),
+        ({"structural_tag": {}}, "structural_tag is invalid"),
+        ({"structural_tag": True}, "must be a JSON object"),
+        ({"structural_tag": {"structures": 3}}, "must be a list of objects"),
+        ({"structural_tag": {"structures": [{}], "triggers": []}}, "structural_tag is invalid"),
+        (
+            {"structural_tag": {"structures": [{**TOOL, "schema": {"not": {}}}]}},
+            "not cannot be enforced",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_refusals_are_one_line(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler().compile(grammar(**params))
+    message = str(caught.value)
+    assert words in message
+    assert "\n" not in message and len(message) < 320 and message.endswith(".")
+    assert "/project" not in message and ".cc" not in message
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"regex": "(" * 5000 + "a" + ")" * 5000},
+        {"regex": "((a{1,100}){1,100}){1,100}"},
+        {"regex": "a{1,1000000}"},
+        {"regex": "(a|a)*" * 50},
+        {"regex": "|".join(f"w{i}" for i in range(3000))},
+        {"json_schema": nested(MAX_JSON_DEPTH - 1)},
+        {"json_schema": {"type": "string", "minLength": 100_000, "maxLength": 200_000}},
+        {"json_schema": {"enum": ["[" * 3000]}},
+        {"json_schema": json.loads('{"a":' * MAX_JSON_DEPTH + "1" + "}" * MAX_JSON_DEPTH)},
+        {"json_schema": json.loads('{"a":' * 500 + "1" + "}" * 500)},
+        {"ebnf": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000},
+        {"ebnf": 'root ::= root "a" | "b"'},
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_hostile_grammars_are_compiled_or_refused_within_seconds(params: dict[str, Any]) -> None:
+    begin = time.monotonic()
+    try:
+        compiled = compiler().compile(grammar(**params))
+    except RequestError as error:
+        assert "\n" not in str(error)
+    else:
+        assert compiled.memory_size_bytes <= module.MAX_GRAMMAR_BYTES
+    assert time.monotonic() - begin < 8
+
+
+class Slow(GrammarCompiler):
+    """Compiles when it is told to; counts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.go, self.count = threading.Event(), 0
+
+    def _compile(self, grammar: Grammar) -> Any:
+        self.count += 1
+        assert self.go.wait(20)
+        return super()._compile(grammar)
+
+
+def slow(seconds: float) -> Slow:
+    return Slow(compiler().source, module.CompileOptions(seconds=seconds))
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_may_be_done_later() -> None:
+    by = slow(0.2)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
+            by.compile(grammar(regex="a"))
+    by.go.set()
+    deadline = time.monotonic() + 10
+    while not by._compiled[grammar(regex="a")].done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert by.compile(grammar(regex="a")) and by.count == 1
+
+
+def test_only_some_compile_at_a_time() -> None:
+    by = slow(0.2)
+    asked = [grammar(regex=f"a{i}") for i in range(module.MAX_THREADS)]
+    with ThreadPoolExecutor() as pool:
+        refused = [pool.submit(by.compile, each).exception for each in asked]
+        assert all("longer than" in str(exception()) for exception in refused)
+    with pytest.raises(RequestError, match="Other grammars are taking too long"):
+        by.compile(grammar(regex="b"))
+    by.go.set()
+    deadline = time.monotonic() + 10
+    while by.count < module.MAX_THREADS or by._threads._value < module.MAX_THREADS:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert by.compile(grammar(regex="b"))
+
+
+def test_one_compilation_for_all_who_ask() -> None:
+    by = slow(10)
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(by.compile, grammar(regex="a+")) for _ in range(4)]
+        time.sleep(0.1)
+        by.go.set()
+        first, *rest = [result.result() for result in results]
+    assert by.count == 1 and all(each is first for each in rest)
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    by = new_compiler()
+    monkeypatch.setattr(module, "MAX_COMPILED", 3)
+    kept = by.compile(grammar(regex="x0"))
+    for i in range(5):
+        by.compile(grammar(regex=f"x{i}"))
+        assert by.compile(grammar(regex="x0")) is kept  # used last
+    assert set(by._compiled) == {grammar(regex=f"x{i}") for i in (0, 3, 4)}
+    monkeypatch.setattr(module, "MAX_COMPILED_BYTES", 1)
+    by.compile(grammar(regex="y"))
+    assert list(by._compiled) == [grammar(regex="y")]
+
+
+def test_a_refused_grammar_is_not_kept() -> None:
+    by = new_compiler()
+    for _ in range(2):
+        with pytest.raises(RequestError):
+            by.compile(grammar(regex="("))
+    assert not by._compiled
+
+
+def test_the_size_of_one_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_GRAMMAR_BYTES", 100)
+    with pytest.raises(RequestError, match="MiB when it is compiled"):
+        new_compiler().compile(grammar(json_object=True))
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(RequestError, match=r"pip install 'forerun\[grammar\]'"):
+        new_compiler().compile(grammar(regex="a"))
+
+
+def test_without_a_tokenizer_or_eos(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="A grammar needs a tokenizer"):
+        new_compiler(tmp_path).compile(grammar(regex="a"))
+    with pytest.raises(RequestError, match="needs an EOS token"):
+        Vocabulary.load(VocabularySource(tmp_path, VOCAB_SIZE, ()))
