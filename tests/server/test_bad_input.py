@@ -81,11 +81,6 @@ BODIES: list[tuple[str, Any, str]] = [
     ),
     (
         CHAT,
-        {"messages": ASKED, "response_format": {"type": "json_object"}},
-        "response_format is not supported yet",
-    ),
-    (
-        CHAT,
         {"messages": ASKED, "tools": [{"type": "function"}]},
         "tools is not supported yet",
     ),
@@ -94,7 +89,7 @@ BODIES: list[tuple[str, Any, str]] = [
     (GENERATE, {"text": []}, "list of prompts is empty"),
     (GENERATE, {"text": "x", "sampling_params": {"temprature": 1}}, "Did you mean 'temperature'"),
     (GENERATE, {"text": "x", "sampling_params": {"max_tokens": 1}}, "max_new_tokens"),
-    (GENERATE, {"text": "x", "sampling_params": {"regex": "a*"}}, "regex is not supported"),
+    (GENERATE, {"text": "x", "sampling_params": {"regex": 5}}, "regex must be a string"),
     (GENERATE, {"text": "x", "sampling_params": {"n": 2, "temperature": 0}}, "n > 1"),
     (GENERATE, {"text": ["x"], "sampling_params": [{}, {}]}, "2 sampling_params for 1 prompts"),
     (GENERATE, {"text": ["x", "y"], "rid": ["a", "a"]}, "is running already"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import zmq
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import RequestError
+from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
@@ -23,6 +25,7 @@ from forerun.server.limits import check_queue
 from forerun.server.messages import (
     Abort,
     Advance,
+    Compile,
     Finish,
     FromEngine,
     NewRequest,
@@ -154,6 +157,48 @@ def test_finish_and_abort_release_everything(llm: LLM) -> None:
     assert replies[3].error is None
     assert replies[4].value
     assert len(wire.tokens("left")) < 400
+
+
+def test_grammars_are_compiled_while_requests_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = llm.generate(input_ids=PROMPT, sampling_params=GREEDY).output_ids
+    wire, go = Wire(), threading.Event()
+
+    def compile_grammar(grammar: Grammar) -> None:
+        assert go.wait(10)
+        if grammar.kind == "regex":
+            raise RequestError("regex is invalid")
+        if grammar.kind == "ebnf":
+            raise ZeroDivisionError("broken")
+
+    def send(data: bytes) -> None:
+        wire.sent.append(decode_from_engine(data))
+        if wire.tokens("a") == want:  # it ends before any grammar does
+            go.set()
+
+    monkeypatch.setattr(llm.engine.executor, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(wire, "send", send)
+    kinds = enumerate(("json_schema", "regex", "ebnf"))
+    wire.say(*(Compile(number, Grammar(kind, "x")) for number, kind in kinds), Submit([new("a")]))
+    server = EngineServer(llm.engine, wire, wire)  # type: ignore[arg-type]
+    recv = wire.recv
+
+    def recv_until_answered(flags: int) -> bytes:
+        if len(wire.replies()) == 3:
+            wire.say(Shutdown())
+        return recv(flags)
+
+    monkeypatch.setattr(wire, "recv", recv_until_answered)
+    server.run()
+    assert wire.tokens("a") == want
+    replies = wire.replies()
+    assert (replies[0].value, replies[0].error) == ({}, None)
+    assert replies[1].error == "regex is invalid"
+    assert "ZeroDivisionError: broken" in str(replies[2].error)
+    assert wire.sent.index(replies[0]) > max(
+        i for i, message in enumerate(wire.sent) if isinstance(message, Step)
+    )
 
 
 def test_a_failed_step_ends_its_requests_and_several_end_the_process(

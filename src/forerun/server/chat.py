@@ -57,7 +57,7 @@ class _Chat:
         if limit is None:  # OpenAI's default: up to the end of the context
             limit = service.engine.factory.max_new_tokens(len(ids))
         prompt = Prompt(ids, body.sampling(limit), body.num_samples, logprobs=body.logprob_params)
-        return cls(service, body, service.start([prompt], bool(body.stream)))
+        return cls(service, body, await service.start([prompt], bool(body.stream)))
 
     async def whole(self) -> Response:
         call, body = self.call, self._body

@@ -73,7 +73,7 @@ class _Completion:
         if scored is not None:
             service.text.token_bytes()  # refuses, without a tokenizer
         prompts = [Prompt(ids, params, body.num_samples, logprobs=scored) for ids in lists]
-        return cls(service, body, service.start(prompts, bool(body.stream)))
+        return cls(service, body, await service.start(prompts, bool(body.stream)))
 
     async def whole(self) -> Response:
         call, body = self.call, self._body

@@ -23,10 +23,12 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
+from forerun.server.compilations import Compilations
 from forerun.server.logs import set_up_logging
 from forerun.server.messages import (
     Abort,
     Advance,
+    Compile,
     Finish,
     NewRequest,
     Query,
@@ -43,6 +45,7 @@ from forerun.server.messages import (
 
 log = logging.getLogger("forerun")
 MAX_FAILURES = 3  # failed steps in a row
+COMPILING_SECONDS = 0.005  # between two looks for messages, while only grammars are compiled
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,7 @@ class EngineServer:
     def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self._engine, self._inbox, self._outbox = engine, inbox, outbox
         self._running: dict[str, _Running] = {}
+        self._compilations = Compilations(engine.executor)
         self._stopping = False
         self._failures = 0  # steps in a row
 
@@ -164,15 +168,22 @@ class EngineServer:
             if self._running:
                 self._step()
         self._drop(list(self._running), "the server was stopped")
+        self._compilations.close()
         self._engine.drain()
 
     def _receive(self) -> None:
         """Takes all messages that have arrived; waits for one if nothing runs."""
         while not self._stopping:
+            for reply in self._compilations.replies():
+                self._outbox.send(encode(reply))
+            busy = self._running or self._compilations
             try:
-                data = self._inbox.recv(zmq.NOBLOCK if self._running else 0)
+                data = self._inbox.recv(zmq.NOBLOCK if busy else 0)
             except zmq.Again:
-                return
+                if self._running:
+                    return
+                self._compilations.wait(COMPILING_SECONDS)
+                continue
             self._take(decode_to_engine(data))
 
     def _take(self, message: ToEngine) -> None:
@@ -190,6 +201,8 @@ class EngineServer:
                 self._drop(rids, "aborted by the user")
             case Query(number=number, what=what):
                 self._outbox.send(encode(self._answer(number, what)))
+            case Compile():
+                self._compilations.start(message)
             case Shutdown():
                 self._stopping = True
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from forerun.core.executor import ExecutorInfo
+from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
@@ -59,6 +60,13 @@ class Query(_Message, frozen=True):
     what: str  # "flush_cache", "load" or "stats"
 
 
+class Compile(_Message, frozen=True):
+    """A grammar of requests to come, answered by a `Reply` once it is compiled."""
+
+    number: int
+    grammar: Grammar
+
+
 class Shutdown(_Message, frozen=True):
     """Ends the process; running requests are dropped."""
 
@@ -100,14 +108,14 @@ class Step(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """The answer to a `Query`: a value, or why there is none."""
+    """The answer to a `Query` or `Compile`: a value, or why there is none."""
 
     number: int
     value: dict[str, Any] | None
     error: str | None = None
 
 
-ToEngine = Submit | Finish | Abort | Query | Shutdown
+ToEngine = Submit | Finish | Abort | Query | Compile | Shutdown
 FromEngine = Ready | Refused | Step | Reply
 
 encode = msgspec.msgpack.Encoder().encode

@@ -96,7 +96,7 @@ async def _start(service: Service, body: GenerateRequest) -> Call:
         Prompt(prompt, p, p.n, rids[at] if rids else None, asked)
         for at, (prompt, p, asked) in enumerate(zip(ids, params, logprobs, strict=True))
     ]
-    return service.start(prompts, bool(body.stream))
+    return await service.start(prompts, bool(body.stream))
 
 
 async def _prompt_ids(service: Service, body: GenerateRequest) -> list[list[int]]:
@@ -126,10 +126,6 @@ def _params(
 
 # Of SGLang's parameters those that are not here, with values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
     "custom_params": (),
     "stop_regex": (),
     "no_stop_trim": (False,),

@@ -19,8 +19,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.grammar import KINDS
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
+from forerun.server.response_format import grammar_of_format
 
 # Sent by many clients; nothing here depends on them.
 IGNORED = (
@@ -28,7 +30,6 @@ IGNORED = (
     "prompt_cache_retention", "parallel_tool_calls",
 )  # fmt: skip
 
-_NO_GRAMMAR = "there are no grammars; ask for the format in the prompt and check the text"
 _NO_TOOLS = "there are no tools; describe them in the prompt"
 _TEXT_ONLY = "the output is text only"
 # Name → the values that change nothing and are accepted, and why others are refused.
@@ -36,11 +37,6 @@ Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 UNSUPPORTED: Unsupported = {
     "top_logprobs": ((0,), "a completion's logprobs is their number"),
     "prompt_logprobs": ((), "use echo and logprobs, or logprob_start_len of /generate"),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
-    "json_schema": ((), _NO_GRAMMAR),
-    "regex": ((), _NO_GRAMMAR),
-    "ebnf": ((), _NO_GRAMMAR),
-    "structural_tag": ((), _NO_GRAMMAR),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
@@ -95,9 +91,11 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-_CHECKED = {name: name for name in (
-    "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "logit_bias",
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "max_draft_tokens",
+# Parameters here → those of `SamplingParams`.
+_SAMPLING = {name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "speculative", "max_draft_tokens", *KINDS,
 )} | {"seed": "sampling_seed"}  # fmt: skip
 
 
@@ -117,6 +115,9 @@ class _Common(StrictModel):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
+    response_format: dict[str, Any] | None = Field(
+        None, description="Of type text, json_object, json_schema or structural_tag"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Forerun's additions.
@@ -135,15 +136,21 @@ class _Common(StrictModel):
     )
     speculative: bool | None = Field(None, description="False: no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
+    # What the output must match; one of them, or response_format.
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
-    @field_validator(*_CHECKED)
+    @field_validator("response_format", *_SAMPLING)
     @classmethod
     def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses a value by itself, so that the error names its parameter."""
         name = str(info.field_name)
         if value is not None:
             try:
-                SamplingParams.of({_CHECKED[name]: value})
+                one = {_SAMPLING[name]: value} if name in _SAMPLING else grammar_of_format(value)
+                SamplingParams.of(one)
             except RequestError as error:
                 raise _invalid(str(error)) from None
         return value
@@ -154,26 +161,14 @@ class _Common(StrictModel):
         Raises:
             RequestError: a value is out of range.
         """
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
-            "min_new_tokens": self.min_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "ignore_eos": self.ignore_eos,
-            "sampling_seed": self.seed,
-            "skip_special_tokens": self.skip_special_tokens,
-            "speculative": self.speculative,
-            "max_draft_tokens": self.max_draft_tokens,
-        }
+        given = {_SAMPLING[name]: value for name, value in self if name in _SAMPLING}
+        given |= {"min_new_tokens": self.min_tokens, "max_new_tokens": max_new_tokens}
         known = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
+        for name, value in grammar_of_format(self.response_format).items():
+            if name in known:
+                raise RequestError(f"response_format and {name} are set; give one.")
+            known[name] = value
+        return SamplingParams.of(known)
 
     @property
     def num_samples(self) -> int:

@@ -60,8 +60,8 @@ class Service:
         if self.draining:
             raise EngineUnavailable("The server is shutting down.")
 
-    def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
-        """Starts all generations of a request, or none.
+    async def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
+        """Starts all generations of a request, or none, once their grammars are compiled.
 
         Raises:
             RequestError: one of them cannot be served.
@@ -74,6 +74,10 @@ class Service:
                 raise RequestError(f"n must be in [1, {settings.max_n}], got {prompt.n}.")
             if prompt.rid is not None:
                 _check_rid(prompt.rid)
+        grammars = (prompt.params.grammar for prompt in prompts)
+        for grammar in dict.fromkeys(filter(None, grammars)):
+            await engine.compile_grammar(grammar)
+        self.check_open()
         count = sum(prompt.n for prompt in prompts)
         slots = engine.info.limits.slots
         check_queue(engine.num_requests, count, slots, settings.max_queued_requests)
