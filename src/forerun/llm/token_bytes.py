@@ -31,9 +31,9 @@ class TokenBytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
-        if self._alphabet:
+        if self._alphabet and self._alphabet.keys() >= set(piece):
             return bytes(self._alphabet[character] for character in piece)
-        if not self._byte_fallback:
+        if self._alphabet or not self._byte_fallback:
             return str(self._tokenizer.decode([token])).encode()
         if len(piece) == len(_BYTE_TOKEN) and piece.startswith("<0x"):
             return bytes.fromhex(piece[3:5])

@@ -73,7 +73,7 @@ class _Chat:
         answer["usage"] = usage(call.generations, bool(body.return_spec_info))
         if body.return_token_ids:
             answer["prompt_token_ids"] = list(call.generations[0].record.prompt)
-        return json_response(answer)
+        return await self._service.text.run(partial(json_response, answer))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         call, body = self.call, self._body

@@ -89,7 +89,8 @@ class _Completion:
                 choice["prompt_token_ids"] = output.prompt_token_ids
             choices.append(choice)
         counts = usage(call.generations, bool(body.return_spec_info))
-        return json_response({**self._head, "choices": choices, "usage": counts})
+        answer = {**self._head, "choices": choices, "usage": counts}
+        return await self._service.text.run(partial(json_response, answer))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         call, body = self.call, self._body

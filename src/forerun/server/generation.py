@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from forerun.core.logprobs import TokenLogprobs
@@ -124,7 +125,7 @@ class Generation:
     def scored_tokens(self, part: Part | None = None) -> list[ScoredToken]:
         """The output tokens of a part, or all of them.
 
-        None for a request that returns no log-probabilities, or without a tokenizer.
+        Empty for a request that returns no log-probabilities, or without a tokenizer.
         """
         text, record = self._text, self.record
         if record.logprobs is None or text is None:
@@ -138,12 +139,16 @@ class Generation:
 
     def output(self) -> RequestOutput:
         """Everything up to the last part; without parts, of a request that has ended."""
+        return self.output_so_far()()
+
+    def output_so_far(self) -> Callable[[], RequestOutput]:
+        """`output` as of now, to be made in any thread."""
         record, ended = self.record, self.finished
         text = self._shown_text
         if ended and not self._over:
             text = self._final_text()
         progress = Progress.of(record, None if ended else self._shown_tokens)
-        return make_output(record, progress, text, self.prompt_index, self.index)
+        return partial(make_output, record, progress, text, self.prompt_index, self.index)
 
     def _final_text(self) -> str:
         if self._text is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -78,7 +78,7 @@ def native_router(service: Service) -> APIRouter:
         call = await _start(service, body)
         single = body.single and len(call.generations) == 1
         if body.stream:
-            return EventStream(_events(call, single, spell), call.close)
+            return EventStream(_events(service, call, single, spell), call.close)
         return await until_disconnect(request.receive, _whole(service, call, single, spell))
 
     return router
@@ -154,21 +154,32 @@ def _answer(output: RequestOutput, spell: TokenBytes | None) -> dict[str, Any]:
 
 async def _whole(service: Service, call: Call, single: bool, spell: TokenBytes | None) -> Response:
     outputs = await service.outputs(call)
-    answers = [await service.text.run(partial(_answer, output, spell)) for output in outputs]
-    return json_response(answers[0] if single else answers)
+
+    def respond() -> Response:
+        answers = [_answer(output, spell) for output in outputs]
+        return json_response(answers[0] if single else answers)
+
+    return await service.text.run(respond)
 
 
 async def _events(
-    call: Call, single: bool, spell: TokenBytes | None
+    service: Service, call: Call, single: bool, spell: TokenBytes | None
 ) -> AsyncGenerator[bytes, None]:
     """Text and ids of every event are all there are so far."""
     places = {generation: at for at, generation in enumerate(call.generations)}
     async for taken in call.parts():
-        answers = []
+        events = []
         for generation, _ in taken:
-            answer = _answer(generation.output(), spell)
-            if not single:
-                answer["index"] = places[generation]
-            answers.append(answer)
-        yield b"".join(map(event, answers))
+            index = None if single else places[generation]
+            make = partial(_event, generation.output_so_far(), spell, index)
+            # Writing many log-probabilities takes a while: others' streams go on.
+            scored = generation.record.logprobs is not None
+            events.append(await service.text.run(make) if scored else make())
+        yield b"".join(events)
     yield DONE
+
+
+def _event(make: Callable[[], RequestOutput], spell: TokenBytes | None, index: int | None) -> bytes:
+    """`index`: of the generation, where there are several."""
+    answer = _answer(make(), spell)
+    return event(answer if index is None else {**answer, "index": index})
