@@ -15,7 +15,7 @@ __all__ = ["forerun", "llm", "server"]
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    with LiveServer(*flags(**ENGINE)) as live:
+    with LiveServer(*flags(**ENGINE, log_level="info", log_format="json")) as live:
         yield live
 
 

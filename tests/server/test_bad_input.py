@@ -215,6 +215,7 @@ def narrow() -> Iterator[LiveServer]:
         max_queued_requests=1,
         request_timeout=1.5,
         served_model_name="tiny",
+        enable_metrics=False,
     )
     with LiveServer(*limits, key=KEY, FORERUN_API_KEY=KEY) as live:
         yield live
@@ -222,7 +223,10 @@ def narrow() -> Iterator[LiveServer]:
 
 def test_everything_but_health_needs_the_key(narrow: LiveServer) -> None:
     assert httpx.get(f"{narrow.url}/health").status_code == 200
-    paths = ("/v1/models", "/server_info", "/openapi.json", "/nope", "/health/", "/health_generate")
+    paths = [
+        *("/v1/models", "/server_info", "/openapi.json", "/metrics", "/nope", "/health/"),
+        "/health_generate",
+    ]
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
         for path in paths:
             response = httpx.get(f"{narrow.url}{path}", headers=header)
@@ -230,6 +234,7 @@ def test_everything_but_health_needs_the_key(narrow: LiveServer) -> None:
             assert response.headers["www-authenticate"] == "Bearer"
         response = httpx.post(f"{narrow.url}/flush_cache", headers=header)
         assert response.status_code == 401
+    assert narrow.http.get("/metrics").status_code == 404  # --no-enable-metrics
     assert narrow.get("/v1/models")["data"][0]["id"] == "tiny"
     assert KEY not in narrow.http.get("/server_info").text
     assert KEY not in narrow.output

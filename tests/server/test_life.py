@@ -75,6 +75,10 @@ def test_a_killed_engine_is_replaced(live: LiveServer) -> None:
     assert refused.headers["retry-after"]
     assert live.http.get("/v1/loads").status_code == 503
     assert live.http.get("/v1/models").status_code == 200
+    metrics = live.http.get("/metrics").text
+    assert 'forerun_engine_up{model_name="bundled"} 0.0' in metrics
+    assert 'finished_reason="error",model_name="bundled"} 2.0' in metrics
+    assert 'sglang:num_running_reqs{model_name="bundled"} 0.0' in metrics
 
     wait_for(lambda: live.http.get("/health").status_code == 200, 60)
     again = live.generate(text=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 9})
@@ -82,6 +86,9 @@ def test_a_killed_engine_is_replaced(live: LiveServer) -> None:
     info = live.get("/server_info")
     assert info["engine_pid"] != pid
     assert info["engine_restarts"] == 1
+    metrics = live.http.get("/metrics").text
+    assert 'forerun_engine_up{model_name="bundled"} 1.0' in metrics
+    assert 'forerun_engine_restarts_total{model_name="bundled"} 1.0' in metrics
     live.wait_idle()
     _sigterm_drains(live)
 

@@ -246,8 +246,7 @@ BOTH: list[tuple[str, Any]] = [
 def test_values_out_of_range_name_their_parameter(
     server: LiveServer, kind: str, name: str, value: Any
 ) -> None:
-    client = server.client()
-    with pytest.raises(openai.BadRequestError) as caught:
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
         if kind == "chat":
             client.chat.completions.create(
                 model="bundled", messages=MESSAGES, extra_body={name: value}

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
 from forerun import LLM, SamplingParams
+from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
+from forerun.engine import tracing
+from forerun.engine.stats import accepted_per_position
 from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
-from forerun.server.engine_process import MAX_FAILURES, EngineServer
+from forerun.server.engine_client import EngineClient, EngineState
+from forerun.server.engine_process import MAX_FAILURES, METRICS_SECONDS, EngineServer
 from forerun.server.errors import ApiError, EngineUnavailable
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.limits import check_queue
@@ -197,7 +203,7 @@ def test_grammars_are_compiled_while_requests_run(
     assert replies[1].error == "regex is invalid"
     assert "ZeroDivisionError: broken" in str(replies[2].error)
     assert wire.sent.index(replies[0]) > max(
-        i for i, message in enumerate(wire.sent) if isinstance(message, Step)
+        i for i, m in enumerate(wire.sent) if isinstance(m, Step) and m.advances
     )
 
 
@@ -237,6 +243,69 @@ def test_requests_that_the_engine_refuses_end_alone(llm: LLM) -> None:
     run(llm, wire)
     assert "vocabulary" in str(wire.advances("big")[0].finish)
     assert [a.finish.type for a in wire.advances("same") if a.finish] == ["abort", "length"]
+
+
+def test_metrics_come_with_the_steps_and_at_the_end(llm: LLM) -> None:
+    wire = Wire()
+    wire.say(Submit([new("a"), new("b", max_new_tokens=300)]))
+    wire.say(Query(1, "flush_cache"), Shutdown(), after=999)
+    started = time.monotonic()
+    run(llm, wire)
+    seconds = time.monotonic() - started
+    steps = [message for message in wire.sent if isinstance(message, Step)]
+    snapshots = [step.metrics for step in steps if step.metrics is not None]
+    # At the start, when idle, after the flush and at the end; in between a few per second.
+    assert 3 <= len(snapshots) <= 5 + seconds / METRICS_SECONDS
+    assert len([step for step in steps if step.metrics is None]) > 20 - seconds / METRICS_SECONDS
+    first, last = snapshots[0], snapshots[-1]
+    assert first.request_steps == sum(first.accepted) == sum(first.queue_seconds.counts) == 0
+    stats = llm.engine.stats()
+    assert last.decode_tokens == stats["decode_tokens"] > 300
+    assert sum(last.accepted) == stats["spec_decode_num_drafts"]
+    assert last.draft_tokens == stats["spec_decode_num_draft_tokens"]
+    assert accepted_per_position(last.accepted) == stats["spec_decode_num_accepted_tokens_per_pos"]
+    assert sum(last.steps_by_width.values()) >= stats["decode_steps"] > 0
+    assert sum(last.queue_seconds.counts) == 2
+    assert last.prefix.queries == 2 * len(PROMPT)
+    assert last.load["num_running_reqs"] == last.load["num_cached_pages"] == 0
+    assert last.load["num_free_pages"] == last.load["num_pages"]
+
+
+def test_a_preempted_request_is_counted_once_in_the_queue(llm: LLM) -> None:
+    engine = llm.engine
+    request = engine.make_request(list(PROMPT), GREEDY)
+    engine.submit(request)
+    for step in range(60):
+        if step == 3:
+            engine.scheduler._preempt(request)
+        engine.step()
+    engine.close_request(request)
+    metrics = engine.metrics()
+    assert metrics.preemptions == request.preemptions == 1
+    assert sum(metrics.queue_seconds.counts) == 1
+    assert metrics.prefix.queries == len(PROMPT)
+    assert sum(metrics.prefill_seconds.counts) == 2
+
+
+def test_the_engines_spans_belong_to_the_http_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory = InMemorySpanExporter()
+    monkeypatch.setattr(tracing, "make_exporter", lambda endpoint: memory)
+    trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with golden_llm("DFLASH", enable_trace=True) as llm:
+        wire = Wire()
+        context = {"traceparent": f"00-{trace}-{span}-01"}
+        wire.say(Submit([NewRequest("a", list(PROMPT), GREEDY, trace_context=context), new("b")]))
+        wire.say(Shutdown(), after=99)
+        run(llm, wire)
+    spans = memory.get_finished_spans()
+    roots = {s.attributes["request.id"]: s for s in spans if s.name == "request"}
+    assert f"{roots['a'].parent.span_id:016x}" == span
+    assert roots["b"].parent is None
+    verify = [s for s in spans if s.name == "spec_verify"]
+    assert {f"{s.context.trace_id:032x}" for s in verify} > {trace}
 
 
 # --- in the API process ---------------------------------------------------------------------------
@@ -339,6 +408,50 @@ def test_errors_and_deadlines_reach_who_waits() -> None:
         asyncio.run(wait(call))
     call.close()
     assert aborted == ["r"]
+
+
+class Link:
+    """Of an engine that never answers."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+
+    def send(self, message: ToEngine) -> None:
+        self.sent.append(message)
+
+
+def test_ends_are_counted_by_their_reason() -> None:
+    client, link = EngineClient(EngineConfig(), Path("model")), Link()
+    client._link, client.state = link, EngineState.READY  # type: ignore[assignment]
+    calls: dict[str, Call] = {}
+    for rid in ("left", "late", "asked", "lost", "broken", "whole"):
+        request = Request(rid, (1, 2), SamplingParams(), seed=0, stop_ids=frozenset())
+        one = Generation(request, None, Place(rid, 0, 0), stream=False)
+        calls[rid] = Call([one], False, client.abort, trace_context={"traceparent": rid})
+        client.submit(calls[rid])
+    (first, *_) = link.sent
+    assert isinstance(first, Submit)
+    assert first.requests[0].trace_context == {"traceparent": "left"}
+    calls["left"].close()
+    calls["late"].deadline = 0.0
+    with pytest.raises(ApiError, match="--request-timeout"):
+        asyncio.run(calls["late"].wait())
+    calls["late"].close()
+    client.abort_group("asked")
+    message = FinishReason("abort", message="NaN")
+    client._advance(Advance("broken", [], [], [], 0, 0, message), now=1.0)
+    client._advance(Advance("whole", [1], [], [], 0, 0), now=time.monotonic())
+    client._advance(Advance("whole", [2], [1], [0], 0, 0, FinishReason("length")), time.monotonic())
+    client._lose("The engine died.")
+    for call in calls.values():
+        call.close()  # nothing is counted twice
+    metrics = client.metrics
+    assert metrics.aborted == {"disconnect": 1, "timeout": 1, "abort_request": 1}
+    assert metrics.finished == {"stop": 0, "length": 1, "abort": 3, "error": 2}
+    assert sum(metrics.request_seconds.counts) == sum(metrics.generation_lengths.counts) == 6
+    assert sum(metrics.first_token_seconds.counts) == sum(metrics.token_seconds.counts) == 1
+    assert (metrics.prompt_tokens, metrics.generation_tokens) == (2, 2)
+    client._folder.rmdir()
 
 
 def test_the_queue_is_bounded() -> None:

@@ -64,6 +64,9 @@ class FlashMla(LibraryBackend):
 
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)
+        # Written before and after the library's kernels: a launch without PDL. They are launched
+        # with PDL themselves, and do not wait as ours do (kernels/runtime/pdl.py): the first reads
+        # q before its predecessor has finished, the last may finish before its predecessor.
         self._fence = torch.zeros(1, device=pools.device)
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashMlaPlan:
@@ -77,6 +80,7 @@ class FlashMla(LibraryBackend):
         kind = self.pools.layout.layers[layer]
         assert isinstance(kind, LatentKV)
         tokens, causal = plan.tokens, spec.mask.mask is Mask.CAUSAL
+        self._fence.fill_(0)
         if causal not in plan.schedules:
             plan.schedules[causal] = self.library.get_mla_metadata()[0]
         out, _ = self.library.flash_mla_with_kvcache(
@@ -90,8 +94,5 @@ class FlashMla(LibraryBackend):
             causal=causal,
             use_legacy=True,
         )
-        # Its last kernel is launched with PDL and does not wait for the one before where a request
-        # is not split. So it may finish first, and a kernel with PDL would wait for it alone
-        # (kernels/runtime/pdl.py); a launch without PDL waits for both.
         self._fence.fill_(0)
         return out.flatten(0, 1)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
@@ -17,6 +18,7 @@ from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
 from forerun.core.sampling_params import SamplingParams
+from forerun.engine.metrics import EngineMetrics, StepMetrics
 from forerun.engine.requests import RequestFactory
 from forerun.engine.stats import SpecStats
 from forerun.engine.tracing import Tracing, start_tracing
@@ -53,6 +55,7 @@ class Engine:
         )
         algorithm = config.speculative_algorithm or "NONE"
         self._stats = SpecStats(algorithm.upper(), info.limits.max_verify_tokens - 1)
+        self._metrics = StepMetrics()
         spans = start_tracing(config)
         self._tracing = Tracing(spans) if spans else None
         self._requests: dict[str, Request] = {}
@@ -80,8 +83,12 @@ class Engine:
             self.executor.compile_grammar(params.grammar)
         return request
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, trace_context: Mapping[str, str] | None = None) -> None:
         """Queues a request made by `make_request`.
+
+        Args:
+            trace_context: W3C headers (`traceparent`, `tracestate`) of the span that its spans
+                belong to; default: they are a trace of their own.
 
         Raises:
             RequestError: a request with this id is running.
@@ -90,7 +97,7 @@ class Engine:
             raise RequestError(f"A request with id {request.rid!r} is running already.")
         self._requests[request.rid] = request
         if self._tracing is not None:
-            self._tracing.open(request)
+            self._tracing.open(request, trace_context or {})
         self.scheduler.add(request)
 
     def abort(self, rid: str, message: str = "aborted by the user") -> None:
@@ -163,6 +170,8 @@ class Engine:
         except Exception as error:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
             raise
+        for admission in plan.admitted:
+            self._metrics.admitted(self._requests[admission.rid], launched)
 
     def _executor_failed(self, error: Exception) -> None:
         """Aborts the requests of the steps in flight: their results will not arrive."""
@@ -173,6 +182,7 @@ class Engine:
     def _record(self, done: CompletedStep, launched: float, now: float) -> None:
         plan, result = done.step.plan, done.result
         self._stats.count(done)
+        self._metrics.completed(done)
         if plan.decode and not plan.prefill:
             self.scheduler.widths.record_step_time(
                 len(plan.decode), plan.num_verify_tokens, result.seconds
@@ -233,9 +243,28 @@ class Engine:
             "max_running_requests": self.limits.slots,
             "num_free_pages": scheduler.allocator.num_free,
             "num_cached_pages": scheduler.prefix.num_pages,
+            "num_evictable_pages": scheduler.prefix.num_evictable,
             "num_pages": scheduler.allocator.capacity,
             "page_size": self.limits.page_size,
         }
+
+    def metrics(self) -> EngineMetrics:
+        """Load and counters for monitoring. Its lists and histograms are the engine's own."""
+        stats, steps, widths = self._stats, self._metrics, self.scheduler.widths
+        return EngineMetrics(
+            load=self.load(),
+            steps_by_width={width: widths.chosen[width] for width in widths.widths},
+            request_steps=stats.num_request_steps,
+            decode_tokens=stats.num_tokens,
+            accepted=stats.accepted,
+            draft_tokens=stats.num_draft_tokens,
+            algorithm_failures=stats.num_failures,
+            prefix=steps.prefix,
+            preemptions=steps.preemptions,
+            queue_seconds=steps.queue_seconds,
+            decode_seconds=steps.decode_seconds,
+            prefill_seconds=steps.prefill_seconds,
+        )
 
     def explain(self) -> dict[str, Any]:
         """Choices made at start, and why."""

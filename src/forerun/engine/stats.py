@@ -6,6 +6,7 @@ Names follow the metrics of vLLM and SGLang (`NAMES`). Counters only grow; `spec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +39,7 @@ class SpecStats:
         self.num_draft_tokens = 0
         self.num_failures = 0  # steps in which the algorithm failed
         # Index: accepted drafts; value: how often, over requests with drafts and steps.
-        self._accepted = [0] * (max_drafts + 1)
+        self.accepted = [0] * (max_drafts + 1)
         self._flushed = (0, 0)  # `num_tokens` and `num_request_steps` at the last flush
 
     def mark_flush(self) -> None:
@@ -59,11 +60,10 @@ class SpecStats:
             if num_drafts:
                 self.num_drafts += 1
                 self.num_draft_tokens += num_drafts
-                self._accepted[max(min(len(tokens) - 1, num_drafts), 0)] += 1
+                self.accepted[max(min(len(tokens) - 1, num_drafts), 0)] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        # Draft k was accepted whenever k or more were.
-        per_position = list(accumulate(reversed(self._accepted[1:])))[::-1]
+        per_position = accepted_per_position(self.accepted)
         accepted = sum(per_position)
         tokens, steps = (
             self.num_tokens - self._flushed[0],
@@ -84,3 +84,13 @@ class SpecStats:
             "spec_accept_rate": accepted / self.num_draft_tokens if self.num_drafts else None,
             "algorithm_failures": self.num_failures,
         }
+
+
+def accepted_per_position(accepted: Sequence[int]) -> list[int]:
+    """How often each draft position was accepted.
+
+    Args:
+        accepted: [K + 1], how often so many drafts of a step were; its index is the number.
+    """
+    # Draft k was accepted whenever k or more were.
+    return list(accumulate(reversed(accepted[1:])))[::-1]

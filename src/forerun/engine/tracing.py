@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,15 +50,19 @@ class Tracing:
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider = provider
         self._tracer = provider.get_tracer("forerun")
         self._context_of = trace.set_span_in_context
+        self._extract = TraceContextTextMapPropagator().extract
         self._open: dict[str, _Open] = {}
         self._unix = time.time_ns() - time.monotonic_ns()
 
-    def open(self, request: Request) -> None:
-        root = self._tracer.start_span("request", start_time=self._at(request.arrival))
+    def open(self, request: Request, trace_context: Mapping[str, str]) -> None:
+        """Starts a request's span. `trace_context`: of its parent; empty: it has none."""
+        parent, begin = self._extract(trace_context), self._at(request.arrival)
+        root = self._tracer.start_span("request", parent, start_time=begin)
         self._open[request.rid] = _Open(root)
 
     def record(self, done: CompletedStep, launched: float, now: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from forerun.core.request import FinishReason, RequestRecord
@@ -213,6 +214,16 @@ class OutputText:
     def offset(self, index: int) -> int:
         """Where a token's text begins. The tokens of one character begin where it does."""
         return self._ends[index - 1] if index else 0
+
+    def token_texts(self, num_tokens: int, text: str) -> list[str]:
+        """`text`, which begins the output's text, split into the parts of its first tokens.
+
+        A token's part are the characters that it completed. The last token has the rest.
+        """
+        ends = [min(end, len(text)) for end in self._ends[:num_tokens]]
+        if ends:
+            ends[-1] = len(text)
+        return [text[start:end] for start, end in pairwise([0, *ends])]
 
     def _num_tokens(self, end: int) -> int:
         """The fewest tokens that spell the first `end` characters."""

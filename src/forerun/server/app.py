@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
@@ -19,30 +20,43 @@ from forerun.server.chat import chat_router
 from forerun.server.completions import completions_router
 from forerun.server.control import control_router
 from forerun.server.errors import ApiError
+from forerun.server.exchange import current_exchange
 from forerun.server.limits import LimitBody
 from forerun.server.models import models_router
 from forerun.server.native import native_router
+from forerun.server.observe import Observe
+from forerun.server.page import page_router
+from forerun.server.prometheus import prometheus_router
+from forerun.server.request_log import RequestLog
 from forerun.server.service import Service
+from forerun.server.tokenize import tokenize_router
 
 log = logging.getLogger("forerun")
 
 
-def build_app(service: Service) -> FastAPI:
-    """All endpoints of a server."""
+def build_app(service: Service) -> ASGIApp:
+    """All endpoints of a server, within `Observe`: it sees answers to bugs too."""
     app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None)
     for router in (
         models_router(service),
         completions_router(service),
         chat_router(service),
         native_router(service),
+        tokenize_router(service),
         control_router(service),
+        page_router(),
     ):
         app.include_router(router)
-    app.add_middleware(LimitBody, max_bytes=service.settings.max_body_bytes)
-    if service.settings.api_key is not None:  # added last: it comes first
-        app.add_middleware(RequireKey, key=service.settings.api_key)
+    settings = service.settings
+    if settings.enable_metrics:
+        app.include_router(prometheus_router(service))
+    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
+    if settings.api_key is not None:  # added later: it comes earlier
+        app.add_middleware(RequireKey, key=settings.api_key)
     _add_error_handlers(app)
-    return app
+    details = settings.log_requests_level if settings.log_requests else None
+    log_requests = RequestLog(service.text, details)
+    return Observe(app, service.engine.metrics, log_requests, service.tracing)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -74,7 +88,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        log.error("A request to %s failed.", request.url.path, exc_info=error)
+        ident = current_exchange.get().request_id
+        log.error("Request %s to %s failed.", ident, request.url.path, exc_info=error)
         return ApiError(500, "The server failed to handle this request.").response()
 
 

@@ -8,8 +8,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun.server.errors import ApiError
+from forerun.server.page import FILES
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", *FILES)
 
 
 class RequireKey:

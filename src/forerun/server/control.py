@@ -131,6 +131,7 @@ def _add_information(router: APIRouter, service: Service) -> None:
                 "model_path": path,
                 "tokenizer_path": config.tokenizer_path or path,
                 "is_generation": True,
+                "has_chat_template": service.text.has_chat_template,
                 "preferred_sampling_params": None,
                 "served_model_name": service.model_name,
                 "context_length": service.max_prompt_tokens,

@@ -7,6 +7,7 @@ import itertools
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -34,6 +35,7 @@ from forerun.server.messages import (
     Submit,
     ToEngine,
 )
+from forerun.server.metrics import ServerMetrics
 
 log = logging.getLogger("forerun")
 
@@ -48,9 +50,11 @@ class EngineState(Enum):
 class EngineClient:
     """All methods belong to the event loop's thread."""
 
-    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+    def __init__(self, config: EngineConfig, model_path: Path, log_format: str = "plain") -> None:
         self.config = config
         self.model_path = model_path
+        self.metrics = ServerMetrics()
+        self._log_format = log_format
         self.state = EngineState.STARTING
         self.restarts = 0
         self._folder = Path(tempfile.mkdtemp(prefix="forerun-"))  # 0700
@@ -134,28 +138,36 @@ class EngineClient:
                         list(g.record.prompt),
                         replace(g.params, sampling_seed=g.seed, n=1, stop=()),
                         logprobs=g.record.logprobs,
+                        trace_context=call.trace_context,
                     )
                     for g in call.generations
                 ]
             )
         )
 
-    def abort(self, rids: Sequence[str]) -> None:
-        """Ends requests with what has arrived; their callers get it. Unknown ids are ignored."""
+    def abort(self, rids: Sequence[str], reason: str = "disconnect") -> None:
+        """Ends requests with what has arrived; their callers get it. Unknown ids are ignored.
+
+        Args:
+            reason: one of `ABORTED`, for the metrics; a call's deadline is known without it.
+        """
         known = [rid for rid in rids if rid in self._calls]
         if known and self._link is not None:
             self._link.send(Abort(known))
         for rid in known:
             generation, call = self._calls.pop(rid)
             generation.end(FinishReason("abort", message="aborted by the user"))
+            self.metrics.aborted[reason if call.error is None else "timeout"] += 1
+            self.metrics.ended(generation, "abort")
             call.notify(ended=True)
 
     def abort_group(self, group: str) -> None:
         """`abort` of all samples of a prompt, by the id that the client gave."""
-        self.abort([rid for rid, (g, _) in self._calls.items() if g.group == group])
+        rids = [rid for rid, (g, _) in self._calls.items() if g.group == group]
+        self.abort(rids, "abort_request")
 
     def abort_all(self) -> None:
-        self.abort(list(self._calls))
+        self.abort(list(self._calls), "abort_request")
 
     async def query(self, what: str) -> dict[str, Any]:
         """Asks the engine between two steps.
@@ -216,7 +228,7 @@ class EngineClient:
     async def _start(self) -> None:
         if self._link is not None:
             await self._link.close(at_once=True)
-        self._link = EngineLink(self.config, self.model_path, self._folder)
+        self._link = EngineLink(self.config, self.model_path, self._folder, self._log_format)
         self._info = await self._link.ready()
         self._factory = RequestFactory(self._info, self.config.random_seed)
         self.state = EngineState.READY
@@ -227,18 +239,23 @@ class EngineClient:
         assert link is not None
         while (message := await link.receive()) is not None:
             match message:
-                case Step(advances=advances):
+                case Step(advances=advances, metrics=metrics):
+                    now = time.monotonic()
                     for advance in advances:
-                        self._advance(advance)
+                        self._advance(advance, now)
+                    if metrics is not None:
+                        self.metrics.engine = metrics
                 case Reply():
                     self._answer(message)
         return link.end()
 
-    def _advance(self, advance: Advance) -> None:
+    def _advance(self, advance: Advance, now: float) -> None:
         known = self._calls.get(advance.rid)
         if known is None:  # ended by a stop string or its client while the step ran
             return
         generation, call = known
+        if advance.tokens:
+            self.metrics.generated(generation, len(advance.tokens), now)
         try:
             finish = generation.apply(advance)
         except Exception as error:  # in one text: other requests are not affected
@@ -248,21 +265,23 @@ class EngineClient:
         if finish is not None and self._link is not None:
             self._link.send(finish)
         reason = generation.record.finish
-        if reason is not None:
-            del self._calls[advance.rid]
         if reason is not None and reason.type == "abort":
             self._fail(call, EngineFailed(reason.message or "aborted"))
             return
+        if reason is not None:
+            del self._calls[advance.rid]
+            self.metrics.ended(generation, reason.type)
         call.notify(ended=reason is not None)
 
     def _fail(self, call: Call, error: ApiError) -> None:
         """Ends all generations of a call with an error."""
         call.fail(error)
-        running = [g.rid for g in call.generations if g.rid in self._calls]
-        for rid in running:
-            del self._calls[rid]
+        running = [g for g in call.generations if g.rid in self._calls]
+        for generation in running:
+            del self._calls[generation.rid]
+            self.metrics.ended(generation, "error")
         if running and self._link is not None:
-            self._link.send(Abort(running))
+            self._link.send(Abort([generation.rid for generation in running]))
 
     def _answer(self, reply: Reply) -> None:
         future = self._queries.get(reply.number)
@@ -276,9 +295,11 @@ class EngineClient:
     def _lose(self, reason: str) -> None:
         """Tells everyone who waits that the engine is gone."""
         error = EngineUnavailable(f"{reason} The request was lost.")
-        for _, call in list(self._calls.values()):
+        for generation, call in self._calls.values():
             call.fail(error)
+            self.metrics.ended(generation, "error")
         self._calls.clear()
+        self.metrics.engine = None
         for future in self._queries.values():
             if not future.done():
                 future.set_exception(error)

@@ -34,9 +34,11 @@ class EngineLink:
 
     _numbers = itertools.count()
 
-    def __init__(self, config: EngineConfig, model_path: Path, folder: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_path: Path, folder: Path, log_format: str
+    ) -> None:
         """`folder`: for the sockets; only this user may enter it."""
-        self._task = EngineTask(config, str(model_path), folder, next(self._numbers))
+        self._task = EngineTask(config, str(model_path), folder, next(self._numbers), log_format)
         self._receiving, self._sending = zmq.asyncio.Context(), zmq.Context()
         self._receiver = self._receiving.socket(zmq.PULL)
         self._sender = self._sending.socket(zmq.PUSH)

@@ -1,7 +1,8 @@
 """The engine process: builds the engine, and steps it for requests that arrive over ZeroMQ.
 
 It knows token ids only. Between two steps it takes whatever messages have arrived, and after each
-step it sends one message with everything the step added. Without requests it sleeps.
+step it sends one message with everything the step added, a few times a second with metrics. Without
+requests it sleeps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +25,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
+from forerun.engine.metrics import EngineMetrics
 from forerun.server.compilations import Compilations
 from forerun.server.logs import set_up_logging
 from forerun.server.messages import (
@@ -46,6 +49,7 @@ from forerun.server.messages import (
 log = logging.getLogger("forerun")
 MAX_FAILURES = 3  # failed steps in a row
 COMPILING_SECONDS = 0.005  # between two looks for messages, while only grammars are compiled
+METRICS_SECONDS = 0.25  # between two snapshots while requests run
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class EngineTask:
     model_path: str
     folder: Path  # of the sockets
     number: int  # of this process among those of the server
+    log_format: str = "plain"
 
     @property
     def inbox(self) -> str:
@@ -74,7 +79,7 @@ def run_engine(task: EngineTask) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(task.folder,), daemon=True).start()
-    set_up_logging(task.config.log_level)
+    set_up_logging(task.config.log_level, task.log_format)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket in (inbox, outbox):
@@ -160,9 +165,11 @@ class EngineServer:
         self._compilations = Compilations(engine.executor)
         self._stopping = False
         self._failures = 0  # steps in a row
+        self._metrics_due = 0.0  # time.monotonic()
 
     def run(self) -> None:
         """Until `Shutdown`."""
+        self._send([], self._metrics())
         while not self._stopping:
             self._receive()
             if self._running:
@@ -211,7 +218,7 @@ class EngineServer:
             request = self._engine.make_request(
                 new.prompt, new.params, new.rid, logprobs=new.logprobs
             )
-            self._engine.submit(request)
+            self._engine.submit(request, new.trace_context)
         except RequestError as error:  # the API process has checked it: settings differ
             self._send([_failed(new.rid, str(error))])
             return
@@ -222,6 +229,7 @@ class EngineServer:
             match what:
                 case "flush_cache":
                     self._engine.flush_cache()
+                    self._send([], self._metrics())
                     return Reply(number, {})
                 case "load":
                     return Reply(number, dict(self._engine.load()))
@@ -257,8 +265,8 @@ class EngineServer:
                 if advance.finish is not None:
                     self._engine.close_request(running.request)
                     del self._running[rid]
-        if advances:
-            self._send(advances)
+        if advances or time.monotonic() >= self._metrics_due:
+            self._send(advances, self._metrics_if_due())
             self._settle()
 
     def _drop(self, rids: list[str], message: str) -> None:
@@ -272,9 +280,17 @@ class EngineServer:
         """Before it sleeps, the engine releases the slots and pages of requests that have ended."""
         if not self._running:
             self._engine.drain()
+            self._send([], self._metrics())
 
-    def _send(self, advances: list[Advance]) -> None:
-        self._outbox.send(encode(Step(advances)))
+    def _send(self, advances: list[Advance], metrics: EngineMetrics | None = None) -> None:
+        self._outbox.send(encode(Step(advances, metrics)))
+
+    def _metrics(self) -> EngineMetrics:
+        self._metrics_due = time.monotonic() + METRICS_SECONDS
+        return self._engine.metrics()
+
+    def _metrics_if_due(self) -> EngineMetrics | None:
+        return self._metrics() if time.monotonic() >= self._metrics_due else None
 
 
 def _failed(rid: str, message: str) -> Advance:

@@ -59,6 +59,7 @@ class Generation:
         )
         self.params: SamplingParams = request.params
         self.seed = request.seed
+        self.last_token_at: float | None = None  # time.monotonic()
         self.group, self.prompt_index, self.index = place
         self._tokenizer = tokenizer
         # Otherwise the text is made at the end, by `output`.
@@ -150,6 +151,14 @@ class Generation:
         progress = Progress.of(record, None if ended else self._shown_tokens)
         return partial(make_output, record, progress, text, self.prompt_index, self.index)
 
+    def token_texts(self, output: RequestOutput) -> list[str]:
+        """The parts of `output`'s text, one per token: the characters that it completed."""
+        text = self._text
+        if text is None and self._tokenizer is not None:
+            text = OutputText(self._tokenizer, self.params)
+            text.feed(self.record.output)
+        return text.token_texts(len(output.output_ids), output.text) if text else []
+
     def _final_text(self) -> str:
         if self._text is not None:
             return self._shown_text + self._text.take_rest()
@@ -167,6 +176,7 @@ class Call:
     abort: Callable[[list[str]], None]
     deadline: float | None = None  # time.monotonic()
     error: ApiError | None = None
+    trace_context: dict[str, str] = field(default_factory=dict)  # of the HTTP request's span
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -218,9 +228,9 @@ class Call:
             async with asyncio.timeout_at(self._loop_deadline()):
                 await self._changed.wait()
         except TimeoutError:
-            raise ApiError(
-                504, "The request took longer than the server's --request-timeout.", code="timeout"
-            ) from None
+            message = "The request took longer than the server's --request-timeout."
+            self.error = ApiError(504, message, code="timeout")
+            raise self.error from None
         self._changed.clear()
         if self.error is not None:
             raise self.error

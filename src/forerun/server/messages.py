@@ -15,6 +15,7 @@ from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
+from forerun.engine.metrics import EngineMetrics
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -31,6 +32,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     prompt: list[int]
     params: SamplingParams
     logprobs: LogprobParams | None = None  # that it returns
+    trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
 
 
 class Submit(_Message, frozen=True):
@@ -102,9 +104,10 @@ class Advance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(_Message, frozen=True):
-    """The requests that one step advanced or ended."""
+    """The requests that one step advanced or ended; a few times a second with metrics."""
 
     advances: list[Advance]
+    metrics: EngineMetrics | None = None
 
 
 class Reply(_Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import token_lists
 from forerun.llm.token_bytes import TokenBytes
 from forerun.server.errors import json_response
-from forerun.server.generation import Call
+from forerun.server.generation import Call, Generation
 from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions, StrictModel, Unsupported
 from forerun.server.service import Prompt, Service
@@ -58,6 +59,9 @@ class GenerateRequest(StrictModel):
     top_logprobs_num: int | list[int | None] | None = None
     token_ids_logprob: list[int] | list[list[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
+    return_token_texts: bool | None = Field(
+        None, description="Adds token_texts: the part of the text that each token completed"
+    )
 
     @property
     def single(self) -> bool:
@@ -74,12 +78,12 @@ def native_router(service: Service) -> APIRouter:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Completes one prompt or many, as SGLang's native API does."""
         service.check_open()
-        spell = service.text.token_bytes() if body.return_text_in_logprobs else None
+        form = _Format.of(service, body)
         call = await _start(service, body)
         single = body.single and len(call.generations) == 1
         if body.stream:
-            return EventStream(_events(service, call, single, spell), call.close)
-        return await until_disconnect(request.receive, _whole(service, call, single, spell))
+            return EventStream(_events(service, call, form, single), call.close)
+        return await until_disconnect(request.receive, _whole(service, call, form, single))
 
     return router
 
@@ -142,44 +146,67 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams.of(kept)
 
 
-def _answer(output: RequestOutput, spell: TokenBytes | None) -> dict[str, Any]:
-    """`spell`: log-probabilities have texts."""
-    info = output.meta_info
-    return {
-        "text": output.text,
-        "output_ids": output.output_ids,
-        "meta_info": info if spell is None else with_texts(info, spell),
-    }
+@dataclass(frozen=True)
+class _Format:
+    """What the answers of a request hold."""
+
+    spell: TokenBytes | None  # log-probabilities with texts
+    token_texts: bool
+
+    @classmethod
+    def of(cls, service: Service, body: GenerateRequest) -> _Format:
+        """
+        Raises:
+            RequestError: texts are asked for, and there is no tokenizer.
+        """
+        if body.return_token_texts and service.text.tokenizer is None:
+            raise RequestError("return_token_texts needs a tokenizer; leave it out.")
+        spell = service.text.token_bytes() if body.return_text_in_logprobs else None
+        return cls(spell, bool(body.return_token_texts))
+
+    def answer(self, generation: Generation, output: RequestOutput) -> dict[str, Any]:
+        info, spell = output.meta_info, self.spell
+        answer: dict[str, Any] = {
+            "text": output.text,
+            "output_ids": output.output_ids,
+            "meta_info": info if spell is None else with_texts(info, spell),
+        }
+        if self.token_texts:
+            answer["token_texts"] = generation.token_texts(output)
+        return answer
 
 
-async def _whole(service: Service, call: Call, single: bool, spell: TokenBytes | None) -> Response:
+async def _whole(service: Service, call: Call, form: _Format, single: bool) -> Response:
     outputs = await service.outputs(call)
 
     def respond() -> Response:
-        answers = [_answer(output, spell) for output in outputs]
+        answers = list(map(form.answer, call.generations, outputs))
         return json_response(answers[0] if single else answers)
 
+    # In a thread: texts and log-probabilities of tokens may take a while.
     return await service.text.run(respond)
 
 
 async def _events(
-    service: Service, call: Call, single: bool, spell: TokenBytes | None
+    service: Service, call: Call, form: _Format, single: bool
 ) -> AsyncGenerator[bytes, None]:
     """Text and ids of every event are all there are so far."""
-    places = {generation: at for at, generation in enumerate(call.generations)}
+    indices = {generation: None if single else at for at, generation in enumerate(call.generations)}
     async for taken in call.parts():
         events = []
         for generation, _ in taken:
-            index = None if single else places[generation]
-            make = partial(_event, generation.output_so_far(), spell, index)
-            # Writing many log-probabilities takes a while: others' streams go on.
+            write = partial(_event, form, generation, generation.output_so_far())
+            # With log-probabilities in a thread, as above; others' streams go on.
             scored = generation.record.logprobs is not None
-            events.append(await service.text.run(make) if scored else make())
+            index = indices[generation]
+            events.append(await service.text.run(partial(write, index)) if scored else write(index))
         yield b"".join(events)
     yield DONE
 
 
-def _event(make: Callable[[], RequestOutput], spell: TokenBytes | None, index: int | None) -> bytes:
+def _event(
+    form: _Format, generation: Generation, output: Callable[[], RequestOutput], index: int | None
+) -> bytes:
     """`index`: of the generation, where there are several."""
-    answer = _answer(make(), spell)
+    answer = form.answer(generation, output())
     return event(answer if index is None else {**answer, "index": index})

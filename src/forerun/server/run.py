@@ -15,6 +15,7 @@ import uvicorn
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
+from forerun.engine.tracing import start_tracing
 from forerun.llm.setup import load_tokenizer
 from forerun.server.app import build_app
 from forerun.server.engine_client import EngineClient
@@ -22,6 +23,7 @@ from forerun.server.logs import set_up_logging
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
+from forerun.server.tracing import ServerTracing
 
 log = logging.getLogger("forerun")
 
@@ -48,14 +50,19 @@ def run_server(
         ServerStartError: the engine process ended before it was ready.
     """
     with _bind(settings) as bound:
-        set_up_logging(config.log_level)
+        set_up_logging(config.log_level, settings.log_format)
+        spans = start_tracing(config)
+        tracing = ServerTracing(spans) if spans else None
         text = TextService(load_tokenizer(config, target))
-        service = Service(settings, EngineClient(config, target), text)
+        engine = EngineClient(config, target, settings.log_format)
+        service = Service(settings, engine, text, tracing)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_Run(service, on_ready).run(bound))
         finally:
             text.close()
+            if tracing is not None:
+                tracing.shutdown()
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
@@ -192,7 +199,8 @@ class _Run:
             build_app(self._service),
             # It warns of every malformed request, which any client could fill a disk with.
             log_level="error" if level == "warning" else level,
-            access_log=level in ("debug", "info"),
+            log_config=None,  # its messages go where ours go
+            access_log=False,  # `request_log.py` has a line for each request
             server_header=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

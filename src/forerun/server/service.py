@@ -13,10 +13,12 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.engine_client import EngineClient
 from forerun.server.errors import EngineUnavailable
+from forerun.server.exchange import current_exchange
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.limits import check_queue
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
+from forerun.server.tracing import ServerTracing
 
 MAX_RID_LENGTH = 256
 BUNDLED_NAME = "bundled"
@@ -40,6 +42,7 @@ class Service:
     settings: ServerSettings
     engine: EngineClient
     text: TextService
+    tracing: ServerTracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # a signal to stop has come: nothing new is taken
 
@@ -90,8 +93,11 @@ class Service:
         self._check_ids(generations)
         timeout = settings.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        call = Call(generations, stream, engine.abort, deadline)
+        exchange = current_exchange.get()
+        trace = exchange.trace_context
+        call = Call(generations, stream, engine.abort, deadline, trace_context=trace)
         engine.submit(call)
+        exchange.calls.append(call)
         return call
 
     async def outputs(self, call: Call) -> list[RequestOutput]:

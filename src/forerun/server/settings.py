@@ -11,6 +11,7 @@ from typing import Any
 
 from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, shown
+from forerun.server.logs import LOG_FORMATS
 
 API_KEY_VARIABLE = "FORERUN_API_KEY"
 
@@ -26,7 +27,9 @@ class ServerSettings:
     host: str = _setting("127.0.0.1", "Address to listen on; 0.0.0.0: all interfaces")
     port: int = _setting(30000, "Port to listen on; 0: any free one", int)
     api_key: str | None = _setting(
-        None, f"Required as a bearer token of every request but /health; or set {API_KEY_VARIABLE}"
+        None,
+        "Required as a bearer token of every request but /health and the files of the page at /;"
+        f" or set {API_KEY_VARIABLE}",
     )
     served_model_name: str | None = _setting(
         None, "Name of the model in the OpenAI API; default: model_path"
@@ -38,6 +41,16 @@ class ServerSettings:
     )
     request_timeout: float | None = _setting(
         None, "Seconds after which a request is ended with 504; default: none", float
+    )
+    enable_metrics: bool = _setting(True, "Prometheus metrics at /metrics", bool)
+    log_format: str = _setting("plain", "Of the log: plain or json")
+    log_requests: bool = _setting(
+        False, "Log every request in detail, as log_requests_level says, at any --log-level", bool
+    )
+    log_requests_level: int = _setting(
+        2,
+        "0: figures; 1: sampling parameters too; 2: 2,048 characters of the texts too; 3: all",
+        int,
     )
     ssl_keyfile: str | None = _setting(None, "TLS: file of the private key")
     ssl_certfile: str | None = _setting(None, "TLS: file of the certificate")
@@ -62,8 +75,18 @@ class ServerSettings:
             raise ConfigError(f"max_queued_requests must be >= 0, got {self.max_queued_requests}.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout must be > 0, got {self.request_timeout}.")
+        self._check_log()
         self._check_key()
         self._check_tls()
+
+    def _check_log(self) -> None:
+        if self.log_format not in LOG_FORMATS:
+            known = " or ".join(LOG_FORMATS)
+            raise ConfigError(f"log_format must be {known}, got {shown(self.log_format)}.")
+        if not 0 <= self.log_requests_level <= 3:
+            raise ConfigError(
+                f"log_requests_level must be in [0, 3], got {self.log_requests_level}."
+            )
 
     def _check_key(self) -> None:
         if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):

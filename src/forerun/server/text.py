@@ -28,6 +28,10 @@ class TextService:
         longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._longest_token = longest  # characters
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self.tokenizer is not None and bool(self.tokenizer.chat_template)
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -9,8 +9,8 @@ A kernel that supports PDL takes a constexpr `PDL`. If it is set, the kernel cal
 It is launched with `**pdl_options(tensor)`.
 
 `gdc_wait()` waits for the preceding launch only. That is enough as long as every kernel waits, so
-that it cannot finish before its own predecessor. A library's kernel that does not keep to this
-needs a launch without PDL after it (`attention/flashmla.py`).
+that it cannot finish before its own predecessor. A library's kernels that do not keep to this
+need launches without PDL around them (`attention/flashmla.py`).
 
 Three kinds of kernel read results of earlier kernels before `gdc_wait()`. Norm + RoPE
 (`elementwise/qk_norm_rope.py`, `latent_norm_rope.py`: positions, slots) and decode attention

@@ -1,0 +1,34 @@
+"""The HTTP request that is being served, as all code that runs for it can see it."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from forerun.server.generation import Call
+
+REQUEST_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII without spaces
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One HTTP request, and what was started for it."""
+
+    request_id: str
+    started: float = field(default_factory=time.monotonic)
+    trace_context: dict[str, str] = field(default_factory=dict)  # headers of its span
+    calls: list[Call] = field(default_factory=list)
+    status: int = 0  # of the answer; 0: none was begun
+
+
+current_exchange: ContextVar[Exchange] = ContextVar("current_exchange")
+
+
+def request_id(given: str | None) -> str:
+    """What the client sent as X-Request-Id, if that can be an id; else a new one."""
+    if given is not None and REQUEST_ID.fullmatch(given):
+        return given
+    return uuid4().hex

@@ -1,0 +1,57 @@
+"""Middleware around everything else: request ids, spans, counts, and the log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.server.exchange import Exchange, current_exchange, request_id
+from forerun.server.metrics import ServerMetrics
+from forerun.server.request_log import RequestLog
+from forerun.server.tracing import ServerTracing
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+UNKNOWN_ROUTE = "other"  # of paths that do not exist, so that clients cannot make up metrics
+
+
+class Observe:
+    """Sees every HTTP request and its answer, also what no other middleware sees."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: ServerMetrics, log: RequestLog, tracing: ServerTracing | None
+    ) -> None:
+        self._app = app
+        self._metrics, self._log, self._tracing = metrics, log, tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(request_id(Headers(scope=scope).get("x-request-id")))
+        current_exchange.set(exchange)
+        span = None
+        if self._tracing is not None:
+            span, exchange.trace_context = self._tracing.open(scope, exchange.request_id)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = exchange.request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            self._count(exchange, scope, span)
+            client = scope["client"][0] if scope["client"] else None
+            await self._log.ended(exchange, scope["method"], scope["path"], client)
+
+    def _count(self, exchange: Exchange, scope: Scope, span: Span | None) -> None:
+        route = scope["route"].path if "route" in scope else UNKNOWN_ROUTE
+        self._metrics.responses[route, exchange.status] += 1
+        if self._tracing is not None and span is not None:
+            self._tracing.close(span, scope["method"], route, exchange.status)

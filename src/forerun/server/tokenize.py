@@ -1,0 +1,54 @@
+"""`/tokenize`: the token ids of a text or a conversation, with vLLM's requests and answers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from forerun.core.errors import RequestError
+from forerun.server.errors import json_response
+from forerun.server.models import check_model
+from forerun.server.openai_protocol import StrictModel, Unsupported
+from forerun.server.service import Service
+
+
+class TokenizeRequest(StrictModel):
+    """`POST /tokenize`; either `prompt` or `messages`."""
+
+    unsupported: ClassVar[Unsupported] = {
+        "add_generation_prompt": ((True,), "conversations end where the answer begins"),
+        "add_special_tokens": ((), "special tokens are those that completions and chat get"),
+        "return_token_strs": ((False,), "only token ids are returned"),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def tokenize_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The ids that `/v1/completions` or `/v1/chat/completions` would start from."""
+        check_model(service, body.model)
+        ids = await _ids(service, body)
+        return json_response(
+            {"count": len(ids), "max_model_len": service.max_prompt_tokens, "tokens": ids}
+        )
+
+    return router
+
+
+async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+    longest = service.max_prompt_tokens
+    if body.prompt is not None and body.messages is None:
+        (ids,) = await service.text.encode([body.prompt], longest)
+        return ids
+    if body.messages is not None and body.prompt is None:
+        return await service.text.chat(body.messages, body.chat_template_kwargs or {}, longest)
+    raise RequestError("Give either prompt or messages, not both or neither.")
