@@ -20,9 +20,11 @@ from forerun.core.errors import RequestError
 from forerun.core.grammar import Grammar
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
+from forerun.executor import token_sampler
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.process_executor import ProcessExecutor
+from forerun.grammar import state as state_module
 from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
@@ -154,6 +156,13 @@ def test_long_paths_of_trees_are_accepted(monkeypatch: pytest.MonkeyPatch) -> No
             assert run(llm, which=range(i, i + 1)) == [reference()[i]]
             accepted = llm.stats()["spec_decode_num_accepted_tokens"]
         assert accepted >= 0.6 * len(reference()[i])
+
+
+def test_logits_of_a_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group of requests has its own rows of the masks."""
+    monkeypatch.setattr(token_sampler, "GROUP_BYTES", 1)
+    with bundled_llm("DFLASH") as llm:
+        assert run(llm) == reference()
 
 
 def test_widths_and_deferred_observes() -> None:
@@ -292,6 +301,20 @@ def test_a_grammar_without_continuation_ends_its_request_alone(llm: LLM) -> None
     assert "Output token 2: no token of the vocabulary continues the output" in reason["message"]
     assert other.output_ids == alone.output_ids
     assert other.meta_info["spec_accept_lengths"] == alone.meta_info["spec_accept_lengths"]
+
+
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(state_module, "MAX_STEP_SECONDS", 0.0)
+    ambiguous = {"ebnf": 'root ::= root root root | root root | "a" | ""', "ignore_eos": True}
+    plain = {"temperature": 0.0, "max_new_tokens": 20}
+    failed, other = llm.generate(["a", PROMPTS[2]], [{**ambiguous, "max_new_tokens": 400}, plain])
+    reason = failed.meta_info["finish_reason"]
+    assert reason["type"] == "abort" and "its grammar takes too long" in reason["message"]
+    assert set(failed.text) == {"a"} and len(failed.output_ids) < 200
+    assert other.output_ids == llm.generate(PROMPTS[2], plain).output_ids
 
 
 def test_a_call_is_refused_as_a_whole(llm: LLM) -> None:

@@ -19,6 +19,7 @@ from forerun import LLM
 from forerun.attention.base import Mask
 from forerun.core.plan import PrefillChunk
 from forerun.executor.device_executor import device_step
+from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.memory import profiling_plans
 from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens, StepShape
 from forerun.executor.steps import EagerSteps
@@ -225,6 +226,7 @@ class PaddedPrefill(EagerSteps):
         chunks: Sequence[PrefillChunk],
         flags: SamplingFlags,
         logprobs: PrefillLogprobs | None = None,
+        grammars: GrammarBatch | None = None,
     ) -> PrefillTokens:
         (chunk,) = chunks
         assert chunk.last and chunk.num_tokens < 32

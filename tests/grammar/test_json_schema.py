@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from forerun.core.errors import RequestError
-from forerun.grammar.json_schema import check_schema, schemas_of_tag
+from forerun.grammar.json_schema import exact_schema, exact_tag, patterns, patterns_of_tag
 
 NUMBER = {"type": "integer"}
 
@@ -21,10 +22,13 @@ NUMBER = {"type": "integer"}
         ({"if": NUMBER, "then": NUMBER}, "if cannot"),
         ({"properties": {"a": {"not": {}}}}, "at #/properties/a: not"),
         ({"$defs": {"x": {"anyOf": [{}, {"not": {}}]}}}, "#/$defs/x/anyOf/1"),
-        ({"patternProperties": {"^a": {"not": {}}}}, "patternProperties"),
-        ({"items": {"dependentRequired": {"a": ["b"]}}}, "at #/items: dependentRequired"),
-        ({"additionalProperties": {"not": {}}}, "additionalProperties"),
-        ({"type": "number", "multipleOf": 0.5}, "integers only"),
+        ({"type": "object", "patternProperties": {"^a": {"not": {}}}}, "patternProperties/^a"),
+        (
+            {"type": "array", "items": {"dependentRequired": {"a": ["b"]}}},
+            "at #/items: dependentRequired",
+        ),
+        ({"type": "object", "additionalProperties": {"not": {}}}, "#/additionalProperties: not"),
+        ({"type": "number", "multipleOf": 0.5}, "for integers without bounds"),
         ({"type": "string", "pattern": "a", "minLength": 2}, "pattern with minLength"),
         ({"allOf": [NUMBER, {"minimum": 3}]}, "allOf with several"),
         ({"type": "integer", "anyOf": [{"minimum": 3}]}, "type beside anyOf"),
@@ -33,12 +37,21 @@ NUMBER = {"type": "integer"}
         ({"type": "string", "enum": ["a", 1]}, "type beside enum"),
         ({"type": "integer", "const": "a"}, "type beside const"),
         ({"enum": ["abc"], "minLength": 4}, "minLength beside enum"),
+        ({"minimum": 3}, "minimum needs a type"),
+        ({"properties": {"a": {}}, "minLength": 3}, "minLength needs a type"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "greater than maxLength"),
+        ({"type": "string", "minLength": 1.5}, "minLength must be an integer"),
+        ({"type": "string", "minLength": 1, "format": "date"}, "format with minLength"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 1}, "without bounds"),
+        ({"type": "object", "required": ["a"]}, "'a' is required and not among properties"),
+        ({"type": "object", "properties": {}, "propertyNames": {}}, "propertyNames with"),
+        ({"type": "object", "minProperties": 2}, "minProperties cannot be enforced"),
     ],
     ids=str,
 )
 def test_refuses_what_cannot_be_enforced(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as caught:
-        check_schema(schema)
+        exact_schema(schema)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -60,18 +73,36 @@ def test_refuses_what_cannot_be_enforced(schema: dict[str, Any], words: str) -> 
     ids=str,
 )
 def test_takes_what_can(schema: Any) -> None:
-    check_schema(schema)
+    assert exact_schema(schema) == schema
+
+
+def test_lengths_become_patterns() -> None:
+    """Beside lengths the compiler would allow control characters in strings."""
+    schema = {"properties": {"a": {"type": "string", "minLength": 2, "title": "x"}}}
+    inner = exact_schema(schema)["properties"]["a"]
+    assert inner.keys() == {"type", "title", "pattern"}
+    pattern = inner["pattern"]
+    for good in ("ab", "é😀x", "[]", "\u007f{}"):
+        assert re.fullmatch(pattern[1:-1], good)
+    for bad in ("a", 'a"b', "a\tb", "a\x1bb", "a\\b"):
+        assert not re.fullmatch(pattern[1:-1], bad)
+    assert schema["properties"]["a"]["minLength"] == 2  # not changed in place
 
 
 def test_patterns_are_found_wherever_they_are() -> None:
     schema = {
         "properties": {"pattern": {"pattern": "a+"}},
-        "patternProperties": {"^x": {"items": {"pattern": "b"}}},
+        "patternProperties": {"^x": {"type": "array", "items": {"pattern": "b"}}},
     }
-    assert sorted(check_schema(schema)) == ["^x", "a+", "b"]
+    assert sorted(patterns(schema)) == ["^x", "a+", "b"]
 
 
 def test_schemas_of_a_structural_tag() -> None:
     content = {"type": "json_schema", "json_schema": NUMBER}
     tag = {"format": {"tags": [{"content": content}, {"content": {"json_schema": {"x": 1}}}]}}
-    assert list(schemas_of_tag(tag)) == [NUMBER, {"x": 1}]
+    assert exact_tag(tag) == tag
+    tag["format"]["tags"].append({"json_schema": {"type": "string", "pattern": "a"}})
+    assert list(patterns_of_tag(exact_tag(tag))) == ["a"]
+    tag["format"]["tags"].append({"json_schema": {"not": {}}})
+    with pytest.raises(RequestError, match="not cannot"):
+        exact_tag(tag)

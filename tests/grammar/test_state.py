@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.core.grammar import Grammar
 from forerun.core.plan import SlotGrammar
+from forerun.grammar import state as module
 from forerun.grammar.bitmask import forbid, new_bitmask
 from forerun.grammar.state import GrammarState
 
@@ -146,6 +147,20 @@ def test_forbid() -> None:
     row[0], row[1] = 3, 0
     forbid(row, (0, 1))
     assert row.tolist() == [3, 0]  # nothing would be left
+
+
+def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(module, "MAX_STEP_SECONDS", 0.0)
+    state = state_of(Grammar("ebnf", 'root ::= root root root | root root | "a" | ""'))
+    (a,) = tokenizer()("a")["input_ids"]
+    for _ in range(60):
+        masks(state, [a] * 8)
+        if state.too_slow:
+            break
+        assert state.accept([a] * 8)
+    assert state.too_slow and not state.is_stuck and state.accept([a])
+    assert masks(state, [a]) == [ALL, ALL]
 
 
 def test_a_grammar_that_no_token_continues_is_stuck() -> None:

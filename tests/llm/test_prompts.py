@@ -64,6 +64,14 @@ def test_messages_without_content_go_to_the_template() -> None:
         chat_ids(tokenizer(), [ASK, call])  # its template joins strings
 
 
+def test_tools_reach_the_template() -> None:
+    function = {"type": "function", "function": {"name": "f"}}
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}|"
+    ids, _ = chat_ids(tokenizer(template), [ASK], tools=[function])
+    assert tokenizer().decode(ids[0]) == "f|"
+    assert rendered([ASK], template) == "|"
+
+
 @pytest.mark.parametrize(
     ("messages", "words"),
     [

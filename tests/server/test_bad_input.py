@@ -16,6 +16,7 @@ from tests.server.support import ENGINE, LONG, PROMPT, LiveServer, flags
 
 JSON = {"Content-Type": "application/json"}
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+RESPONSES = "/v1/responses"
 SECONDS = 2.0  # far more than an answer takes, also on a busy machine
 
 
@@ -82,8 +83,17 @@ BODIES: list[tuple[str, Any, str]] = [
     (
         CHAT,
         {"messages": ASKED, "tools": [{"type": "function"}]},
-        "tools is not supported yet",
+        "tools.0.function is missing",
     ),
+    (
+        CHAT,
+        {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "cannot read tool calls",
+    ),
+    (COMPLETIONS, {"prompt": "x", "tools": [{}]}, "tools belong to"),
+    (RESPONSES, {"input": "x", "store": True}, "nothing is stored"),
+    (RESPONSES, {"input": [5]}, "input"),
+    (RESPONSES, {"messages": ASKED}, "Unknown parameter 'messages'"),
     (GENERATE, {}, "either text or input_ids"),
     (GENERATE, {"text": "x", "input_ids": [1]}, "either text or input_ids"),
     (GENERATE, {"text": []}, "list of prompts is empty"),

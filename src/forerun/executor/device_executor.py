@@ -40,6 +40,7 @@ from forerun.speculative.base import HostTokens
 
 log = logging.getLogger("forerun")
 MISMATCH = "a token does not match the grammar; please report this."
+TOO_SLOW = "its grammar takes too long to follow; make it less ambiguous."
 NO_TOKEN = "no token of the vocabulary continues the output as its grammar demands."
 NOT_FINITE = "the target produced NaN or infinite logits; check its weights and the dtype."
 
@@ -374,6 +375,9 @@ class PendingDeviceStep:
         """The tokens before invalid logits, committed to the slot's grammar."""
         grammar, invalid = self.grammars.get(slot), INVALID_TOKEN in tokens
         valid = tokens[: tokens.index(INVALID_TOKEN)] if invalid else tokens
+        if grammar is not None and grammar.too_slow:
+            failed.append((slot, TOO_SLOW))
+            return []
         if grammar is not None and not grammar.accept(valid):
             log.error("slot %d: tokens %s do not match the grammar", slot, valid)
             failed.append((slot, MISMATCH))

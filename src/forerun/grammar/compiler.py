@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.core.errors import RequestError, shown
 from forerun.core.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
 from forerun.grammar.bitmask import allows_any, new_bitmask
-from forerun.grammar.json_schema import check_schema, schemas_of_tag
+from forerun.grammar.json_schema import exact_schema, exact_tag, patterns, patterns_of_tag
 from forerun.grammar.vocabulary import Vocabulary, VocabularySource, import_xgrammar
 
 if TYPE_CHECKING:
@@ -124,28 +124,18 @@ class GrammarCompiler:
         options: Any = {"max_threads": 1, "cache_enabled": False}
         compiler = xgrammar.GrammarCompiler(vocabulary.text, **options)
         if grammar.kind == JSON_SCHEMA:
-            self._check_schema(json.loads(text))
+            schema = exact_schema(json.loads(text))
+            _check_patterns(patterns(schema))
             spaces = self.options.any_whitespace
-            return partial(compiler.compile_json_schema, text, any_whitespace=spaces)
+            return partial(compiler.compile_json_schema, json.dumps(schema), any_whitespace=spaces)
         if grammar.kind == REGEX:
             return partial(compiler.compile_regex, text)
         if grammar.kind == EBNF:
             return partial(compiler.compile_grammar, text)
-        tag = _structural_tag(json.loads(text))
-        for schema in schemas_of_tag(tag):
-            self._check_schema(schema)
+        tag = exact_tag(_structural_tag(json.loads(text)))
+        _check_patterns(patterns_of_tag(tag))
         compiler = xgrammar.GrammarCompiler(vocabulary.full, **options)
         return partial(compiler.compile_structural_tag, tag)
-
-    def _check_schema(self, schema: Any) -> None:
-        """In schemas, the compiler ignores what it does not know in a regular expression."""
-        for pattern in check_schema(schema):
-            try:
-                import_xgrammar().Grammar.from_regex(pattern)
-            except RuntimeError as error:
-                raise RequestError(
-                    f"json_schema: the pattern {shown(pattern)} is not supported: {_reason(error)}."
-                ) from None
 
     def _evict(self, size: int) -> None:
         """Makes room for `size` bytes: drops the grammars used longest ago.
@@ -160,6 +150,17 @@ class GrammarCompiler:
                 return
             size -= sizes[key]
             del self._compiled[key]
+
+
+def _check_patterns(given: Iterable[str]) -> None:
+    """In schemas, the compiler ignores what it does not know in a regular expression."""
+    for pattern in given:
+        try:
+            import_xgrammar().Grammar.from_regex(pattern)
+        except RuntimeError as error:
+            raise RequestError(
+                f"json_schema: the pattern {shown(pattern)} is not supported: {_reason(error)}."
+            ) from None
 
 
 def _structural_tag(tag: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Refuses JSON schemas whose keywords the grammar compiler would ignore.
+"""Makes JSON schemas exact: an output that follows the grammar must validate.
 
-An output that follows the grammar would not have to validate then. Keywords that only describe a
-value (title, format, examples, ...) are ignored on purpose. `oneOf` is treated as `anyOf`.
+The grammar compiler ignores some keywords, and some combinations of others. Schemas that have them
+are refused with the place, or rewritten where that is possible. Keywords that only describe a value
+(title, examples, ...) are ignored on purpose. `oneOf` is treated as `anyOf`.
 """
 
 from __future__ import annotations
@@ -18,59 +19,93 @@ _NOT_ENFORCED = (
 )  # fmt: skip
 _ANNOTATIONS = {
     "$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "title", "description",
-    "default", "examples", "deprecated", "readOnly", "writeOnly", "format", "discriminator",
+    "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator",
     "contentEncoding", "contentMediaType",
 }  # fmt: skip
 _ALTERNATIVES = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # nothing beside them applies
+_OBJECT = {
+    "properties", "required", "additionalProperties", "patternProperties", "propertyNames",
+    "minProperties", "maxProperties", "unevaluatedProperties",
+}  # fmt: skip
+_LENGTHS = ("minLength", "maxLength")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_TYPED = _OBJECT | {
+    *_LENGTHS, *_BOUNDS, "pattern", "multipleOf", "items", "prefixItems", "minItems", "maxItems",
+}  # fmt: skip
+# What a string of JSON may hold without an escape. A dot would allow invalid UTF-8.
+_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
 
 
-def check_schema(schema: Any) -> list[str]:
-    """The regular expressions of a schema.
+def exact_schema(schema: Any, path: str = "#") -> Any:
+    """The schema as the compiler is to get it; at most `MAX_JSON_DEPTH` levels.
 
     Raises:
         RequestError: a keyword would be ignored.
     """
-    patterns = []
-    for path, part in _schemas(schema, "#"):
-        for problem in _problems(part):
-            raise RequestError(f"json_schema at {shown(path)[1:-1]}: {problem}.")
-        patterns += [part["pattern"]] if isinstance(part.get("pattern"), str) else []
-        if isinstance(part.get("patternProperties"), Mapping):
-            patterns += list(part["patternProperties"])
-    return patterns
+    if not isinstance(schema, Mapping):
+        return schema
+    for problem in _problems(schema):
+        raise RequestError(f"json_schema at {shown(path)[1:-1]}: {problem}.")
+    exact = dict(schema)
+    for key in exact.keys() & {*_SCHEMAS}:
+        exact[key] = exact_schema(exact[key], f"{path}/{key}")
+    for key in exact.keys() & {*_LISTS}:
+        if isinstance(exact[key], list):
+            parts = enumerate(exact[key])
+            exact[key] = [exact_schema(part, f"{path}/{key}/{i}") for i, part in parts]
+    for key in exact.keys() & {*_OF_SCHEMAS}:
+        if isinstance(exact[key], Mapping):
+            named = exact[key].items()
+            exact[key] = {name: exact_schema(part, f"{path}/{key}/{name}") for name, part in named}
+    return _with_length_pattern(exact)
 
 
-def schemas_of_tag(tag: Any) -> Iterator[Any]:
-    """The JSON schemas in a structural tag."""
-    if isinstance(tag, Mapping):
-        for key, value in tag.items():
-            if key == "json_schema" and isinstance(value, Mapping):
-                yield value
-            else:
-                yield from schemas_of_tag(value)
-    elif isinstance(tag, list):
-        for value in tag:
-            yield from schemas_of_tag(value)
-
-
-def _schemas(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every schema object with its path; at most `MAX_JSON_DEPTH` levels."""
+def patterns(schema: Any) -> Iterator[str]:
+    """The regular expressions of a schema, from `exact_schema`."""
     if not isinstance(schema, Mapping):
         return
-    yield path, schema
-    for key in _SCHEMAS:
-        yield from _schemas(schema.get(key), f"{path}/{key}")
+    if isinstance(schema.get("pattern"), str):
+        yield schema["pattern"]
+    if isinstance(schema.get("patternProperties"), Mapping):
+        yield from schema["patternProperties"]
+    inner = [schema.get(key) for key in _SCHEMAS]
     for key in _LISTS:
-        parts = schema.get(key)
-        for i, part in enumerate(parts if isinstance(parts, list) else ()):
-            yield from _schemas(part, f"{path}/{key}/{i}")
+        inner += schema[key] if isinstance(schema.get(key), list) else []
     for key in _OF_SCHEMAS:
-        named = schema.get(key)
-        for name, part in named.items() if isinstance(named, Mapping) else ():
-            yield from _schemas(part, f"{path}/{key}/{name}")
+        inner += schema[key].values() if isinstance(schema.get(key), Mapping) else []
+    for part in inner:
+        yield from patterns(part)
+
+
+def exact_tag(tag: Any) -> Any:
+    """A structural tag with its JSON schemas as the compiler is to get them."""
+    if isinstance(tag, Mapping):
+        return {
+            key: exact_schema(value) if key == "json_schema" else exact_tag(value)
+            for key, value in tag.items()
+        }
+    return [exact_tag(value) for value in tag] if isinstance(tag, list) else tag
+
+
+def patterns_of_tag(tag: Any) -> Iterator[str]:
+    """The regular expressions of the JSON schemas in a structural tag."""
+    if isinstance(tag, Mapping):
+        for key, value in tag.items():
+            yield from patterns(value) if key == "json_schema" else patterns_of_tag(value)
+    elif isinstance(tag, list):
+        for value in tag:
+            yield from patterns_of_tag(value)
+
+
+def _with_length_pattern(schema: dict[str, Any]) -> dict[str, Any]:
+    """Lengths as a pattern: the compiler would allow control characters beside them."""
+    if not schema.keys() & {*_LENGTHS}:
+        return schema
+    low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
+    return {**schema, "pattern": f"^{_CHARACTER}{{{low},{high}}}$"}
 
 
 def _problems(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -82,11 +117,44 @@ def _problems(schema: Mapping[str, Any]) -> Iterator[str]:
         yield f"$ref must be '#' or begin with '#/', got {shown(reference)}"
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield "allOf with several schemas cannot be enforced; merge them"
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        yield "pattern with minLength or maxLength cannot be enforced; put the length into it"
-    if "multipleOf" in schema and schema.get("type") != "integer":
-        yield "multipleOf can be enforced for integers only; remove it"
     yield from _beside_alternatives(schema)
+    yield from _of_strings(schema)
+    yield from _of_objects(schema)
+    if "multipleOf" in schema and (schema.get("type") != "integer" or schema.keys() & {*_BOUNDS}):
+        yield "multipleOf can be enforced for integers without bounds only; remove it"
+    # Without a type, objects are assumed where properties are given.
+    untyped = schema.keys() & (_TYPED - (_OBJECT if "properties" in schema else set()))
+    if "type" not in schema and untyped:
+        yield f"{min(untyped)} needs a type beside it"
+
+
+def _of_strings(schema: Mapping[str, Any]) -> Iterator[str]:
+    lengths = [key for key in _LENGTHS if key in schema]
+    for key in lengths:
+        if type(schema[key]) is not int or schema[key] < 0:
+            yield f"{key} must be an integer >= 0, got {shown(schema[key])}"
+    if lengths and schema.get("minLength", 0) > schema.get("maxLength", schema.get("minLength", 0)):
+        yield "minLength is greater than maxLength"
+    for other in ("pattern", "format"):
+        if other in schema and lengths:
+            yield f"{other} with {lengths[0]} cannot be enforced; put the length into a pattern"
+    if "pattern" in schema and "format" in schema:
+        yield "pattern with format cannot be enforced; remove one of them"
+
+
+def _of_objects(schema: Mapping[str, Any]) -> Iterator[str]:
+    declared, required = schema.get("properties", {}), schema.get("required", [])
+    if isinstance(declared, Mapping) and isinstance(required, list):
+        for name in required:
+            if name not in declared:
+                yield f"{shown(name)} is required and not among properties; declare it there"
+    free = "properties" not in schema or schema.get("additionalProperties", False) is not False
+    free = free or bool(schema.keys() & {"patternProperties", "unevaluatedProperties"})
+    if free and schema.get("minProperties", 0) not in (0, 1):
+        yield "minProperties cannot be enforced beside undeclared properties; remove it"
+    others = sorted(schema.keys() & (_OBJECT - {"propertyNames", "required"}))
+    if "propertyNames" in schema and others:
+        yield f"propertyNames with {others[0]} cannot be enforced; remove one of them"
 
 
 def _beside_alternatives(schema: Mapping[str, Any]) -> Iterator[str]:

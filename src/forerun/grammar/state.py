@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,10 @@ from forerun.grammar.compiler import GrammarCompiler
 
 if TYPE_CHECKING:
     import xgrammar
+
+# CPU time for one request: in all, and on top of that for every step. In an ambiguous grammar a
+# token takes longer the longer the output is; usual ones take a hundredth of this.
+MAX_SECONDS, MAX_STEP_SECONDS = 2.0, 0.05
 
 
 @dataclass
@@ -29,6 +34,8 @@ class GrammarState:
     vocab_size: int
     matcher: xgrammar.GrammarMatcher
     num_tokens: int = 0  # committed output tokens
+    seconds: float = 0.0  # of CPU time so far
+    num_steps: int = 0
 
     @classmethod
     def of(
@@ -49,18 +56,31 @@ class GrammarState:
 
     def accept(self, tokens: Sequence[int]) -> bool:
         """Commits tokens, up to the end of the grammar; False: one of them does not match."""
+        begin = time.thread_time()
         for token in tokens:
-            if self.matcher.is_terminated():
-                return True
+            if self.too_slow or self.matcher.is_terminated():
+                break
             if not self.matcher.accept_token(token):
                 return False
             self.num_tokens += 1
+            begin = self._count(begin)
         return True
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether it has taken too long. Then its masks are incomplete."""
+        return self.seconds > MAX_SECONDS + MAX_STEP_SECONDS * self.num_steps
+
+    def _count(self, begin: float) -> float:
+        """Adds the time since `begin`; returns the time now."""
+        now = time.thread_time()
+        self.seconds += now - begin
+        return now
 
     @property
     def is_stuck(self) -> bool:
         """Whether the grammar needs more text, and no token of the vocabulary continues it."""
-        if self.matcher.is_terminated():
+        if self.too_slow or self.matcher.is_terminated():
             return False
         row = new_bitmask(1, self.vocab_size)
         return self._fill(row, 0, 0) and not allows_any(row[0])
@@ -83,11 +103,16 @@ class GrammarState:
             Of every node, its row; -1: every token is allowed, or the node cannot be reached.
         """
         rows = [-1] * (len(candidates) + 1)
-        if self.matcher.is_terminated():
+        if self.too_slow or self.matcher.is_terminated():
             return rows
+        self.num_steps += 1
+        begin = time.thread_time()
         for node, depth in self._visit(candidates, parents):
             if self._fill(bitmask, first, depth):
                 rows[node], first = first, first + 1
+            begin = self._count(begin)
+            if self.too_slow:
+                break
         return rows
 
     def _visit(

@@ -64,12 +64,16 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
 
 
 def chat_ids(
-    tokenizer: Any, messages: Any, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    messages: Any,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[list[int]], bool]:
     """Token ids of conversations in the chat template, and whether it was a single one.
 
     Args:
         template_kwargs: variables of the template.
+        tools: functions that may be called, in OpenAI's form.
 
     Raises:
         RequestError: invalid messages, or the template refuses them.
@@ -83,7 +87,10 @@ def chat_ids(
         raise RequestError("messages is empty; give at least one message.")
     single = not isinstance(messages[0], list | tuple)
     conversations = [messages] if single else messages
-    return [_render(tokenizer, c, variables) for c in conversations], single
+    if tools:
+        variables["tools"] = list(tools)
+    texts = [chat_text(tokenizer, c, variables) for c in conversations]
+    return [encode(tokenizer, text, add_special_tokens=False) for text in texts], single
 
 
 def _template_variables(tokenizer: Any, given: Any) -> dict[str, Any]:
@@ -100,7 +107,12 @@ def _template_variables(tokenizer: Any, given: Any) -> dict[str, Any]:
     return {str(name): value for name, value in given.items()}
 
 
-def _render(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -> list[int]:
+def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -> str:
+    """A conversation in the chat template, up to where the answer begins.
+
+    Raises:
+        RequestError: as `chat_ids`.
+    """
     import jinja2  # what transformers renders templates with
 
     if not isinstance(conversation, list | tuple) or not conversation:
@@ -109,17 +121,19 @@ def _render(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -> 
         )
     messages = [_message(message) for message in conversation]
     try:
-        text = tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **variables
         )
+        return text
     # There is no template, or it refuses these messages or cannot render them.
-    except (ValueError, TypeError, LookupError, AttributeError, jinja2.TemplateError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, RecursionError, jinja2.TemplateError
+    ) as error:  # fmt: skip
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise RequestError(
             f"The chat template does not take these messages: {reason[:200]} Use generate for"
             " plain text."
         ) from error
-    return encode(tokenizer, text, add_special_tokens=False)
 
 
 def _message(message: Any) -> dict[str, Any]:

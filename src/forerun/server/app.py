@@ -28,6 +28,7 @@ from forerun.server.observe import Observe
 from forerun.server.page import page_router
 from forerun.server.prometheus import prometheus_router
 from forerun.server.request_log import RequestLog
+from forerun.server.responses import responses_router
 from forerun.server.service import Service
 from forerun.server.tokenize import tokenize_router
 
@@ -41,6 +42,7 @@ def build_app(service: Service) -> ASGIApp:
         models_router(service),
         completions_router(service),
         chat_router(service),
+        responses_router(service),
         native_router(service),
         tokenize_router(service),
         control_router(service),

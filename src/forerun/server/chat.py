@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -12,13 +12,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from forerun.core.request import FinishReason
+from forerun.server.chat_message import ChatMessage
+from forerun.server.conversation import Ask, Conversation, News
 from forerun.server.errors import json_response
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.logprobs import chat_logprobs
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import ChatRequest
-from forerun.server.service import Prompt, Service
+from forerun.server.service import Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
+from forerun.server.tools import tool_use
 from forerun.server.usage import usage
 
 
@@ -41,8 +44,10 @@ def chat_router(service: Service) -> APIRouter:
 class _Chat:
     """One request: its generations, and what its answers have in common."""
 
-    def __init__(self, service: Service, body: ChatRequest, call: Call) -> None:
-        self._service, self._body, self.call = service, body, call
+    def __init__(self, service: Service, body: ChatRequest, conversation: Conversation) -> None:
+        self._text = service.text
+        self._body, self._conversation = body, conversation
+        self._messages = {g: ChatMessage() for g in conversation.call.generations}
         self._head = {
             "id": f"chatcmpl-{uuid4().hex}",
             "created": int(time.time()),
@@ -51,37 +56,47 @@ class _Chat:
 
     @classmethod
     async def start(cls, service: Service, body: ChatRequest) -> _Chat:
-        variables = body.chat_template_kwargs or {}
-        ids = await service.text.chat(body.messages, variables, service.max_prompt_tokens)
-        limit = body.max_new_tokens
-        if limit is None:  # OpenAI's default: up to the end of the context
-            limit = service.engine.factory.max_new_tokens(len(ids))
-        prompt = Prompt(ids, body.sampling(limit), body.num_samples, logprobs=body.logprob_params)
-        return cls(service, body, await service.start([prompt], bool(body.stream)))
+        functions = [tool.function for tool in body.tools or ()]
+        ask = Ask(
+            messages=body.messages,
+            variables=body.chat_template_kwargs or {},
+            tools=tool_use(functions, body.tool_choice, body.parallel_tool_calls, service.format),
+            sampling=body.sampling,
+            max_new_tokens=body.max_new_tokens,
+            n=body.num_samples,
+            stream=bool(body.stream),
+            logprobs=body.logprob_params,
+            separate_reasoning=body.separate_reasoning is not False,
+            include_reasoning=body.include_reasoning is not False,
+        )
+        return cls(service, body, await Conversation.start(service, ask))
+
+    @property
+    def call(self) -> Call:
+        return self._conversation.call
 
     async def whole(self) -> Response:
-        call, body = self.call, self._body
+        with_reasoning = self._conversation.reads_reasoning
         choices = []
-        outputs = await self._service.outputs(call)
-        for generation, output in zip(call.generations, outputs, strict=True):
-            message = {"role": "assistant", "content": output.text}
+        for generation, output, events in await self._conversation.whole():
+            message = self._messages[generation].whole(events, with_reasoning)
             finish = generation.record.finish
             choice = self._choice(generation, output.output_ids, finish, {"message": message})
-            choice["logprobs"] = await self._service.text.run(partial(self._logprobs, generation))
+            choice["logprobs"] = await self._text.run(partial(self._logprobs, generation))
             choices.append(choice)
         answer = {**self._head, "object": "chat.completion", "choices": choices}
-        answer["usage"] = usage(call.generations, bool(body.return_spec_info))
-        if body.return_token_ids:
-            answer["prompt_token_ids"] = list(call.generations[0].record.prompt)
-        return await self._service.text.run(partial(json_response, answer))
+        answer["usage"] = self._usage(self.call.generations)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = list(self.call.generations[0].record.prompt)
+        return await self._text.run(partial(json_response, answer))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        call, body = self.call, self._body
-        yield b"".join(event(self._first_chunk(generation)) for generation in call.generations)
-        async for taken in call.parts():
-            yield b"".join(event(self._chunk(generation, part)) for generation, part in taken)
-        if body.include_usage:
-            counts = usage(call.generations, bool(body.return_spec_info))
+        generations = self.call.generations
+        yield b"".join(event(self._first_chunk(generation)) for generation in generations)
+        async for news in self._conversation.parts():
+            yield b"".join(event(self._chunk(one)) for one in news)
+        if self._body.include_usage:
+            counts = self._usage(generations)
             yield event({**self._chunk_head, "choices": [], "usage": counts})
         yield DONE
 
@@ -102,15 +117,16 @@ class _Chat:
             chunk["prompt_token_ids"] = list(generation.record.prompt)
         return self._with_usage(chunk, generation)
 
-    def _chunk(self, generation: Generation, part: Part) -> dict[str, Any]:
-        delta = {"content": part.text} if part.text else {}
+    def _chunk(self, news: News) -> dict[str, Any]:
+        generation, part, events = news
+        delta = self._messages[generation].delta(events)
         choice = self._choice(generation, part.token_ids, part.finish, {"delta": delta})
         choice["logprobs"] = self._logprobs(generation, part)
         return self._with_usage({**self._chunk_head, "choices": [choice]}, generation)
 
     def _with_usage(self, chunk: dict[str, Any], generation: Generation) -> dict[str, Any]:
         if self._body.continuous_usage:
-            chunk["usage"] = usage([generation], bool(self._body.return_spec_info))
+            chunk["usage"] = self._usage([generation])
         elif self._body.include_usage:
             chunk["usage"] = None
         return chunk
@@ -120,7 +136,13 @@ class _Chat:
         tokens = generation.scored_tokens(part)
         if generation.record.logprobs is None or (part is not None and not tokens):
             return None
-        return chat_logprobs(tokens, self._service.text.token_bytes())
+        return chat_logprobs(tokens, self._text.token_bytes())
+
+    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        conversation, spec_info = self._conversation, bool(self._body.return_spec_info)
+        if not conversation.reads_reasoning:
+            return usage(generations, spec_info)
+        return usage(generations, spec_info, conversation.reasoning_tokens(generations))
 
     def _choice(
         self,
@@ -134,7 +156,7 @@ class _Chat:
             "index": generation.index,
             **content,
             "logprobs": None,
-            "finish_reason": finish.type if finish is not None else None,
+            "finish_reason": self._messages[generation].finish_reason(finish),
             "matched_stop": finish.matched if finish is not None else None,
         }
         if self._body.return_token_ids:

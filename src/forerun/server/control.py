@@ -14,8 +14,8 @@ from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.engine_client import EngineState
 from forerun.server.errors import ApiError, EngineUnavailable, json_response
-from forerun.server.openai_protocol import StrictModel
 from forerun.server.service import Prompt, Service
+from forerun.server.strict_model import StrictModel
 
 HEALTH_SECONDS = 20.0  # in which one token must come
 
@@ -115,7 +115,7 @@ def _add_information(router: APIRouter, service: Service) -> None:
                 "max_req_input_len": info.limits.context_length - 1,
                 "engine_pid": engine.pid,
                 "engine_restarts": engine.restarts,
-                "explain": info.explain,
+                "explain": service.explain,
                 "internal_states": [state],
             }
         )

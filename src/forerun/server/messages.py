@@ -31,8 +31,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     rid: str
     prompt: list[int]
     params: SamplingParams
-    logprobs: LogprobParams | None = None  # that it returns
     trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
+    logprobs: LogprobParams | None = None  # that it returns
 
 
 class Submit(_Message, frozen=True):

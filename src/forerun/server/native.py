@@ -20,9 +20,10 @@ from forerun.llm.token_bytes import TokenBytes
 from forerun.server.errors import json_response
 from forerun.server.generation import Call, Generation
 from forerun.server.logprobs import with_texts
-from forerun.server.openai_protocol import StreamOptions, StrictModel, Unsupported
+from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
+from forerun.server.strict_model import StrictModel, Unsupported
 
 _TEXT_ONLY = "the input is text or token ids only"
 

@@ -6,23 +6,17 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.errors import RequestError
 from forerun.core.grammar import KINDS
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.response_format import grammar_of_format
+from forerun.server.strict_model import StrictModel, Unsupported, invalid
+from forerun.server.tools import Tool
 
 # Sent by many clients; nothing here depends on them.
 IGNORED = (
@@ -30,17 +24,17 @@ IGNORED = (
     "prompt_cache_retention", "parallel_tool_calls",
 )  # fmt: skip
 
-_NO_TOOLS = "there are no tools; describe them in the prompt"
+_NO_TOOLS = "tools belong to /v1/chat/completions and /v1/responses"
 _TEXT_ONLY = "the output is text only"
-# Name → the values that change nothing and are accepted, and why others are refused.
-Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
+# Values that change nothing are accepted.
 UNSUPPORTED: Unsupported = {
     "top_logprobs": ((0,), "a completion's logprobs is their number"),
     "prompt_logprobs": ((), "use echo and logprobs, or logprob_start_len of /generate"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), "it is called tools now"),
+    "function_call": (("none", "auto"), "it is called tool_choice now"),
+    "stream_reasoning": ((True,), "reasoning is streamed as the rest is; join its deltas"),
     "reasoning_effort": ((), "use chat_template_kwargs for what the model's template takes"),
     "verbosity": ((), "ask for it in the prompt"),
     "modalities": ((["text"],), _TEXT_ONLY),
@@ -52,51 +46,39 @@ UNSUPPORTED: Unsupported = {
 }
 
 
-class StrictModel(BaseModel):
-    """No conversions, no NaN, no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    unsupported: ClassVar[Unsupported] = {}
-    ignored: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name in cls.unsupported:
-                _check_neutral(name, value, *cls.unsupported[name])
-            elif name not in cls.ignored:
-                message = f"Unknown parameter {shown(name)}.{nearest(name, cls.model_fields)}"
-                raise _invalid(message)
-        return kept
-
-
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], reason: str) -> None:
-    if value is not None and value not in neutral:
-        raise _invalid(f"{name} is not supported yet, got {shown(value)}: {reason}.")
-
-
-def _invalid(message: str) -> PydanticCustomError:
-    return PydanticCustomError("parameter", "{message}", {"message": message})
-
-
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # nothing is padded here
     continuous_usage_stats: bool | None = None
 
 
-# Parameters here → those of `SamplingParams`.
+# Parameter → field of `SamplingParams`.
 _SAMPLING = {name: name for name in (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
     "skip_special_tokens", "speculative", "max_draft_tokens", *KINDS,
-)} | {"seed": "sampling_seed"}  # fmt: skip
+)} | {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}  # fmt: skip
+_CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_tokens
+
+
+def sampling_params(
+    body: StrictModel, max_new_tokens: int, grammar: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """Of a request's parameters that are in `_SAMPLING`; those not given have defaults.
+
+    Args:
+        grammar: of `response_format`.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    given = {_SAMPLING[name]: value for name, value in body if name in _SAMPLING}
+    known = {name: value for name, value in given.items() if value is not None}
+    for name, value in (grammar or {}).items():
+        if name in known:
+            raise RequestError(f"response_format and {name} are set; give one.")
+        known[name] = value
+    return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
 
 
 class _Common(StrictModel):
@@ -142,7 +124,7 @@ class _Common(StrictModel):
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
 
-    @field_validator("response_format", *_SAMPLING)
+    @field_validator("response_format", *_CHECKED)
     @classmethod
     def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses a value by itself, so that the error names its parameter."""
@@ -152,7 +134,7 @@ class _Common(StrictModel):
                 one = {_SAMPLING[name]: value} if name in _SAMPLING else grammar_of_format(value)
                 SamplingParams.of(one)
             except RequestError as error:
-                raise _invalid(str(error)) from None
+                raise invalid(str(error)) from None
         return value
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
@@ -161,14 +143,7 @@ class _Common(StrictModel):
         Raises:
             RequestError: a value is out of range.
         """
-        given = {_SAMPLING[name]: value for name, value in self if name in _SAMPLING}
-        given |= {"min_new_tokens": self.min_tokens, "max_new_tokens": max_new_tokens}
-        known = {name: value for name, value in given.items() if value is not None}
-        for name, value in grammar_of_format(self.response_format).items():
-            if name in known:
-                raise RequestError(f"response_format and {name} are set; give one.")
-            known[name] = value
-        return SamplingParams.of(known)
+        return sampling_params(self, max_new_tokens, grammar_of_format(self.response_format))
 
     @property
     def num_samples(self) -> int:
@@ -215,7 +190,7 @@ class CompletionRequest(_Common):
     @model_validator(mode="after")
     def _prompts_given(self) -> CompletionRequest:
         if isinstance(self.prompt, list) and not self.prompt:
-            raise _invalid("prompt is an empty list; give at least one prompt.")
+            raise invalid("prompt is an empty list; give at least one prompt.")
         return self
 
 
@@ -231,12 +206,19 @@ class ChatRequest(_Common):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template"
     )
+    tools: list[Tool] | None = Field(None, description="Functions that may be called")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
+    separate_reasoning: bool | None = Field(
+        None, description="False: reasoning stays in the content, with its markers"
+    )
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out")
 
     @field_validator("top_logprobs")
     @classmethod
     def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
-            raise _invalid("top_logprobs is set without logprobs; set logprobs to true.")
+            raise invalid("top_logprobs is set without logprobs; set logprobs to true.")
         return value
 
     @property

@@ -153,7 +153,7 @@ class _Run:
                 serving.result()
             host, port = bound.getsockname()[:2]
             url = self._service.settings.url(host, port)
-            self._on_ready(url, self._engine.info.explain)
+            self._on_ready(url, self._service.explain)
             await self._first(serving, gave_up)
             if gave_up.done():
                 log.critical("%s The server ends.", gave_up.result())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 from uuid import uuid4
 
 from forerun.core.errors import RequestError, shown
@@ -16,6 +17,7 @@ from forerun.server.errors import EngineUnavailable
 from forerun.server.exchange import current_exchange
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.limits import check_queue
+from forerun.server.output_format import OutputFormat, choose_format
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 from forerun.server.tracing import ServerTracing
@@ -45,6 +47,18 @@ class Service:
     tracing: ServerTracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # a signal to stop has come: nothing new is taken
+    format: OutputFormat = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.format = choose_format(
+            settings.tool_call_parser, settings.reasoning_parser, self.text.tokenizer
+        )
+
+    @property
+    def explain(self) -> dict[str, Any]:
+        """What was chosen at start, and why."""
+        return {**self.engine.info.explain, **dict(self.format.explain)}
 
     @property
     def model_name(self) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from forerun.core.checks import of_type
-from forerun.core.errors import ConfigError, shown
+from forerun.core.errors import ConfigError, nearest, shown
 from forerun.server.logs import LOG_FORMATS
+from forerun.server.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
 API_KEY_VARIABLE = "FORERUN_API_KEY"
+_TOOL_PARSERS = ", ".join((*TOOL_PARSERS, NONE))
+_REASONING_PARSERS = ", ".join((*REASONING_PARSERS, NONE))
 
 
 def _setting(default: Any, help: str, kind: type = str) -> Any:
@@ -33,6 +36,12 @@ class ServerSettings:
     )
     served_model_name: str | None = _setting(
         None, "Name of the model in the OpenAI API; default: model_path"
+    )
+    tool_call_parser: str = _setting(
+        AUTO, f"Format of tool calls: {_TOOL_PARSERS}; auto: as the chat template writes them"
+    )
+    reasoning_parser: str = _setting(
+        AUTO, f"Format of reasoning: {_REASONING_PARSERS}; auto: as the chat template shows it"
     )
     max_body_bytes: int = _setting(32 * 2**20, "Largest body of a request", int)
     max_n: int = _setting(128, "Most completions per prompt", int)
@@ -75,6 +84,8 @@ class ServerSettings:
             raise ConfigError(f"max_queued_requests must be >= 0, got {self.max_queued_requests}.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout must be > 0, got {self.request_timeout}.")
+        _check_name("tool_call_parser", self.tool_call_parser, TOOL_PARSERS)
+        _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         self._check_log()
         self._check_key()
         self._check_tls()
@@ -126,6 +137,14 @@ class ServerSettings:
         """Of the server, which listens on this address."""
         scheme = "https" if self.ssl_certfile else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _check_name(setting: str, name: str, parsers: Collection[str]) -> None:
+    known = (AUTO, NONE, *parsers)
+    if name not in known:
+        raise ConfigError(
+            f"{setting} must be one of {', '.join(known)}, got {shown(name)}.{nearest(name, known)}"
+        )
 
 
 assert all(f.default is not MISSING for f in ServerSettings.specs())

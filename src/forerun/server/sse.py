@@ -29,6 +29,11 @@ def event(value: Any) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One server-sent event with a name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 class EventStream(Response):
     """Server-sent events. An error becomes the last event; a client that leaves ends the source.
 

@@ -23,7 +23,7 @@ class TextService:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: None with `skip_tokenizer_init`; then only token ids are served."""
         self.tokenizer = tokenizer
-        self._token_bytes = TokenBytes(tokenizer) if tokenizer is not None else None
+        self._token_bytes: TokenBytes | None = None  # made when it is asked for
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forerun-text")
         longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._longest_token = longest  # characters
@@ -51,9 +51,16 @@ class TextService:
         return ids
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], max_tokens: int
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        max_tokens: int,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Token ids of a conversation in the chat template.
+
+        Args:
+            tools: functions that may be called.
 
         Raises:
             RequestError: as `encode`; or the template refuses the messages.
@@ -61,7 +68,7 @@ class TextService:
         tokenizer = self._need("chat")
         length = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
         self._check_length(length, max_tokens)
-        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables))
+        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables, tools))
         return ids[0]
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -79,11 +86,13 @@ class TextService:
         Raises:
             RequestError: there is no tokenizer.
         """
-        if self._token_bytes is None:
+        if self.tokenizer is None:
             raise RequestError(
                 "The server runs with --skip-tokenizer-init, so log-probabilities have no texts;"
                 " use /generate, which returns token ids."
             )
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self.tokenizer)
         return self._token_bytes
 
     async def run(self, function: Callable[[], T]) -> T:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 from forerun.core.errors import RequestError
 from forerun.server.errors import json_response
 from forerun.server.models import check_model
-from forerun.server.openai_protocol import StrictModel, Unsupported
 from forerun.server.service import Service
+from forerun.server.strict_model import StrictModel, Unsupported
 
 
 class TokenizeRequest(StrictModel):

@@ -9,11 +9,14 @@ from forerun.llm.output import meta_info
 from forerun.server.generation import Generation
 
 
-def usage(generations: Sequence[Generation], spec_info: bool) -> dict[str, Any]:
+def usage(
+    generations: Sequence[Generation], spec_info: bool, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
     """Token counts; the samples of a prompt share it.
 
     Args:
         spec_info: with figures of speculation, in `completion_tokens_details`.
+        reasoning_tokens: None: reasoning is not told apart.
     """
     firsts = [generation for generation in generations if generation.index == 0]
     prompt = sum(len(generation.record.prompt) for generation in firsts)
@@ -26,9 +29,10 @@ def usage(generations: Sequence[Generation], spec_info: bool) -> dict[str, Any]:
             "cached_tokens": sum(generation.record.cached_tokens for generation in firsts)
         },
     }
+    details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
     if spec_info:
-        out["completion_tokens_details"] = _spec_info(generations, completion)
-    return out
+        details |= _spec_info(generations, completion)
+    return {**out, "completion_tokens_details": details} if details else out
 
 
 def _spec_info(generations: Sequence[Generation], completion: int) -> dict[str, Any]:

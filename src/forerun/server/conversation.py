@@ -1,0 +1,169 @@
+"""Answers to a conversation: from messages and tools to text, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from forerun.core.logprobs import LogprobParams
+from forerun.core.sampling_params import SamplingParams
+from forerun.llm.output import RequestOutput
+from forerun.server.generation import Call, Generation, Part
+from forerun.server.output_format import TAIL_TOKENS, OutputFormat
+from forerun.server.parsers.events import (
+    Arguments,
+    CallBroken,
+    CallEnd,
+    CallStart,
+    Event,
+    Reasoning,
+)
+from forerun.server.parsers.output import OutputParser
+from forerun.server.service import Prompt, Service
+from forerun.server.tools import ToolUse, template_messages
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A conversation to continue."""
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]  # of the chat template
+    tools: ToolUse
+    sampling: Callable[[int], SamplingParams]  # from the most new tokens
+    max_new_tokens: int | None  # None: up to the end of the context
+    n: int = 1
+    stream: bool = False
+    separate_reasoning: bool = True  # False: it is text, with its markers
+    include_reasoning: bool = True
+    logprobs: LogprobParams | None = None
+
+
+class Answered(NamedTuple):
+    """A generation that has ended."""
+
+    generation: Generation
+    output: RequestOutput
+    events: list[Event]
+
+
+class News(NamedTuple):
+    """What was added to a generation."""
+
+    generation: Generation
+    part: Part
+    events: list[Event]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The generations that answer a conversation, and what they have brought."""
+
+    call: Call
+    _service: Service
+    _ask: Ask
+    _format: OutputFormat
+    _opened: bool | None  # the outputs begin with reasoning; None: it is not parsed
+    _shows_special: bool  # special tokens are in the text for the parser only
+    _readers: dict[Generation, _Reader] = field(default_factory=dict)
+
+    @classmethod
+    async def start(cls, service: Service, ask: Ask) -> Conversation:
+        """
+        Raises:
+            RequestError: the conversation cannot be served.
+            ApiError: as `Service.start`.
+        """
+        form = service.format
+        messages = template_messages(ask.messages, form.style)
+        limit = service.max_prompt_tokens
+        ids = await service.text.chat(messages, ask.variables, limit, ask.tools.definitions)
+        opened = None
+        if form.reasoning is not None and ask.separate_reasoning:
+            opened = form.begins_in_reasoning(await service.text.decode(ids[-TAIL_TOKENS:]))
+        most = ask.max_new_tokens
+        params = ask.sampling(
+            service.engine.factory.max_new_tokens(len(ids)) if most is None else most
+        )
+        shows_special = bool(ask.tools.names) and form.special and params.skip_special_tokens
+        if shows_special:
+            params = replace(params, skip_special_tokens=False)
+        call = await service.start([Prompt(ids, params, ask.n, logprobs=ask.logprobs)], ask.stream)
+        return cls(call, service, ask, form, opened, shows_special)
+
+    @property
+    def reads_reasoning(self) -> bool:
+        return self._format.reasoning is not None and self._ask.separate_reasoning
+
+    def reasoning_tokens(self, generations: Sequence[Generation]) -> int:
+        """Tokens of reasoning so far."""
+        return sum(
+            self._format.reasoning_tokens(g.record.output, self._opened) for g in generations
+        )
+
+    async def whole(self) -> list[Answered]:
+        """Waits for all generations.
+
+        Raises:
+            ApiError: as `Call.wait`.
+        """
+        outputs = await self._service.outputs(self.call)
+        pairs = list(zip(self.call.generations, outputs, strict=True))
+        return await self._service.text.run(
+            lambda: [
+                Answered(g, output, self._events(g, output.text, ended=True)) for g, output in pairs
+            ]
+        )
+
+    async def parts(self) -> AsyncIterator[list[News]]:
+        """As `Call.parts`."""
+        async for taken in self.call.parts():
+            yield [
+                News(g, part, self._events(g, part.text, part.finish is not None))
+                for g, part in taken
+            ]
+
+    def _events(self, generation: Generation, text: str, ended: bool) -> list[Event]:
+        reader = self._readers.get(generation)
+        if reader is None:
+            parser = self._format.parser(self._opened, self._ask.tools.names)
+            reader = self._readers[generation] = _Reader(parser, self._ask)
+        if ended and self._shows_special:
+            text = text.removesuffix(self._stop_token(generation))
+        return reader.read(text, ended)
+
+    def _stop_token(self, generation: Generation) -> str:
+        """The text of the token that ended a generation."""
+        finish, tokenizer = generation.record.finish, self._service.text.tokenizer
+        if finish is None or not isinstance(finish.matched, int):
+            return ""
+        text: str = tokenizer.decode([finish.matched], skip_special_tokens=False)
+        return text
+
+
+class _Reader:
+    """What a client asked for of the events of one output."""
+
+    def __init__(self, parser: OutputParser, ask: Ask) -> None:
+        self._parser, self._ask = parser, ask
+        self._calls = 0  # complete ones
+        self._skips = False  # inside a call that was not asked for
+
+    def read(self, text: str, ended: bool) -> list[Event]:
+        events = self._parser.feed(text)
+        if ended:
+            events += self._parser.finish()
+        return list(self._wanted(events))
+
+    def _wanted(self, events: list[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Reasoning) and not self._ask.include_reasoning:
+                continue
+            if isinstance(event, CallStart) and self._calls and not self._ask.tools.parallel:
+                self._skips = True
+            if self._skips and isinstance(event, CallStart | Arguments | CallEnd | CallBroken):
+                self._skips = not isinstance(event, CallEnd | CallBroken)
+                continue
+            self._calls += isinstance(event, CallEnd)
+            yield event

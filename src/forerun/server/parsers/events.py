@@ -1,0 +1,69 @@
+"""What a parser finds in a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call: the name of its function is known. `Arguments` and `CallEnd` follow."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the current call's arguments: a piece of a JSON object, as the model wrote it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """The arguments of the current call are complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallBroken:
+    """The current call turned out to be malformed or ends early; its whole text follows as `Text`.
+
+    What was streamed of it stays, an incomplete JSON object.
+    """
+
+
+Event = Text | Reasoning | CallStart | Arguments | CallEnd | CallBroken
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The events with neighbours of the same kind joined, and empty ones left out."""
+    groups: list[tuple[Event, list[str]]] = []
+    for event in events:
+        if not isinstance(event, Text | Reasoning | Arguments):
+            groups.append((event, []))
+        elif event.text:
+            if not groups or type(groups[-1][0]) is not type(event):
+                groups.append((event, []))
+            groups[-1][1].append(event.text)
+    return [_joined(first, texts) for first, texts in groups]
+
+
+def _joined(first: Event, texts: list[str]) -> Event:
+    if isinstance(first, Text | Reasoning | Arguments):
+        return type(first)("".join(texts))
+    return first

@@ -1,0 +1,23 @@
+"""Tool calls as Hermes and Qwen 2.5 and 3 write them.
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from forerun.server.parsers.object_calls import ObjectCallParser
+from forerun.server.parsers.scanner import Reading
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(ObjectCallParser):
+    markers = (BEGIN,)
+    argument_keys = ("arguments",)
+
+    def _calls(self) -> Reading[None]:
+        yield from self._spaces()
+        yield from self._object()
+        yield from self._closing(END)

@@ -1,0 +1,40 @@
+"""Tool calls as Llama 3.1, 3.2 and 3.3 write them: JSON objects instead of an answer.
+
+{"name": "get_weather", "parameters": {"city": "Paris"}}
+<|python_tag|>{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}
+"""
+
+from __future__ import annotations
+
+from forerun.server.parsers.events import Text
+from forerun.server.parsers.object_calls import ObjectCallParser
+from forerun.server.parsers.scanner import Reading
+
+TAG, SEPARATOR = "<|python_tag|>", ";"
+
+
+class Llama3Parser(ObjectCallParser):
+    markers = (TAG,)
+    argument_keys = ("parameters", "arguments")
+
+    def _beginning(self) -> Reading[str]:
+        yield from self._spaces()
+        held, self._raw = "".join(self._raw), []
+        if self._char != "{":  # without a tag only at the beginning
+            return held
+        self._raw = [held]
+        yield from self._guarded(self._calls())
+        return ""
+
+    def _calls(self) -> Reading[None]:
+        yield from self._spaces()
+        yield from self._object()
+        while self._char:
+            yield from self._spaces()
+            if self._char == SEPARATOR:
+                yield from self._consume()
+                yield from self._spaces()
+            if self._char != "{":
+                self._emit(Text, "".join(self._raw))
+                return
+            yield from self._object()

@@ -1,0 +1,97 @@
+"""The base of all parsers: a coroutine that reads one character at a time.
+
+A parser is written as if it read from a file. So what it finds depends on the text alone, not on
+the pieces in which the text arrives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import TypeVar
+
+from forerun.server.parsers.events import Event, Text, merged
+
+SPACES = frozenset(" \t\r\n")
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # a coroutine: `yield` waits for the next character
+
+
+class Scanner(ABC):
+    """`feed` takes pieces of text, `finish` ends it; both return what was found.
+
+    No event is ever taken back. Text is held back while it may belong to a marker.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._char = ""  # the next character, not consumed yet; "" at the end
+        self._trims = False  # spaces before the next text are left out
+        self._reading = self._start()
+        next(self._reading)
+
+    def feed(self, text: str) -> list[Event]:
+        for char in text:
+            self._char = char
+            next(self._reading)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """The rest, once the text has ended."""
+        self._char = ""
+        ended = next(self._reading, "ended")
+        assert ended == "ended"
+        return self._take()
+
+    @abstractmethod
+    def _read(self) -> Reading[None]:
+        """Consumes characters until `_char` is empty. It never waits for more after that."""
+
+    def _start(self) -> Reading[None]:
+        yield
+        yield from self._read()
+
+    def _take(self) -> list[Event]:
+        events, self._events = merged(self._events), []
+        return events
+
+    def _text(
+        self, markers: Sequence[str], kind: type[Event] = Text, held: str = ""
+    ) -> Reading[str]:
+        """Emits text as events of `kind` up to the first marker, and consumes that.
+
+        A marker's first character must not occur in it again. Spaces before a marker are left out.
+
+        Args:
+            held: text before it, not emitted yet.
+
+        Returns:
+            The spaces and the marker; "" at the end of the text.
+        """
+        prefixes = {marker[:n] for marker in markers for n in range(1, len(marker) + 1)}
+        space, candidate = held, ""
+        while self._char:
+            if candidate + self._char in prefixes:
+                candidate += self._char
+                if candidate in markers:
+                    yield
+                    return space + candidate
+            elif candidate:
+                self._emit(kind, space + candidate)
+                space = candidate = ""
+                continue  # the character may begin another one
+            elif self._char in SPACES:
+                space += self._char
+            else:
+                self._emit(kind, space + self._char)
+                space = ""
+            yield
+        self._emit(kind, space + candidate)
+        return ""
+
+    def _emit(self, kind: type[Event], text: str) -> None:
+        if self._trims:
+            text = text.lstrip(" \t\r\n")
+        if text:
+            self._trims = False
+            self._events.append(kind(text))  # type: ignore[call-arg]

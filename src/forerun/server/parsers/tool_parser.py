@@ -1,0 +1,153 @@
+"""The base of the parsers of tool calls."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import ClassVar
+
+from forerun.server.parsers.events import Arguments, CallBroken, CallEnd, CallStart, Text
+from forerun.server.parsers.json_object import JsonScanner, Malformed
+from forerun.server.parsers.scanner import SPACES, Reading, Scanner
+
+MAX_NAME_LENGTH = 256
+
+
+class ToolParser(Scanner):
+    """Text with tool calls in one of the formats that models write.
+
+    A call is announced as soon as the name of its function is known, and its arguments are emitted
+    as they come. What is not a call of a known function is text, with its markers. Spaces around
+    calls are left out.
+    """
+
+    markers: ClassVar[tuple[str, ...]]  # what calls begin with
+
+    def __init__(self, names: Collection[str]) -> None:
+        """`names`: of the functions that may be called."""
+        self._names = frozenset(names)
+        self._raw: list[str] = []  # consumed, and not emitted as text or as a complete call
+        self._announced = False  # the call that is being read
+        super().__init__()
+
+    @abstractmethod
+    def _calls(self) -> Reading[None]:
+        """Reads the calls after a marker.
+
+        Raises:
+            Malformed: this is not a call.
+        """
+
+    def _beginning(self) -> Reading[str]:
+        """Reads calls at the beginning of the text, if the format has such.
+
+        Returns:
+            What was consumed and is not emitted yet.
+        """
+        return ""
+        yield
+
+    def _read(self) -> Reading[None]:
+        held = yield from self._beginning()
+        while marker := (yield from self._text(self.markers, held=held)):
+            held, self._raw = "", [marker]
+            yield from self._guarded(self._calls())
+
+    def _guarded(self, calls: Reading[None]) -> Reading[None]:
+        """Reads calls; what is malformed becomes text, and reading goes on after that."""
+        try:
+            yield from calls
+        except Malformed:
+            if self._announced:
+                self._events.append(CallBroken())
+            self._announced = False
+            self._emit(Text, "".join(self._raw))
+        self._raw = []
+
+    # --- pieces of formats ----------------------------------------------------------------------
+
+    def _consume(self) -> Reading[None]:
+        self._raw.append(self._char)
+        yield
+
+    def _spaces(self) -> Reading[None]:
+        while self._char and self._char in SPACES:
+            yield from self._consume()
+
+    def _literal(self, *words: str) -> Reading[str]:
+        """One of `words`, of which none begins like another one up to its last character.
+
+        Raises:
+            Malformed: something else.
+        """
+        read = ""
+        while read not in words:
+            read += self._char
+            if not self._char or not any(word.startswith(read) for word in words):
+                raise Malformed
+            yield from self._consume()
+        return read
+
+    def _line(self, end: str) -> Reading[str]:
+        """Text before the character `end`, which is not consumed.
+
+        Raises:
+            Malformed: the text ends, or is too long for a name.
+        """
+        read = ""
+        while self._char != end:
+            read += self._char
+            if not self._char or len(read) > MAX_NAME_LENGTH:
+                raise Malformed
+            yield from self._consume()
+        return read
+
+    def _closing(self, *words: str) -> Reading[str]:
+        """What closes a complete call, after spaces. It is not missed where the text ends.
+
+        Returns:
+            The word that was read; "" where the text has ended.
+
+        Raises:
+            Malformed: something else.
+        """
+        yield from self._spaces()
+        try:
+            return (yield from self._literal(*words))
+        except Malformed:
+            if self._char:
+                raise
+            self._raw = []
+            return ""
+
+    def _arguments(self) -> Reading[None]:
+        """The arguments of the announced call: an object, to its end.
+
+        Raises:
+            Malformed: something else.
+        """
+        scanner = JsonScanner()
+        while not scanner.done:
+            char = self._char
+            if not char:
+                raise Malformed
+            scanner.push(char)
+            self._events.append(Arguments(char))
+            yield from self._consume()
+        self._complete()
+
+    def _announce(self, name: str) -> None:
+        """
+        Raises:
+            Malformed: there is no such function.
+        """
+        if name not in self._names:
+            raise Malformed
+        self._events.append(CallStart(name))
+        self._announced = True
+
+    def _complete(self) -> None:
+        self._events.append(CallEnd())
+        self._announced = False
+        self._trims = True
+        self._raw = []

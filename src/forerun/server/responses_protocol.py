@@ -1,0 +1,218 @@
+"""Requests of `/v1/responses`. Nothing is stored: every request has the whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from forerun.core.errors import RequestError, shown
+from forerun.core.sampling_params import SamplingParams
+from forerun.server.openai_protocol import UNSUPPORTED, sampling_params
+from forerun.server.strict_model import StrictModel, Unsupported
+from forerun.server.tools import Function
+
+_STATELESS = "nothing is stored here; send the whole conversation as input"
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class FunctionTool(StrictModel):
+    """A tool; the only kind is a function."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # nothing is enforced
+
+    @property
+    def function(self) -> Function:
+        return Function(**self.model_dump(exclude={"type"}))
+
+
+class TextFormat(StrictModel):
+    unsupported: ClassVar[Unsupported] = {
+        "format": (({"type": "text"},), "there are no grammars; ask for the format in the prompt"),
+        "verbosity": (("medium",), "ask for it in the prompt"),
+    }
+
+
+class ReasoningOptions(StrictModel):
+    unsupported: ClassVar[Unsupported] = {
+        "summary": (("auto",), "reasoning is returned as the model writes it"),
+        "generate_summary": (("auto",), "reasoning is returned as the model writes it"),
+    }
+    effort: str | None = None
+
+    @property
+    def off(self) -> bool:
+        """
+        Raises:
+            RequestError: another effort than "none" is asked for.
+        """
+        if self.effort not in (None, "none"):
+            raise RequestError(
+                f"reasoning.effort {shown(self.effort)} is not supported: only 'none' is. Use"
+                " chat_template_kwargs for what the model's template takes."
+            )
+        return self.effort == "none"
+
+
+class ResponsesRequest(StrictModel):
+    """`POST /v1/responses`."""
+
+    unsupported: ClassVar[Unsupported] = {
+        **UNSUPPORTED,
+        "store": ((False,), _STATELESS),
+        "previous_response_id": ((), _STATELESS),
+        "conversation": ((), _STATELESS),
+        "background": ((False,), _STATELESS),
+        "prompt": ((), _STATELESS),
+        # There is none to return.
+        "include": (([], ["reasoning.encrypted_content"]), "nothing can be included"),
+        "truncation": (("disabled",), "shorten the input"),
+        "max_tool_calls": ((), "there are no tools that run on the server"),
+        "context_management": ((), _STATELESS),
+    }
+    ignored = (
+        "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "stream_options",
+    )  # fmt: skip
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = Field(None, description="0 is greedy; default 1")
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none")
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
+    reasoning: ReasoningOptions | None = None
+    text: TextFormat | None = None
+    metadata: dict[str, Any] | None = Field(None, description="Returned as it is")
+    # Forerun's additions.
+    seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
+    stop: str | list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    speculative: bool | None = Field(None, description="False: no drafts for this request")
+    max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the model's chat template"
+    )
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """
+        Raises:
+            RequestError: a value is out of range.
+        """
+        return sampling_params(self, max_new_tokens)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of the chat template.
+
+        Raises:
+            RequestError: an effort of reasoning that is not supported.
+        """
+        off = self.reasoning is not None and self.reasoning.off
+        return ({"enable_thinking": False} if off else {}) | (self.chat_template_kwargs or {})
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The input as chat messages.
+
+        Raises:
+            RequestError: an item is invalid.
+        """
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        if not self.input:
+            raise RequestError("input is an empty list; give at least one item.")
+        for message in _messages(self.input):
+            _append(messages, message)
+        return messages
+
+
+def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    names: dict[str, str] = {}  # of functions, by call id
+    for item in items:
+        match item:
+            case {"role": str(), "content": _}:
+                yield _message(item)
+            case {"type": "function_call", "call_id": str(id), "name": str(name)}:
+                names[id] = name
+                function = {"name": name, "arguments": item.get("arguments")}
+                yield _assistant(tool_calls=[{"id": id, "type": "function", "function": function}])
+            case {"type": "function_call_output", "call_id": str(id), "output": output}:
+                named = {"name": names[id]} if id in names else {}
+                yield {"role": "tool", "tool_call_id": id, **named, "content": _text(output)}
+            case {"type": "reasoning"}:
+                parts = item.get("content") or item.get("summary") or ""
+                yield _assistant(reasoning_content=_text(parts))
+            case {"type": "item_reference"}:
+                raise RequestError(f"An item_reference is not supported: {_STATELESS}.")
+            case _:
+                raise RequestError(
+                    "An item of input must be a message with role and content, a function_call, a"
+                    f" function_call_output or reasoning, got {shown(item)}."
+                )
+
+
+def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+    role, text = item["role"], _text(item["content"])
+    if role == "assistant":
+        return _assistant(content=text)
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def _assistant(**parts: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", **parts}
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Joins the items of one turn of the assistant, and system messages at the beginning."""
+    last: dict[str, Any] = messages[-1] if messages else {"role": None}
+    role = message["role"]
+    if role == last["role"] == "assistant":
+        last["content"] += message["content"]
+        if "tool_calls" in message:
+            last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+        if "reasoning_content" in message:
+            last["reasoning_content"] = message["reasoning_content"]
+    elif role == last["role"] == "system" and len(messages) == 1:
+        last["content"] += "\n\n" + message["content"]
+    else:
+        messages.append(message)
+
+
+def _text(content: Any) -> str:
+    """Of a string or of parts.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"The content of an item must be text or parts, got {shown(content)}.")
+    return "".join(map(_part, content))
+
+
+def _part(part: Any) -> str:
+    match part:
+        case {"type": str(kind), "text": str(text)} if kind in _TEXT_PARTS:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+    raise RequestError(f"A part of an item must be text, such as input_text, got {shown(part)}.")
