@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import zmq
 from forerun import LLM, SamplingParams
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
+from forerun.core.grammar import Grammar
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.engine import tracing
 from forerun.engine.stats import accepted_per_position
@@ -28,6 +31,7 @@ from forerun.server.limits import check_queue
 from forerun.server.messages import (
     Abort,
     Advance,
+    Compile,
     Finish,
     FromEngine,
     NewRequest,
@@ -116,6 +120,32 @@ def test_requests_run_together_and_end(llm: LLM) -> None:
     assert value["num_running_reqs"] == 2
 
 
+def test_logprobs_are_sent_for_requests_that_asked(llm: LLM) -> None:
+    want = llm.generate(
+        input_ids=[PROMPT, PROMPT],
+        sampling_params=GREEDY,
+        return_logprob=[True, False],
+        logprob_start_len=1,
+        top_logprobs_num=[2, 0],
+    )[0].meta_info
+    asked = LogprobParams(start_len=1, top=2)
+    wire = Wire()
+    wire.say(Submit([NewRequest("asked", list(PROMPT), GREEDY, logprobs=asked), new("not")]))
+    wire.say(Shutdown(), after=99)
+    run(llm, wire)
+    sent = wire.advances("asked")
+    output = [each for advance in sent for each in advance.output_logprobs]
+    prompt = [each for advance in sent for each in advance.prompt_logprobs]
+    assert [len(a.output_logprobs) for a in sent] == [len(a.tokens) for a in sent]
+    for each, name in ((output, "output"), (prompt, "input")):
+        entries = want[f"{name}_token_logprobs"][-len(each) :]
+        assert [e.logprob for e in each] == [value for value, _, _ in entries]
+        tops = want[f"{name}_top_logprobs"][-len(each) :]
+        assert [e.top for e in each] == [tuple((v, i) for v, i, _ in top) for top in tops]
+    assert len(prompt) == len(PROMPT) - 2
+    assert not any(a.output_logprobs or a.prompt_logprobs for a in wire.advances("not"))
+
+
 def test_finish_and_abort_release_everything(llm: LLM) -> None:
     wire = Wire()
     long = {"max_new_tokens": 400}
@@ -133,6 +163,48 @@ def test_finish_and_abort_release_everything(llm: LLM) -> None:
     assert replies[3].error is None
     assert replies[4].value
     assert len(wire.tokens("left")) < 400
+
+
+def test_grammars_are_compiled_while_requests_run(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = llm.generate(input_ids=PROMPT, sampling_params=GREEDY).output_ids
+    wire, go = Wire(), threading.Event()
+
+    def compile_grammar(grammar: Grammar) -> None:
+        assert go.wait(10)
+        if grammar.kind == "regex":
+            raise RequestError("regex is invalid")
+        if grammar.kind == "ebnf":
+            raise ZeroDivisionError("broken")
+
+    def send(data: bytes) -> None:
+        wire.sent.append(decode_from_engine(data))
+        if wire.tokens("a") == want:  # it ends before any grammar does
+            go.set()
+
+    monkeypatch.setattr(llm.engine.executor, "compile_grammar", compile_grammar)
+    monkeypatch.setattr(wire, "send", send)
+    kinds = enumerate(("json_schema", "regex", "ebnf"))
+    wire.say(*(Compile(number, Grammar(kind, "x")) for number, kind in kinds), Submit([new("a")]))
+    server = EngineServer(llm.engine, wire, wire)  # type: ignore[arg-type]
+    recv = wire.recv
+
+    def recv_until_answered(flags: int) -> bytes:
+        if len(wire.replies()) == 3:
+            wire.say(Shutdown())
+        return recv(flags)
+
+    monkeypatch.setattr(wire, "recv", recv_until_answered)
+    server.run()
+    assert wire.tokens("a") == want
+    replies = wire.replies()
+    assert (replies[0].value, replies[0].error) == ({}, None)
+    assert replies[1].error == "regex is invalid"
+    assert "ZeroDivisionError: broken" in str(replies[2].error)
+    assert wire.sent.index(replies[0]) > max(
+        i for i, m in enumerate(wire.sent) if isinstance(m, Step) and m.advances
+    )
 
 
 def test_a_failed_step_ends_its_requests_and_several_end_the_process(
@@ -225,7 +297,7 @@ def test_the_engines_spans_belong_to_the_http_request(monkeypatch: pytest.Monkey
     with golden_llm("DFLASH", enable_trace=True) as llm:
         wire = Wire()
         context = {"traceparent": f"00-{trace}-{span}-01"}
-        wire.say(Submit([NewRequest("a", list(PROMPT), GREEDY, context), new("b")]))
+        wire.say(Submit([NewRequest("a", list(PROMPT), GREEDY, trace_context=context), new("b")]))
         wire.say(Shutdown(), after=99)
         run(llm, wire)
     spans = memory.get_finished_spans()
@@ -296,6 +368,30 @@ def test_a_stop_string_trims_text_ids_and_figures() -> None:
     assert (output.text, output.output_ids) == ("abc", [0, 1, 2])
     assert output.meta_info["spec_accept_lengths"] == [3, 0]
     assert output.finish_reason == {"type": "stop", "matched": "de"}
+
+
+def test_a_token_with_logprobs_is_shown_with_its_text() -> None:
+    asked = LogprobParams()
+    params = SamplingParams(stop=["cd"])
+    request = Request("r", (1,), params, seed=0, stop_ids=frozenset(), logprobs=asked)
+    one = Generation(request, Letters(), Place("r", 0, 0), True)
+    shown = []
+    for token in (0, 1, 2, 4, 2, 3):
+        values = [TokenLogprobs(-float(token))]
+        one.apply(Advance("r", [token], [1], [0], 0, 0, output_logprobs=values))
+        part = one.take()
+        if part is not None:
+            scored = one.scored_tokens(part)
+            shown.append((part.text, [(each.token, each.offset) for each in scored]))
+            assert all(each.logprobs == TokenLogprobs(-float(each.token)) for each in scored)
+    assert shown == [
+        ("a", [(0, 0)]),
+        ("b", [(1, 1)]),
+        ("ce", [(2, 2), (4, 3)]),
+        ("", []),
+    ]
+    assert [each.token for each in one.scored_tokens()] == [0, 1, 2, 4]
+    assert len(one.output().meta_info["output_token_logprobs"]) == 4
 
 
 def test_errors_and_deadlines_reach_who_waits() -> None:

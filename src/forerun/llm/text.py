@@ -91,6 +91,16 @@ def detokenize(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bo
     return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
 
+def text_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Characters of the text of `ids` after each token, special tokens included."""
+    detokenizer, length, ends = Detokenizer(tokenizer, skip_special_tokens=False), 0, []
+    for token in ids:
+        length += len(detokenizer.push(token))
+        ends.append(length)
+    ends[-1] += len(detokenizer.flush())
+    return ends
+
+
 class StopMatch(NamedTuple):
     """A stop string that begins at character `start` of the text."""
 
@@ -144,10 +154,13 @@ def _borders(stop: str) -> list[int]:
 class OutputText:
     """The text of one request's output, and where a stop string ends it."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, with_text: bool = False
+    ) -> None:
+        """`with_text`: a token is shown together with its text, also without stop strings."""
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStrings(params.stop)
-        self._has_stops = bool(params.stop)
+        self._with_text = with_text or bool(params.stop)
         self._min_tokens = params.min_new_tokens
         self._text = ""
         self._ends: list[int] = []  # characters of the text after each token
@@ -186,17 +199,21 @@ class OutputText:
     def take(self) -> tuple[str, int]:
         """New text of a running request, and the number of tokens to show in all.
 
-        With stop strings, tokens are held back together with their text.
+        With stop strings or `with_text`, tokens are held back together with their text.
         """
         end = len(self._text) - self._stops.held
         new, self._shown = self._text[self._shown : end], end
-        return new, self._num_tokens(end) if self._has_stops else len(self._ends)
+        return new, self._num_tokens(end) if self._with_text else len(self._ends)
 
     def take_rest(self) -> str:
         """The rest of the text, of a request that has ended."""
         if self._end is None:
             self._text += self._detokenizer.flush()
         return self._text[self._shown : self._end]
+
+    def offset(self, index: int) -> int:
+        """Where a token's text begins. The tokens of one character begin where it does."""
+        return self._ends[index - 1] if index else 0
 
     def token_texts(self, num_tokens: int, text: str) -> list[str]:
         """`text`, which begins the output's text, split into the parts of its first tokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -14,7 +15,8 @@ from forerun.core.request import FinishReason
 from forerun.server.chat_message import ChatMessage
 from forerun.server.conversation import Ask, Conversation, News
 from forerun.server.errors import json_response
-from forerun.server.generation import Call, Generation
+from forerun.server.generation import Call, Generation, Part
+from forerun.server.logprobs import chat_logprobs
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import ChatRequest
 from forerun.server.service import Service
@@ -43,6 +45,7 @@ class _Chat:
     """One request: its generations, and what its answers have in common."""
 
     def __init__(self, service: Service, body: ChatRequest, conversation: Conversation) -> None:
+        self._text = service.text
         self._body, self._conversation = body, conversation
         self._messages = {g: ChatMessage() for g in conversation.call.generations}
         self._head = {
@@ -62,6 +65,7 @@ class _Chat:
             max_new_tokens=body.max_new_tokens,
             n=body.num_samples,
             stream=bool(body.stream),
+            logprobs=body.logprob_params,
             separate_reasoning=body.separate_reasoning is not False,
             include_reasoning=body.include_reasoning is not False,
         )
@@ -77,14 +81,14 @@ class _Chat:
         for generation, output, events in await self._conversation.whole():
             message = self._messages[generation].whole(events, with_reasoning)
             finish = generation.record.finish
-            choices.append(
-                self._choice(generation, output.output_ids, finish, {"message": message})
-            )
+            choice = self._choice(generation, output.output_ids, finish, {"message": message})
+            choice["logprobs"] = await self._text.run(partial(self._logprobs, generation))
+            choices.append(choice)
         answer = {**self._head, "object": "chat.completion", "choices": choices}
         answer["usage"] = self._usage(self.call.generations)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = list(self.call.generations[0].record.prompt)
-        return json_response(answer)
+        return await self._text.run(partial(json_response, answer))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         generations = self.call.generations
@@ -117,6 +121,7 @@ class _Chat:
         generation, part, events = news
         delta = self._messages[generation].delta(events)
         choice = self._choice(generation, part.token_ids, part.finish, {"delta": delta})
+        choice["logprobs"] = self._logprobs(generation, part)
         return self._with_usage({**self._chunk_head, "choices": [choice]}, generation)
 
     def _with_usage(self, chunk: dict[str, Any], generation: Generation) -> dict[str, Any]:
@@ -125,6 +130,13 @@ class _Chat:
         elif self._body.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _logprobs(self, generation: Generation, part: Part | None = None) -> dict[str, Any] | None:
+        """Of a part, or of all tokens, if they were asked for."""
+        tokens = generation.scored_tokens(part)
+        if generation.record.logprobs is None or (part is not None and not tokens):
+            return None
+        return chat_logprobs(tokens, self._text.token_bytes())
 
     def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
         conversation, spec_info = self._conversation, bool(self._body.return_spec_info)

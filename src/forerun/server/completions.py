@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from forerun.core.request import FinishReason
 from forerun.server.errors import json_response
 from forerun.server.generation import Call, Generation, Part
+from forerun.server.logprobs import completion_logprobs, prompt_tokens
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import CompletionRequest
 from forerun.server.service import Prompt, Service
@@ -20,6 +22,16 @@ from forerun.server.sse import DONE, EventStream, event, until_disconnect
 from forerun.server.usage import usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class Echo(NamedTuple):
+    """A prompt that the text begins with."""
+
+    text: str
+    ends: Sequence[int]  # characters of the decoded prompt after each token; for log-probabilities
+
+
+NO_ECHO = Echo("", ())
 
 
 def completions_router(service: Service) -> APIRouter:
@@ -57,50 +69,61 @@ class _Completion:
             lists = await service.text.encode(body.texts, service.max_prompt_tokens)
         limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         params = body.sampling(limit)
-        prompts = [Prompt(ids, params, body.num_samples) for ids in lists]
-        return cls(service, body, service.start(prompts, bool(body.stream)))
+        scored = body.logprob_params
+        if scored is not None:
+            service.text.token_bytes()  # refuses, without a tokenizer
+        prompts = [Prompt(ids, params, body.num_samples, logprobs=scored) for ids in lists]
+        return cls(service, body, await service.start(prompts, bool(body.stream)))
 
     async def whole(self) -> Response:
         call, body = self.call, self._body
-        outputs, prompts = await self._service.outputs(call), await self._prompts()
+        outputs, echoes = await self._service.outputs(call), await self._echoes()
         choices = []
         for generation, output in zip(call.generations, outputs, strict=True):
-            text = prompts.get(output.prompt_index, "") + output.text
+            echo = echoes.get(output.prompt_index, NO_ECHO)
             finish = generation.record.finish
-            choices.append(self._choice(generation, text, output.output_ids, finish))
+            choice = self._choice(generation, echo.text + output.text, output.output_ids, finish)
+            score = partial(self._logprobs, generation, None, echo)
+            choice["logprobs"] = await self._service.text.run(score)
             if body.return_token_ids:
-                choices[-1]["prompt_token_ids"] = output.prompt_token_ids
+                choice["prompt_token_ids"] = output.prompt_token_ids
+            choices.append(choice)
         counts = usage(call.generations, bool(body.return_spec_info))
-        return json_response({**self._head, "choices": choices, "usage": counts})
+        answer = {**self._head, "choices": choices, "usage": counts}
+        return await self._service.text.run(partial(json_response, answer))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         call, body = self.call, self._body
         begun: set[Generation] = set()
-        prompts = await self._prompts()
+        echoes = await self._echoes()
         async for taken in call.parts():
             chunks = []
             for generation, part in taken:
                 first = generation not in begun
                 begun.add(generation)
-                head = prompts.get(generation.prompt_index, "") if first else ""
-                chunks.append(self._chunk(generation, part, head, first))
+                echo = echoes.get(generation.prompt_index, NO_ECHO)
+                chunks.append(self._chunk(generation, part, echo, first))
             yield b"".join(map(event, chunks))
         if body.include_usage:
             counts = usage(call.generations, bool(body.return_spec_info))
             yield event({**self._head, "choices": [], "usage": counts})
         yield DONE
 
-    async def _prompts(self) -> dict[int, str]:
-        """With `echo`, the text of each prompt."""
-        if not self._body.echo:
-            return {}
-        if self._body.token_lists is None:
-            return dict(enumerate(self._body.texts))
-        firsts = [g for g in self.call.generations if g.index == 0]
-        return {g.prompt_index: await self._service.text.decode(g.record.prompt) for g in firsts}
+    async def _echoes(self) -> dict[int, Echo]:
+        """With `echo`, of each prompt."""
+        body, text = self._body, self._service.text
+        echoes = {}
+        for generation in self.call.generations if body.echo else ():
+            at, ids = generation.prompt_index, generation.record.prompt
+            if at not in echoes:
+                given = await text.decode(ids) if body.token_lists is not None else body.texts[at]
+                echoes[at] = Echo(given, await text.ends(ids) if body.logprobs is not None else ())
+        return echoes
 
-    def _chunk(self, generation: Generation, part: Part, head: str, first: bool) -> dict[str, Any]:
-        choice = self._choice(generation, head + part.text, part.token_ids, part.finish)
+    def _chunk(self, generation: Generation, part: Part, echo: Echo, first: bool) -> dict[str, Any]:
+        text = echo.text + part.text if first else part.text
+        choice = self._choice(generation, text, part.token_ids, part.finish)
+        choice["logprobs"] = self._logprobs(generation, part, echo, first)
         if first and self._body.return_token_ids:
             choice["prompt_token_ids"] = list(generation.record.prompt)
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
@@ -109,6 +132,19 @@ class _Completion:
         elif self._body.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _logprobs(
+        self, generation: Generation, part: Part | None, echo: Echo, first: bool = True
+    ) -> dict[str, Any] | None:
+        """Of a part, or of all tokens; the first part is preceded by the prompt's tokens."""
+        if generation.record.logprobs is None:
+            return None
+        tokens = prompt_tokens(generation, echo.ends, echo.text) if first and echo.ends else []
+        for token in generation.scored_tokens(part):
+            tokens.append(token._replace(offset=len(echo.text) + token.offset))
+        if part is not None and not tokens:
+            return None
+        return completion_logprobs(tokens, self._service.text.token_bytes())
 
     def _choice(
         self, generation: Generation, text: str, ids: list[int], finish: FinishReason | None

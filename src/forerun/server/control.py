@@ -43,7 +43,7 @@ def control_router(service: Service) -> APIRouter:
     async def health_generate() -> Response:
         """200 if the engine generates a token."""
         params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-        call = service.start([Prompt([0], params)], stream=False)
+        call = await service.start([Prompt([0], params)], stream=False)
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 await call.wait()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.generation import Call, Generation, Part
@@ -36,6 +37,7 @@ class Ask:
     stream: bool = False
     separate_reasoning: bool = True  # False: it is text, with its markers
     include_reasoning: bool = True
+    logprobs: LogprobParams | None = None
 
 
 class Answered(NamedTuple):
@@ -87,7 +89,7 @@ class Conversation:
         shows_special = bool(ask.tools.names) and form.special and params.skip_special_tokens
         if shows_special:
             params = replace(params, skip_special_tokens=False)
-        call = service.start([Prompt(ids, params, ask.n)], ask.stream)
+        call = await service.start([Prompt(ids, params, ask.n, logprobs=ask.logprobs)], ask.stream)
         return cls(call, service, ask, form, opened, shows_special)
 
     @property

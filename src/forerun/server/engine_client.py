@@ -8,7 +8,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -17,13 +17,24 @@ from typing import Any
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import ExecutorInfo
+from forerun.core.grammar import Grammar
 from forerun.core.request import FinishReason
 from forerun.engine.requests import RequestFactory
 from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_link import EngineLink
 from forerun.server.errors import ApiError, EngineFailed, EngineUnavailable, ServerStartError
 from forerun.server.generation import Call, Generation
-from forerun.server.messages import Abort, Advance, NewRequest, Query, Reply, Step, Submit
+from forerun.server.messages import (
+    Abort,
+    Advance,
+    Compile,
+    NewRequest,
+    Query,
+    Reply,
+    Step,
+    Submit,
+    ToEngine,
+)
 from forerun.server.metrics import ServerMetrics
 
 log = logging.getLogger("forerun")
@@ -126,7 +137,8 @@ class EngineClient:
                         g.rid,
                         list(g.record.prompt),
                         replace(g.params, sampling_seed=g.seed, n=1, stop=()),
-                        call.trace_context,
+                        logprobs=g.record.logprobs,
+                        trace_context=call.trace_context,
                     )
                     for g in call.generations
                 ]
@@ -164,10 +176,22 @@ class EngineClient:
             RequestError: it cannot do that now.
             EngineUnavailable: there is no engine at the moment, or it dies before it answers.
         """
+        return await self._ask(lambda number: Query(number, what))
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        """Compiles a grammar, so that a request that names it starts at once.
+
+        Raises:
+            RequestError: it is invalid or takes too long, or xgrammar is not installed.
+            EngineUnavailable: as `query`.
+        """
+        await self._ask(lambda number: Compile(number, grammar))
+
+    async def _ask(self, question: Callable[[int], ToEngine]) -> dict[str, Any]:
         link, number = self._ready(), next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._queries[number] = answer
-        link.send(Query(number, what))
+        link.send(question(number))
         try:
             return await answer
         finally:

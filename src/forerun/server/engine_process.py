@@ -26,10 +26,12 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import EngineMetrics
+from forerun.server.compilations import Compilations
 from forerun.server.logs import set_up_logging
 from forerun.server.messages import (
     Abort,
     Advance,
+    Compile,
     Finish,
     NewRequest,
     Query,
@@ -46,6 +48,7 @@ from forerun.server.messages import (
 
 log = logging.getLogger("forerun")
 MAX_FAILURES = 3  # failed steps in a row
+COMPILING_SECONDS = 0.005  # between two looks for messages, while only grammars are compiled
 METRICS_SECONDS = 0.25  # between two snapshots while requests run
 
 
@@ -124,6 +127,7 @@ class _Running:
     request: Request
     num_tokens: int = 0
     num_steps: int = 0
+    num_prompt_logprobs: int = 0
 
     def advance(self) -> Advance | None:
         """What is new since the last call."""
@@ -134,8 +138,11 @@ class _Running:
         tokens = request.output[self.num_tokens :]
         lengths = request.accept_lengths[self.num_steps :]
         correct = request.correct_drafts[self.num_steps :]
+        output_logprobs = request.output_logprobs[self.num_tokens :]
+        prompt_logprobs = request.prompt_logprobs[self.num_prompt_logprobs :]
         self.num_tokens += len(tokens)
         self.num_steps += len(lengths)
+        self.num_prompt_logprobs += len(prompt_logprobs)
         return Advance(
             rid=request.rid,
             tokens=tokens,
@@ -144,6 +151,8 @@ class _Running:
             proposed=request.proposed,
             cached_tokens=request.cached_tokens,
             finish=request.finish if ended else None,
+            output_logprobs=output_logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -153,6 +162,7 @@ class EngineServer:
     def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self._engine, self._inbox, self._outbox = engine, inbox, outbox
         self._running: dict[str, _Running] = {}
+        self._compilations = Compilations(engine.executor)
         self._stopping = False
         self._failures = 0  # steps in a row
         self._metrics_due = 0.0  # time.monotonic()
@@ -165,15 +175,22 @@ class EngineServer:
             if self._running:
                 self._step()
         self._drop(list(self._running), "the server was stopped")
+        self._compilations.close()
         self._engine.drain()
 
     def _receive(self) -> None:
         """Takes all messages that have arrived; waits for one if nothing runs."""
         while not self._stopping:
+            for reply in self._compilations.replies():
+                self._outbox.send(encode(reply))
+            busy = self._running or self._compilations
             try:
-                data = self._inbox.recv(zmq.NOBLOCK if self._running else 0)
+                data = self._inbox.recv(zmq.NOBLOCK if busy else 0)
             except zmq.Again:
-                return
+                if self._running:
+                    return
+                self._compilations.wait(COMPILING_SECONDS)
+                continue
             self._take(decode_to_engine(data))
 
     def _take(self, message: ToEngine) -> None:
@@ -191,12 +208,16 @@ class EngineServer:
                 self._drop(rids, "aborted by the user")
             case Query(number=number, what=what):
                 self._outbox.send(encode(self._answer(number, what)))
+            case Compile():
+                self._compilations.start(message)
             case Shutdown():
                 self._stopping = True
 
     def _submit(self, new: NewRequest) -> None:
         try:
-            request = self._engine.make_request(new.prompt, new.params, new.rid)
+            request = self._engine.make_request(
+                new.prompt, new.params, new.rid, logprobs=new.logprobs
+            )
             self._engine.submit(request, new.trace_context)
         except RequestError as error:  # the API process has checked it: settings differ
             self._send([_failed(new.rid, str(error))])

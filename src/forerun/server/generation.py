@@ -10,8 +10,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
+from forerun.core.logprobs import TokenLogprobs
 from forerun.core.request import FinishReason, Request, RequestRecord
 from forerun.core.sampling_params import SamplingParams
 from forerun.llm.output import Progress, RequestOutput, make_output
@@ -26,6 +28,15 @@ class Part(NamedTuple):
     text: str
     token_ids: list[int]
     finish: FinishReason | None  # of the last part
+    start: int = 0  # index of the first token
+
+
+class ScoredToken(NamedTuple):
+    """A token with its log-probabilities."""
+
+    token: int
+    offset: int  # into the text, in characters
+    logprobs: TokenLogprobs | None  # None: the first token of a prompt has none
 
 
 class Place(NamedTuple):
@@ -43,15 +54,19 @@ class Generation:
         self, request: Request, tokenizer: Tokenizer | None, place: Place, stream: bool
     ) -> None:
         """`stream`: parts are taken while it runs."""
-        self.record = RequestRecord(request.rid, request.prompt, arrival=request.arrival)
+        self.record = RequestRecord(
+            request.rid, request.prompt, arrival=request.arrival, logprobs=request.logprobs
+        )
         self.params: SamplingParams = request.params
         self.seed = request.seed
         self.last_token_at: float | None = None  # time.monotonic()
         self.group, self.prompt_index, self.index = place
         self._tokenizer = tokenizer
-        # Without a stream or stop strings the text is made at the end, by `output`.
-        decodes = tokenizer is not None and (stream or request.params.stop)
-        self._text = OutputText(tokenizer, request.params) if decodes and tokenizer else None
+        # Otherwise the text is made at the end, by `output`.
+        scored = request.logprobs is not None
+        self._text: OutputText | None = None
+        if tokenizer is not None and (stream or request.params.stop or scored):
+            self._text = OutputText(tokenizer, request.params, with_text=scored)
         self._shown_text = ""
         self._shown_tokens = 0
         self._over = False  # the last part was taken
@@ -70,6 +85,8 @@ class Generation:
         if new and record.first_token_at is None:
             record.first_token_at = time.monotonic()
         record.output += advance.tokens
+        record.output_logprobs += advance.output_logprobs
+        record.prompt_logprobs += advance.prompt_logprobs
         record.accept_lengths += advance.accept_lengths
         record.correct_drafts += advance.correct_drafts
         record.proposed, record.cached_tokens = advance.proposed, advance.cached_tokens
@@ -100,19 +117,39 @@ class Generation:
             new, num_tokens = text.take_rest() if text else "", len(record.output)
         else:
             new, num_tokens = text.take() if text else ("", len(record.output))
-        ids = record.output[self._shown_tokens : num_tokens]
+        start = self._shown_tokens
+        ids = record.output[start:num_tokens]
         self._shown_text += new
         self._shown_tokens = num_tokens
-        return Part(new, ids, record.finish) if new or ids or self._over else None
+        return Part(new, ids, record.finish, start) if new or ids or self._over else None
+
+    def scored_tokens(self, part: Part | None = None) -> list[ScoredToken]:
+        """The output tokens of a part, or all of them.
+
+        Empty for a request that returns no log-probabilities, or without a tokenizer.
+        """
+        text, record = self._text, self.record
+        if record.logprobs is None or text is None:
+            return []
+        ids, start = (record.output, 0) if part is None else (part.token_ids, part.start)
+        logprobs = record.output_logprobs[start : start + len(ids)]
+        return [
+            ScoredToken(token, text.offset(at), each)
+            for at, (token, each) in enumerate(zip(ids, logprobs, strict=True), start)
+        ]
 
     def output(self) -> RequestOutput:
         """Everything up to the last part; without parts, of a request that has ended."""
+        return self.output_so_far()()
+
+    def output_so_far(self) -> Callable[[], RequestOutput]:
+        """`output` as of now, to be made in any thread."""
         record, ended = self.record, self.finished
         text = self._shown_text
         if ended and not self._over:
             text = self._final_text()
         progress = Progress.of(record, None if ended else self._shown_tokens)
-        return make_output(record, progress, text, self.prompt_index, self.index)
+        return partial(make_output, record, progress, text, self.prompt_index, self.index)
 
     def token_texts(self, output: RequestOutput) -> list[str]:
         """The parts of `output`'s text, one per token: the characters that it completed."""

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from forerun.core.executor import ExecutorInfo
+from forerun.core.grammar import Grammar
+from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.metrics import EngineMetrics
@@ -30,6 +32,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     prompt: list[int]
     params: SamplingParams
     trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
+    logprobs: LogprobParams | None = None  # that it returns
 
 
 class Submit(_Message, frozen=True):
@@ -57,6 +60,13 @@ class Query(_Message, frozen=True):
 
     number: int
     what: str  # "flush_cache", "load" or "stats"
+
+
+class Compile(_Message, frozen=True):
+    """A grammar of requests to come, answered by a `Reply` once it is compiled."""
+
+    number: int
+    grammar: Grammar
 
 
 class Shutdown(_Message, frozen=True):
@@ -88,6 +98,9 @@ class Advance(msgspec.Struct, frozen=True, array_like=True):
     proposed: int  # so far
     cached_tokens: int
     finish: FinishReason | None = None
+    # Of a request that returns them: one per token, and of the prompt in order.
+    output_logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class Step(_Message, frozen=True):
@@ -98,14 +111,14 @@ class Step(_Message, frozen=True):
 
 
 class Reply(_Message, frozen=True):
-    """The answer to a `Query`: a value, or why there is none."""
+    """The answer to a `Query` or `Compile`: a value, or why there is none."""
 
     number: int
     value: dict[str, Any] | None
     error: str | None = None
 
 
-ToEngine = Submit | Finish | Abort | Query | Shutdown
+ToEngine = Submit | Finish | Abort | Query | Compile | Shutdown
 FromEngine = Ready | Refused | Step | Reply
 
 encode = msgspec.msgpack.Encoder().encode

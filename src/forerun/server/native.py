@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -11,16 +13,18 @@ from starlette.responses import Response
 
 from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
+from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.output import RequestOutput
 from forerun.llm.prompts import token_lists
+from forerun.llm.token_bytes import TokenBytes
 from forerun.server.errors import json_response
 from forerun.server.generation import Call, Generation
+from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
 from forerun.server.strict_model import StrictModel, Unsupported
 
-_NO_LOGPROBS = "log-probabilities are not returned; leave it out"
 _TEXT_ONLY = "the input is text or token ids only"
 
 
@@ -28,11 +32,6 @@ class GenerateRequest(StrictModel):
     """`POST /generate`; either `text` or `input_ids`."""
 
     unsupported: ClassVar[Unsupported] = {
-        "return_logprob": ((False,), _NO_LOGPROBS),
-        "logprob_start_len": ((-1,), _NO_LOGPROBS),
-        "top_logprobs_num": ((0,), _NO_LOGPROBS),
-        "token_ids_logprob": ((), _NO_LOGPROBS),
-        "return_text_in_logprobs": ((False,), _NO_LOGPROBS),
         "return_hidden_states": ((False,), "hidden states are not returned; leave it out"),
         "return_routed_experts": ((False,), "experts are not returned; leave it out"),
         "lora_path": (([],), "adapters cannot be loaded; merge the adapter into the model"),
@@ -55,6 +54,12 @@ class GenerateRequest(StrictModel):
     rid: str | list[str] | None = Field(None, description="Request id, for /abort_request")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # Each for all prompts, or one per prompt; `LogprobParams` describes them.
+    return_logprob: bool | list[bool | None] | None = None
+    logprob_start_len: int | list[int | None] | None = None
+    top_logprobs_num: int | list[int | None] | None = None
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool | None = None
     return_token_texts: bool | None = Field(
         None, description="Adds token_texts: the part of the text that each token completed"
     )
@@ -74,11 +79,12 @@ def native_router(service: Service) -> APIRouter:
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Completes one prompt or many, as SGLang's native API does."""
         service.check_open()
+        form = _Format.of(service, body)
         call = await _start(service, body)
         single = body.single and len(call.generations) == 1
         if body.stream:
-            return EventStream(_events(call, body, single), call.close)
-        return await until_disconnect(request.receive, _whole(service, call, body, single))
+            return EventStream(_events(service, call, form, single), call.close)
+        return await until_disconnect(request.receive, _whole(service, call, form, single))
 
     return router
 
@@ -86,19 +92,19 @@ def native_router(service: Service) -> APIRouter:
 async def _start(service: Service, body: GenerateRequest) -> Call:
     ids = await _prompt_ids(service, body)
     params = _params(body.sampling_params, len(ids))
+    asked = {name: value for name, value in body if name in LOGPROB_KEYWORDS}
+    logprobs = logprob_params(asked, len(ids), body.single)
     rids = [body.rid] if isinstance(body.rid, str) else body.rid
     if rids is not None and len(rids) != len(ids):
         raise RequestError(f"{len(rids)} rids for {len(ids)} prompts; give one per prompt.")
     prompts = [
-        Prompt(prompt, p, p.n, rids[at] if rids else None)
-        for at, (prompt, p) in enumerate(zip(ids, params, strict=True))
+        Prompt(prompt, p, p.n, rids[at] if rids else None, asked)
+        for at, (prompt, p, asked) in enumerate(zip(ids, params, logprobs, strict=True))
     ]
-    return service.start(prompts, bool(body.stream))
+    return await service.start(prompts, bool(body.stream))
 
 
 async def _prompt_ids(service: Service, body: GenerateRequest) -> list[list[int]]:
-    if body.return_token_texts and service.text.tokenizer is None:
-        raise RequestError("return_token_texts needs a tokenizer; leave it out.")
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("Give either text or input_ids, not both or neither.")
     if body.text is not None:
@@ -125,14 +131,6 @@ def _params(
 
 # Of SGLang's parameters those that are not here, with values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "structural_tag": (),
-    "logit_bias": ({},),
     "custom_params": (),
     "stop_regex": (),
     "no_stop_trim": (False,),
@@ -146,40 +144,70 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
         for name, value in given.items()
         if value is not None and not (name in _NEUTRAL and value in _NEUTRAL[name])
     }
-    params = SamplingParams.of(kept)
-    if params.grammar is not None:  # the engine process must not compile between its steps
-        raise RequestError(f"{params.grammar.kind} is not supported over HTTP yet; use LLM.")
-    return params
+    return SamplingParams.of(kept)
 
 
-def _answer(generation: Generation, output: RequestOutput, body: GenerateRequest) -> dict[str, Any]:
-    answer = {
-        "text": output.text,
-        "output_ids": output.output_ids,
-        "meta_info": output.meta_info,
-    }
-    if body.return_token_texts:
-        answer["token_texts"] = generation.token_texts(output)
-    return answer
+@dataclass(frozen=True)
+class _Format:
+    """What the answers of a request hold."""
+
+    spell: TokenBytes | None  # log-probabilities with texts
+    token_texts: bool
+
+    @classmethod
+    def of(cls, service: Service, body: GenerateRequest) -> _Format:
+        """
+        Raises:
+            RequestError: texts are asked for, and there is no tokenizer.
+        """
+        if body.return_token_texts and service.text.tokenizer is None:
+            raise RequestError("return_token_texts needs a tokenizer; leave it out.")
+        spell = service.text.token_bytes() if body.return_text_in_logprobs else None
+        return cls(spell, bool(body.return_token_texts))
+
+    def answer(self, generation: Generation, output: RequestOutput) -> dict[str, Any]:
+        info, spell = output.meta_info, self.spell
+        answer: dict[str, Any] = {
+            "text": output.text,
+            "output_ids": output.output_ids,
+            "meta_info": info if spell is None else with_texts(info, spell),
+        }
+        if self.token_texts:
+            answer["token_texts"] = generation.token_texts(output)
+        return answer
 
 
-async def _whole(service: Service, call: Call, body: GenerateRequest, single: bool) -> Response:
+async def _whole(service: Service, call: Call, form: _Format, single: bool) -> Response:
     outputs = await service.outputs(call)
-    pairs = list(zip(call.generations, outputs, strict=True))
-    # In a thread: texts of tokens may take a while.
-    answers = await service.text.run(lambda: [_answer(*pair, body) for pair in pairs])
-    return json_response(answers[0] if single else answers)
+
+    def respond() -> Response:
+        answers = list(map(form.answer, call.generations, outputs))
+        return json_response(answers[0] if single else answers)
+
+    # In a thread: texts and log-probabilities of tokens may take a while.
+    return await service.text.run(respond)
 
 
-async def _events(call: Call, body: GenerateRequest, single: bool) -> AsyncGenerator[bytes, None]:
+async def _events(
+    service: Service, call: Call, form: _Format, single: bool
+) -> AsyncGenerator[bytes, None]:
     """Text and ids of every event are all there are so far."""
-    places = {generation: at for at, generation in enumerate(call.generations)}
+    indices = {generation: None if single else at for at, generation in enumerate(call.generations)}
     async for taken in call.parts():
-        answers = []
+        events = []
         for generation, _ in taken:
-            answer = _answer(generation, generation.output(), body)
-            if not single:
-                answer["index"] = places[generation]
-            answers.append(answer)
-        yield b"".join(map(event, answers))
+            write = partial(_event, form, generation, generation.output_so_far())
+            # With log-probabilities in a thread, as above; others' streams go on.
+            scored = generation.record.logprobs is not None
+            index = indices[generation]
+            events.append(await service.text.run(partial(write, index)) if scored else write(index))
+        yield b"".join(events)
     yield DONE
+
+
+def _event(
+    form: _Format, generation: Generation, output: Callable[[], RequestOutput], index: int | None
+) -> bytes:
+    """`index`: of the generation, where there are several."""
+    answer = form.answer(generation, output())
+    return event(answer if index is None else {**answer, "index": index})

@@ -5,12 +5,16 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forerun.core.errors import RequestError
+from forerun.core.grammar import KINDS
+from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
+from forerun.server.response_format import grammar_of_format
 from forerun.server.strict_model import StrictModel, Unsupported, invalid
 from forerun.server.tools import Tool
 
@@ -20,25 +24,12 @@ IGNORED = (
     "prompt_cache_retention", "parallel_tool_calls",
 )  # fmt: skip
 
-_NO_LOGPROBS = "log-probabilities are not returned; leave it out"
-_NO_PENALTIES = "there are no penalties; temperature, top_p and min_p shape the distribution"
-_NO_GRAMMAR = "there are no grammars; ask for the format in the prompt and check the text"
 _NO_TOOLS = "tools belong to /v1/chat/completions and /v1/responses"
 _TEXT_ONLY = "the output is text only"
 # Values that change nothing are accepted.
 UNSUPPORTED: Unsupported = {
-    "logprobs": ((False,), _NO_LOGPROBS),
-    "top_logprobs": ((0,), _NO_LOGPROBS),
-    "prompt_logprobs": ((), _NO_LOGPROBS),
-    "frequency_penalty": ((0,), _NO_PENALTIES),
-    "presence_penalty": ((0,), _NO_PENALTIES),
-    "repetition_penalty": ((1,), _NO_PENALTIES),
-    "logit_bias": (({},), "logits cannot be changed; leave it out"),
-    "response_format": (({"type": "text"},), _NO_GRAMMAR),
-    "json_schema": ((), _NO_GRAMMAR),
-    "regex": ((), _NO_GRAMMAR),
-    "ebnf": ((), _NO_GRAMMAR),
-    "structural_tag": ((), _NO_GRAMMAR),
+    "top_logprobs": ((0,), "a completion's logprobs is their number"),
+    "prompt_logprobs": ((), "use echo and logprobs, or logprob_start_len of /generate"),
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "functions": (([],), "it is called tools now"),
@@ -62,30 +53,31 @@ class StreamOptions(StrictModel):
 
 
 # Parameter → field of `SamplingParams`.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "min_tokens": "min_new_tokens",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "seed": "sampling_seed",
-    "skip_special_tokens": "skip_special_tokens",
-    "speculative": "speculative",
-    "max_draft_tokens": "max_draft_tokens",
-}
+_SAMPLING = {name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "speculative", "max_draft_tokens", *KINDS,
+)} | {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}  # fmt: skip
+_CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_tokens
 
 
-def sampling_params(body: StrictModel, max_new_tokens: int) -> SamplingParams:
-    """Of a request that has all parameters of `_SAMPLING`; those not given have defaults.
+def sampling_params(
+    body: StrictModel, max_new_tokens: int, grammar: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """Of a request's parameters that are in `_SAMPLING`; those not given have defaults.
+
+    Args:
+        grammar: of `response_format`.
 
     Raises:
         RequestError: a value is out of range.
     """
-    given = {field: getattr(body, name) for name, field in _SAMPLING.items()}
-    known = {field: value for field, value in given.items() if value is not None}
+    given = {_SAMPLING[name]: value for name, value in body if name in _SAMPLING}
+    known = {name: value for name, value in given.items() if value is not None}
+    for name, value in (grammar or {}).items():
+        if name in known:
+            raise RequestError(f"response_format and {name} are set; give one.")
+        known[name] = value
     return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
 
 
@@ -102,11 +94,18 @@ class _Common(StrictModel):
     n: int | None = Field(None, description="Completions per prompt")
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
     stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
+    response_format: dict[str, Any] | None = Field(
+        None, description="Of type text, json_object, json_schema or structural_tag"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Forerun's additions.
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -119,6 +118,24 @@ class _Common(StrictModel):
     )
     speculative: bool | None = Field(None, description="False: no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
+    # What the output must match; one of them, or response_format.
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    @field_validator("response_format", *_CHECKED)
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses a value by itself, so that the error names its parameter."""
+        name = str(info.field_name)
+        if value is not None:
+            try:
+                one = {_SAMPLING[name]: value} if name in _SAMPLING else grammar_of_format(value)
+                SamplingParams.of(one)
+            except RequestError as error:
+                raise invalid(str(error)) from None
+        return value
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
         """Sampling parameters of one completion.
@@ -126,7 +143,7 @@ class _Common(StrictModel):
         Raises:
             RequestError: a value is out of range.
         """
-        return sampling_params(self, max_new_tokens)
+        return sampling_params(self, max_new_tokens, grammar_of_format(self.response_format))
 
     @property
     def num_samples(self) -> int:
@@ -146,6 +163,15 @@ class CompletionRequest(_Common):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool | None = Field(None, description="Begin the text with the prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token, and of as many most probable"
+    )
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        if self.logprobs is None:
+            return None
+        return LogprobParams(start_len=0 if self.echo else -1, top=self.logprobs)
 
     @property
     def token_lists(self) -> list[list[int]] | None:
@@ -172,6 +198,10 @@ class ChatRequest(_Common):
     """`POST /v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
+    logprobs: bool | None = Field(None, description="Of each token of the answer")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable"
+    )
     max_completion_tokens: int | None = Field(None, description="Another name of max_tokens")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template"
@@ -183,6 +213,17 @@ class ChatRequest(_Common):
         None, description="False: reasoning stays in the content, with its markers"
     )
     include_reasoning: bool | None = Field(None, description="False: reasoning is left out")
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise invalid("top_logprobs is set without logprobs; set logprobs to true.")
+        return value
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        return LogprobParams(top=self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def max_new_tokens(self) -> int | None:

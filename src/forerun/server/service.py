@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from forerun.core.errors import RequestError, shown
+from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.engine_client import EngineClient
@@ -33,6 +34,7 @@ class Prompt:
     params: SamplingParams
     n: int = 1
     rid: str | None = None  # default: a new one
+    logprobs: LogprobParams | None = None
 
 
 @dataclass(eq=False)
@@ -75,8 +77,8 @@ class Service:
         if self.draining:
             raise EngineUnavailable("The server is shutting down.")
 
-    def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
-        """Starts all generations of a request, or none.
+    async def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
+        """Starts all generations of a request, or none, once their grammars are compiled.
 
         Raises:
             RequestError: one of them cannot be served.
@@ -89,6 +91,10 @@ class Service:
                 raise RequestError(f"n must be in [1, {settings.max_n}], got {prompt.n}.")
             if prompt.rid is not None:
                 _check_rid(prompt.rid)
+        grammars = (prompt.params.grammar for prompt in prompts)
+        for grammar in dict.fromkeys(filter(None, grammars)):
+            await engine.compile_grammar(grammar)
+        self.check_open()
         count = sum(prompt.n for prompt in prompts)
         slots = engine.info.limits.slots
         check_queue(engine.num_requests, count, slots, settings.max_queued_requests)
@@ -126,7 +132,9 @@ class Service:
         rid = place.group if prompt.n == 1 else f"{place.group}-{place.sample_index}"
         # The samples of a prompt without a seed each get one of their own.
         params = replace(prompt.params, n=1)
-        request = self.engine.factory.make(prompt.ids, params, rid, seed_offset=place.sample_index)
+        request = self.engine.factory.make(
+            prompt.ids, params, rid, seed_offset=place.sample_index, logprobs=prompt.logprobs
+        )
         return Generation(request, self.text.tokenizer, place, stream)
 
     def _check_ids(self, generations: Sequence[Generation]) -> None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from forerun.core.errors import RequestError
 from forerun.llm.prompts import chat_ids, text_ids
-from forerun.llm.text import detokenize
+from forerun.llm.text import detokenize, text_ends
+from forerun.llm.token_bytes import TokenBytes
 
 T = TypeVar("T")
 THREADS = 4
@@ -22,6 +23,7 @@ class TextService:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: None with `skip_tokenizer_init`; then only token ids are served."""
         self.tokenizer = tokenizer
+        self._token_bytes: TokenBytes | None = None  # made when it is asked for
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forerun-text")
         longest = max(map(len, tokenizer.get_vocab()), default=1) if tokenizer is not None else 1
         self._longest_token = longest  # characters
@@ -74,6 +76,24 @@ class TextService:
         if self.tokenizer is None:
             return ""
         return await self.run(partial(detokenize, self.tokenizer, ids, skip_special_tokens=False))
+
+    async def ends(self, ids: Sequence[int]) -> list[int]:
+        """Characters of a prompt's text after each token. There is a tokenizer."""
+        return await self.run(partial(text_ends, self.tokenizer, ids))
+
+    def token_bytes(self) -> TokenBytes:
+        """
+        Raises:
+            RequestError: there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                "The server runs with --skip-tokenizer-init, so log-probabilities have no texts;"
+                " use /generate, which returns token ids."
+            )
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self.tokenizer)
+        return self._token_bytes
 
     async def run(self, function: Callable[[], T]) -> T:
         """Runs `function` in one of the threads."""

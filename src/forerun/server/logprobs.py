@@ -1,0 +1,95 @@
+"""Log-probabilities in answers: OpenAI's shapes, and texts in SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from forerun.core.logprobs import TokenLogprobs
+from forerun.llm.token_bytes import TokenBytes
+from forerun.server.generation import Generation, ScoredToken
+
+_SUFFIX = "_logprobs"  # of the entries of `meta_info` that hold (value, id, text)
+
+
+def chat_logprobs(tokens: Sequence[ScoredToken], spell: TokenBytes) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+    content = []
+    for token, _, logprobs in tokens:
+        assert logprobs is not None
+        entry = _chat_token(token, logprobs.logprob, spell)
+        entry["top_logprobs"] = [_chat_token(i, value, spell) for value, i in logprobs.top]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token: int, logprob: float, spell: TokenBytes) -> dict[str, Any]:
+    data = spell.of(token)
+    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def completion_logprobs(tokens: Sequence[ScoredToken], spell: TokenBytes) -> dict[str, Any]:
+    """`logprobs` of a completion's choice.
+
+    `top_logprobs` hold the token itself, too, if it is not among the most probable.
+    """
+    return {
+        "tokens": [_completion_text(token, spell) for token, _, _ in tokens],
+        "token_logprobs": [None if each is None else each.logprob for _, _, each in tokens],
+        "top_logprobs": [_completion_top(token, each, spell) for token, _, each in tokens],
+        "text_offset": [offset for _, offset, _ in tokens],
+    }
+
+
+def _completion_top(
+    token: int, logprobs: TokenLogprobs | None, spell: TokenBytes
+) -> dict[str, float] | None:
+    if logprobs is None:
+        return None
+    top: dict[str, float] = {}
+    for value, candidate in logprobs.top:  # the most probable first, should two have one text
+        top.setdefault(_completion_text(candidate, spell), value)
+    top.setdefault(_completion_text(token, spell), logprobs.logprob)
+    return top
+
+
+def _completion_text(token: int, spell: TokenBytes) -> str:
+    """As OpenAI has it: bytes that are not text are written as such."""
+    data = spell.of(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def prompt_tokens(generation: Generation, ends: Sequence[int], text: str) -> list[ScoredToken]:
+    """The tokens of an echoed prompt.
+
+    Args:
+        ends: characters of the decoded prompt after each token.
+        text: the prompt as it is echoed.
+    """
+    record = generation.record
+    known = [None, *record.prompt_logprobs]  # fewer than tokens, if the request was aborted
+    # Decoded, a prompt may begin with a token that its text has not (BOS).
+    surplus = max(ends[-1] - len(text), 0)
+    offsets = [min(max(end - surplus, 0), len(text)) for end in (0, *ends)]
+    return [ScoredToken(*each) for each in zip(record.prompt, offsets, known, strict=False)]
+
+
+def with_texts(info: dict[str, Any], spell: TokenBytes) -> dict[str, Any]:
+    """`meta_info` whose log-probabilities have texts: (value, token id, text)."""
+    return {
+        name: [_with_text(each, spell) for each in value] if name.endswith(_SUFFIX) else value
+        for name, value in info.items()
+    }
+
+
+def _with_text(entry: Any, spell: TokenBytes) -> Any:
+    """Of an entry, or of a list of them; the first of a prompt is None."""
+    if isinstance(entry, list):
+        return [_with_text(each, spell) for each in entry]
+    if entry is None:
+        return None
+    value, token, _ = entry
+    return value, token, spell.text(token)
