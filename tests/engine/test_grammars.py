@@ -29,6 +29,7 @@ from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
 from tests.engine.test_logits import SplitSteps
+from tests.engine_runs import run_together
 from tests.golden_engine import golden_llm, poison_on_release
 from tests.toy_algorithms import OracleTrees, register_toys
 
@@ -87,17 +88,7 @@ def run(llm: LLM, preempts: bool = False, which: range = range(len(KINDS))) -> l
     """All requests in one batch; `preempts`: every third step preempts the youngest."""
     engine = llm.engine
     requests = [engine.make_request(tokenizer()(PROMPTS[i])["input_ids"], params(i)) for i in which]
-    for request in requests:
-        engine.submit(request)
-    for step in itertools.count():
-        if not engine.has_work:
-            break
-        if preempts and step % 3 == 2 and len(engine.scheduler.running) > 1:
-            engine.scheduler._preempt(engine.scheduler.running[-1])
-        engine.step()
-    for request in requests:
-        engine.close_request(request)
-    assert not preempts or any(request.preemptions for request in requests)
+    run_together(engine, requests, preempts)
     return [follows(request) for request in requests]
 
 

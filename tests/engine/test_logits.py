@@ -22,6 +22,7 @@ from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import DecodeOutput, PrefillTokens
 from forerun.executor.steps import DecodeBatch, DeferredBatch
+from tests.engine_runs import run_together
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.stand_in_graphs import StandInRecorder
 from tests.toy_algorithms import register_toys
@@ -66,17 +67,7 @@ def run(llm: LLM, preempts: bool = False, which: range = range(len(KINDS))) -> l
     """All requests in one batch; `preempts`: every third step preempts the youngest."""
     engine = llm.engine
     requests = [engine.make_request(prompts()[i], params(i), logprobs=LOGPROBS[i]) for i in which]
-    for request in requests:
-        engine.submit(request)
-    for step in itertools.count():
-        if not engine.has_work:
-            break
-        if preempts and step % 3 == 2 and len(engine.scheduler.running) > 1:
-            engine.scheduler._preempt(engine.scheduler.running[-1])
-        engine.step()
-    for request in requests:
-        engine.close_request(request)
-    assert not preempts or any(request.preemptions for request in requests)
+    run_together(engine, requests, preempts)
     return [(r.output, r.output_logprobs, r.prompt_logprobs) for r in requests]
 
 

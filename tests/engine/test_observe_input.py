@@ -7,7 +7,6 @@ are accepted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,13 +16,10 @@ from torch import Tensor
 
 from forerun import LLM
 from forerun.attention.base import Mask
-from forerun.core.plan import PrefillChunk
 from forerun.executor.device_executor import device_step
-from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.memory import profiling_plans
-from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens, StepShape
+from forerun.executor.step_inputs import PrefillBatch, PrefillTokens, StepShape
 from forerun.executor.steps import EagerSteps
-from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative import registry
 from forerun.speculative.base import (
     Draft,
@@ -221,19 +217,13 @@ def test_what_is_observed_is_the_text_and_its_hidden_states(
 class PaddedPrefill(EagerSteps):
     """Prompts of one request are padded to 32 tokens, as by captured prefills."""
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
-        (chunk,) = chunks
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        (chunk,) = batch.chunks
         assert chunk.last and chunk.num_tokens < 32
         tables = self.step.tables
         slots = tables.upload([chunk.slot], torch.int64)
         counts = tables.upload([chunk.num_tokens], torch.int32)
-        out = self.step.prefill_padded(slots, counts, StepShape(32, chunk.end + 64, flags))
+        out = self.step.prefill_padded(slots, counts, StepShape(32, chunk.end + 64, batch.flags))
         self.step.observe_prefill(out)
         return PrefillTokens(out.sampled)
 

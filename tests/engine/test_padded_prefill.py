@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from forerun import LLM
-from forerun.core.plan import PrefillChunk
 from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.grammar_masks import GrammarBatch
-from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens, StepShape
+from forerun.executor.step_inputs import PrefillBatch, PrefillTokens, StepShape
 from forerun.executor.steps import EagerSteps
-from forerun.sampling.sampler import SamplingFlags
 from tests.golden_engine import CASES, golden_llm
 
 BUCKET = 64
@@ -32,22 +29,16 @@ class PaddedSteps(EagerSteps):
 
     padded = 0
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
-        (chunk,) = chunks
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        (chunk,) = batch.chunks
         if not chunk.last or chunk.num_tokens > BUCKET:
-            return super().prefill(chunks, flags)
+            return super().prefill(batch)
         self.padded += 1
         tables = self.step.tables
         slots = tables.upload([chunk.slot], torch.int64)
         counts = tables.upload([chunk.num_tokens], torch.int32)
         bound = tables.history.shape[1]
-        out = self.step.prefill_padded(slots, counts, StepShape(BUCKET, bound, flags))
+        out = self.step.prefill_padded(slots, counts, StepShape(BUCKET, bound, batch.flags))
         self.step.observe_prefill(out)
         return PrefillTokens(out.sampled)
 

@@ -11,16 +11,13 @@ import torch
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
-from forerun.core.plan import PrefillChunk
 from forerun.executor import piecewise
 from forerun.executor.device_executor import DeviceExecutor, device_step
-from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.piecewise import PiecewisePrefill, token_buckets
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import PrefillLogprobs, PrefillTokens
+from forerun.executor.step_inputs import PrefillBatch, PrefillTokens
 from forerun.executor.steps import EagerSteps
 from forerun.models import registry
-from forerun.sampling.sampler import SamplingFlags
 from tests.engine.test_support import folders_of, small
 from tests.golden_engine import CASES, golden_llm, poison_on_release
 from tests.stand_in_graphs import StandInRecorder
@@ -48,16 +45,9 @@ class PiecewiseSteps(EagerSteps):
         assert step.tables.kv_len[step.tables.padding_slot] == 0
         self.recorder.replayed = 0
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
-        count = sum(chunk.num_tokens for chunk in chunks)
-        self.tokens.append(count)
-        return self.step.prefill(chunks, flags, self.piecewise.forward(count))
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        self.tokens.append(batch.num_tokens)
+        return self.step.prefill(batch, self.piecewise.forward(batch.num_tokens))
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:

@@ -14,6 +14,7 @@ from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.models import registry
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
+from tests.engine_runs import hold_prompt_logprobs
 from tests.golden_engine import poison_on_release
 from tests.toy_algorithms import Oracle, register_toys
 from tests.toy_models import (
@@ -160,22 +161,8 @@ def test_a_cached_prefix_ends_at_a_snapshot() -> None:
 def test_prompt_logprobs_with_a_cached_prefix(kind: type[ToyModel]) -> None:
     """A prefix is used as far as a snapshot before `logprob_start_len` goes."""
     tokens = (prompts()[0] * 3)[:60]
-    values, cached = [], []
     with toy_llm(kind, "NGRAM", page_size=16, chunked_prefill_size=24) as llm:
-        for start in (20, 20, 50, 0):
-            out = llm.generate(
-                input_ids=tokens, sampling_params={"temperature": 0.0, "max_new_tokens": 4},
-                return_logprob=True, logprob_start_len=start,
-            )  # fmt: skip
-            cached.append(out.meta_info["cached_tokens"])
-            assert cached[-1] <= start
-            entries = out.meta_info["input_token_logprobs"]
-            assert len(entries) == len(tokens) - start
-            values.append([each[0] for each in entries[-9:]] + out.output_ids)
-        llm.engine.check()
-    assert max(cached) >= 32
-    for each in values:
-        assert each == pytest.approx(values[0], abs=1e-4)
+        hold_prompt_logprobs(llm, tokens, (20, 20, 50, 0))
 
 
 def test_snapshots_have_a_budget() -> None:

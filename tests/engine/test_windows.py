@@ -23,6 +23,7 @@ from forerun.executor.device_executor import device_step
 from forerun.executor.memory import KVBudget, KVDemand, ProfilingRun, kv_budget
 from forerun.kvcache.layouts import ModelLayout
 from tests.engine.test_matrix import GREEDY, SEEDED, hold, params, prompts
+from tests.engine_runs import hold_prompt_logprobs
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.toy_backends import NAME, registered
 
@@ -92,24 +93,10 @@ def test_output_equals_plain_decoding(
 @pytest.mark.parametrize("models", ["target", "draft", "target draft"])
 def test_prompt_logprobs_with_a_cached_prefix(models: str) -> None:
     """The window before `logprob_start_len` must be cached as well."""
-    prompt, values, cached = LONG[0]["prompt"][:90], [], []
     settings = windowed(models, "DFLASH")
     settings.pop("wanted", None)
     with golden_llm("DFLASH", **SIZES, **settings) as llm:
-        for start in (40, 40, 80, 0):
-            out = llm.generate(
-                input_ids=prompt, sampling_params={"temperature": 0.0, "max_new_tokens": 8},
-                return_logprob=True, logprob_start_len=start,
-            )  # fmt: skip
-            cached.append(out.meta_info["cached_tokens"])
-            assert cached[-1] <= start
-            entries = out.meta_info["input_token_logprobs"]
-            assert len(entries) == len(prompt) - start
-            values.append([each[0] for each in entries[-9:]] + out.output_ids)
-        llm.engine.check()
-    assert max(cached) >= 32
-    for each in values:
-        assert each == pytest.approx(values[0], abs=1e-4)
+        hold_prompt_logprobs(llm, LONG[0]["prompt"][:90], (40, 40, 80, 0))
 
 
 @pytest.mark.parametrize(

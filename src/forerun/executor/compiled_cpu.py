@@ -7,7 +7,7 @@ the subgraphs between them are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,9 @@ from torch.fx.passes.split_module import split_module
 
 from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import ConfigError
-from forerun.core.plan import PrefillChunk
-from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillLogprobs, PrefillTokens, StepShape
+from forerun.executor.step_inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
-from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft
 
 OPAQUE_NAMESPACES = ("mkldnn",)  # operations on tensors with an opaque layout
@@ -94,14 +91,8 @@ class CompiledCpuSteps:
     def observe_deferred(self, batch: DeferredBatch) -> None:
         self._eager.observe_deferred(batch)
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
-        return self._eager.prefill(chunks, flags, logprobs, grammars)
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        return self._eager.prefill(batch)
 
     def _bucket(self, kv_len_ub: int) -> int:
         """The next power of two, so that few steps are compiled; attention reads up to there."""

@@ -28,7 +28,6 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
-from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.piecewise import (
     WARM_UPS,
     CudaGraphRecorder,
@@ -39,7 +38,7 @@ from forerun.executor.split_steps import SplitStep, capture_split
 from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import (
     DecodeOutput,
-    PrefillLogprobs,
+    PrefillBatch,
     PrefillOutput,
     PrefillTokens,
     SampleInput,
@@ -356,20 +355,13 @@ class CudaGraphSteps:
         lengths = batch.lengths.padded(len(slots))
         self._eager.observe_deferred(DeferredBatch(slots, counts, self.kv_len_ub, lengths))
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
         captured = None
-        if logprobs is None and grammars is None and not flags.penalties:
-            captured = self._prefill_graph(chunks, flags)
+        if not batch.edits_logits:
+            captured = self._prefill_graph(batch.chunks, batch.flags)
         if captured is None:
-            forward = self.piecewise.forward(sum(chunk.num_tokens for chunk in chunks))
-            return self.step.prefill(chunks, flags, forward, logprobs, grammars)
-        (chunk,) = chunks
+            return self.step.prefill(batch, self.piecewise.forward(batch.num_tokens))
+        (chunk,) = batch.chunks
         tables = self.step.tables
         captured.slots.copy_(tables.upload([chunk.slot], torch.int64), non_blocking=True)
         captured.counts.copy_(tables.upload([chunk.num_tokens], torch.int32), non_blocking=True)

@@ -27,7 +27,7 @@ from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.slot_tables import ANY_SAMPLING
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import PrefillLogprobs
+from forerun.executor.step_inputs import PrefillBatch, PrefillLogprobs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
 from forerun.grammar.compiler import GrammarCompiler
@@ -249,7 +249,7 @@ class DeviceExecutor:
         asked = {c.slot: self._slots[c.slot].logprobs for c in plan.prefill}
         query = PrefillLogprobs.of(plan.prefill, {s: a for s, a in asked.items() if a is not None})
         grammars = self._grammar_batch(ending)  # nothing is sampled for them in earlier steps
-        out = self.steps.prefill(plan.prefill, flags, query, grammars)
+        out = self.steps.prefill(PrefillBatch(plan.prefill, flags, query, grammars))
         if query is not None:
             logprobs.prompt = LogprobCopy.of(query.prompt, out.prompt_logprobs, self._copy)
             logprobs.first = LogprobCopy.of(query.first, out.first_logprobs, self._copy)

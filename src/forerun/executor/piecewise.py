@@ -43,7 +43,7 @@ from forerun.attention.base import (
 )
 from forerun.core.errors import InternalError
 from forerun.executor.step import DeviceStep, TargetForward
-from forerun.executor.step_inputs import dummy_chunks
+from forerun.executor.step_inputs import PrefillBatch, dummy_chunks
 from forerun.sampling.sampler import GREEDY
 
 DEFAULT_MAX_TOKENS = 2048
@@ -96,7 +96,7 @@ def _dummy_prefill(step: DeviceStep, count: int, forward: TargetForward | None =
     """A prefill of `count` tokens of the padding slot, in chunks that its tables hold."""
     tables = step.tables
     chunks = dummy_chunks(tables.padding_slot, count, tables.history.shape[1] - 1, last=False)
-    step.prefill(chunks, GREEDY, forward)
+    step.prefill(PrefillBatch(chunks, GREEDY), forward)
 
 
 class GraphRecorder(Protocol):

@@ -21,7 +21,7 @@ from forerun.attention.base import AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk, SnapshotCopy
 from forerun.executor.deferred_observe import DeferredObserve
-from forerun.executor.grammar_masks import DraftCopy, GrammarBatch
+from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_inputs import (
@@ -29,7 +29,7 @@ from forerun.executor.step_inputs import (
     DecodeTokens,
     PageTables,
     PlannedAttention,
-    PrefillLogprobs,
+    PrefillBatch,
     PrefillOutput,
     PrefillTokens,
     SampledTokens,
@@ -466,19 +466,12 @@ class DeviceStep:
         """
         return self.model.forward(ids, positions, context, self.caps.target_layers)
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        forward: TargetForward | None = None,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
+    def prefill(self, batch: PrefillBatch, forward: TargetForward | None = None) -> PrefillTokens:
         """Runs prompt chunks; samples the first token after each last chunk of a prompt.
 
         `forward`: a captured one, instead of the step's own.
         """
-        tables = self.tables
+        tables, chunks, logprobs = self.tables, batch.chunks, batch.logprobs
         slots = tables.upload([c.slot for c in chunks], torch.int64)
         start = tables.upload([c.start for c in chunks], torch.int32)
         spans = tuple((c.start, c.num_tokens) for c in chunks)
@@ -500,7 +493,7 @@ class DeviceStep:
         tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
         of_first = None if logprobs is None else logprobs.first
-        shape = StepShape(1, longest + 1, flags, of_first, grammars)
+        shape = StepShape(1, longest + 1, batch.flags, of_first, batch.grammars)
         first = self._first_tokens(chunks, last_index, hidden_states, shape)
         of_prompt = None
         if logprobs is not None and logprobs.prompt is not None:

@@ -248,6 +248,26 @@ class PrefillLogprobs:
 
 
 @dataclass(frozen=True)
+class PrefillBatch:
+    """Prompt chunks that run in one forward."""
+
+    chunks: Sequence[PrefillChunk]
+    flags: SamplingFlags  # of the tokens that are sampled after last chunks
+    logprobs: PrefillLogprobs | None = None
+    grammars: GrammarBatch | None = None  # of the requests of last chunks
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def edits_logits(self) -> bool:
+        """As `StepShape.edits_logits`."""
+        wants = self.logprobs is not None or self.grammars is not None
+        return wants or self.flags.penalties
+
+
+@dataclass(frozen=True)
 class PrefillTokens:
     """The result of a prefill."""
 

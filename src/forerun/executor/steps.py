@@ -13,10 +13,9 @@ import torch
 
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
-from forerun.core.plan import PrefillChunk
 from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillLogprobs, PrefillTokens, StepShape
+from forerun.executor.step_inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft, HostTokens
@@ -66,17 +65,8 @@ class StepExecutor(Protocol):
     def observe_deferred(self, batch: DeferredBatch) -> None:
         """The algorithm observes tokens of earlier plain steps."""
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
-        """Runs prompt chunks, and samples the first tokens after last chunks.
-
-        `grammars`: of the requests of last chunks.
-        """
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        """Runs prompt chunks, and samples the first tokens after last chunks."""
 
 
 class EagerSteps:
@@ -120,14 +110,8 @@ class EagerSteps:
         buffers = self._prepared(len(batch.slots), 0, batch.lengths)
         self.step.observe_deferred(slots, counts, batch.kv_len_ub, buffers)
 
-    def prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        flags: SamplingFlags,
-        logprobs: PrefillLogprobs | None = None,
-        grammars: GrammarBatch | None = None,
-    ) -> PrefillTokens:
-        return self.step.prefill(chunks, flags, None, logprobs, grammars)
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        return self.step.prefill(batch)
 
     def _prepared(self, batch_size: int, width: int, lengths: HostBatch) -> StepBuffers | None:
         """Buffers prepared by backends that plan on the host, for an eager step."""

@@ -86,7 +86,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # not sent: the client has disconnected
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
 """Running requests on the API's side: what the engine has sent so far, as text.
 
 There is no queue between engine and client. A generation accumulates, and whoever reads it takes
-everything since the last time: a slow reader gets fewer, larger parts and delays nobody.
+everything since the last time: a slow reader gets fewer, larger parts and delays no other request.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Finish(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """Requests that nobody waits for any more; ids that are unknown have ended."""
+    """Requests whose clients have disconnected, or that were aborted; unknown ids have ended."""
 
     rids: list[str]
 
