@@ -64,9 +64,8 @@ class FlashMla(LibraryBackend):
 
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)
-        # Written before and after the library's kernels: a launch without PDL. They are launched
-        # with PDL themselves, and do not wait as ours do (kernels/runtime/pdl.py): the first reads
-        # q before its predecessor has finished, the last may finish before its predecessor.
+        # Written before and after the library's kernels: a launch without PDL. They use PDL
+        # themselves, and need not wait as ours do (kernels/runtime/pdl.py).
         self._fence = torch.zeros(1, device=pools.device)
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashMlaPlan:
