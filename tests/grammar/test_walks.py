@@ -10,13 +10,13 @@ import json
 import random
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
 from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
 
+jsonschema = pytest.importorskip("jsonschema")
 xgrammar = pytest.importorskip("xgrammar")
 
 from tests.grammar.vocab import EOS, VOCAB_SIZE, new_compiler  # noqa: E402
