@@ -274,3 +274,35 @@ def test_dummy_steps_reach_no_request(eager: bool, monkeypatch: pytest.MonkeyPat
         llm.generate(input_ids=PROMPTS[0], sampling_params=GREEDY)
         assert calls[Phase.PREFILL] == calls[Phase.VERIFY] == {False}
         assert set(algorithm.seen) == {tuple(PROMPTS[0][:KEY])}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "logprobs", "pruned"),
+    [(None, False, True), (None, True, False), ("DFLASH", False, True), ("RECORDER", False, False)],
+)
+def test_prompts_are_finished_for_the_tokens_that_are_read(
+    algorithm: str | None, logprobs: bool, pruned: bool
+) -> None:
+    """The last layer runs for last tokens alone, unless more hidden states are read."""
+    if "RECORDER" not in registry.algorithm_names():
+        registry.register_algorithm("RECORDER", Recorder)
+    with golden_llm(algorithm, disable_radix_cache=True) as llm:
+        step = device_step(llm.engine.executor)
+        rows: list[tuple[int, Tensor | None]] = []
+        forward = step.model.forward
+
+        def recorded(ids: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+            if len(ids) == len(PROMPTS[0]):
+                rows.append((len(ids), args[3]))
+            return forward(ids, *args)
+
+        step.model.forward = recorded  # type: ignore[method-assign]
+        llm.generate(
+            input_ids=PROMPTS[:1],
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1},
+            return_logprob=logprobs,
+            logprob_start_len=0 if logprobs else None,
+        )
+    ((count, index),) = rows
+    assert (index is None) != pruned
+    assert index is None or index.tolist() == [count - 1]

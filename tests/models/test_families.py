@@ -89,6 +89,17 @@ def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
     close(aux_hidden_states, torch.cat((pair.hidden[2], pair.hidden[1]), 1))
 
 
+def test_final_hidden_states_of_some_tokens(pair: Pair) -> None:
+    """The last layer computes no others: of its GEMMs only QKV has all tokens."""
+    parts = [(0, pair.ids[:11]), (0, pair.ids)]
+    rows = torch.tensor([10, 40, 3])
+    whole, captured = Loop.of_model(pair.model, requests=2).ragged(parts, (1,))
+    some, aux = Loop.of_model(pair.model, requests=2).ragged(parts, (1,), rows)
+    assert len(some) == len(rows)
+    close(some, whole[rows])
+    assert torch.equal(aux, captured)
+
+
 def test_the_last_layer_is_captured_before_the_final_norm(pair: Pair) -> None:
     hidden, aux_hidden_states = Loop.of_model(pair.model).ragged([(0, pair.ids)], (2,))
     close(pair.model.model.norm.norm(aux_hidden_states), hidden)  # type: ignore[attr-defined]

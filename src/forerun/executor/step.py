@@ -458,13 +458,25 @@ class DeviceStep:
     # --- prefill --------------------------------------------------------------------------------
 
     def forward(
-        self, ids: Tensor, positions: Tensor, context: AttentionContext
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The target's hidden states [T, H], and those of the layers that the algorithm observes.
 
-        ids [T] int64, positions [T] int32.
+        ids [T] int64, positions [T] int32. `rows` [n] int64: hidden states of these tokens only.
         """
-        return self.model.forward(ids, positions, context, self.caps.target_layers)
+        return self.model.forward(ids, positions, context, self.caps.target_layers, rows)
+
+    def _needs_all_rows(self, batch: PrefillBatch) -> bool:
+        """Whether final hidden states are read besides those of the chunks' last tokens."""
+        if batch.logprobs is not None and batch.logprobs.prompt is not None:
+            return True
+        last_layer = self.model.config.num_layers - 1
+        reads = self.caps.reads_hidden_states or last_layer in self.caps.target_layers
+        return self.algorithm.observes and reads
 
     def prefill(self, batch: PrefillBatch, forward: TargetForward | None = None) -> PrefillTokens:
         """Runs prompt chunks; samples the first token after each last chunk of a prompt.
@@ -489,9 +501,16 @@ class DeviceStep:
             host_pages=tables.host_pages_of([c.slot for c in chunks], windowed),
         )
         context = self.attention.context(tokens.attention(tokens.q_len))
-        hidden_states, aux = (forward or self.forward)(ids, positions, context)
-        tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]
+        if forward is not None:
+            hidden_states, aux = forward(ids, positions, context)
+        elif self._needs_all_rows(batch):
+            hidden_states, aux = self.forward(ids, positions, context)
+        else:
+            rows = tables.upload(last_index, torch.int64)
+            hidden_states, aux = self.forward(ids, positions, context, rows)
+            last_index = list(range(len(chunks)))
+        tables.kv_len[slots] = tables.upload([c.end for c in chunks], torch.int32)
         of_first = None if logprobs is None else logprobs.first
         shape = StepShape(1, longest + 1, batch.flags, of_first, batch.grammars)
         first = self._first_tokens(chunks, last_index, hidden_states, shape)

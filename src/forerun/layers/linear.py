@@ -62,6 +62,12 @@ class PendingGemm(Pending):
         assert isinstance(x, Tensor)
         return self._gemm.add_rms_norm(x, residual, norm, reader)
 
+    def rows(self, index: Tensor) -> PendingGemm:
+        """The same of the tokens at index [n] int64 only."""
+        x = self._take()
+        assert isinstance(x, Tensor)
+        return PendingGemm(self._gemm, x.index_select(0, index), self._comm)
+
     def silu_and_mul(self) -> Tensor:
         """[gate | up] -> silu(gate) · up, [T, out / 2]."""
         return self._gemm.silu_and_mul(self._take())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, LinearBase, Pending
+from forerun.layers.linear import Hidden, LinearBase, Pending, PendingGemm
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -51,12 +51,30 @@ class FinalRMSNorm(AddRMSNorm):
 
 
 class AuxHiddenStates:
-    """Hidden states that a draft model reads, captured during one forward."""
+    """What one forward returns: hidden states that a draft model reads, and of which tokens.
 
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        """`layers`: decoder layers whose outputs are captured, in this order."""
-        self._layers = layers
+    Where only some tokens' final hidden states are needed, those of the prompts' ends, the last
+    layer computes its output projection and MLP for them alone.
+    """
+
+    def __init__(
+        self, layers: tuple[int, ...], rows: Tensor | None = None, last_layer: int = -1
+    ) -> None:
+        """`layers`: decoder layers whose outputs are captured, in this order.
+
+        `rows` [n] int64: the tokens that continue after the attention of `last_layer`; None: all.
+        """
+        assert rows is None or last_layer not in layers
+        self._layers, self._rows, self._last_layer = layers, rows, last_layer
         self._captured: dict[int, Tensor] = {}
+
+    def after_attention(
+        self, layer: int, x: PendingGemm, residual: Tensor
+    ) -> tuple[PendingGemm, Tensor]:
+        """A layer's attention output and residual, of the tokens that continue."""
+        if self._rows is None or layer != self._last_layer:
+            return x, residual
+        return x.rows(self._rows), residual.index_select(0, self._rows)
 
     def capture(self, index: int, residual: Tensor) -> None:
         """`index` as in Hugging Face's `hidden_states`: the input of that layer, [T, H]."""

@@ -76,6 +76,7 @@ class CausalLM(Module, ABC):
         positions: Tensor,
         ctx: AttentionContext,
         capture_layers: tuple[int, ...] = (),
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layers and writes their K/V.
 
@@ -84,12 +85,14 @@ class CausalLM(Module, ABC):
             positions: [T] int32 or int64, absolute, below `max_positions`.
             ctx: the attention backend with its plan for these tokens.
             capture_layers: decoder layers whose outputs are captured.
+            rows: [n] int64, the tokens whose final hidden states are needed; None: all. Not with
+                the last layer among `capture_layers`.
 
         Returns:
-            hidden_states [T, H] after the final norm; and aux_hidden_states [T, n · H], the outputs
-            of the n captured layers (the residual stream, Hugging Face's `hidden_states[l + 1]`)
-            concatenated in the order asked, or None for none. For the last layer this is the
-            residual before the final norm, where Hugging Face has the normed one.
+            hidden_states [T, H] after the final norm, or [n, H] of `rows`; and aux_hidden_states
+            [T, k · H], the outputs of the k captured layers (the residual stream, Hugging Face's
+            `hidden_states[l + 1]`) concatenated in the order asked, or None for none. For the last
+            layer this is the residual before the final norm, where Hugging Face has the normed one.
         """
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class DecoderForCausalLM(CausalLM):
         positions: Tensor,
         ctx: AttentionContext,
         capture_layers: tuple[int, ...] = (),
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        aux = AuxHiddenStates(capture_layers)
+        aux = AuxHiddenStates(capture_layers, rows, len(self.model.layers) - 1)
         hidden_states = self.model(input_ids, positions, ctx, aux)
         return hidden_states, aux.concatenated()

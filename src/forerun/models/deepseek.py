@@ -173,7 +173,7 @@ class DeepseekDecoderLayer(DecoderLayer):
     ) -> tuple[Hidden, Tensor]:
         x, residual = self.input_layernorm(x, residual)
         aux.capture(self.layer_id, residual)
-        x = self.self_attn(x, rope, ctx)
+        x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
         x, residual = self.post_attention_layernorm(x, residual)
         x = self.mlp(x)
         return x, residual

@@ -57,6 +57,8 @@ class SpecCaps:
     tree_depth: int | None = None  # drafts on the longest path of a tree, if known
     prefix_lookahead: int = 0  # 1: draft K/V at position i depends on token i + 1
     needs_host_tokens: bool = False  # `propose` reads `ProposeInput.host`: no overlap, no capture
+    # False: `observe` does not read `ObserveInput.hidden_states`.
+    reads_hidden_states: bool = True
     # `observe` may be called for several plain steps of a request at once (`Phase.DEFERRED`).
     deferred_observe: bool = False
 
@@ -201,7 +203,9 @@ class ObserveInput:
     positions: Tensor  # [T] int32
     q_lens: tuple[int, ...]  # tokens of each request, T in all
     input_ids: Tensor  # [T] int64
-    hidden_states: Tensor  # [T, H], after the final norm
+    # [T, H], after the final norm. Without `SpecCaps.reads_hidden_states` those of prompts are not
+    # all computed: do not read them.
+    hidden_states: Tensor
     aux_hidden_states: Tensor | None  # [T, n * H]: outputs of the n `target_layers`
     next_ids: Tensor  # [T] int64: the token after each, from the prompt or sampled
     # [B] int32. PREFILL: all q_lens, or fewer where a captured prefill is padded; VERIFY: 1 … W;

@@ -66,6 +66,7 @@ class DFlash(SpeculativeAlgorithm):
             draft_attention=draft.layer_masks(window),
             draft_attends_in_prefill=False,
             deferred_observe=True,
+            reads_hidden_states=False,
         )
 
     def load(self, ctx: DraftContext) -> None:

@@ -46,6 +46,7 @@ class Eagle3(HiddenStateChain):
             draft_attention=draft.layer_masks,
             prefix_lookahead=1,
             deferred_observe=True,
+            reads_hidden_states=False,
         )
 
     def load(self, ctx: DraftContext) -> None:

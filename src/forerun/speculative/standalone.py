@@ -60,6 +60,7 @@ class Standalone(SpeculativeAlgorithm):
             draft_heads=model.num_heads,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
             deferred_observe=True,
+            reads_hidden_states=False,
         )
 
     def load(self, ctx: DraftContext) -> None:
