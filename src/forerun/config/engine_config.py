@@ -66,6 +66,22 @@ class EngineConfig:
     max_total_tokens: int | None = _setting(None, "Tokens in the K/V cache; default: from memory")
     max_running_requests: int | None = _setting(None, "Default: 256 on a GPU, 32 on a CPU")
     chunked_prefill_size: int = _setting(2048, "Maximum prompt tokens per step")
+    max_prefill_tokens: int | None = _setting(
+        None, "Maximum prompt tokens per step, if smaller than chunked_prefill_size"
+    )
+    max_mixed_step_ms: int = _setting(
+        200,
+        "While requests decode, prompt tokens per step are limited so that a step takes about this"
+        " many milliseconds at most; 0: no such limit",
+    )
+    schedule_policy: str = _setting(
+        "fcfs",
+        "Order within a priority; fcfs: of arrival; lpm: longest cached prefix first",
+        ("fcfs", "lpm"),
+    )
+    schedule_low_priority_values_first: bool = _setting(
+        False, "Requests of a low priority value go first, as in vLLM; default: of a high one"
+    )
     disable_radix_cache: bool = _setting(False, "Disable the prefix cache")
     max_state_snapshots: int | None = _setting(
         None, "Recurrent states in the prefix cache; default: from memory. 0: no prefix is shared"
@@ -161,6 +177,10 @@ class EngineConfig:
             raise ConfigError(
                 f"max_state_snapshots must be >= 0, got {shown(self.max_state_snapshots)}."
             )
+        if self.max_mixed_step_ms < 0:
+            raise ConfigError(
+                f"max_mixed_step_ms must be >= 0, got {shown(self.max_mixed_step_ms)}."
+            )
         self._check_piecewise()
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
@@ -235,6 +255,7 @@ _POSITIVE = (
     "max_total_tokens",
     "max_running_requests",
     "chunked_prefill_size",
+    "max_prefill_tokens",
     "cuda_graph_max_bs",
     "piecewise_cuda_graph_max_tokens",
     "speculative_num_draft_tokens",

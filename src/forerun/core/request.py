@@ -11,20 +11,29 @@ from typing import Any
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.plan import SlotGrammar, SlotLogprobs, SlotSampling
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+
+QUEUE_TIMEOUT, REQUEST_TIMEOUT = "queue_timeout", "request_timeout"  # names of the parameters
 
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
     """Why generation ended: `type` is "stop" (`matched`: token id or stop string), "length" or
-    "abort"."""
+    "abort" (`err_type`: which deadline has passed, `QUEUE_TIMEOUT` or `REQUEST_TIMEOUT`)."""
 
     type: str
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
+    err_type: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        extra = {"matched": self.matched, "length": self.length, "message": self.message}
+        extra = {
+            "matched": self.matched,
+            "length": self.length,
+            "message": self.message,
+            "err_type": self.err_type,
+        }
         return {"type": self.type, **{k: v for k, v in extra.items() if v is not None}}
 
 
@@ -76,7 +85,10 @@ class Request(RequestRecord):
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]  # EOS (unless ignored) and stop_token_ids
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
     state: State = State.WAITING
+    # Set by the scheduler: (rank of its priority, number of its arrival). Smaller goes first.
+    order: tuple[int, int] = (0, 0)
     failed: bool = False  # its logits were NaN or infinite, and its newest K/V may be as well
 
     # Owned while admitted.
@@ -102,6 +114,19 @@ class Request(RequestRecord):
     @property
     def tokens(self) -> tuple[int, ...]:
         return (*self.prompt, *self.output)
+
+    @property
+    def shareable_tokens(self) -> tuple[int, ...]:
+        """Its first tokens, as far as their K/V may come from the prefix cache.
+
+        A token whose hidden state is asked for is computed. The log-probabilities of the token at
+        a position come from the one before it.
+        """
+        asked = self.slot_logprobs
+        # At least one token of the prompt is left to compute.
+        return (
+            self.tokens if asked is None or asked.start >= asked.end else self.tokens[: asked.start]
+        )
 
     @property
     def kv_len_ub(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from forerun.core.scheduling_params import SCHEDULING_KEYWORDS
+
 RENAMED = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -52,7 +54,6 @@ _REASONS = {
     "text is decoded as the tokenizer spells it; leave it out": (
         "spaces_between_special_tokens detokenize clean_up_tokenization_spaces"
     ),
-    "requests run in the order of their arrival; leave it out": "priority",
 }
 UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 
@@ -70,6 +71,8 @@ def refusal(name: str, known: Iterable[str] = ()) -> str | None:
             f"{name} is not known here: log-probabilities are asked for with generate(...,"
             " return_logprob=True, top_logprobs_num=n), and of the prompt with logprob_start_len."
         )
+    if name in SCHEDULING_KEYWORDS:
+        return f"{name} is not a sampling parameter: generate(..., {name}=...)."
     if name in UNSUPPORTED:
         return f"{name} is not supported yet: {UNSUPPORTED[name]}."
     return None

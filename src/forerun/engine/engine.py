@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +18,8 @@ from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import StepPlan
 from forerun.core.request import FinishReason, Request
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from forerun.engine.deadlines import Deadlines, timeout_message
 from forerun.engine.metrics import EngineMetrics, StepMetrics
 from forerun.engine.requests import RequestFactory
 from forerun.engine.stats import SpecStats
@@ -27,6 +29,7 @@ from forerun.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 from forerun.kvcache.radix_cache import RadixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import AdaptiveWidth, FixedWidth, WidthPolicy
+from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
 log = logging.getLogger("forerun")
@@ -52,6 +55,7 @@ class Engine:
             _prefix_cache(config, info, allocator, windows),
             _width_policy(info),
             windows,
+            _schedule_policy(config),
         )
         algorithm = config.speculative_algorithm or "NONE"
         self._stats = SpecStats(algorithm.upper(), info.limits.max_verify_tokens - 1)
@@ -59,6 +63,7 @@ class Engine:
         spans = start_tracing(config)
         self._tracing = Tracing(spans) if spans else None
         self._requests: dict[str, Request] = {}
+        self._deadlines = Deadlines()
         self._factory = RequestFactory(info, config.random_seed)
 
     # --- requests -------------------------------------------------------------------------------
@@ -70,6 +75,7 @@ class Engine:
         rid: str | None = None,
         seed_offset: int = 0,
         logprobs: LogprobParams | None = None,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> Request:
         """As `RequestFactory.make`.
 
@@ -78,7 +84,7 @@ class Engine:
         Raises:
             RequestError: it cannot be served.
         """
-        request = self._factory.make(prompt, params, rid, seed_offset, logprobs)
+        request = self._factory.make(prompt, params, rid, seed_offset, logprobs, scheduling)
         if params.grammar is not None:
             self.executor.compile_grammar(params.grammar)
         return request
@@ -98,6 +104,7 @@ class Engine:
         self._requests[request.rid] = request
         if self._tracing is not None:
             self._tracing.open(request, trace_context or {})
+        self._deadlines.add(request)
         self.scheduler.add(request)
 
     def abort(self, rid: str, message: str = "aborted by the user") -> None:
@@ -142,12 +149,13 @@ class Engine:
 
         Returns the requests that got tokens or ended.
         """
+        late = self._end_late_requests()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launch(plan)
         waits = plan is not None and len(self._in_flight) <= self.limits.overlap_depth
         if not self._in_flight or waits:
-            return []
+            return late
         pending, launched = self._in_flight.popleft()
         try:
             result = pending.result()
@@ -160,7 +168,15 @@ class Engine:
         for request in done.changed:
             if request.first_token_at is None:
                 request.first_token_at = now
-        return done.changed
+        return late + done.changed
+
+    def _end_late_requests(self) -> list[Request]:
+        """Aborts the requests whose deadline has passed."""
+        late = []
+        for request, err_type in self._deadlines.passed(time.monotonic()):
+            self.scheduler.abort(request, timeout_message(request, err_type), err_type)
+            late.append(request)
+        return late
 
     def _launch(self, plan: StepPlan) -> None:
         """Launches a step; an exception aborts the requests of this step only."""
@@ -262,7 +278,12 @@ class Engine:
             prefix=steps.prefix,
             preemptions=steps.preemptions,
             queue_seconds=steps.queue_seconds,
+            waiting_by_priority=Counter(
+                request.scheduling.priority for request in self.scheduler.waiting
+            ),
+            mixed_prefill_tokens=self.scheduler.prefill_budget.tokens(mixed=True),
             decode_seconds=steps.decode_seconds,
+            mixed_seconds=steps.mixed_seconds,
             prefill_seconds=steps.prefill_seconds,
         )
 
@@ -294,6 +315,15 @@ def _prefix_cache(
         return NoPrefixCache()
     return RadixCache(
         allocator, info.limits.page_size, info.prefix_lookahead, info.num_snapshots, windows
+    )
+
+
+def _schedule_policy(config: EngineConfig) -> SchedulePolicy:
+    return SchedulePolicy(
+        longest_prefix=config.schedule_policy == "lpm",
+        low_priority_values_first=config.schedule_low_priority_values_first,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_mixed_step=config.max_mixed_step_ms / 1000,
     )
 
 

@@ -62,8 +62,11 @@ class EngineMetrics:
     prefix: PrefixCounts
     preemptions: int
     queue_seconds: Histogram  # from submission to the first admission
+    waiting_by_priority: dict[int, int]  # requests
+    mixed_prefill_tokens: int  # most prompt tokens of the next step with decode
     decode_seconds: Histogram  # device time of decode steps without prompt tokens
-    prefill_seconds: Histogram  # device time of steps with prompt tokens
+    mixed_seconds: Histogram  # with
+    prefill_seconds: Histogram  # device time of steps with prompt tokens alone
 
 
 class StepMetrics:
@@ -74,6 +77,7 @@ class StepMetrics:
         self.preemptions = 0
         self.queue_seconds = Histogram(QUEUE_BUCKETS)
         self.decode_seconds = Histogram(STEP_BUCKETS)
+        self.mixed_seconds = Histogram(STEP_BUCKETS)
         self.prefill_seconds = Histogram(STEP_BUCKETS)
 
     def admitted(self, request: Request, now: float) -> None:
@@ -87,5 +91,8 @@ class StepMetrics:
 
     def completed(self, done: CompletedStep) -> None:
         """A step has completed."""
-        kind = self.prefill_seconds if done.step.plan.prefill else self.decode_seconds
+        plan = done.step.plan
+        kind = self.decode_seconds
+        if plan.prefill:
+            kind = self.mixed_seconds if plan.decode else self.prefill_seconds
         kind.observe(done.result.seconds)

@@ -14,6 +14,7 @@ from forerun.core.executor import ExecutorInfo
 from forerun.core.logprobs import LogprobParams
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams, check_stop_ids
+from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.scheduler.scheduler import check_fits
 
 
@@ -38,6 +39,7 @@ class RequestFactory:
         rid: str | None = None,
         seed_offset: int = 0,
         logprobs: LogprobParams | None = None,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> Request:
         """A request that is not queued yet, so that a list can be refused as a whole.
 
@@ -46,6 +48,7 @@ class RequestFactory:
             rid: request id; default: a new one.
             seed_offset: added to the seed: the index of a sample, with n > 1.
             logprobs: the log-probabilities that it returns.
+            scheduling: its priority and deadlines.
 
         Raises:
             RequestError: it cannot be served.
@@ -82,7 +85,7 @@ class RequestFactory:
         seed = self._seeds.getrandbits(63) if seed is None else seed
         # Consecutive seeds for the samples of a prompt, wrapped to signed 64 bits.
         seed = (seed + seed_offset + 2**63) % 2**64 - 2**63
-        request = Request(rid, tuple(prompt), params, seed, stop_ids, logprobs=logprobs)
+        request = Request(rid, tuple(prompt), params, seed, stop_ids, scheduling, logprobs=logprobs)
         check_fits(request, self._info.limits, self._capacity)
         return request
 

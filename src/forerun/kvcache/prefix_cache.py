@@ -120,6 +120,22 @@ class PrefixCache(ABC):
     def match_prefix(self, tokens: Sequence[int]) -> MatchResult:
         """The longest cached prefix that leaves at least one token to compute."""
 
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Changes whenever another prefix may be cached than before."""
+
+    @abstractmethod
+    def key(self, tokens: Sequence[int]) -> bytes:
+        """What `cached_length` takes for these tokens."""
+
+    @abstractmethod
+    def cached_length(self, key: bytes) -> int:
+        """Tokens that `match_prefix` would find; nothing is marked as used.
+
+        For models with windowed pools this is an upper bound.
+        """
+
     @abstractmethod
     def inc_lock_ref(self, node: RadixNode) -> None:
         """Keeps the pages from the root to `node` from eviction."""
@@ -190,12 +206,19 @@ class NoPrefixCache(PrefixCache):
 
     num_pages = 0
     num_evictable = 0
+    version = 0
 
     def __init__(self) -> None:
         self._root = RadixNode(None, b"", [], last_access=0, serial=0)
 
     def match_prefix(self, tokens: Sequence[int]) -> MatchResult:
         return MatchResult([], 0, self._root)
+
+    def key(self, tokens: Sequence[int]) -> bytes:
+        return b""
+
+    def cached_length(self, key: bytes) -> int:
+        return 0
 
     def inc_lock_ref(self, node: RadixNode) -> None:
         node.own_locks += 1

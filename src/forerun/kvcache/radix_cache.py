@@ -59,6 +59,7 @@ class RadixCache(PrefixCache):
         self._ahead_bytes = lookahead * _ITEM
         self._clock = 0
         self._serial = 0
+        self._version = 0
         self._num_pages = 0
         self._num_evictable = 0
         self._num_snapshots = num_snapshots
@@ -77,11 +78,31 @@ class RadixCache(PrefixCache):
     def num_evictable(self) -> int:
         return self._num_evictable
 
-    def match_prefix(self, tokens: Sequence[int]) -> MatchResult:
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def key(self, tokens: Sequence[int]) -> bytes:
         whole = max(0, len(tokens) - max(1, self._lookahead)) // self._page_size
+        return self._pack(tokens, whole)
+
+    def cached_length(self, key: bytes) -> int:
+        first = self._page_bytes + self._ahead_bytes
+        node, at, with_snapshot = self._root, 0, 0
+        while child := node.children.get(key[at : at + first]):
+            agreed = _agreement(child.key, key, at)
+            at += (agreed - self._ahead_bytes) // self._page_bytes * self._page_bytes
+            if at < child.end * self._page_bytes:
+                break
+            node = child
+            with_snapshot = with_snapshot if node.snapshot is None else node.end
+        num_pages = at // self._page_bytes if self._num_snapshots is None else with_snapshot
+        return num_pages * self._page_size
+
+    def match_prefix(self, tokens: Sequence[int]) -> MatchResult:
         self._clock += 1
         pages: list[int] = []
-        node = self._walk(self._root, self._pack(tokens, whole), pages)
+        node = self._walk(self._root, self.key(tokens), pages)
         node = self._usable(node, pages, len(tokens))
         del pages[node.end :]
         return MatchResult(pages, len(pages) * self._page_size, node, node.snapshot)
@@ -204,6 +225,7 @@ class RadixCache(PrefixCache):
             return
         node.snapshot = row
         self._snapshots[row] = node
+        self._version += 1
 
     def free_snapshot(self, row: int) -> None:
         if row in self._snapshots or row in self._free_snapshots:
@@ -215,6 +237,7 @@ class RadixCache(PrefixCache):
             del self._snapshots[node.snapshot]
             self._free_snapshots.append(node.snapshot)
             node.snapshot = None
+            self._version += 1
 
     # The tree.
 
@@ -247,6 +270,7 @@ class RadixCache(PrefixCache):
 
     def _add(self, parent: RadixNode, key: bytes, pages: list[int]) -> RadixNode:
         leaf = self._new(parent, key, pages, self._clock)
+        self._version += 1
         self._num_pages += len(pages)
         self._num_evictable += len(pages)
         self._enqueue(leaf)
@@ -272,6 +296,7 @@ class RadixCache(PrefixCache):
         assert leaf.parent is not None
         parent, leaf.parent = leaf.parent, None
         del parent.children[self._first(leaf.key)]
+        self._version += 1
         self._drop_snapshot(leaf)
         self._num_pages -= len(leaf.pages)
         self._num_evictable -= len(leaf.pages)

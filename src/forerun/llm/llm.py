@@ -7,24 +7,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from forerun.core.checks import boolean
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
 from forerun.core.unsupported import refusal
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.loop import Call, EngineLoop, Job
 from forerun.llm.prompts import chat_ids, text_ids, token_lists
+from forerun.llm.scheduling import scheduling_params
 from forerun.llm.setup import checked_config, load_tokenizer, with_models
 from forerun.llm.stream import OutputStream
 from forerun.llm.text import OutputText
 
 Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
+
+
+class _Prompt(NamedTuple):
+    ids: list[int]
+    params: SamplingParams
+    logprobs: LogprobParams | None
+    scheduling: SchedulingParams
 
 
 class LLM:
@@ -93,15 +102,17 @@ class LLM:
         *,
         input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = False,
-        **logprobs: Any,
+        **options: Any,
     ) -> Any:
         """Completes one prompt or many, given as text or as token ids.
 
         Args:
             sampling_params: for all prompts, or one per prompt.
-            logprobs: `return_logprob`, `logprob_start_len`, `top_logprobs_num` and
+            options: `return_logprob`, `logprob_start_len`, `top_logprobs_num` and
                 `token_ids_logprob` as in SGLang, each for all prompts or one per prompt;
                 `LogprobParams` describes them. The values are in `meta_info`.
+                `priority`, `queue_timeout` and `request_timeout`, likewise;
+                `SchedulingParams` describes them.
 
         Returns:
             A `RequestOutput` for one prompt with n = 1; otherwise a list in the order of the
@@ -112,7 +123,7 @@ class LLM:
             RequestError: a prompt or parameter is invalid; no request of the call was started.
             EngineClosedError: after `close`.
         """
-        _refuse(logprobs, "generate")
+        _refuse(options, "generate")
         self._loop.check_open()
         if (prompts is None) == (input_ids is None):
             raise RequestError("Give either prompts (text) or input_ids, not both or neither.")
@@ -120,7 +131,7 @@ class LLM:
             ids, single = token_lists(input_ids)
         else:
             ids, single = text_ids(self._need_tokenizer("text prompts"), prompts)
-        return self._run(ids, single, sampling_params, stream, logprobs)
+        return self._run(ids, single, sampling_params, stream, options)
 
     def chat(
         self,
@@ -129,18 +140,18 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stream: bool = False,
-        **logprobs: Any,
+        **options: Any,
     ) -> Any:
         """Answers one conversation or many, `[{"role": ..., "content": ...}, ...]`.
 
         Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`.
         `chat_template_kwargs` are variables of the model's chat template, for example
-        `{"enable_thinking": False}`. Takes `logprobs`, returns and raises as `generate` does.
+        `{"enable_thinking": False}`. Takes `options`, returns and raises as `generate` does.
         """
-        _refuse(logprobs, "chat")
+        _refuse(options, "chat")
         self._loop.check_open()
         ids, single = chat_ids(self._need_tokenizer("chat"), messages, chat_template_kwargs)
-        return self._run(ids, single, sampling_params, stream, logprobs)
+        return self._run(ids, single, sampling_params, stream, options)
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -150,16 +161,18 @@ class LLM:
         single: bool,
         sampling_params: Params | Sequence[Params] | None,
         stream: bool,
-        logprobs: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> Any:
         params = _params_per_prompt(sampling_params, len(prompts))
-        of_prompts = logprob_params(logprobs, len(prompts), single)
+        logprobs = logprob_params(options, len(prompts), single)
+        scheduling = scheduling_params(options, len(prompts))
         boolean("stream", stream, RequestError)
+        asked = map(_Prompt, prompts, params, logprobs, scheduling)
         # All are checked before any is queued: a list is refused as a whole.
         jobs = [
-            self._job(ids, p, at, index, stream, asked)
-            for at, (ids, p, asked) in enumerate(zip(prompts, params, of_prompts, strict=True))
-            for index in range(p.n)
+            self._job(prompt, at, index, stream)
+            for at, prompt in enumerate(asked)
+            for index in range(prompt.params.n)
         ]
         outputs = OutputStream(self._loop, Call(jobs, partial=stream), self.tokenizer, owner=self)
         if stream:
@@ -171,18 +184,13 @@ class LLM:
         ordered = [ended[job.request.rid] for job in jobs]
         return ordered[0] if single and len(ordered) == 1 else ordered
 
-    def _job(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        prompt_index: int,
-        index: int,
-        stream: bool,
-        logprobs: LogprobParams | None,
-    ) -> Job:
+    def _job(self, prompt: _Prompt, prompt_index: int, index: int, stream: bool) -> Job:
+        ids, params, logprobs, scheduling = prompt
         if params.stop and self.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer; use stop_token_ids instead.")
-        request = self.engine.make_request(ids, params, seed_offset=index, logprobs=logprobs)
+        request = self.engine.make_request(
+            ids, params, seed_offset=index, logprobs=logprobs, scheduling=scheduling
+        )
         text = None
         if self.tokenizer is not None and (stream or params.stop):
             text = OutputText(self.tokenizer, params)
@@ -210,7 +218,7 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
     """Raises RequestError for the first keyword that `generate` and `chat` do not have."""
     own = [f.name for f in fields(SamplingParams)]
     for name in keywords:
-        if name in LOGPROB_KEYWORDS:
+        if name in (*LOGPROB_KEYWORDS, *SCHEDULING_KEYWORDS):
             continue
         if name in own:
             raise RequestError(
@@ -224,5 +232,5 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
 
 _KEYWORDS = (
     "prompts", "messages", "sampling_params", "input_ids", "chat_template_kwargs", "stream",
-    *LOGPROB_KEYWORDS,
+    *LOGPROB_KEYWORDS, *SCHEDULING_KEYWORDS,
 )  # fmt: skip

@@ -18,6 +18,8 @@ Window pages, where pools are windowed, are taken and given back by `windows.py`
 
 from __future__ import annotations
 
+import itertools
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,10 +39,13 @@ from forerun.core.plan import (
 )
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix_cache import MatchResult, PrefixCache
+from forerun.kvcache.prefix_cache import MatchResult, NoPrefixCache, PrefixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
+from forerun.scheduler.prefill_budget import PrefillBudget
+from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.stop_checker import append_tokens
+from forerun.scheduler.waiting_queue import WaitingQueue, order_of
 from forerun.scheduler.windows import Windows
 
 
@@ -113,14 +118,22 @@ class Scheduler:
         prefix: PrefixCache,
         widths: WidthPolicy,
         window_pages: WindowPages | None = None,
+        policy: SchedulePolicy | None = None,
     ) -> None:
         self.limits = limits
+        self.policy = policy = policy or SchedulePolicy()
         self.windows = Windows(limits, window_pages)
         self.allocator = allocator
         self.prefix = prefix
         self.widths = widths
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first; the last is preempted first
+        by_prefix = policy.longest_prefix and not isinstance(prefix, NoPrefixCache)
+        self.waiting = WaitingQueue(prefix if by_prefix else None)
+        self.running: list[Request] = []  # by `Request.order`; the last is preempted first
+        self._arrivals = itertools.count()
+        most = min(
+            limits.chunked_prefill_size, policy.max_prefill_tokens or limits.chunked_prefill_size
+        )
+        self.prefill_budget = PrefillBudget(most, policy.max_mixed_step)
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._updates: list[PageTableUpdate] = []  # not in a plan yet
@@ -131,13 +144,15 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request that has passed `check_fits`."""
-        self.waiting.append(request)
+        rank = self.policy.rank(request.scheduling.priority)
+        request.order = (rank, next(self._arrivals))
+        self.waiting.add(request)
 
-    def abort(self, request: Request, message: str) -> None:
+    def abort(self, request: Request, message: str, err_type: str | None = None) -> None:
         """Ends a request in any state; slot and pages are released once no step can write them."""
         if request.state is State.FINISHED:
             return
-        request.finish = FinishReason("abort", message=message)
+        request.finish = FinishReason("abort", message=message, err_type=err_type)
         self._end(request)
 
     def finish(self, request: Request, reason: FinishReason, num_tokens: int) -> None:
@@ -177,6 +192,8 @@ class Scheduler:
     def complete(self, result: StepResult) -> CompletedStep:
         """Processes the result of the oldest step in flight."""
         step = self._scheduled.popleft()
+        num_tokens = sum(chunk.num_tokens for chunk in step.plan.prefill)
+        self.prefill_budget.record(num_tokens, bool(step.decode), result.seconds)
         live = tuple(request.state is not State.FINISHED for request in step.decode)
         failed = dict(result.failed)
         changed = self._complete_decode(step, result, failed)
@@ -246,7 +263,7 @@ class Scheduler:
 
     def _plan_decode(self, step: ScheduledStep) -> None:
         for request in list(self.running):
-            # A younger request may have been preempted for an older one in this loop.
+            # A later request may have been preempted for an earlier one in this loop.
             if request.state is not State.DECODE or self._will_finish(request):
                 continue
             bound = request.kv_len_ub
@@ -279,7 +296,7 @@ class Scheduler:
         return len(request.output) + len(request.pending) >= request.params.max_new_tokens
 
     def _grow(self, request: Request, tokens: int, plan: StepPlan) -> bool:
-        """Ensures pages for `tokens` KV slots, preempting the youngest requests if necessary."""
+        """Ensures pages for `tokens` KV slots, preempting the last requests if necessary."""
         while not self._extend(request, tokens, plan):
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
@@ -313,24 +330,34 @@ class Scheduler:
         return self.allocator.allocate(count)
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue; it is prefilled again from its tokens, text unchanged."""
+        """Back to its place in the queue; it is prefilled again from its tokens, text unchanged."""
         request.preemptions += 1
         request.state = State.WAITING
         self.running.remove(request)
-        self.waiting.appendleft(request)
+        self.waiting.add(request)
         self._leave(request)
 
     # --- prefill --------------------------------------------------------------------------------
 
     def _plan_prefill(self, step: ScheduledStep) -> None:
-        budget = self.limits.chunked_prefill_size
-        for request in self.running:
-            if request.state is State.PREFILL and budget:
-                budget -= self._plan_chunk(step, request, budget)
-        while budget and self.waiting and self._admit(step.plan, self.waiting[0]):
-            request = self.waiting.popleft()
-            self.running.append(request)
+        budget = self.prefill_budget.tokens(mixed=bool(step.decode))
+        started = deque(r for r in self.running if r.state is State.PREFILL)
+        self.waiting.begin_step()
+        while budget and (request := self._next_prompt(step.plan, started)) is not None:
             budget -= self._plan_chunk(step, request, budget)
+
+    def _next_prompt(self, plan: StepPlan, started: deque[Request]) -> Request | None:
+        """The prompt that is computed next: by priority, of the same one those that have begun.
+
+        `started`: running requests whose prompts were not computed yet, in their order.
+        """
+        waiting = self.waiting.peek()
+        more_urgent = not started or (waiting and waiting.order[0] < started[0].order[0])
+        if waiting is not None and more_urgent and self._admit(plan, waiting):
+            self.waiting.pop()
+            insort(self.running, waiting, key=order_of)
+            return waiting
+        return started.popleft() if started else None
 
     def _plan_chunk(self, step: ScheduledStep, request: Request, budget: int) -> int:
         start, total = request.prefill_done, len(request.prefill_tokens)
@@ -360,7 +387,7 @@ class Scheduler:
         if not self._free_slots or request in self._leaving:
             return False
         tokens = request.tokens
-        match = self._match_prefix(request)
+        match = self.prefix.match_prefix(request.shareable_tokens)
         self.prefix.inc_lock_ref(match.node)
         pages = self._allocate_prompt(request, match, len(tokens) + self.limits.kv_reserve)
         if pages is None:
@@ -382,16 +409,6 @@ class Scheduler:
         plan.admitted.append(self._admission(request))
         plan.page_writes.append(PageWrite(request.slot, 0, tuple(request.pages)))
         return True
-
-    def _match_prefix(self, request: Request) -> MatchResult:
-        """The cached prefix that it may use: a token whose hidden state is asked for is computed.
-
-        The log-probabilities of the token at a position come from the one before it.
-        """
-        tokens, asked = request.tokens, request.slot_logprobs
-        if asked is not None and asked.start < asked.end:
-            tokens = tokens[: asked.start]  # at least one token of them is left to compute
-        return self.prefix.match_prefix(tokens)
 
     def _allocate_prompt(
         self, request: Request, match: MatchResult, num_tokens: int

@@ -66,6 +66,7 @@ class _Chat:
             n=body.num_samples,
             stream=bool(body.stream),
             logprobs=body.logprob_params,
+            scheduling=body.scheduling,
             separate_reasoning=body.separate_reasoning is not False,
             include_reasoning=body.include_reasoning is not False,
         )

@@ -72,7 +72,9 @@ class _Completion:
         scored = body.logprob_params
         if scored is not None:
             service.text.token_bytes()  # refuses, without a tokenizer
-        prompts = [Prompt(ids, params, body.num_samples, logprobs=scored) for ids in lists]
+        prompts = [
+            Prompt(ids, params, body.num_samples, None, scored, body.scheduling) for ids in lists
+        ]
         return cls(service, body, await service.start(prompts, bool(body.stream)))
 
     async def whole(self) -> Response:

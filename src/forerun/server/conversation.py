@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.output_format import TAIL_TOKENS, OutputFormat
@@ -38,6 +39,7 @@ class Ask:
     separate_reasoning: bool = True  # False: it is text, with its markers
     include_reasoning: bool = True
     logprobs: LogprobParams | None = None
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
 
 
 class Answered(NamedTuple):
@@ -89,7 +91,8 @@ class Conversation:
         shows_special = bool(ask.tools.names) and form.special and params.skip_special_tokens
         if shows_special:
             params = replace(params, skip_special_tokens=False)
-        call = await service.start([Prompt(ids, params, ask.n, logprobs=ask.logprobs)], ask.stream)
+        prompt = Prompt(ids, params, ask.n, None, ask.logprobs, ask.scheduling)
+        call = await service.start([prompt], ask.stream)
         return cls(call, service, ask, form, opened, shows_special)
 
     @property

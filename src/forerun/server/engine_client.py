@@ -18,11 +18,17 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
-from forerun.core.request import FinishReason
+from forerun.core.request import QUEUE_TIMEOUT, FinishReason
 from forerun.engine.requests import RequestFactory
 from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_link import EngineLink
-from forerun.server.errors import ApiError, EngineFailed, EngineUnavailable, ServerStartError
+from forerun.server.errors import (
+    ApiError,
+    EngineFailed,
+    EngineUnavailable,
+    QueueTimeout,
+    ServerStartError,
+)
 from forerun.server.generation import Call, Generation
 from forerun.server.messages import (
     Abort,
@@ -139,6 +145,8 @@ class EngineClient:
                         replace(g.params, sampling_seed=g.seed, n=1, stop=()),
                         logprobs=g.record.logprobs,
                         trace_context=call.trace_context,
+                        # A call's own deadline is kept here: it holds while a step takes long.
+                        scheduling=replace(g.scheduling, request_timeout=None),
                     )
                     for g in call.generations
                 ]
@@ -266,7 +274,11 @@ class EngineClient:
             self._link.send(finish)
         reason = generation.record.finish
         if reason is not None and reason.type == "abort":
-            self._fail(call, EngineFailed(reason.message or "aborted"))
+            if reason.err_type == QUEUE_TIMEOUT:
+                self.metrics.aborted[QUEUE_TIMEOUT] += 1
+                self._fail(call, QueueTimeout(str(reason.message)))
+            else:
+                self._fail(call, EngineFailed(reason.message or "aborted"))
             return
         if reason is not None:
             del self._calls[advance.rid]

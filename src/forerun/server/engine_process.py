@@ -216,7 +216,11 @@ class EngineServer:
     def _submit(self, new: NewRequest) -> None:
         try:
             request = self._engine.make_request(
-                new.prompt, new.params, new.rid, logprobs=new.logprobs
+                new.prompt,
+                new.params,
+                new.rid,
+                logprobs=new.logprobs,
+                scheduling=new.scheduling,
             )
             self._engine.submit(request, new.trace_context)
         except RequestError as error:  # the API process has checked it: settings differ

@@ -59,6 +59,15 @@ class EngineFailed(ApiError):
         super().__init__(500, f"The engine ended this request: {reason}", code="engine_error")
 
 
+class QueueTimeout(ApiError):
+    """The request has waited too long for a slot."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            503, f"{reason} Try again later.", code="queue_timeout", headers={"Retry-After": "1"}
+        )
+
+
 class ServerStartError(Exception):
     """The engine process ended before it was ready."""
 

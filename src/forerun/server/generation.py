@@ -16,6 +16,7 @@ from typing import NamedTuple
 from forerun.core.logprobs import TokenLogprobs
 from forerun.core.request import FinishReason, Request, RequestRecord
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import Progress, RequestOutput, make_output
 from forerun.llm.text import OutputText, Tokenizer, detokenize
 from forerun.server.errors import ApiError
@@ -58,6 +59,7 @@ class Generation:
             request.rid, request.prompt, arrival=request.arrival, logprobs=request.logprobs
         )
         self.params: SamplingParams = request.params
+        self.scheduling: SchedulingParams = request.scheduling
         self.seed = request.seed
         self.last_token_at: float | None = None  # time.monotonic()
         self.group, self.prompt_index, self.index = place
@@ -228,7 +230,10 @@ class Call:
             async with asyncio.timeout_at(self._loop_deadline()):
                 await self._changed.wait()
         except TimeoutError:
-            message = "The request took longer than the server's --request-timeout."
+            message = (
+                "The request took longer than its request_timeout, or the server's"
+                " --request-timeout."
+            )
             self.error = ApiError(504, message, code="timeout")
             raise self.error from None
         self._changed.clear()

@@ -15,6 +15,7 @@ from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.engine.metrics import EngineMetrics
 
 
@@ -33,6 +34,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
     logprobs: LogprobParams | None = None  # that it returns
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
 
 
 class Submit(_Message, frozen=True):

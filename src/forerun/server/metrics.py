@@ -27,7 +27,7 @@ LENGTH_BUCKETS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2
 
 THROUGHPUT_SECONDS = 5.0
 FINISHED = ("stop", "length", "abort", "error")
-ABORTED = ("disconnect", "timeout", "abort_request")
+ABORTED = ("disconnect", "timeout", "queue_timeout", "abort_request")
 
 
 class Throughput:

@@ -23,12 +23,12 @@ from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
-from forerun.server.strict_model import StrictModel, Unsupported
+from forerun.server.strict_model import Scheduled, Unsupported
 
 _TEXT_ONLY = "the input is text or token ids only"
 
 
-class GenerateRequest(StrictModel):
+class GenerateRequest(Scheduled):
     """`POST /generate`; either `text` or `input_ids`."""
 
     unsupported: ClassVar[Unsupported] = {
@@ -42,7 +42,6 @@ class GenerateRequest(StrictModel):
         "audio_data": (([],), _TEXT_ONLY),
         "video_data": (([],), _TEXT_ONLY),
         "modalities": (([],), _TEXT_ONLY),
-        "priority": ((), "requests run in the order of their arrival; leave it out"),
     }
     ignored = ("log_metrics", "background", "no_logs")
 
@@ -98,7 +97,7 @@ async def _start(service: Service, body: GenerateRequest) -> Call:
     if rids is not None and len(rids) != len(ids):
         raise RequestError(f"{len(rids)} rids for {len(ids)} prompts; give one per prompt.")
     prompts = [
-        Prompt(prompt, p, p.n, rids[at] if rids else None, asked)
+        Prompt(prompt, p, p.n, rids[at] if rids else None, asked, body.scheduling)
         for at, (prompt, p, asked) in enumerate(zip(ids, params, logprobs, strict=True))
     ]
     return await service.start(prompts, bool(body.stream))

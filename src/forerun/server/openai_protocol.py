@@ -15,7 +15,7 @@ from forerun.core.grammar import KINDS
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.response_format import grammar_of_format
-from forerun.server.strict_model import StrictModel, Unsupported, invalid
+from forerun.server.strict_model import Scheduled, StrictModel, Unsupported, invalid
 from forerun.server.tools import Tool
 
 # Sent by many clients; nothing here depends on them.
@@ -81,7 +81,7 @@ def sampling_params(
     return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
 
 
-class _Common(StrictModel):
+class _Common(Scheduled):
     """What completions and chat completions have in common."""
 
     unsupported = UNSUPPORTED

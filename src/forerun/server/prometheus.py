@@ -6,6 +6,7 @@ that come from it start again at 0 with a new engine process.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from fastapi import APIRouter
@@ -27,6 +28,7 @@ from forerun.server.service import Service
 
 # The only format: prometheus_client writes the colons of names as underscores in OpenMetrics.
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+MAX_PRIORITY_LABEL = 10
 Labels = dict[str, str]
 
 
@@ -208,6 +210,23 @@ def _queue(make: _Families, engine: EngineMetrics | None) -> Iterator[Metric]:
     for name in ("sglang:num_queue_reqs", "vllm:num_requests_waiting"):
         yield make.gauge(name, "Requests that wait for a slot or pages.", waiting)
 
+    by_priority = Counter({"0": 0})
+    for priority, count in (engine.waiting_by_priority if engine else {}).items():
+        by_priority[_priority_label(priority)] += count
+    yield make.gauges(
+        "forerun_queue_reqs_by_priority",
+        f"Requests that wait, by priority; those beyond {MAX_PRIORITY_LABEL} together.",
+        "priority",
+        sorted(by_priority.items()),
+    )
+
+
+def _priority_label(priority: int) -> str:
+    """Clients choose priorities, so the number of labels is limited."""
+    if abs(priority) <= MAX_PRIORITY_LABEL:
+        return str(priority)
+    return f">{MAX_PRIORITY_LABEL}" if priority > 0 else f"<-{MAX_PRIORITY_LABEL}"
+
 
 def _cache(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
     load, prefix = engine.load, engine.prefix
@@ -281,6 +300,11 @@ def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
 
 
 def _steps(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
+    yield make.gauge(
+        "forerun_mixed_prefill_tokens",
+        "Most prompt tokens of the next step that decodes too; follows --max-mixed-step-ms.",
+        engine.mixed_prefill_tokens,
+    )
     yield make.counters(
         "forerun_decode_steps",
         "Decode steps by width: tokens verified per request; 1 is plain decoding.",
@@ -295,7 +319,8 @@ def _steps(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
     )
     yield make.histogram(
         "forerun_step_seconds",
-        "Device time of steps; kind prefill: with prompt tokens.",
+        "Device time of steps; kind mixed: decode and prompt tokens.",
         ({"kind": "decode"}, engine.decode_seconds),
+        ({"kind": "mixed"}, engine.mixed_seconds),
         ({"kind": "prefill"}, engine.prefill_seconds),
     )

@@ -83,6 +83,7 @@ class _Answer:
             sampling=body.sampling,
             max_new_tokens=body.max_output_tokens,
             stream=bool(body.stream),
+            scheduling=body.scheduling,
         )
         return cls(service, body, echo, await Conversation.start(service, ask))
 

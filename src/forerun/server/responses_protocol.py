@@ -10,7 +10,7 @@ from pydantic import Field
 from forerun.core.errors import RequestError, shown
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.openai_protocol import UNSUPPORTED, sampling_params
-from forerun.server.strict_model import StrictModel, Unsupported
+from forerun.server.strict_model import Scheduled, StrictModel, Unsupported
 from forerun.server.tools import Function
 
 _STATELESS = "nothing is stored here; send the whole conversation as input"
@@ -59,7 +59,7 @@ class ReasoningOptions(StrictModel):
         return self.effort == "none"
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(Scheduled):
     """`POST /v1/responses`."""
 
     unsupported: ClassVar[Unsupported] = {

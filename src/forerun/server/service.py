@@ -11,6 +11,7 @@ from uuid import uuid4
 from forerun.core.errors import RequestError, shown
 from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.engine_client import EngineClient
 from forerun.server.errors import EngineUnavailable
@@ -35,6 +36,7 @@ class Prompt:
     n: int = 1
     rid: str | None = None  # default: a new one
     logprobs: LogprobParams | None = None
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
 
 
 @dataclass(eq=False)
@@ -105,7 +107,7 @@ class Service:
             for index in range(prompt.n)
         ]
         self._check_ids(generations)
-        timeout = settings.request_timeout
+        timeout = _earlier(*(g.scheduling.request_timeout for g in generations))
         deadline = None if timeout is None else time.monotonic() + timeout
         exchange = current_exchange.get()
         trace = exchange.trace_context
@@ -133,9 +135,23 @@ class Service:
         # The samples of a prompt without a seed each get one of their own.
         params = replace(prompt.params, n=1)
         request = self.engine.factory.make(
-            prompt.ids, params, rid, seed_offset=place.sample_index, logprobs=prompt.logprobs
+            prompt.ids,
+            params,
+            rid,
+            place.sample_index,
+            prompt.logprobs,
+            self._limited(prompt.scheduling),
         )
         return Generation(request, self.text.tokenizer, place, stream)
+
+    def _limited(self, given: SchedulingParams) -> SchedulingParams:
+        """A request's own deadlines, or the server's if those are earlier."""
+        settings = self.settings
+        return replace(
+            given,
+            queue_timeout=_earlier(given.queue_timeout, settings.queue_timeout),
+            request_timeout=_earlier(given.request_timeout, settings.request_timeout),
+        )
 
     def _check_ids(self, generations: Sequence[Generation]) -> None:
         seen: set[str] = set()
@@ -143,6 +159,10 @@ class Service:
             if self.engine.is_known(generation.rid) or generation.rid in seen:
                 raise RequestError(f"A request with id {shown(generation.rid)} is running already.")
             seen.add(generation.rid)
+
+
+def _earlier(*timeouts: float | None) -> float | None:
+    return min((each for each in timeouts if each is not None), default=None)
 
 
 def _check_rid(rid: str) -> None:

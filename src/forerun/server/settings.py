@@ -51,6 +51,11 @@ class ServerSettings:
     request_timeout: float | None = _setting(
         None, "Seconds after which a request is ended with 504; default: none", float
     )
+    queue_timeout: float | None = _setting(
+        None,
+        "Seconds after which a request that still waits is ended with 503; default: none",
+        float,
+    )
     enable_metrics: bool = _setting(True, "Prometheus metrics at /metrics", bool)
     log_format: str = _setting("plain", "Of the log: plain or json")
     log_requests: bool = _setting(
@@ -82,8 +87,10 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.max_queued_requests < 0:
             raise ConfigError(f"max_queued_requests must be >= 0, got {self.max_queued_requests}.")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise ConfigError(f"request_timeout must be > 0, got {self.request_timeout}.")
+        for name in ("request_timeout", "queue_timeout"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be > 0, got {value}.")
         _check_name("tool_call_parser", self.tool_call_parser, TOOL_PARSERS)
         _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         self._check_log()

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from forerun.core.errors import nearest, shown
+from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
 
 # Name → the values that change nothing and are accepted, and why others are refused.
 Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -36,6 +44,32 @@ class StrictModel(BaseModel):
                 message = f"Unknown parameter {shown(name)}.{nearest(name, cls.model_fields)}"
                 raise invalid(message)
         return kept
+
+
+class Scheduled(StrictModel):
+    """What all bodies that start generations have in common: when they run."""
+
+    priority: int | None = Field(None, description="Goes before requests of a lower one; default 0")
+    queue_timeout: float | None = Field(
+        None, description="Most seconds that the request waits to start; then it ends with 503"
+    )
+    request_timeout: float | None = Field(
+        None, description="Most seconds that the request takes; then it ends with 504"
+    )
+
+    @field_validator(*SCHEDULING_KEYWORDS)
+    @classmethod
+    def _can_be_scheduled(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            try:
+                SchedulingParams.of({str(info.field_name): value})
+            except RequestError as error:
+                raise invalid(str(error)) from None
+        return value
+
+    @property
+    def scheduling(self) -> SchedulingParams:
+        return SchedulingParams.of(dict(self))
 
 
 def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...], reason: str) -> None:

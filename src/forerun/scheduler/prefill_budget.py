@@ -1,0 +1,47 @@
+"""How many prompt tokens a step computes. No torch.
+
+A step with decode takes as long as its prompt tokens do, and so do the requests that decode wait
+for their next tokens. So the prompt tokens beside decode are limited such that the step takes
+`max_mixed_step` seconds (chunked prefill with a token budget; Sarathi-Serve, OSDI 2024, section 4,
+where the budget is profiled in advance). The limit follows the measured times of steps: what a
+token costs depends on the machine, the batch, and the length of the context.
+"""
+
+from __future__ import annotations
+
+MIN_TOKENS = 32  # the limit is a multiple of it: prefill kernels compute tokens in tiles
+
+
+class PrefillBudget:
+    """The limit of the next step."""
+
+    def __init__(self, max_tokens: int, max_mixed_step: float) -> None:
+        """
+        Args:
+            max_tokens: of any step.
+            max_mixed_step: seconds of a step with decode; 0: no limit but `max_tokens`.
+        """
+        self._max_tokens, self._seconds = max_tokens, max_mixed_step
+        self._min_tokens = min(MIN_TOKENS, max_tokens)
+        self._mixed = max_tokens
+
+    def tokens(self, mixed: bool) -> int:
+        """Most prompt tokens of the next step. `mixed`: it decodes too."""
+        if not mixed or self._mixed >= self._max_tokens:
+            return self._max_tokens
+        return max(self._mixed // MIN_TOKENS * MIN_TOKENS, self._min_tokens)
+
+    def record(self, num_tokens: int, mixed: bool, seconds: float) -> None:
+        """A step with `num_tokens` prompt tokens took so many seconds.
+
+        In a step that was too long the limit falls at once. It at most doubles, in mixed steps that
+        have used at least half of it, so one slow step is soon forgotten.
+        """
+        if not (self._seconds and num_tokens and seconds > 0):
+            return
+        fitting = int(num_tokens * self._seconds / seconds)
+        if seconds > self._seconds:
+            self._mixed = min(self._mixed, fitting)
+        elif mixed and 2 * num_tokens >= self._mixed:
+            self._mixed = max(self._mixed, min(2 * self._mixed, fitting))
+        self._mixed = min(max(self._mixed, self._min_tokens), self._max_tokens)
