@@ -331,6 +331,8 @@ def test_a_match_ends_at_a_snapshot() -> None:
     match = cache.match_prefix([1, 2, 3, 4, 5, 6, 7])
     assert (match.length, match.snapshot, match.node.end) == (4, row, 2)
     run(cache, [1, 2, 3, 4, 5, 6, 7])  # K/V of 6 tokens, no state there
+    assert cache.cached_length(cache.key([1, 2, 3, 4, 5, 6, 7])) == 4
+    assert cache.cached_length(cache.key([1, 2, 3, 4])) == 0
     assert cache.match_prefix([1, 2, 3, 4, 5, 6, 7]).length == 4
     assert cache.match_prefix([1, 2, 3, 9]).length == 0  # this cuts the edge in two
     assert cache.match_prefix([1, 2, 3, 4, 5]).snapshot == row

@@ -133,6 +133,7 @@ class Requests(RuleBasedStateMachine):
         self.model = BruteForce(self.page_size, self.lookahead)
         self.running: list[Running] = []
         self.seen: list[Tokens] = [()]  # prompts share prefixes with these
+        self.last_lookup = (-1, b"", 0)  # version of the cache, key, tokens found
 
     @initialize(head=st.lists(few, min_size=3, max_size=3))
     def first_prompt(self, head: list[int]) -> None:
@@ -156,7 +157,9 @@ class Requests(RuleBasedStateMachine):
         base = data.draw(st.sampled_from(self.seen))
         cut = data.draw(st.just(len(base)) | st.integers(0, len(base)))
         tokens = base[:cut] + self.text(seed, pages)
+        expected = self.cache.cached_length(self.cache.key(wide(tokens)))
         match, found = self.cache.match_prefix(wide(tokens)), self.model.match_prefix(tokens)
+        assert match.length == expected
         assert match.pages == found
         assert match.length == len(found) * self.page_size < len(tokens)
         assert match.node.end == len(found)
@@ -251,6 +254,14 @@ class Requests(RuleBasedStateMachine):
         self.cache.check()
         assert self.cache.num_pages == len(self.model.entries)
         assert self.cache.num_evictable == self.model.num_evictable
+
+    @invariant()
+    def lookups_change_with_the_version_only(self) -> None:
+        cache = self.cache
+        key = cache.key(wide(self.seen[-1]))
+        found, (version, last_key, before) = cache.cached_length(key), self.last_lookup
+        assert found == before or version != cache.version or key != last_key
+        self.last_lookup = cache.version, key, found
 
     @invariant()
     def every_page_has_one_owner(self) -> None:

@@ -22,10 +22,12 @@ from forerun.core.errors import RequestError
 from forerun.core.plan import Limits, StepPlan, StepResult
 from forerun.core.request import Request, State
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.scheduling_params import SchedulingParams
 from forerun.kvcache.pages import PageAllocator
 from forerun.kvcache.radix_cache import NoPrefixCache, RadixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy, verify_widths
+from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import ScheduledStep, Scheduler, check_fits
 
 EOS = 6
@@ -195,9 +197,11 @@ def make(
     seed: int = 0,
     max_pending_observe: int = 0,
     window: Window | None = None,
+    policy: SchedulePolicy | None = None,
+    context: int = 64,
 ) -> tuple[Scheduler, Device]:
     limits = Limits(
-        slots, page_size, width, width, chunk, 64, overlap_depth, max_pending_observe,
+        slots, page_size, width, width, chunk, context, overlap_depth, max_pending_observe,
         0 if window is None else window.size,
     )  # fmt: skip
     allocator = PageAllocator(pages + 1)
@@ -205,12 +209,15 @@ def make(
     prefix = RadixCache(allocator, page_size, window=windowed) if cache else NoPrefixCache()
     widths = RandomWidth(width, random.Random(seed + 1))
     device = Device(limits, random.Random(seed), window.models if window else frozenset())
-    return Scheduler(limits, allocator, prefix, widths, windowed), device
+    return Scheduler(limits, allocator, prefix, widths, windowed, policy), device
 
 
-def request(rid: int, prompt: tuple[int, ...], limit: int, eos: bool = True) -> Request:
+def request(
+    rid: int, prompt: tuple[int, ...], limit: int, eos: bool = True, priority: int = 0
+) -> Request:
     params = SamplingParams(temperature=0.0, max_new_tokens=limit)
-    return Request(str(rid), prompt, params, 0, frozenset({EOS} if eos else ()))
+    stop_ids = frozenset({EOS} if eos else ())
+    return Request(str(rid), prompt, params, 0, stop_ids, SchedulingParams(priority))
 
 
 def run(
@@ -220,10 +227,13 @@ def run(
     rng: random.Random,
     abort_rate: float = 0.0,
     fails: Callable[[ScheduledStep], int | None] = lambda step: None,
+    check: Callable[[list[Request], StepPlan], None] = lambda waiting, plan: None,
 ) -> None:
     """Feeds requests in while stepping, with up to `overlap_depth` steps in flight.
 
-    `fails`: how much of a step is launched before it fails; None: it does not.
+    Args:
+        fails: how much of a step is launched before it fails; None: it does not.
+        check: called with the requests that waited before a step, and its plan.
     """
     flight: deque[tuple[StepPlan, StepResult]] = deque()
     queue = deque(arrivals)
@@ -236,8 +246,10 @@ def run(
             alive = [*scheduler.running, *scheduler.waiting]
             if alive:
                 scheduler.abort(rng.choice(alive), "test")
+        waiting = list(scheduler.waiting)
         plan = scheduler.schedule()
         if plan is not None:
+            check(waiting, plan)
             device.until_failure = fails(scheduler._scheduled[-1])
             try:
                 flight.append((plan, device.launch(plan)))
@@ -279,6 +291,8 @@ def _holding(scheduler: Scheduler) -> set[Request]:
     failures=st.sampled_from([0.0, 0.1]),
     max_pending_observe=st.sampled_from([0, 1, 3]),
     window=st.none() | WINDOWS,
+    lpm=st.booleans(),
+    priorities=st.sampled_from([1, 3]),
 )
 def test_output_equals_plain_decoding(
     seed: int,
@@ -292,19 +306,23 @@ def test_output_equals_plain_decoding(
     failures: float,
     max_pending_observe: int,
     window: Window | None,
+    lpm: bool,
+    priorities: int,
 ) -> None:
     rng = random.Random(seed)
     largest = -(-(64 + 2 * width) // page_size)  # pages of the largest request
     pages = largest + rng.randint(0, largest) if tight else largest * 4
     scheduler, device = make(
-        page_size, pages, overlap_depth, width, chunk, 4, cache, seed, max_pending_observe, window
-    )
+        page_size, pages, overlap_depth, width, chunk, 4, cache, seed, max_pending_observe, window,
+        SchedulePolicy(longest_prefix=lpm),
+    )  # fmt: skip
     stem = tuple(rng.randrange(6) for _ in range(40))
     requests = []
     for i in range(rng.randint(1, 12)):
         shared = stem[: rng.randint(0, 40)]
         prompt = (*shared, *(rng.randrange(6) for _ in range(rng.randint(1, 8))))
-        requests.append(request(i, prompt, rng.randint(1, 64 - len(prompt))))
+        limit = rng.randint(1, 64 - len(prompt))
+        requests.append(request(i, prompt, limit, priority=rng.randrange(priorities)))
 
     def fails(step: ScheduledStep) -> int | None:
         return rng.randint(0, 6) if rng.random() < failures else None

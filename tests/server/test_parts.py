@@ -446,7 +446,9 @@ def test_ends_are_counted_by_their_reason() -> None:
     for call in calls.values():
         call.close()  # nothing is counted twice
     metrics = client.metrics
-    assert metrics.aborted == {"disconnect": 1, "timeout": 1, "abort_request": 1}
+    assert metrics.aborted == {
+        "disconnect": 1, "timeout": 1, "queue_timeout": 0, "abort_request": 1,
+    }  # fmt: skip
     assert metrics.finished == {"stop": 0, "length": 1, "abort": 3, "error": 2}
     assert sum(metrics.request_seconds.counts) == sum(metrics.generation_lengths.counts) == 6
     assert sum(metrics.first_token_seconds.counts) == sum(metrics.token_seconds.counts) == 1

@@ -278,8 +278,8 @@ class Engine:
             prefix=steps.prefix,
             preemptions=steps.preemptions,
             queue_seconds=steps.queue_seconds,
-            waiting_by_priority=Counter(
-                request.scheduling.priority for request in self.scheduler.waiting
+            waiting_by_priority=dict(
+                Counter(request.scheduling.priority for request in self.scheduler.waiting)
             ),
             mixed_prefill_tokens=self.scheduler.prefill_budget.tokens(mixed=True),
             decode_seconds=steps.decode_seconds,

@@ -10,6 +10,8 @@ token costs depends on the machine, the batch, and the length of the context.
 from __future__ import annotations
 
 MIN_TOKENS = 32  # the limit is a multiple of it: prefill kernels compute tokens in tiles
+DECODE_WEIGHT = 0.2  # of the newest step in the moving average of decode steps
+MIN_SHARE = 0.01  # of a step's time that its prompt tokens have taken
 
 
 class PrefillBudget:
@@ -24,6 +26,7 @@ class PrefillBudget:
         self._max_tokens, self._seconds = max_tokens, max_mixed_step
         self._min_tokens = min(MIN_TOKENS, max_tokens)
         self._mixed = max_tokens
+        self._decode = 0.0  # seconds of steps without prompt tokens
 
     def tokens(self, mixed: bool) -> int:
         """Most prompt tokens of the next step. `mixed`: it decodes too."""
@@ -31,17 +34,22 @@ class PrefillBudget:
             return self._max_tokens
         return max(self._mixed // MIN_TOKENS * MIN_TOKENS, self._min_tokens)
 
-    def record(self, num_tokens: int, mixed: bool, seconds: float) -> None:
+    def record(self, num_tokens: int, decode: bool, seconds: float) -> None:
         """A step with `num_tokens` prompt tokens took so many seconds.
 
         In a step that was too long the limit falls at once. It at most doubles, in mixed steps that
         have used at least half of it, so one slow step is soon forgotten.
         """
-        if not (self._seconds and num_tokens and seconds > 0):
+        if not self._seconds or seconds <= 0:
             return
-        fitting = int(num_tokens * self._seconds / seconds)
+        if num_tokens == 0:
+            weight = DECODE_WEIGHT if self._decode else 1.0
+            self._decode += weight * (seconds - self._decode)
+            return
+        spent = max(seconds - self._decode * decode, MIN_SHARE * seconds)
+        fitting = int(num_tokens * max(self._seconds - self._decode, 0.0) / spent)
         if seconds > self._seconds:
             self._mixed = min(self._mixed, fitting)
-        elif mixed and 2 * num_tokens >= self._mixed:
-            self._mixed = max(self._mixed, min(2 * self._mixed, fitting))
+        elif decode and 2 * num_tokens >= self._mixed:
+            self._mixed = min(2 * self._mixed, fitting)
         self._mixed = min(max(self._mixed, self._min_tokens), self._max_tokens)
