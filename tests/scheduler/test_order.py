@@ -164,7 +164,7 @@ def test_lpm_looks_at_the_oldest_of_a_long_queue() -> None:
     pages = allocator.allocate(3)
     assert pages is not None
     cache.insert(shared, pages, cache.match_prefix(shared).node)
-    queue = WaitingQueue(cache)
+    queue = WaitingQueue(cache, longest_prefix=True)
     size = 3 * waiting_queue.WINDOW
     requests = [request(i, (50 + i,) * 3, 1) for i in range(size)]
     known = request(size, (*shared, 1), 1)
@@ -213,6 +213,51 @@ def test_an_urgent_prompt_is_computed_before_one_that_has_begun() -> None:
     assert [chunk.slot for chunk in second.prefill] == [urgent.slot, long.slot]
     assert later.state is State.WAITING  # of the same priority: what has begun goes on
     assert scheduler.running == [urgent, long]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    """It gets half of the tokens, the long one goes on with the other half."""
+    scheduler, device = make(pages=100, chunk=8)
+    long = request(0, (1,) * 50, 4, eos=False)
+    scheduler.add(long)
+    launch(scheduler, device)
+    short, as_long = request(1, (2,) * 7, 4, eos=False), request(2, (3,) * 50, 4, eos=False)
+    shorter = request(3, (4,), 4, eos=False)
+    for item in (short, as_long, shorter):
+        scheduler.add(item)
+    sizes, slots = [], {}
+    while long.state is State.PREFILL:
+        chunks = launch(scheduler, device).prefill
+        slots |= {each.slot: each.rid for each in scheduler.running}
+        sizes.append({slots[c.slot]: c.num_tokens for c in chunks})
+    assert sizes[:2] == [{"1": 4, "0": 4}, {"1": 3, "0": 5}]
+    # Another long one waits for its turn, and nobody passes it while it does.
+    assert sizes[2:] == [{"0": 8}] * 4 + [{"0": 1, "2": 7}]
+    assert shorter.state is State.WAITING
+
+
+def test_a_short_prompt_takes_nothing_from_a_more_urgent_one() -> None:
+    scheduler, device = make(pages=100, chunk=8)
+    long = request(0, (1,) * 20, 4, eos=False, priority=1)
+    scheduler.add(request(1, (2,), 4, eos=False))
+    scheduler.add(long)
+    sizes = [[c.num_tokens for c in launch(scheduler, device).prefill] for _ in range(3)]
+    assert sizes == [[8], [8], [4, 1]]
+
+
+def test_half_of_the_tokens_are_a_long_prompts_own() -> None:
+    """Whatever number of short ones comes."""
+    scheduler, device = make(pages=400, slots=4, chunk=10, context=400)
+    long = request(0, (1,) * 200, 1)
+    scheduler.add(long)
+    launch(scheduler, device)
+    for step in range(1, 200):
+        for i in range(4):
+            scheduler.add(request(10 * step + i, (2, step % 6, i), 1))
+        launch(scheduler, device)
+        if long.state is not State.PREFILL:
+            break
+    assert step <= 2 * 200 / 10
 
 
 def test_memory_is_taken_from_the_lowest_priority() -> None:

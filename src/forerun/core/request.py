@@ -129,6 +129,11 @@ class Request(RequestRecord):
         )
 
     @property
+    def prefill_left(self) -> int:
+        """Tokens that are not launched yet, of an admitted request."""
+        return len(self.prefill_tokens) - self.prefill_done
+
+    @property
     def kv_len_ub(self) -> int:
         return self.kv_len + sum(self.pending)
 

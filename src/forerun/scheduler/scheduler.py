@@ -39,7 +39,7 @@ from forerun.core.plan import (
 )
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
-from forerun.kvcache.prefix_cache import MatchResult, NoPrefixCache, PrefixCache
+from forerun.kvcache.prefix_cache import MatchResult, PrefixCache
 from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
 from forerun.scheduler.prefill_budget import PrefillBudget
@@ -126,8 +126,7 @@ class Scheduler:
         self.allocator = allocator
         self.prefix = prefix
         self.widths = widths
-        by_prefix = policy.longest_prefix and not isinstance(prefix, NoPrefixCache)
-        self.waiting = WaitingQueue(prefix if by_prefix else None)
+        self.waiting = WaitingQueue(prefix, policy.longest_prefix)
         self.running: list[Request] = []  # by `Request.order`; the last is preempted first
         self._arrivals = itertools.count()
         most = min(
@@ -343,21 +342,45 @@ class Scheduler:
         budget = self.prefill_budget.tokens(mixed=bool(step.decode))
         started = deque(r for r in self.running if r.state is State.PREFILL)
         self.waiting.begin_step()
-        while budget and (request := self._next_prompt(step.plan, started)) is not None:
+        first = self._next_prompt(step.plan, started)
+        if first is None:
+            return
+        # A prompt of many steps leaves half of each to shorter ones behind it.
+        shared = budget // 2 if first.prefill_left > budget else 0
+        while shared and (request := self._next_prompt(step.plan, started, first)) is not None:
+            count = self._plan_chunk(step, request, shared)
+            shared, budget = shared - count, budget - count
+        request = first
+        while budget and request is not None:
             budget -= self._plan_chunk(step, request, budget)
+            request = self._next_prompt(step.plan, started) if budget else None
 
-    def _next_prompt(self, plan: StepPlan, started: deque[Request]) -> Request | None:
+    def _next_prompt(
+        self, plan: StepPlan, started: deque[Request], behind: Request | None = None
+    ) -> Request | None:
         """The prompt that is computed next: by priority, of the same one those that have begun.
 
-        `started`: running requests whose prompts were not computed yet, in their order.
+        Args:
+            started: running requests whose prompts are not computed yet, in their order.
+            behind: only a prompt of the same priority, of which less is left than of this one.
         """
         waiting = self.waiting.peek()
-        more_urgent = not started or (waiting and waiting.order[0] < started[0].order[0])
-        if waiting is not None and more_urgent and self._admit(plan, waiting):
+        if waiting is not None and started and started[0].order[0] <= waiting.order[0]:
+            waiting = None
+        if waiting and self._is_shorter(waiting, behind) and self._admit(plan, waiting):
             self.waiting.pop()
             insort(self.running, waiting, key=order_of)
             return waiting
-        return started.popleft() if started else None
+        if started and self._is_shorter(started[0], behind):
+            return started.popleft()
+        return None
+
+    def _is_shorter(self, request: Request, other: Request | None) -> bool:
+        if other is None:
+            return True
+        waits = request.state is State.WAITING
+        left = self.waiting.uncached_tokens(request) if waits else request.prefill_left
+        return request.order[0] == other.order[0] and left < other.prefill_left
 
     def _plan_chunk(self, step: ScheduledStep, request: Request, budget: int) -> int:
         start, total = request.prefill_done, len(request.prefill_tokens)

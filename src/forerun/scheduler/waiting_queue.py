@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from forerun.core.errors import InternalError
 from forerun.core.request import Request
-from forerun.kvcache.prefix_cache import PrefixCache
+from forerun.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 
 WINDOW = 128  # requests whose prefixes are looked up
 MAX_OVERTAKEN = 128
@@ -30,7 +30,7 @@ def order_of(request: Request) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A request among the oldest `WINDOW`."""
+    """A request whose prefix was looked up."""
 
     key: bytes  # of its prompt in the prefix cache
     cached_length: int = 0  # tokens
@@ -41,9 +41,10 @@ class _Candidate:
 class WaitingQueue:
     """Waiting requests. Iterates over them in the order of priority and arrival."""
 
-    def __init__(self, prefix: PrefixCache | None) -> None:
-        """`prefix`: with lpm, where prefixes are looked up; None: fcfs."""
+    def __init__(self, prefix: PrefixCache, longest_prefix: bool) -> None:
+        """`longest_prefix`: lpm; otherwise fcfs, as with a cache that caches nothing."""
         self._prefix = prefix
+        self._lpm = longest_prefix and not isinstance(prefix, NoPrefixCache)
         self._requests: list[Request] = []  # sorted by `Request.order`
         self._candidates: dict[Request, _Candidate] = {}
         self._ranking: deque[Request] = deque()  # the next ones, of this step; empty: not known
@@ -83,10 +84,10 @@ class WaitingQueue:
         """The request that gets the next slot."""
         if not self._requests:
             return None
-        if self._prefix is None:
+        if not self._lpm:
             return self._requests[0]
         if not self._ranking:
-            self._ranking.extend(self._ranked(self._prefix))
+            self._ranking.extend(self._ranked())
         return self._ranking[0]
 
     def pop(self) -> Request:
@@ -96,11 +97,15 @@ class WaitingQueue:
         at = self._find(request)
         assert at is not None
         del self._requests[at]
-        if self._prefix is not None:
+        self._candidates.pop(request, None)
+        if self._lpm:
             self._ranking.popleft()
-            self._candidates.pop(request, None)
             self._count_overtaken(at)
         return request
+
+    def uncached_tokens(self, request: Request) -> int:
+        """Tokens that its prefill will compute, or fewer (`PrefixCache.cached_length`)."""
+        return len(request.tokens) - self._looked_up(request).cached_length
 
     def _count_overtaken(self, before: int) -> None:
         """A request was admitted before the first `before` ones, which are older."""
@@ -110,13 +115,13 @@ class WaitingQueue:
             if candidate.overtaken == MAX_OVERTAKEN:
                 self._ranking.clear()  # it is first now
 
-    def _ranked(self, prefix: PrefixCache) -> list[Request]:
+    def _ranked(self) -> list[Request]:
         """The oldest requests of the highest priority, the next one first."""
         rank = self._requests[0].order[0]
         window = [request for request in self._requests[:WINDOW] if request.order[0] == rank]
         due, rest = [], []
         for request in window:
-            candidate = self._looked_up(request, prefix)
+            candidate = self._looked_up(request)
             if candidate.overtaken >= MAX_OVERTAKEN:
                 due.append(request)
             else:
@@ -124,7 +129,8 @@ class WaitingQueue:
         rest.sort(key=lambda each: each[:2])
         return [*due, *(request for _, _, request in rest)]
 
-    def _looked_up(self, request: Request, prefix: PrefixCache) -> _Candidate:
+    def _looked_up(self, request: Request) -> _Candidate:
+        prefix = self._prefix
         candidate = self._candidates.get(request)
         if candidate is None:
             candidate = _Candidate(prefix.key(request.shareable_tokens))
