@@ -23,7 +23,10 @@ from tests.scheduler.test_scheduler import Device, make, plain, request, run
 
 
 class Admissions:
-    """Checks every admission against the requests that waited at that moment."""
+    """Checks every admission against the requests that waited at that moment.
+
+    Requests have the numbers of their arrival as ids.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -31,15 +34,17 @@ class Admissions:
         self.overtaken: Counter[Request] = Counter()  # by later ones of the same priority
 
     def __call__(self, waiting: list[Request], plan: StepPlan) -> None:
-        # Requests that this very step has preempted wait too.
-        now = {r.rid: r for r in [*waiting, *self.scheduler.waiting]}
-        for admission in plan.admitted:
-            request = now.pop(admission.rid)
-            self.admitted.append(request)
-            self.overtaken.pop(request, None)
-            for other in now.values():
-                assert other.order[0] >= request.order[0], "a lower priority went first"
-                if other.order < request.order:
+        # Requests that this very step has preempted wait too, and may be admitted again.
+        everyone = {r.rid: r for r in [*waiting, *self.scheduler.waiting, *self.scheduler.running]}
+        admitted = [everyone[admission.rid] for admission in plan.admitted]
+        now = dict.fromkeys([*waiting, *self.scheduler.waiting, *admitted])
+        for item in admitted:
+            del now[item]
+            self.admitted.append(item)
+            self.overtaken.pop(item, None)
+            for other in now:
+                assert other.order[0] >= item.order[0], "a lower priority went first"
+                if other.order[0] == item.order[0] and int(other.rid) < int(item.rid):
                     self.overtaken[other] += 1
 
 
