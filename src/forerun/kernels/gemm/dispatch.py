@@ -24,7 +24,7 @@ MAX_DEFAULT_M = 32  # largest M for the untuned Triton configuration
 MAX_DEFAULT_M_SM90 = 128
 # Gate/up with SiLU-mul for M >= LARGE_M on Hopper. With fewer tokens, its tiles may leave too many
 # SMs idle in the last wave.
-LARGE_M = 4096
+LARGE_M = 2048
 LARGE_M_SILU_MUL = Sm90GemmConfig(256, cluster_m=2, group_m=8)
 
 GemmChoice = GemmConfig | None  # None: the library
