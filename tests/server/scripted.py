@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.executor import ExecutorInfo
+from forerun.core.grammar import Grammar
 from forerun.core.plan import Limits
 from forerun.core.request import FinishReason
 from forerun.engine.requests import RequestFactory
@@ -75,6 +76,7 @@ class ScriptedEngine:
         self.metrics = ServerMetrics()
         self.num_requests = 0
         self.prompts: list[str] = []  # in the chat template
+        self.grammars: list[Grammar] = []  # that were compiled; scripts may not follow them
         self._text, self._scripts, self._step = text, list(scripts), step
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,6 +85,9 @@ class ScriptedEngine:
 
     def abort(self, rids: Sequence[str]) -> None:
         raise AssertionError(f"{rids} are aborted")
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        self.grammars.append(grammar)
 
     def submit(self, call: Call) -> None:
         for generation in call.generations:
@@ -113,7 +118,7 @@ class Scripted:
 
     def __init__(self, made: Any, *scripts: str, step: int = 1, **settings: Any) -> None:
         self._text = TextService(made)
-        self.engine = ScriptedEngine(self._text, scripts, step)
+        self.engine = self._new_engine(scripts, step)
         service = Service(ServerSettings(**settings), self.engine, self._text)  # type: ignore[arg-type]
         self.service = service
         transport = httpx.ASGITransport(build_app(service))
@@ -121,6 +126,9 @@ class Scripted:
         self._client = AsyncOpenAI(
             base_url="http://scripted/v1", api_key="none", http_client=self._http, max_retries=0
         )
+
+    def _new_engine(self, scripts: Sequence[str], step: int) -> ScriptedEngine:
+        return ScriptedEngine(self._text, scripts, step)
 
     def run(self, use: Callable[[AsyncOpenAI], Any]) -> Any:
         """The value of a coroutine that uses the client."""

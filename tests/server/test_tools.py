@@ -211,11 +211,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 2**21}}]},
         "characters as JSON",
     ),
-    ({"tools": TOOLS, "tool_choice": "required"}, "not supported yet"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "now"}}},
-        "not supported yet",
-    ),
     (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nov"}}},
         "Did you mean 'now'",

@@ -39,7 +39,7 @@ def grammar_source(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if name in (JSON_SCHEMA, STRUCTURAL_TAG):
-        value = _json_text(name, value)
+        value = json_text(name, value)
     if not isinstance(value, str):
         raise RequestError(f"{name} must be a string, got {shown(value)}.")
     if len(value) > MAX_GRAMMAR_LENGTH:
@@ -56,24 +56,12 @@ def grammar_source(name: str, value: Any) -> str | None:
     return value
 
 
-def grammar_of(params: Mapping[str, Any]) -> Grammar | None:
-    """The grammar among a request's parameters `GRAMMAR_PARAMS`, if any.
+def json_text(name: str, value: Any) -> str:
+    """JSON on one line, in the order given.
 
     Raises:
-        RequestError: there are several.
+        RequestError: it is not JSON, or has too many levels; `name` says what.
     """
-    asked = boolean("json_object", params["json_object"], RequestError)
-    given = [name for name in KINDS if params[name] is not None] + ["json_object"] * asked
-    if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} are set; an output follows one grammar only.")
-    if not given:
-        return None
-    (kind,) = given
-    return Grammar(JSON_SCHEMA, _ANY_OBJECT) if asked else Grammar(kind, params[kind])
-
-
-def _json_text(name: str, value: Any) -> str:
-    """JSON on one line, in the order given."""
     if isinstance(value, str):
         if len(value) > MAX_GRAMMAR_LENGTH:
             return value  # refused by the caller
@@ -93,6 +81,22 @@ def _json_text(name: str, value: Any) -> str:
             f"{name} has {depth} levels of objects and lists; at most {MAX_JSON_DEPTH} are allowed."
         )
     return text
+
+
+def grammar_of(params: Mapping[str, Any]) -> Grammar | None:
+    """The grammar among a request's parameters `GRAMMAR_PARAMS`, if any.
+
+    Raises:
+        RequestError: there are several.
+    """
+    asked = boolean("json_object", params["json_object"], RequestError)
+    given = [name for name in KINDS if params[name] is not None] + ["json_object"] * asked
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} are set; an output follows one grammar only.")
+    if not given:
+        return None
+    (kind,) = given
+    return Grammar(JSON_SCHEMA, _ANY_OBJECT) if asked else Grammar(kind, params[kind])
 
 
 def _depth(text: str) -> int:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import RequestError, shown
-from forerun.core.grammar import EBNF, JSON_SCHEMA, REGEX, Grammar
+from forerun.core.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 from forerun.grammar.bitmask import allows_any, new_bitmask
 from forerun.grammar.json_schema import exact_schema, exact_tag, patterns, patterns_of_tag
 from forerun.grammar.vocabulary import Vocabulary, VocabularySource, import_xgrammar
@@ -40,16 +40,27 @@ class CompileOptions:
 
 @dataclass
 class GrammarCompiler:
-    """Thread-safe. The vocabulary is read with the first grammar."""
+    """Thread-safe. The vocabulary is read by `vocabulary`, at the latest with the first grammar."""
 
     source: VocabularySource
     options: CompileOptions = field(default_factory=CompileOptions)
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._threads = threading.Semaphore(MAX_THREADS)
         self._compiled: OrderedDict[Grammar, Future[xgrammar.CompiledGrammar]] = OrderedDict()
         self._vocabulary: Vocabulary | None = None
+
+    def vocabulary(self) -> Vocabulary:
+        """Reads it, once.
+
+        Raises:
+            RequestError: as `Vocabulary.load`.
+        """
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary.load(self.source)
+            return self._vocabulary
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Waits for the compiled grammar.
@@ -119,10 +130,14 @@ class GrammarCompiler:
 
     def _compile_function(self, grammar: Grammar) -> Callable[[], xgrammar.CompiledGrammar]:
         xgrammar, text = import_xgrammar(), grammar.text
-        with self._lock:
-            vocabulary = self._vocabulary = self._vocabulary or Vocabulary.load(self.source)
+        vocabulary = self.vocabulary()
         options: Any = {"max_threads": 1, "cache_enabled": False}
-        compiler = xgrammar.GrammarCompiler(vocabulary.text, **options)
+        if grammar.kind == STRUCTURAL_TAG:
+            tag = exact_tag(_structural_tag(json.loads(text)), self.options.any_whitespace)
+            _check_patterns(patterns_of_tag(tag))
+            compiler = xgrammar.GrammarCompiler(vocabulary.spelled(tag), **options)
+            return partial(compiler.compile_structural_tag, tag)
+        compiler = xgrammar.GrammarCompiler(vocabulary.spelled(), **options)
         if grammar.kind == JSON_SCHEMA:
             schema = exact_schema(json.loads(text))
             _check_patterns(patterns(schema))
@@ -130,12 +145,8 @@ class GrammarCompiler:
             return partial(compiler.compile_json_schema, json.dumps(schema), any_whitespace=spaces)
         if grammar.kind == REGEX:
             return partial(compiler.compile_regex, text)
-        if grammar.kind == EBNF:
-            return partial(compiler.compile_grammar, text)
-        tag = exact_tag(_structural_tag(json.loads(text)))
-        _check_patterns(patterns_of_tag(tag))
-        compiler = xgrammar.GrammarCompiler(vocabulary.full, **options)
-        return partial(compiler.compile_structural_tag, tag)
+        assert grammar.kind == EBNF
+        return partial(compiler.compile_grammar, text)
 
     def _evict(self, size: int) -> None:
         """Makes room for `size` bytes: drops the grammars used longest ago.

@@ -80,14 +80,20 @@ def patterns(schema: Any) -> Iterator[str]:
         yield from patterns(part)
 
 
-def exact_tag(tag: Any) -> Any:
-    """A structural tag with its JSON schemas as the compiler is to get them."""
+def exact_tag(tag: Any, any_whitespace: bool = True) -> Any:
+    """A structural tag with its JSON schemas as the compiler is to get them.
+
+    Args:
+        any_whitespace: False: one space, at most, between the tokens of JSON.
+    """
     if isinstance(tag, Mapping):
-        return {
-            key: exact_schema(value) if key == "json_schema" else exact_tag(value)
+        exact = {
+            key: exact_schema(value) if key == "json_schema" else exact_tag(value, any_whitespace)
             for key, value in tag.items()
         }
-    return [exact_tag(value) for value in tag] if isinstance(tag, list) else tag
+        limited = "json_schema" in tag and not any_whitespace
+        return {"max_whitespace_cnt": 1, **exact} if limited else exact
+    return [exact_tag(value, any_whitespace) for value in tag] if isinstance(tag, list) else tag
 
 
 def patterns_of_tag(tag: Any) -> Iterator[str]:

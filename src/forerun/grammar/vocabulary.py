@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,13 @@ from forerun.core.errors import RequestError
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
 
-PACKAGE = "Structured output needs the package xgrammar: pip install 'forerun[grammar]'."
+PACKAGE = (
+    "Structured output, and tool calls that are enforced, need the package xgrammar:"
+    " pip install 'forerun[grammar]'."
+)
+# In structural tags: what holds neither texts of the output nor token ids.
+_NO_TOKENS = ("json_schema", "max_tokens", "max_chars", "min", "max", "max_whitespace_cnt", "type")
+MAX_SPELLINGS = 16  # that are kept
 
 
 @dataclass(frozen=True)
@@ -25,11 +32,15 @@ class VocabularySource:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Bytes of every token id; the stop tokens are the model's EOS."""
+    """Bytes of every token id; the stop tokens are the model's EOS.
 
-    # Special tokens (<|im_start|>, ...) match no text. Structural tags may name them.
-    text: TokenizerInfo
-    full: TokenizerInfo
+    Special tokens (<|im_start|>, ...) match no text, except those that a structural tag names.
+    """
+
+    source: VocabularySource
+    full: TokenizerInfo  # special tokens match their text
+    special: Mapping[int, str]  # their texts
+    _spelled: dict[frozenset[int], TokenizerInfo] = field(default_factory=dict)
 
     @classmethod
     def load(cls, source: VocabularySource) -> Vocabulary:
@@ -47,14 +58,45 @@ class Vocabulary:
         )
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(tokenizer.all_special_ids)
-        text = xgrammar.TokenizerInfo(
-            [b"" if i in special else token for i, token in enumerate(full.decoded_vocab)],
+        texts = tokenizer.convert_ids_to_tokens(sorted(special))
+        pairs = zip(sorted(special), texts, strict=True)
+        return cls(source, full, {i: text for i, text in pairs if text})
+
+    def spelled(self, tag: Any = None) -> TokenizerInfo:
+        """With the special tokens that a structural tag names, in its text or by their ids."""
+        values = list(_values(tag))
+        texts = "\n".join(value for value in values if isinstance(value, str))
+        ids = {value for value in values if type(value) is int}
+        named = frozenset(i for i, text in self.special.items() if i in ids or text in texts)
+        info = self._spelled.get(named)
+        if info is None:
+            while len(self._spelled) >= MAX_SPELLINGS:
+                self._spelled.pop(next(iter(self._spelled)), None)
+            info = self._spelled[named] = self._spell(named)
+        return info
+
+    def _spell(self, named: frozenset[int]) -> TokenizerInfo:
+        xgrammar = import_xgrammar()
+        silent = self.special.keys() - named
+        info: TokenizerInfo = xgrammar.TokenizerInfo(
+            [b"" if i in silent else token for i, token in enumerate(self.full.decoded_vocab)],
             xgrammar.VocabType.RAW,
-            vocab_size=source.vocab_size,
-            stop_token_ids=eos,
-            add_prefix_space=full.add_prefix_space,
+            vocab_size=self.source.vocab_size,
+            stop_token_ids=list(self.source.eos_token_ids),
+            add_prefix_space=self.full.add_prefix_space,
         )
-        return cls(text, full)
+        return info
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """The texts and token ids within a structural tag's formats."""
+    if isinstance(value, Mapping):
+        value = [each for key, each in value.items() if key not in _NO_TOKENS]
+    if isinstance(value, list):
+        for each in value:
+            yield from _values(each)
+    else:
+        yield value
 
 
 def import_xgrammar() -> Any:

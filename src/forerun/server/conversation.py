@@ -12,6 +12,7 @@ from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.llm.output import RequestOutput
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.output_format import TAIL_TOKENS, OutputFormat
+from forerun.server.output_grammar import with_output_grammar
 from forerun.server.parsers.events import (
     Arguments,
     CallBroken,
@@ -81,13 +82,16 @@ class Conversation:
         messages = template_messages(ask.messages, form.style)
         limit = service.max_prompt_tokens
         ids = await service.text.chat(messages, ask.variables, limit, ask.tools.definitions)
-        opened = None
-        if form.reasoning is not None and ask.separate_reasoning:
-            opened = form.begins_in_reasoning(await service.text.decode(ids[-TAIL_TOKENS:]))
+        thinks = None
+        if form.reasoning is not None:
+            thinks = form.begins_in_reasoning(await service.text.decode(ids[-TAIL_TOKENS:]))
+        opened = thinks if ask.separate_reasoning else None
         most = ask.max_new_tokens
         params = ask.sampling(
             service.engine.factory.max_new_tokens(len(ids)) if most is None else most
         )
+        syntax = None if form.tools is None else form.tools.syntax
+        params = with_output_grammar(params, ask.tools, syntax, thinks)
         shows_special = bool(ask.tools.names) and form.special and params.skip_special_tokens
         if shows_special:
             params = replace(params, skip_special_tokens=False)

@@ -25,7 +25,7 @@ class Function(StrictModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # nothing is enforced
+    strict: bool | None = None  # calls have arguments that validate, also if none is asked for
 
 
 class Tool(StrictModel):
@@ -40,8 +40,13 @@ class ToolUse:
     """The functions that a model may call in one answer."""
 
     definitions: tuple[dict[str, Any], ...] = ()  # for the chat template
-    names: tuple[str, ...] = ()
+    functions: tuple[Function, ...] = ()
     parallel: bool = True  # several calls in one answer
+    required: bool = False  # the answer is calls, and nothing else
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(function.name for function in self.functions)
 
 
 def tool_use(
@@ -56,7 +61,7 @@ def tool_use(
     """
     names = [function.name for function in functions]
     _check_names(names)
-    _check_choice(choice, names)
+    chosen = _chosen(choice, names)
     if choice == "none" or not functions:
         return ToolUse()
     if form.tools is None:
@@ -67,7 +72,10 @@ def tool_use(
         )
     definitions = tuple(_definition(function) for function in functions)
     _check_size(definitions)
-    return ToolUse(definitions, tuple(names), parallel is not False)
+    if chosen is not None:
+        named = tuple(function for function in functions if function.name == chosen)
+        return ToolUse(definitions, named, parallel=False, required=True)
+    return ToolUse(definitions, tuple(functions), parallel is not False, choice == "required")
 
 
 def _definition(function: Function) -> dict[str, Any]:
@@ -106,31 +114,30 @@ def _check_names(names: Sequence[str]) -> None:
             raise RequestError(f"The function {shown(name)} is defined twice.")
 
 
-def _check_choice(choice: ToolChoice, names: Sequence[str]) -> None:
+def _chosen(choice: ToolChoice, names: Sequence[str]) -> str | None:
+    """The function in {"type": "function", "function": {"name": ...}}, or without "function"."""
     if choice in (None, "auto", "none"):
-        return
-    if choice != "required":
-        name = _chosen(choice)
-        if name not in names:
-            raise RequestError(
-                f"tool_choice asks for the function {shown(name)}, which is not in tools."
-                f"{nearest(name, names)}"
-            )
-    elif not names:
-        raise RequestError("tool_choice is 'required', but there are no tools.")
-    raise RequestError(
-        f"tool_choice {shown(choice)} is not supported yet: a call cannot be enforced. Use 'auto',"
-        " and ask for the call in the prompt."
-    )
+        return None
+    if choice == "required":
+        if not names:
+            raise RequestError("tool_choice is 'required', but there are no tools.")
+        return None
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        raise _not_a_choice(choice)
+    inner = choice.get("function", choice)
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str):
+        raise _not_a_choice(choice)
+    if name not in names:
+        raise RequestError(
+            f"tool_choice asks for the function {shown(name)}, which is not in tools."
+            f"{nearest(name, names)}"
+        )
+    return name
 
 
-def _chosen(choice: ToolChoice) -> str:
-    """The name in {"type": "function", "function": {"name": ...}}, or without "function"."""
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        inner = choice.get("function", choice)
-        if isinstance(inner, Mapping) and isinstance(inner.get("name"), str):
-            return str(inner["name"])
-    raise RequestError(
+def _not_a_choice(choice: ToolChoice) -> RequestError:
+    return RequestError(
         "tool_choice must be 'auto', 'none', 'required' or a function by name, got"
         f" {shown(choice)}."
     )

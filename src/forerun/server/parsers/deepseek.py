@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.scanner import Reading
 from forerun.server.parsers.tool_parser import ToolParser
 
@@ -44,6 +45,14 @@ class _DeepSeekParser(ToolParser):
 
 
 class DeepSeekV3Parser(_DeepSeekParser):
+    syntax = CallSyntax(
+        opening=CALLS_BEGIN,
+        begin=(f"{CALL_BEGIN}function{SEPARATOR}", f"\n{FENCE}json\n"),
+        end=f"\n{FENCE}{CALL_END}",
+        closing=CALLS_END,
+        separator="\n",
+    )
+
     def _call(self) -> Reading[None]:
         yield from self._literal("function")
         yield from self._literal(SEPARATOR)
@@ -56,6 +65,13 @@ class DeepSeekV3Parser(_DeepSeekParser):
 
 
 class DeepSeekV31Parser(_DeepSeekParser):
+    syntax = CallSyntax(
+        opening=CALLS_BEGIN,
+        begin=(CALL_BEGIN, SEPARATOR),
+        end=CALL_END,
+        closing=CALLS_END,
+    )
+
     def _call(self) -> Reading[None]:
         name = yield from self._line(SEPARATOR[0])
         yield from self._literal(SEPARATOR)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.object_calls import ObjectCallParser
 from forerun.server.parsers.scanner import Reading
 
@@ -16,6 +17,14 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 class HermesParser(ObjectCallParser):
     markers = (BEGIN,)
     argument_keys = ("arguments",)
+    syntax = CallSyntax(
+        opening=BEGIN,
+        begin=('\n{"name": "', '", "arguments": '),
+        end="}\n",
+        closing=END,
+        separator="\n",
+        one_each=True,
+    )
 
     def _calls(self) -> Reading[None]:
         yield from self._spaces()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.events import Text
 from forerun.server.parsers.object_calls import ObjectCallParser
 from forerun.server.parsers.scanner import Reading
@@ -16,6 +17,13 @@ TAG, SEPARATOR = "<|python_tag|>", ";"
 class Llama3Parser(ObjectCallParser):
     markers = (TAG,)
     argument_keys = ("parameters", "arguments")
+    syntax = CallSyntax(
+        opening=TAG,
+        begin=('{"name": "', '", "parameters": '),
+        end="}",
+        separator=f"{SEPARATOR} ",
+        bare=True,
+    )
 
     def _beginning(self) -> Reading[str]:
         yield from self._spaces()

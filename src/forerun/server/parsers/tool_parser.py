@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Collection
 from typing import ClassVar
 
+from forerun.server.parsers.call_syntax import CallSyntax
 from forerun.server.parsers.events import Arguments, CallBroken, CallEnd, CallStart, Text
 from forerun.server.parsers.json_object import JsonScanner, Malformed
 from forerun.server.parsers.scanner import SPACES, Reading, Scanner
@@ -22,6 +23,7 @@ class ToolParser(Scanner):
     """
 
     markers: ClassVar[tuple[str, ...]]  # what calls begin with
+    syntax: ClassVar[CallSyntax]
 
     def __init__(self, names: Collection[str]) -> None:
         """`names`: of the functions that may be called."""
