@@ -15,8 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from forerun.config.engine_config import EngineConfig
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
+from forerun.core.logprobs import TokenLogprobs
 from forerun.core.plan import Limits
 from forerun.core.request import FinishReason
+from forerun.core.sampling_params import SamplingParams
 from forerun.engine.requests import RequestFactory
 from forerun.server.app import build_app
 from forerun.server.generation import Call, Generation
@@ -76,6 +78,7 @@ class ScriptedEngine:
         self.metrics = ServerMetrics()
         self.num_requests = 0
         self.prompts: list[str] = []  # in the chat template
+        self.params: list[SamplingParams] = []
         self.grammars: list[Grammar] = []  # that were compiled; scripts may not follow them
         self._text, self._scripts, self._step = text, list(scripts), step
         self._tasks: list[asyncio.Task[None]] = []
@@ -92,6 +95,7 @@ class ScriptedEngine:
     def submit(self, call: Call) -> None:
         for generation in call.generations:
             ids = list(generation.record.prompt)
+            self.params.append(generation.params)
             self.prompts.append(self._text.tokenizer.decode(ids))
             running = self._run(call, generation, self._scripts.pop(0))
             self._tasks.append(asyncio.ensure_future(running))
@@ -108,7 +112,9 @@ class ScriptedEngine:
                 length = FinishReason("length", length=len(tokens))
                 stop = FinishReason("stop", matched=self._eos)
                 finish = stop if tokens[-1] == self._eos else length
-            generation.apply(Advance(generation.rid, new, [], [], 0, 0, finish))
+            scored = generation.record.logprobs is not None
+            logprobs = [TokenLogprobs(-1.0 - at - i) for i in range(len(new) if scored else 0)]
+            generation.apply(Advance(generation.rid, new, [], [], 0, 0, finish, logprobs))
             call.notify(ended=finish is not None)
             await asyncio.sleep(0)
 

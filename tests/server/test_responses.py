@@ -16,6 +16,7 @@ from tests.server.test_tools import TOOLS as CHAT_TOOLS
 
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
 ASK = "Is it warm in Zürich?"
+LOGPROBS: Any = "message.output_text.logprobs"
 BROKEN = '<tool_call>{"name": "now", "arguments": {"a": ]}}</tool_call>'
 # (output, its items)
 CASES: list[tuple[str, list[tuple[str, ...]]]] = [
@@ -212,12 +213,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": 5}]}, "must be text or parts"),
     ({"input": [{"type": "computer_call"}]}, "An item of input must be"),
     ({"input": ASK, "tools": [{"type": "web_search"}]}, "'function'"),
-    ({"input": ASK, "tools": TOOLS, "tool_choice": "required"}, "not supported yet"),
     (
         {"input": ASK, "tools": TOOLS, "tool_choice": {"type": "function", "name": "nov"}},
         "Did you mean 'now'",
     ),
-    ({"input": ASK, "text": {"format": {"type": "json_object"}}}, "format is not supported"),
+    ({"input": ASK, "text": {"format": {"type": "xml"}}}, "text.format.type must be"),
+    ({"input": ASK, "text": {"format": {"type": "json_schema", "name": "x"}}}, "name and a schema"),
+    (
+        {"input": ASK, "text": {"format": {"type": "json_schema", "scheme": {}, "schema": {}}}},
+        "text.format has no 'scheme'. Did you mean 'schema'",
+    ),
+    ({"input": ASK, "include": ["message.output_text.logprob"]}, "Did you mean 'message.output_"),
+    ({"input": ASK, "top_logprobs": 2}, "set include to"),
+    ({"input": ASK, "include": [LOGPROBS], "top_logprobs": 21}, "less than or equal to 20"),
+    ({"input": ASK, "extra_body": {"frequency_penalty": 3}}, "frequency_penalty must be"),
     ({"input": ASK, "reasoning": {"effort": "high"}}, "only 'none' is"),
     ({"input": ASK, "truncation": "auto"}, "shorten the input"),
     ({"input": ASK, "temperature": -1}, "temperature must be"),
@@ -247,6 +256,63 @@ def test_what_changes_nothing_is_accepted() -> None:
     )
     assert response.output_text == "Yes."
     assert response.metadata == {"a": "b"}
+
+
+@pytest.mark.parametrize("step", [1, 4, 1000])
+@pytest.mark.parametrize(("script", "items"), CASES, ids=range(len(CASES)))
+def test_logprobs_are_those_of_the_messages(
+    script: str, items: list[tuple[str, ...]], step: int
+) -> None:
+    """One token per byte here: together they spell the messages, and nothing else."""
+    asked: Any = {"input": ASK, "tools": TOOLS, "include": [LOGPROBS]}
+    whole = Scripted(QWEN3, script, step=step).respond(**asked)
+    events = Scripted(QWEN3, script, step=step).respond(**asked, stream=True)
+    for response in (whole, events[-1].response):
+        assert shape(response) == items
+        values = []
+        for item in response.output:
+            for part in item.content if item.type == "message" else ():
+                assert b"".join(bytes(t.bytes) for t in part.logprobs).decode() == part.text
+                values += [token.logprob for token in part.logprobs]
+        assert values == sorted(set(values), reverse=True)
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    spelled = [token.token for event in deltas for token in event.logprobs]
+    assert "".join(spelled) == "".join(event.delta for event in deltas)
+
+
+def test_formats_and_penalties_reach_the_engine() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    formats: list[tuple[Any, str]] = [
+        ({"type": "json_schema", "name": "x", "schema": schema, "strict": True}, '"integer"'),
+        ({"type": "json_object"}, '{"type":"object"}'),
+    ]
+    for form, words in formats:
+        scripted = Scripted(PLAIN, "{}")
+        response = scripted.respond(input=ASK, text={"format": form})
+        assert words in scripted.engine.grammars[0].text
+        assert response.text.format.model_dump(by_alias=True, exclude_none=True) == form
+    body = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"5": 2}}
+    scripted = Scripted(PLAIN, "{}")
+    response = scripted.respond(input=ASK, extra_body={**body, "repetition_penalty": 1.5})
+    assert response.model_extra["frequency_penalty"] == 0.5
+    assert response.model_extra["presence_penalty"] == -1
+    params = scripted.engine.params[0]
+    assert (params.frequency_penalty, params.presence_penalty) == (0.5, -1)
+    assert (params.repetition_penalty, params.logit_bias) == (1.5, ((5, 2.0),))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_that_must_be_called(stream: bool) -> None:
+    for choice in ("required", {"type": "function", "name": "weather"}):
+        call = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
+        scripted = Scripted(QWEN3, call)
+        got = scripted.respond(input=ASK, tools=TOOLS, tool_choice=choice, stream=stream)
+        response = got[-1].response if stream else got
+        assert shape(response) == [("function_call", "weather", CITY)]
+        (grammar,) = scripted.engine.grammars
+        assert ("now" in grammar.text) == (choice == "required")
+        echoed = response.tool_choice
+        assert (echoed if isinstance(echoed, str) else echoed.model_dump()) == choice
 
 
 def test_responses_equal_the_engine(server: LiveServer, llm: LLM) -> None:

@@ -132,7 +132,7 @@ def test_strict_functions_validate_wherever_they_are_called(tmp_path: Path, mode
 @pytest.mark.parametrize("model", MODELS)
 def test_an_answer_in_json_or_calls(tmp_path: Path, model: str) -> None:
     answers = called = 0
-    for seed in range(7):
+    for seed in range(12):
         walking = Walking(MODELS[model], tmp_path, seed)
         got = walking.chat(messages=ASK, tools=STRICT[:1], response_format=JSON_ANSWER)
         content, calls, _ = message(got, stream=False)

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from forerun.core.logprobs import TokenLogprobs
 from forerun.llm.token_bytes import TokenBytes
 from forerun.server.generation import Generation, ScoredToken
+from forerun.server.parsers.events import Text
 
 _SUFFIX = "_logprobs"  # of the entries of `meta_info` that hold (value, id, text)
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken], spell: TokenBytes) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    content = []
-    for token, _, logprobs in tokens:
-        assert logprobs is not None
-        entry = _chat_token(token, logprobs.logprob, spell)
-        entry["top_logprobs"] = [_chat_token(i, value, spell) for value, i in logprobs.top]
-        content.append(entry)
-    return {"content": content, "refusal": None}
+    return {"content": [_chat_entry(token, spell) for token in tokens], "refusal": None}
+
+
+class MessageLogprobs:
+    """`logprobs` of the messages of a response: of the tokens whose text is in them."""
+
+    def __init__(self, spell: TokenBytes) -> None:
+        self._spell = spell
+        self._tokens: deque[ScoredToken] = deque()  # whose text was not read yet
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        self._tokens += tokens
+
+    def of(self, text: Text) -> list[dict[str, Any]]:
+        """Of the tokens that begin in `text`; texts come in their order."""
+        entries = []
+        while self._tokens and self._tokens[0].offset < text.start + len(text.text):
+            token = self._tokens.popleft()
+            if token.offset >= text.start:
+                entries.append(_chat_entry(token, self._spell))
+        return entries
+
+
+def _chat_entry(scored: ScoredToken, spell: TokenBytes) -> dict[str, Any]:
+    token, _, logprobs = scored
+    assert logprobs is not None
+    entry = _chat_token(token, logprobs.logprob, spell)
+    entry["top_logprobs"] = [_chat_token(i, value, spell) for value, i in logprobs.top]
+    return entry
 
 
 def _chat_token(token: int, logprob: float, spell: TokenBytes) -> dict[str, Any]:

@@ -207,7 +207,9 @@ class ChatRequest(_Common):
         None, description="Variables of the model's chat template"
     )
     tools: list[Tool] | None = Field(None, description="Functions that may be called")
-    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto, none, required or a function by name"
+    )
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
     separate_reasoning: bool | None = Field(
         None, description="False: reasoning stays in the content, with its markers"

@@ -1,4 +1,4 @@
-"""OpenAI's `response_format` as sampling parameters."""
+"""OpenAI's `response_format`, and `text.format` of responses, as sampling parameters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ def grammar_of_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         RequestError: it is invalid.
     """
+    if given is not None and given.get("type") == "json_schema":
+        return {"json_schema": _schema("response_format.json_schema", given.get("json_schema"))}
+    return _grammar("response_format", given)
+
+
+def grammar_of_text_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As `grammar_of_format`; here name and schema are beside the type."""
+    if given is not None and given.get("type") == "json_schema":
+        schema = {name: value for name, value in given.items() if name != "type"}
+        return {"json_schema": _schema("text.format", schema)}
+    return _grammar("text.format", given)
+
+
+def _grammar(what: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     if given is None:
         return {}
     match given.get("type"):
@@ -24,25 +38,20 @@ def grammar_of_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
             return {}
         case "json_object":
             return {"json_object": True}
-        case "json_schema":
-            return {"json_schema": _schema(given.get("json_schema"))}
         case "structural_tag":
             return {"structural_tag": dict(given)}
         case other:
             raise RequestError(
-                f"response_format.type must be one of {', '.join(_TYPES)}, got {shown(other)}."
+                f"{what}.type must be one of {', '.join(_TYPES)}, got {shown(other)}."
             )
 
 
-def _schema(given: Any) -> Any:
+def _schema(what: str, given: Any) -> Any:
     if not isinstance(given, Mapping) or not isinstance(given.get("schema"), Mapping):
         raise RequestError(
-            "response_format.json_schema must be an object with a name and a schema, got"
-            f" {shown(given)}."
+            f"{what} must be an object with a name and a schema, got {shown(given)}."
         )
     for key in given:
         if key not in _SCHEMA_KEYS:
-            raise RequestError(
-                f"response_format.json_schema has no {shown(key)}.{nearest(key, _SCHEMA_KEYS)}"
-            )
+            raise RequestError(f"{what} has no {shown(key)}.{nearest(key, _SCHEMA_KEYS)}")
     return given["schema"]

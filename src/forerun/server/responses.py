@@ -16,7 +16,8 @@ from forerun.core.errors import RequestError
 from forerun.core.request import FinishReason
 from forerun.server.conversation import Ask, Conversation
 from forerun.server.errors import json_response
-from forerun.server.generation import Call
+from forerun.server.generation import Call, Generation, Part
+from forerun.server.logprobs import MessageLogprobs
 from forerun.server.models import check_model
 from forerun.server.responses_output import (
     COMPLETED,
@@ -61,7 +62,9 @@ class _Answer:
         conversation: Conversation,
     ) -> None:
         self._conversation = conversation
-        self._output = OutputItems()
+        scored = body.logprob_params is not None
+        self._logprobs = MessageLogprobs(service.text.token_bytes()) if scored else None
+        self._output = OutputItems(self._logprobs)
         self._numbers = itertools.count()
         self._head = {
             "id": f"resp_{uuid4().hex}",
@@ -84,6 +87,7 @@ class _Answer:
             max_new_tokens=body.max_output_tokens,
             stream=bool(body.stream),
             scheduling=body.scheduling,
+            logprobs=body.logprob_params,
         )
         return cls(service, body, echo, await Conversation.start(service, ask))
 
@@ -93,6 +97,7 @@ class _Answer:
 
     async def whole(self) -> Response:
         ((generation, _, events),) = await self._conversation.whole()
+        self._score(generation)
         self._output.push(events)
         finish = generation.record.finish
         self._output.finish(_status(finish))
@@ -105,12 +110,17 @@ class _Answer:
         )
         finish = None
         async for news in self._conversation.parts():
-            for generation, _, events in news:
+            for generation, part, events in news:
+                self._score(generation, part)
                 yield self._sent(self._output.push(events))
                 finish = generation.record.finish
         yield self._sent(self._output.finish(_status(finish)))
         response = self._response(finish, self._output.whole())
         yield self._sent([{"type": f"response.{response['status']}", "response": response}])
+
+    def _score(self, generation: Generation, part: Part | None = None) -> None:
+        if self._logprobs is not None:
+            self._logprobs.add(generation.scored_tokens(part))
 
     def _sent(self, events: Iterable[StreamEvent]) -> bytes:
         return b"".join(
@@ -155,7 +165,10 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": body.format},
+        "top_logprobs": body.top_logprobs or 0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "presence_penalty": body.presence_penalty or 0.0,
         "reasoning": {
             "effort": None if body.reasoning is None else body.reasoning.effort,
             "summary": None,
@@ -169,8 +182,8 @@ def _echo(body: ResponsesRequest) -> dict[str, Any]:
         msgspec.json.encode(echo)
     except (ValueError, OverflowError, RecursionError) as error:
         raise RequestError(
-            "instructions, metadata, tools or tool_choice have a value that JSON should not have:"
-            f" {error}."
+            "instructions, metadata, text, tools or tool_choice have a value that JSON should not"
+            f" have: {error}."
         ) from None
     return echo
 

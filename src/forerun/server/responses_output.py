@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
+from forerun.server.logprobs import MessageLogprobs
 from forerun.server.parsers.events import (
     Arguments,
     CallBroken,
@@ -26,7 +27,9 @@ class OutputItems:
     `push` and `finish` return the events of a stream; without one, they are of no use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logprobs: MessageLogprobs | None = None) -> None:
+        """`logprobs`: of the messages, if they were asked for."""
+        self._logprobs = logprobs
         self._items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the last item, while it grows
 
@@ -55,9 +58,10 @@ class OutputItems:
     def _push(self, event: Event) -> Iterator[StreamEvent]:
         match event:
             case Text(text=text):
-                yield from self._add_text(text, "message")
+                scores = [] if self._logprobs is None else self._logprobs.of(event)
+                yield from self._add_text(text, "message", {"logprobs": scores})
             case Reasoning(text=text):
-                yield from self._add_text(text, "reasoning")
+                yield from self._add_text(text, "reasoning", {})
             case CallStart(name=name):
                 yield from self._begin(_call(name))
             case Arguments(text=text):
@@ -68,14 +72,18 @@ class OutputItems:
             case CallBroken():
                 yield from self._close(INCOMPLETE)
 
-    def _add_text(self, text: str, kind: str) -> Iterator[StreamEvent]:
+    def _add_text(
+        self, text: str, kind: str, scores: dict[str, list[Any]]
+    ) -> Iterator[StreamEvent]:
         if self._open is None or self._open["type"] != kind:
             yield from self._begin(_message() if kind == "message" else _reasoning())
-            self._item["content"].append(_part(kind, ""))
-            yield self._event("response.content_part.added", content_index=0, part=_part(kind, ""))
-        self._item["content"][0]["text"] += text
-        extra = _EXTRA[kind]
-        yield self._event(f"{_PREFIX[kind]}.delta", content_index=0, delta=text, **extra)
+            self._item["content"].append(_part(kind))
+            yield self._event("response.content_part.added", content_index=0, part=_part(kind))
+        part = self._item["content"][0]
+        part["text"] += text
+        for name, entries in scores.items():
+            part[name] += entries
+        yield self._event(f"{_PREFIX[kind]}.delta", content_index=0, delta=text, **scores)
 
     def _begin(self, item: dict[str, Any]) -> Iterator[StreamEvent]:
         yield from self._close(COMPLETED)
@@ -96,10 +104,10 @@ class OutputItems:
                 arguments=item["arguments"],
             )
         else:
-            text = item["content"][0]["text"]
-            extra = _EXTRA[kind]
-            yield self._event(f"{_PREFIX[kind]}.done", content_index=0, text=text, **extra)
-            yield self._event("response.content_part.done", content_index=0, part=_part(kind, text))
+            part = dict(item["content"][0])
+            scores = {"logprobs": part["logprobs"]} if kind == "message" else {}
+            yield self._event(f"{_PREFIX[kind]}.done", content_index=0, text=part["text"], **scores)
+            yield self._event("response.content_part.done", content_index=0, part=part)
         yield self._item_event("response.output_item.done")
         self._open = None
 
@@ -119,13 +127,13 @@ class OutputItems:
 
 
 _PREFIX = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_EXTRA: dict[str, dict[str, Any]] = {"message": {"logprobs": []}, "reasoning": {}}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str) -> dict[str, Any]:
+    """Without text yet."""
     if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
 def _message() -> dict[str, Any]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import RequestError, nearest, shown
+from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.openai_protocol import UNSUPPORTED, sampling_params
-from forerun.server.strict_model import Scheduled, StrictModel, Unsupported
+from forerun.server.response_format import grammar_of_text_format
+from forerun.server.strict_model import Scheduled, StrictModel, Unsupported, invalid
 from forerun.server.tools import Function
 
 _STATELESS = "nothing is stored here; send the whole conversation as input"
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # of the latter there is none
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -24,18 +28,29 @@ class FunctionTool(StrictModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # nothing is enforced
+    strict: bool | None = None  # as of `Function`
 
     @property
     def function(self) -> Function:
         return Function(**self.model_dump(exclude={"type"}))
 
 
-class TextFormat(StrictModel):
+class TextOptions(StrictModel):
     unsupported: ClassVar[Unsupported] = {
-        "format": (({"type": "text"},), "there are no grammars; ask for the format in the prompt"),
         "verbosity": (("medium",), "ask for it in the prompt"),
     }
+    format: dict[str, Any] | None = Field(
+        None, description="Of type text, json_object, json_schema or structural_tag"
+    )
+
+    @field_validator("format")
+    @classmethod
+    def _known(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            SamplingParams.of(grammar_of_text_format(value))
+        except RequestError as error:
+            raise invalid(str(error)) from None
+        return value
 
 
 class ReasoningOptions(StrictModel):
@@ -69,8 +84,6 @@ class ResponsesRequest(Scheduled):
         "conversation": ((), _STATELESS),
         "background": ((False,), _STATELESS),
         "prompt": ((), _STATELESS),
-        # There is none to return.
-        "include": (([], ["reasoning.encrypted_content"]), "nothing can be included"),
         "truncation": (("disabled",), "shorten the input"),
         "max_tool_calls": ((), "there are no tools that run on the server"),
         "context_management": ((), _STATELESS),
@@ -88,16 +101,26 @@ class ResponsesRequest(Scheduled):
     top_p: float | None = None
     stream: bool | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(None, description="auto or none")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto, none, required or a function by name"
+    )
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
     reasoning: ReasoningOptions | None = None
-    text: TextFormat | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = Field(None, description=f"{LOGPROBS}, with top_logprobs")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable tokens"
+    )
     metadata: dict[str, Any] | None = Field(None, description="Returned as it is")
     # Forerun's additions.
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
     stop: str | list[str] | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -113,7 +136,36 @@ class ResponsesRequest(Scheduled):
         Raises:
             RequestError: a value is out of range.
         """
-        return sampling_params(self, max_new_tokens)
+        return sampling_params(self, max_new_tokens, grammar_of_text_format(self.format))
+
+    @field_validator("include")
+    @classmethod
+    def _includable(cls, value: list[str] | None) -> list[str] | None:
+        for name in value or ():
+            if name not in _INCLUDABLE:
+                known = ", ".join(_INCLUDABLE)
+                near = nearest(name, _INCLUDABLE)
+                raise invalid(f"include may have {known}, got {shown(name)}.{near}")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and LOGPROBS not in (info.data.get("include") or ()):
+            raise invalid(f"top_logprobs is set without logprobs; set include to [{LOGPROBS!r}].")
+        return value
+
+    @property
+    def format(self) -> dict[str, Any]:
+        """Of the text."""
+        given = None if self.text is None else self.text.format
+        return {"type": "text"} if given is None else given
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        if LOGPROBS not in (self.include or ()):
+            return None
+        return LogprobParams(top=self.top_logprobs or 0)
 
     @property
     def variables(self) -> dict[str, Any]:

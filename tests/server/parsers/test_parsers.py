@@ -54,6 +54,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
+OPENED = (None, True, False)
 CALLS = st.lists(st.tuples(st.sampled_from(NAMES), OBJECTS), min_size=1, max_size=3)
 
 
@@ -132,6 +133,23 @@ def test_pieces_do_not_matter(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(kind(NAMES), *pieces) == whole
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), opened=st.sampled_from(OPENED))
+def test_texts_know_where_they_are(
+    kind: type[ToolParser], parts: list[str], opened: bool | None
+) -> None:
+    text = "".join(parts)
+    for cut in (0, len(text) // 2):
+        reasoning = None if opened is None else ReasoningParser(opened)
+        parser, end = OutputParser(reasoning, kind(NAMES)), 0
+        for event in [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]:
+            if isinstance(event, Text):
+                assert event.start >= end
+                end = event.start + len(event.text)
+                assert text[event.start : end] == event.text
 
 
 @pytest.mark.parametrize("kind", PARSERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +11,7 @@ class Text:
     """More of the answer."""
 
     text: str
+    start: int = field(default=0, compare=False)  # index of its first character in the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 
 def _joined(first: Event, texts: list[str]) -> Event:
-    if isinstance(first, Text | Reasoning | Arguments):
+    if isinstance(first, Text):
+        return Text("".join(texts), first.start)
+    if isinstance(first, Reasoning | Arguments):
         return type(first)("".join(texts))
     return first

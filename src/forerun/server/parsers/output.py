@@ -14,18 +14,33 @@ class OutputParser:
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning, self._tools = reasoning, tools
+        self._start: int | None = None  # of the answer, within the output
+        self._length = 0  # of the text so far
 
     def feed(self, text: str) -> list[Event]:
-        events = [Text(text)] if self._reasoning is None else self._reasoning.feed(text)
+        events: list[Event] = [Text(text, self._length)]
+        self._length += len(text)
+        if self._reasoning is not None:
+            events = self._reasoning.feed(text)
         return merged(self._with_calls(events))
 
     def finish(self) -> list[Event]:
         found = list(self._with_calls([] if self._reasoning is None else self._reasoning.finish()))
-        return merged(found if self._tools is None else [*found, *self._tools.finish()])
+        if self._tools is not None:
+            found += self._placed(self._tools.finish())
+        return merged(found)
 
     def _with_calls(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
             if self._tools is not None and isinstance(event, Text):
-                yield from self._tools.feed(event.text)
+                if self._start is None:
+                    self._start = event.start
+                yield from self._placed(self._tools.feed(event.text))
             else:
                 yield event
+
+    def _placed(self, events: Iterable[Event]) -> Iterable[Event]:
+        """Texts within the answer, at their places in the output."""
+        start = self._start or 0
+        for event in events:
+            yield Text(event.text, start + event.start) if isinstance(event, Text) else event

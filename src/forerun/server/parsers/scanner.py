@@ -26,19 +26,20 @@ class Scanner(ABC):
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._char = ""  # the next character, not consumed yet; "" at the end
+        self._at = -1  # its index
         self._trims = False  # spaces before the next text are left out
         self._reading = self._start()
         next(self._reading)
 
     def feed(self, text: str) -> list[Event]:
         for char in text:
-            self._char = char
+            self._char, self._at = char, self._at + 1
             next(self._reading)
         return self._take()
 
     def finish(self) -> list[Event]:
         """The rest, once the text has ended."""
-        self._char = ""
+        self._char, self._at = "", self._at + 1
         ended = next(self._reading, "ended")
         assert ended == "ended"
         return self._take()
@@ -83,15 +84,17 @@ class Scanner(ABC):
             elif self._char in SPACES:
                 space += self._char
             else:
-                self._emit(kind, space + self._char)
+                self._emit(kind, space + self._char, self._at + 1)
                 space = ""
             yield
         self._emit(kind, space + candidate)
         return ""
 
-    def _emit(self, kind: type[Event], text: str) -> None:
+    def _emit(self, kind: type[Event], text: str, end: int | None = None) -> None:
+        """`end`: index after the text; default: that of the next character."""
         if self._trims:
             text = text.lstrip(" \t\r\n")
         if text:
             self._trims = False
-            self._events.append(kind(text))  # type: ignore[call-arg]
+            start = (self._at if end is None else end) - len(text)
+            self._events.append(Text(text, start) if kind is Text else kind(text))  # type: ignore[call-arg]
