@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forerun.core.errors import RequestError
 from forerun.core.grammar import MAX_GRAMMAR_LENGTH, MAX_JSON_DEPTH, Grammar
@@ -73,6 +75,10 @@ def test_whitespace_in_json() -> None:
     chosen, strict = grammar(json_object=True), new_compiler(any_whitespace=False)
     assert matches(chosen, '{ "a":\n  1 }') and not matches(chosen, '{ "a":\n  1 }', strict)
     assert matches(chosen, '{"a": 1}', strict)
+    content = {"type": "json_schema", "json_schema": {"type": "object"}}
+    tag = grammar(structural_tag={"format": {"type": "sequence", "elements": [content]}})
+    assert matches(tag, '{ "a":\n  1 }') and not matches(tag, '{ "a":\n  1 }', strict)
+    assert matches(tag, '{"a": 1}', strict) and matches(tag, '{"a":1}', strict)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +246,44 @@ def test_the_size_of_one_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         new_compiler().compile(grammar(json_object=True))
 
 
+def test_the_vocabulary_can_be_read_before_it_is_needed(tmp_path: Path) -> None:
+    by = new_compiler()
+    assert by.prepare() == f"xgrammar {version('xgrammar')}"
+    vocabulary = by.vocabulary()
+    by.compile(grammar(regex="a"))
+    assert by.vocabulary() is vocabulary
+    assert new_compiler(tmp_path).prepare().startswith("none (A grammar needs a tokenizer; none")
+
+
+def test_special_tokens_match_text_only_where_a_tag_names_them() -> None:
+    by = new_compiler()
+    special = by.vocabulary().special
+    named, other = "<|im_start|>", "<|mask|>"
+    assert {named, other} <= set(special.values())
+    ids = {text: i for i, text in special.items()}
+
+    def allowed(tag: dict[str, Any], before: str) -> list[str]:
+        matcher = xgrammar.GrammarMatcher(by.compile(grammar(structural_tag={"format": tag})))
+        assert matcher.accept_string(before)
+        bitmask = torch.empty(1, VOCAB_SIZE // 32, dtype=torch.int32)
+        matcher.fill_next_token_bitmask(bitmask)
+        return [t for t, i in ids.items() if i not in EOS and bitmask[0, i // 32] >> i % 32 & 1]
+
+    content = {"type": "json_schema", "json_schema": {"type": "string", "maxLength": 20}}
+    tag = {"type": "tag", "begin": "<a>", "content": content, "end": named}
+    assert allowed(tag, '<a>"') == [named]
+    assert allowed({**tag, "end": "</a>"}, '<a>"') == []
+    by_id = {"type": "tag", "begin": {"type": "token", "token": ids[named]}}
+    assert allowed({**by_id, "content": content, "end": "</a>"}, "") == [named]
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
+    assert (
+        new_compiler()
+        .prepare()
+        .endswith("need the package xgrammar: pip install 'forerun[grammar]')")
+    )
     with pytest.raises(RequestError, match=r"pip install 'forerun\[grammar\]'"):
         new_compiler().compile(grammar(regex="a"))
 

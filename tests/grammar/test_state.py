@@ -108,8 +108,10 @@ def test_nothing_but_the_end_after_the_end() -> None:
 
 def test_special_tokens_are_no_text() -> None:
     assert not masks(state_of(Grammar("regex", "(.|\n)+")), [])[0] & {0, 1, 2, 3}
-    tag = '{"format":{"type":"any_text"}}'
-    assert 1 in masks(state_of(Grammar("structural_tag", tag)), [])[0]
+    text, named = '{"type":"any_text"}', '{"type":"const_string","value":"<|im_start|>"}'
+    for tag, start in ((text, False), (named, True)):
+        first = masks(state_of(Grammar("structural_tag", f'{{"format":{tag}}}')), [])[0]
+        assert (1 in first) == start and not first & {0, 2, 3} - set(EOS)
 
 
 @pytest.mark.parametrize(

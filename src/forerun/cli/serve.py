@@ -72,4 +72,5 @@ def chosen(explain: Mapping[str, Any]) -> list[str]:
         f"K/V cache: {explain['kv']} ({explain['kv_cache_dtype']}); up to {explain['slots']}"
         f" running requests of {explain['context_length']} tokens",
         f"tool calls: {explain['tools']}; reasoning: {explain['reasoning']}",
+        f"grammars: {explain['grammars']}",
     ]

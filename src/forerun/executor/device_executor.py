@@ -140,6 +140,14 @@ class DeviceExecutor:
         assert self.grammars is not None, "set by `executor/build.py`"
         self.grammars.compile(grammar)
 
+    def prepare_grammars(self) -> None:
+        """Reads the vocabulary before the first grammar needs it, which takes a second.
+
+        `explain` says what compiles grammars, or why nothing does.
+        """
+        assert self.grammars is not None, "set by `executor/build.py`"
+        self.info.explain["grammars"] = self.grammars.prepare()
+
     def disable_drafts(self) -> None:
         self.step.algorithm.disable()
 

@@ -7,6 +7,7 @@ A compilation cannot be interrupted. One that exceeds the limit goes on in its t
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import RequestError, shown
@@ -25,6 +27,7 @@ from forerun.grammar.vocabulary import Vocabulary, VocabularySource, import_xgra
 if TYPE_CHECKING:
     import xgrammar
 
+log = logging.getLogger("forerun")
 COMPILE_SECONDS = 10.0
 MAX_THREADS = 4  # compilations at a time
 MAX_COMPILED, MAX_COMPILED_BYTES = 512, 1 << 30  # in the cache
@@ -61,6 +64,17 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary.load(self.source)
             return self._vocabulary
+
+    def prepare(self) -> str:
+        """Reads the vocabulary if that is possible. Returns what compiles grammars; or why not."""
+        try:
+            self.vocabulary().spelled()
+        except RequestError as error:
+            return f"none ({str(error).rstrip('.')})"
+        except Exception as error:  # of an unusual tokenizer; requests without grammars can run
+            log.warning("There are no grammars: the vocabulary cannot be read.", exc_info=error)
+            return f"none ({type(error).__name__}: {_reason(error)})"
+        return f"xgrammar {version('xgrammar')}"
 
     def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         """Waits for the compiled grammar.

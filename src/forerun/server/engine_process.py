@@ -106,12 +106,15 @@ def _end_with_parent(folder: Path) -> None:
 
 def _serve(task: EngineTask, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
     from forerun.executor.build import build_executor
+    from forerun.platform.progress import progress
 
     try:
         executor = build_executor(task.config, Path(task.model_path))
     except ConfigError as error:
         outbox.send(encode(Refused(str(error))))
         return
+    with progress("preparing grammars"):
+        executor.prepare_grammars()
     engine = Engine(task.config, executor)
     try:
         outbox.send(encode(Ready(engine.info)))
