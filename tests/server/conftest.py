@@ -15,7 +15,9 @@ __all__ = ["forerun", "llm", "server"]
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
-    with LiveServer(*flags(**ENGINE, log_level="info", log_format="json")) as live:
+    """The bundled template takes no calls; grammars can make the model write some."""
+    more = {"log_level": "info", "log_format": "json", "tool_call_parser": "hermes"}
+    with LiveServer(*flags(**ENGINE, **more)) as live:
         yield live
 
 

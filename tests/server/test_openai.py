@@ -12,6 +12,11 @@ from forerun import LLM
 from tests.server.support import PROMPT, QUESTION, LiveServer
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+PENALTIES: Any = {
+    "frequency_penalty": 0.6,
+    "presence_penalty": -0.4,
+    "logit_bias": {"13": 3, "262": -100},
+}
 STOPS = ["return", "\n\n"]
 # (parameters of the OpenAI API, the same of `SamplingParams`)
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -29,6 +34,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"sampling_seed": 2, "min_new_tokens": 30, "stop_token_ids": [13, 29, 262]},
     ),
     ({"seed": 4, "extra_body": {"speculative": False}}, {"sampling_seed": 4, "speculative": False}),
+    (
+        {**PENALTIES, "seed": 8, "extra_body": {"repetition_penalty": 1.3, "max_draft_tokens": 2}},
+        {**PENALTIES, "sampling_seed": 8, "repetition_penalty": 1.3, "max_draft_tokens": 2},
+    ),
 ]  # fmt: skip
 
 
@@ -67,6 +76,49 @@ def test_completions_equal_the_engine(
     assert all(part.choices[0].finish_reason is None for part in parts[:-1])
     assert last.choices == []
     assert last.usage.completion_tokens == len(want.output_ids)
+
+
+@pytest.mark.parametrize(("given", "params"), CASES, ids=lambda case: "-".join(case))
+def test_parameters_of_chats_equal_the_engine(
+    server: LiveServer, llm: LLM, given: dict[str, Any], params: dict[str, Any]
+) -> None:
+    want = llm.chat(MESSAGES, {**params, "max_new_tokens": 30})
+    extra = {**given.get("extra_body", {}), "return_token_ids": True, "return_spec_info": True}
+    call = {**given, "model": "bundled", "messages": MESSAGES, "extra_body": extra}
+    client = server.client()
+    whole = client.chat.completions.create(**call, max_tokens=30)
+    choice = whole.choices[0]
+    assert (choice.message.content, choice.token_ids) == (want.text, want.output_ids)
+    assert choice.finish_reason == want.finish_reason["type"]
+    assert choice.matched_stop == want.finish_reason.get("matched")
+    assert whole.prompt_token_ids == want.prompt_token_ids
+    details = whole.usage.completion_tokens_details
+    assert details.spec_accept_length == want.meta_info["spec_accept_length"]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, last = client.chat.completions.create(
+        **call, max_completion_tokens=30, stream=True, stream_options=options
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == want.text
+    # The first has the role, and no tokens.
+    assert [i for part in parts[1:] for i in part.choices[0].token_ids] == want.output_ids
+    counts = [part.usage.completion_tokens for part in parts]
+    assert counts == sorted(counts)
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens == len(want.output_ids)
+    assert last.usage.completion_tokens_details == details
+
+
+def test_samples_of_chats(server: LiveServer, llm: LLM) -> None:
+    want = llm.chat(MESSAGES, {"sampling_seed": 9, "n": 3, "max_new_tokens": 20})
+    call = {"model": "bundled", "messages": MESSAGES, "seed": 9, "n": 3, "max_tokens": 20}
+    client = server.client()
+    whole = client.chat.completions.create(**call)
+    assert [choice.message.content for choice in whole.choices] == [each.text for each in want]
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**call, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [each.text for each in want]
 
 
 def test_chat_equals_the_engine(server: LiveServer, llm: LLM) -> None:

@@ -332,4 +332,39 @@ def test_responses_equal_the_engine(server: LiveServer, llm: LLM) -> None:
     with client.responses.stream(**call, extra_body={"seed": 1}) as stream:
         assert stream.get_final_response().output_text == want.text
     server.wait_idle()
-    assert "tool calls: none (the chat template takes no calls); reasoning: none" in server.output
+
+
+def test_formats_and_logprobs_equal_the_engine(server: LiveServer, llm: LLM) -> None:
+    pytest.importorskip("xgrammar")
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}}
+    params = {"sampling_seed": 3, "max_new_tokens": 30, "json_schema": schema}
+    penalties = {"frequency_penalty": 0.7, "presence_penalty": -0.2}
+    want = llm.chat(
+        [{"role": "user", "content": QUESTION}],
+        {**params, **penalties},
+        return_logprob=True,
+        top_logprobs_num=2,
+    )
+    call: Any = {
+        "model": "bundled",
+        "input": QUESTION,
+        "max_output_tokens": 30,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        "include": [LOGPROBS],
+        "top_logprobs": 2,
+        "extra_body": {"seed": 3, **penalties},
+    }
+    client = server.client()
+    whole = client.responses.create(**call)
+    events = list(client.responses.create(**call, stream=True))
+    entries = want.meta_info["output_token_logprobs"]
+    for response in (whole, events[-1].response):  # type: ignore[union-attr]
+        assert response.output_text == want.text
+        got = response.output[0].content[0].logprobs
+        # The end has no text.
+        assert [token.logprob for token in got] == [value for value, _, _ in entries[: len(got)]]
+        assert len(got) >= len(entries) - 1
+        assert {len(token.top_logprobs) for token in got} == {2}
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [token.logprob for event in deltas for token in event.logprobs or ()]
+    assert streamed == [value for value, _, _ in entries[: len(streamed)]]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 pytest.importorskip("xgrammar")
@@ -17,6 +18,7 @@ from forerun.core.errors import RequestError
 from forerun.grammar.vocabulary import import_xgrammar
 from tests.server import templates
 from tests.server.scripted import Scripted, tokenizer
+from tests.server.support import LiveServer
 from tests.server.test_tools import ASK, LLAMA3, QWEN3, R1, V31_TOKENIZER
 from tests.server.walking import Walking
 
@@ -171,6 +173,78 @@ def test_nothing_is_enforced_unasked() -> None:
         scripted = Scripted(QWEN3, "Yes.")
         scripted.chat(messages=ASK, **body)
         assert scripted.engine.grammars == []
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Zürich"]}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+LIVE: Any = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": WEATHER, "strict": True},
+}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
+def test_the_bundled_model_calls_functions(server: LiveServer, choice: Any) -> None:
+    """Its template shows no functions: what it writes comes from the grammar alone."""
+    call: Any = {"model": "bundled", "messages": ASK, "tools": [LIVE], "tool_choice": choice}
+    call |= {"parallel_tool_calls": False, "max_tokens": 150}
+    client = server.client()
+    for seed in range(2):
+        content, calls, finish = message(client.chat.completions.create(**call, seed=seed), False)
+        assert (content, finish, len(calls)) == ("", "tool_calls", 1)
+        jsonschema.validate(json.loads(calls[0][1]), WEATHER)
+        chunks = list(client.chat.completions.create(**call, seed=seed, stream=True))
+        assert message(chunks, True) == (content, calls, finish)
+        deltas = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+        assert len(deltas) > 2  # arguments come in pieces
+
+
+def test_the_bundled_model_calls_functions_in_responses(server: LiveServer) -> None:
+    tool = {"type": "function", **LIVE["function"]}
+    call: Any = {"model": "bundled", "input": "x", "tools": [tool], "tool_choice": "required"}
+    call |= {"parallel_tool_calls": False, "max_output_tokens": 150, "extra_body": {"seed": 1}}
+    client = server.client()
+    (item,) = client.responses.create(**call).output
+    jsonschema.validate(json.loads(item.arguments), WEATHER)  # type: ignore[union-attr]
+    events = list(client.responses.create(**call, stream=True))
+    done = next(e for e in events if e.type == "response.function_call_arguments.done")
+    assert done.arguments == item.arguments  # type: ignore[union-attr]
+    with client.responses.stream(**call) as stream:
+        (final,) = stream.get_final_response().output
+        assert final.parsed_arguments == json.loads(item.arguments)  # type: ignore[union-attr]
+
+
+def test_the_clients_parse_helper_takes_models(server: LiveServer) -> None:
+    class Weather(pydantic.BaseModel):
+        city: Literal["Paris", "Zürich"]
+        days: int = pydantic.Field(le=99, ge=0)
+
+    client = server.client()
+    tool: Any = openai.pydantic_function_tool(Weather, name="weather")
+    got = client.chat.completions.parse(
+        model="bundled", messages=ASK, tools=[tool], tool_choice=NAMED, max_tokens=150, seed=5
+    )
+    (call,) = got.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
+    answer = (
+        client.chat.completions.parse(
+            model="bundled", messages=ASK, response_format=Weather, max_tokens=150, seed=5
+        )
+        .choices[0]
+        .message
+    )
+    assert isinstance(answer.parsed, Weather)
+    parsed = client.responses.parse(
+        model="bundled",
+        input="x",
+        text_format=Weather,
+        max_output_tokens=150,
+        extra_body={"seed": 5},
+    )
+    assert isinstance(parsed.output_parsed, Weather)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
