@@ -87,8 +87,8 @@ BODIES: list[tuple[str, Any, str]] = [
     ),
     (
         CHAT,
-        {"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]},
-        "cannot read tool calls",
+        {"messages": ASKED, "tool_choice": "required"},
+        "there are no tools",
     ),
     (COMPLETIONS, {"prompt": "x", "tools": [{}]}, "tools belong to"),
     (RESPONSES, {"input": "x", "store": True}, "nothing is stored"),
