@@ -219,3 +219,4 @@ class StepResult:
     # if no request of the step does.
     decode_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     prefill_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    gap_seconds: float = 0.0  # that the device was idle since the previous step, at most

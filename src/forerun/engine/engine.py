@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import RequestError
@@ -35,6 +35,14 @@ from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 log = logging.getLogger("forerun")
 
 
+class _InFlight(NamedTuple):
+    """A launched step."""
+
+    pending: PendingStep
+    launched: float  # time.monotonic() before the launch
+    idle: bool  # the engine had no work before it
+
+
 class Engine:
     """Serves requests on one executor; input and output are token ids.
 
@@ -46,7 +54,8 @@ class Engine:
         self.executor = executor
         self.info = info = executor.info
         self.limits = info.limits
-        self._in_flight: deque[tuple[PendingStep, float]] = deque()  # and launch times
+        self._in_flight: deque[_InFlight] = deque()
+        self._idle = True  # nothing was left to do after the last step
         allocator = PageAllocator(info.num_pages)
         windows = _window_pages(info)
         self.scheduler = Scheduler(
@@ -156,15 +165,16 @@ class Engine:
         waits = plan is not None and len(self._in_flight) <= self.limits.overlap_depth
         if not self._in_flight or waits:
             return late
-        pending, launched = self._in_flight.popleft()
+        step = self._in_flight.popleft()
         try:
-            result = pending.result()
+            result = step.pending.result()
         except Exception as error:
             self._executor_failed(error)
             raise
         now = time.monotonic()
         done = self.scheduler.complete(result)
-        self._record(done, launched, now)
+        self._record(done, step, now)
+        self._idle = not self.has_work
         for request in done.changed:
             if request.first_token_at is None:
                 request.first_token_at = now
@@ -182,10 +192,11 @@ class Engine:
         """Launches a step; an exception aborts the requests of this step only."""
         launched = time.monotonic()
         try:
-            self._in_flight.append((self.executor.launch(plan), launched))
+            self._in_flight.append(_InFlight(self.executor.launch(plan), launched, self._idle))
         except Exception as error:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
             raise
+        self._idle = False
         for admission in plan.admitted:
             self._metrics.admitted(self._requests[admission.rid], launched)
 
@@ -195,16 +206,16 @@ class Engine:
             self.scheduler.fail(f"{type(error).__name__}: {error}")
         self._in_flight.clear()
 
-    def _record(self, done: CompletedStep, launched: float, now: float) -> None:
+    def _record(self, done: CompletedStep, step: _InFlight, now: float) -> None:
         plan, result = done.step.plan, done.result
         self._stats.count(done)
-        self._metrics.completed(done)
+        self._metrics.completed(done, step.idle)
         if plan.decode and not plan.prefill:
             self.scheduler.widths.record_step_time(
                 len(plan.decode), plan.num_verify_tokens, result.seconds
             )
         if self._tracing is not None:
-            self._tracing.record(done, launched, now)
+            self._tracing.record(done, step.launched, now)
         if result.error is not None:
             self._drafts_failed(done.step, result.error)
 
@@ -285,6 +296,7 @@ class Engine:
             decode_seconds=steps.decode_seconds,
             mixed_seconds=steps.mixed_seconds,
             prefill_seconds=steps.prefill_seconds,
+            gap_seconds=steps.gap_seconds,
         )
 
     def explain(self) -> dict[str, Any]:

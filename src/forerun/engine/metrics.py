@@ -67,6 +67,7 @@ class EngineMetrics:
     decode_seconds: Histogram  # device time of decode steps without prompt tokens
     mixed_seconds: Histogram  # with
     prefill_seconds: Histogram  # device time of steps with prompt tokens alone
+    gap_seconds: float  # that the device waited for the host before steps of `decode_seconds`
 
 
 class StepMetrics:
@@ -79,6 +80,7 @@ class StepMetrics:
         self.decode_seconds = Histogram(STEP_BUCKETS)
         self.mixed_seconds = Histogram(STEP_BUCKETS)
         self.prefill_seconds = Histogram(STEP_BUCKETS)
+        self.gap_seconds = 0.0
 
     def admitted(self, request: Request, now: float) -> None:
         """A request got a slot: for the first time, or again after a preemption."""
@@ -89,10 +91,12 @@ class StepMetrics:
         self.prefix.queries += len(request.prompt)
         self.prefix.hits += request.cached_tokens
 
-    def completed(self, done: CompletedStep) -> None:
-        """A step has completed."""
+    def completed(self, done: CompletedStep, idle: bool) -> None:
+        """A step has completed. `idle`: the engine had no work before it."""
         plan = done.step.plan
         kind = self.decode_seconds
         if plan.prefill:
             kind = self.mixed_seconds if plan.decode else self.prefill_seconds
+        elif not idle:
+            self.gap_seconds += done.result.gap_seconds
         kind.observe(done.result.seconds)

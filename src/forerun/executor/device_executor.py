@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from forerun.executor.grammar_masks import GrammarBatch
 from forerun.executor.logprob_results import LogprobCopy, StepLogprobs
 from forerun.executor.slot_tables import ANY_SAMPLING
 from forerun.executor.step import DeviceStep
+from forerun.executor.step_clock import StepClock
 from forerun.executor.step_inputs import PrefillBatch, PrefillLogprobs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
@@ -71,6 +71,7 @@ class DeviceExecutor:
         self.threads = threads  # on a CPU; None: those of the calling thread
         self.grammars: GrammarCompiler | None = None  # set by `executor/build.py`
         self._slots: dict[int, _Slot] = {}
+        self._clock: StepClock | None = None  # of the last step
         self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
@@ -88,7 +89,7 @@ class DeviceExecutor:
     def launch(self, plan: StepPlan) -> PendingDeviceStep:
         """Queues the whole step on the device and returns (on a CPU: computes it)."""
         with running_on(self.tables.device, self.threads):
-            clock = StepClock.start(self.tables.device)
+            clock = self._clock = StepClock.after(self._clock, self.tables.device)
             if plan.cleared_pages:
                 self.step.clear_pages(plan.cleared_pages)
             if plan.cleared_window_pages:
@@ -293,37 +294,6 @@ class DeviceExecutor:
         return host.copy_(tensor, non_blocking=True)
 
 
-class StepClock:
-    """Measures the time of a step on its device, independent of when the host reads the result."""
-
-    def __init__(self, begin: float, events: tuple[torch.cuda.Event, torch.cuda.Event] | None):
-        self._begin, self._events = begin, events
-        self._seconds = 0.0
-
-    @classmethod
-    def start(cls, device: torch.device) -> StepClock:
-        """Starts timing on the current device."""
-        events = None
-        if device.type == "cuda":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record()
-        return cls(time.monotonic(), events)
-
-    def stop(self) -> None:
-        """Called after the whole step was launched."""
-        if self._events is not None:
-            self._events[1].record()
-        self._seconds = time.monotonic() - self._begin
-
-    def wait(self) -> float:
-        """Waits for the step; returns its time in seconds."""
-        if self._events is None:
-            return self._seconds
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3
-
-
 @dataclass(eq=False)
 class PendingDeviceStep:
     """A launched step whose tokens are being copied to the host."""
@@ -375,6 +345,7 @@ class PendingDeviceStep:
             phase_times,
             self.logprobs.of_decode(decode),
             self.logprobs.of_prefill(self.plan.prefill),
+            gap_seconds=self.clock.gap_seconds,
         )
         self.executor.keep_tokens(self.plan, result)
         return result

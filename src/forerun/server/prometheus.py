@@ -324,3 +324,8 @@ def _steps(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         ({"kind": "mixed"}, engine.mixed_seconds),
         ({"kind": "prefill"}, engine.prefill_seconds),
     )
+    yield make.counter(
+        "forerun_host_gap_seconds",
+        "Time that the device waited for the host before decode steps, at most.",
+        engine.gap_seconds,
+    )

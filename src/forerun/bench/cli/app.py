@@ -21,6 +21,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "one-batch": Benchmark("forerun.bench.cli.one_batch:one_batch_command", ListCommand),
+    "http": Benchmark("forerun.bench.cli.http:http_command", ListCommand),
     "serving": Benchmark("forerun.bench.cli.serving:serving_command", ServingCommand),
     "algorithms": Benchmark("forerun.bench.cli.algorithms:algorithms_command", ListCommand),
     "adaptive": Benchmark("forerun.bench.cli.adaptive:adaptive_command", ListCommand),

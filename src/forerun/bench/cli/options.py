@@ -13,7 +13,14 @@ from typer.core import TyperCommand
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
-LISTS = ("--batch-size", "--input-len", "--output-len", "--accept-length", "--algorithms")
+LISTS = (
+    "--batch-size",
+    "--concurrency",
+    "--input-len",
+    "--output-len",
+    "--accept-length",
+    "--algorithms",
+)
 
 
 class ListCommand(TyperCommand):

@@ -17,6 +17,7 @@ from forerun.core.errors import ConfigError
 
 CONTROL_SECONDS: Final = 30.0  # for requests that are not measured
 FLUSH_TRIES, FLUSH_PAUSE = 3, 2.0  # pause in seconds; as SGLang's `_flush_cache_with_retry`
+SETTLE_SECONDS: Final = 0.5  # until /metrics has what an engine process counted last
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
 
 
@@ -34,6 +35,14 @@ class SpecCounters:
 
     steps: float
     accepted: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds since the engine's start."""
+
+    decode: float  # device time of decode steps
+    gap: float  # that the device waited for the host before them
 
 
 class Server:
@@ -80,6 +89,15 @@ class Server:
         text = answer.body.decode("utf-8", "replace")
         drafts, accepted = _counter(text, DRAFTS), _counter(text, ACCEPTED)
         return None if drafts is None or accepted is None else SpecCounters(drafts, accepted)
+
+    async def step_times(self, settled: bool = False) -> StepTimes | None:
+        """From Forerun's /metrics; None elsewhere. `settled`: wait until it is up to date."""
+        if settled:
+            await asyncio.sleep(SETTLE_SECONDS)
+        text = (await self._ask("GET", "/metrics")).body.decode("utf-8", "replace")
+        decode = _counter(text, "forerun_step_seconds_sum", 'kind="decode"')
+        gap = _counter(text, "forerun_host_gap_seconds")
+        return None if decode is None or gap is None else StepTimes(decode, gap)
 
     async def average(self) -> float | None:
         """`avg_spec_accept_length` of SGLang's /get_server_info."""
@@ -137,8 +155,8 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _counter(text: str, name: str) -> float | None:
-    """Sum over the labels of a counter in Prometheus' text format; None if it is not there."""
-    pattern = rf"^{re.escape(name)}(?:_total)?(?:\{{.*\}})? (\S+)"
+def _counter(text: str, name: str, label: str = "") -> float | None:
+    """Sum of a counter over the lines with `label`, in Prometheus' text format; None if none."""
+    pattern = rf"^{re.escape(name)}(?:_total)?(?:\{{.*{re.escape(label)}.*\}})? (\S+)"
     values = [float(value) for value in re.findall(pattern, text, re.MULTILINE)]
     return math.fsum(values) if values else None
