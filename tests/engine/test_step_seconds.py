@@ -6,7 +6,7 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.engine import engine as engine_module
-from forerun.executor import device_executor, step_costs
+from forerun.executor import step_clock, step_costs
 from tests.golden_engine import CASES, golden_llm
 
 
@@ -28,7 +28,7 @@ def test_a_slow_consumer_does_not_change_step_costs(
 ) -> None:
     """Steps are measured as one tick at start, and every step takes one."""
     clock = Clock()
-    for module in (engine_module, device_executor, step_costs):
+    for module in (engine_module, step_clock, step_costs):
         monkeypatch.setattr(module, "time", clock)
     settings = {"overlap_depth": overlap_depth, "speculative_adaptive": True}
     with golden_llm("DFLASH", max_running_requests=2, **settings) as llm:
