@@ -62,7 +62,7 @@ HOST_SYNCS = (
 # Functions of step code that wait for the device or read from it, and why they may.
 HOST_READS = {
     "executor/device_executor.py:PendingDeviceStep._read": "fetches a step's tokens, a step later",
-    "executor/device_executor.py:StepClock.wait": "called by `result`",
+    "executor/step_clock.py:StepClock.wait": "called by `result`",
     "executor/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step_costs.py:_wait": "measures step costs at start",

@@ -84,8 +84,12 @@ class _Chat:
             finish = generation.record.finish
             choice = self._choice(generation, output.output_ids, finish, {"message": message})
             choice["logprobs"] = await self._text.run(partial(self._logprobs, generation))
+            if self._body.return_meta_info:
+                choice["meta_info"] = output.meta_info
             choices.append(choice)
         answer = {**self._head, "object": "chat.completion", "choices": choices}
+        if self._body.return_meta_info and len(choices) == 1:  # SGLang has it in the choice alone
+            answer["meta_info"] = choices[0]["meta_info"]
         answer["usage"] = self._usage(self.call.generations)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = list(self.call.generations[0].record.prompt)

@@ -215,12 +215,22 @@ class ChatRequest(_Common):
         None, description="False: reasoning stays in the content, with its markers"
     )
     include_reasoning: bool | None = Field(None, description="False: reasoning is left out")
+    return_meta_info: bool | None = Field(
+        None, description="Adds the meta_info of /generate to the choices; not in a stream"
+    )
 
     @field_validator("top_logprobs")
     @classmethod
     def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
             raise invalid("top_logprobs is set without logprobs; set logprobs to true.")
+        return value
+
+    @field_validator("return_meta_info")
+    @classmethod
+    def _without_stream(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("stream"):
+            raise invalid("return_meta_info is not in streams; use return_spec_info.")
         return value
 
     @property
