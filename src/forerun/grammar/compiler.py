@@ -145,7 +145,8 @@ class GrammarCompiler:
     def _compile_function(self, grammar: Grammar) -> Callable[[], xgrammar.CompiledGrammar]:
         xgrammar, text = import_xgrammar(), grammar.text
         vocabulary = self.vocabulary()
-        options: Any = {"max_threads": 1, "cache_enabled": False}
+        # A cache of one compilation: rules of the same form, as of many tools, are compiled once.
+        options: Any = {"max_threads": 1, "cache_limit_bytes": MAX_GRAMMAR_BYTES}
         if grammar.kind == STRUCTURAL_TAG:
             tag = exact_tag(_structural_tag(json.loads(text)), self.options.any_whitespace)
             _check_patterns(patterns_of_tag(tag))

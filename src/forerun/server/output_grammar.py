@@ -69,14 +69,10 @@ def with_output_grammar(
 
 
 def _answer_of_calls(use: ToolUse, syntax: CallSyntax) -> Format:
-    calls = _after_opening(use, syntax)
-    if syntax.bare:
-        return calls
-    calls = _sequence(_text(syntax.opening), calls)
-    if not syntax.one_each or not use.parallel:
-        return calls
-    more = _sequence(_text(syntax.separator), calls)
-    return _sequence(calls, {"type": "star", "content": more})
+    opening = "" if syntax.bare else syntax.opening
+    if syntax.one_each:
+        return _several(use, syntax, [_call(f, use, syntax, opening) for f in use.functions])
+    return _sequence(_text(opening), _after_opening(use, syntax))
 
 
 def _text_with_calls(use: ToolUse, syntax: CallSyntax) -> Format:
@@ -86,9 +82,9 @@ def _text_with_calls(use: ToolUse, syntax: CallSyntax) -> Format:
     if not syntax.bare:
         return text
     # What could be taken for calls without an opening does not begin a text.
-    opened = _sequence(_text(syntax.opening), calls)
+    opened = _sequence(_optional(_text(syntax.opening)), calls)
     others = _sequence(_regex(f"[^{{\\s{syntax.opening[0]}]"), text)
-    return {"type": "optional", "content": _or(calls, opened, others)}
+    return _optional(_or(opened, others))
 
 
 def _either(answer: Grammar, use: ToolUse, syntax: CallSyntax) -> Format:
@@ -96,29 +92,33 @@ def _either(answer: Grammar, use: ToolUse, syntax: CallSyntax) -> Format:
 
 
 def _after_opening(use: ToolUse, syntax: CallSyntax) -> Format:
-    calls = [_call(function, syntax, use.required) for function in use.functions]
+    calls = [_call(function, use, syntax) for function in use.functions]
     if syntax.one_each:
-        return _sequence(_or(*calls), _text(syntax.closing))
-    several = {
+        return _or(*calls)
+    return _sequence(_several(use, syntax, calls), _text(syntax.closing))
+
+
+def _several(use: ToolUse, syntax: CallSyntax, calls: list[Format]) -> Format:
+    return {
         "type": "tags_with_separator",
         "tags": calls,
         "separator": syntax.separator,
         "at_least_one": True,
         "stop_after_first": not use.parallel,
     }
-    return _sequence(several, _text(syntax.closing)) if syntax.closing else several
 
 
-def _call(function: Function, syntax: CallSyntax, required: bool) -> Format:
+def _call(function: Function, use: ToolUse, syntax: CallSyntax, opening: str = "") -> Format:
     before, after = syntax.begin
-    enforced = required or bool(function.strict)
+    enforced = use.required or bool(function.strict)
     arguments = {
         "type": "json_schema",
         "json_schema": _parameters(function) if enforced else _ANY_OBJECT,
         "max_whitespace_cnt": 1,  # small models write spaces without end
     }
-    begin = f"{before}{function.name}{after}"
-    return {"type": "tag", "begin": begin, "content": arguments, "end": syntax.end}
+    begin = f"{opening}{before}{function.name}{after}"
+    end = syntax.end + syntax.closing if syntax.one_each else syntax.end
+    return {"type": "tag", "begin": begin, "content": arguments, "end": end}
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
@@ -163,8 +163,8 @@ def _reasoning(opened: bool) -> Format:
     ended = {"type": "tag", "begin": "", "content": text, "end": reasoning.END}
     space = _regex("\\n{0,2}")
     if opened:  # some models begin it again
-        return _sequence({"type": "optional", "content": begin}, ended, space)
-    return {"type": "optional", "content": _sequence(begin, ended, space)}
+        return _sequence(_optional(begin), ended, space)
+    return _optional(_sequence(begin, ended, space))
 
 
 def _text(value: str) -> Format:
@@ -175,8 +175,14 @@ def _regex(pattern: str) -> Format:
     return {"type": "regex", "pattern": pattern}
 
 
+def _optional(content: Format) -> Format:
+    return {"type": "optional", "content": content}
+
+
 def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": list(elements)}
+    """Without empty texts."""
+    kept = [each for each in elements if each != _text("")]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
 
 
 def _or(*elements: Format) -> Format:
