@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import cache
 from typing import Any
@@ -289,3 +290,18 @@ def test_incremental_text_is_the_whole_text(data: st.DataObject) -> None:
         whole = tokenizer.decode(tokens, skip_special_tokens=skip)
         if "\ufffd" * (MAX_PENDING // 2) not in whole:
             assert made == whole
+
+
+def test_a_tokenizer_with_its_own_decoding_keeps_it() -> None:
+    """The library is called directly only where transformers adds nothing to it."""
+    tokenizer = bundled_tokenizer()
+    tokens = tokenizer("def add(a, b):")["input_ids"]
+
+    class Shouting(type(tokenizer)):  # type: ignore[misc]
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return str(super()._decode(*args, **kwargs)).upper()
+
+    assert detokenize(tokenizer, tokens, True) == "def add(a, b):"
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.__class__ = Shouting
+    assert detokenize(tokenizer, tokens, True) == "DEF ADD(A, B):"

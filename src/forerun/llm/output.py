@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,10 +85,13 @@ def meta_info(request: RequestRecord, progress: Progress | None = None) -> dict[
     progress = Progress.of(request) if progress is None else progress
     tokens, steps = progress.num_tokens, progress.num_steps
     lengths = drop_last(progress.accept_lengths[:steps], progress.held)
-    correct = [min(pair) for pair in zip(progress.correct_drafts[:steps], lengths, strict=True)]
-    histogram = [0] * (max(correct, default=0) + 1) if correct else []
-    for count in correct:
-        histogram[count] += 1
+    correct = progress.correct_drafts[:steps]
+    for at in reversed(range(steps)):
+        if 0 < lengths[at] >= correct[at]:
+            break  # only the last steps are cut
+        correct[at] = min(correct[at], lengths[at])
+    counts = Counter(correct)
+    histogram = [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
     finish, end = (request.finish, request.finished_at) if progress.finished else (None, None)
     return {
         "id": request.rid,

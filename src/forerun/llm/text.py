@@ -10,16 +10,17 @@ The text is a function of the token ids alone, however many of them a step produ
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forerun.core.request import FinishReason, RequestRecord
 from forerun.core.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # written by decoders for bytes that are not a (complete) character
 MAX_PENDING = 16  # tokens that may wait for the rest of a character (UTF-8 has at most 4 bytes)
-WINDOW = 24  # tokens that are decoded again, as context, before the window is moved
+WINDOW = 8  # tokens that are decoded again, as context, before the window is moved
 
 
 class Tokenizer(Protocol):
@@ -34,12 +35,36 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
+def _decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Decodes ids. What transformers does around the tokenizers library takes longer than it."""
+    kind: Any = type(tokenizer)
+    if _only_wraps(kind):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    # Cleaning up would join what was emitted already ("do n't").
+    return partial(
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@cache
+def _only_wraps(kind: type[Any]) -> bool:
+    """Whether `decode` of this class calls the tokenizers library and adds nothing."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    return (
+        issubclass(kind, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    )
+
+
 class Detokenizer:
     """Incremental detokenization: a character is emitted when all its bytes are known."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._decode = _decoder(tokenizer, skip_special_tokens)
         # Decoders may strip or join at the start. So new tokens are decoded together with some that
         # were emitted already, and what the text grows by is new.
         self._window: list[int] = []
@@ -73,18 +98,10 @@ class Detokenizer:
         self._done = len(self._window)
         return new
 
-    def _decode(self, ids: list[int]) -> str:
-        # Cleaning up would join what was emitted already ("do n't").
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
-
 
 def detokenize(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
     """The text of `ids`; a `Detokenizer` gives the same token by token."""
-    text = tokenizer.decode(
-        list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
+    text = _decoder(tokenizer, skip_special_tokens)(list(ids))
     if REPLACEMENT not in text:
         return text
     detokenizer = Detokenizer(tokenizer, skip_special_tokens)  # decoders differ on invalid bytes

@@ -226,8 +226,18 @@ class Call:
             self.abort(running)
 
     async def _wait(self) -> None:
+        if self.deadline is None:
+            await self._changed.wait()
+        else:
+            await self._wait_until(self.deadline)
+        self._changed.clear()
+        if self.error is not None:
+            raise self.error
+
+    async def _wait_until(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
         try:
-            async with asyncio.timeout_at(self._loop_deadline()):
+            async with asyncio.timeout(left):
                 await self._changed.wait()
         except TimeoutError:
             message = (
@@ -236,11 +246,3 @@ class Call:
             )
             self.error = ApiError(504, message, code="timeout")
             raise self.error from None
-        self._changed.clear()
-        if self.error is not None:
-            raise self.error
-
-    def _loop_deadline(self) -> float | None:
-        if self.deadline is None:
-            return None
-        return asyncio.get_running_loop().time() + self.deadline - time.monotonic()
