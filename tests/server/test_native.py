@@ -102,6 +102,8 @@ def test_information(server: LiveServer) -> None:
         assert info["version"] == __version__
         assert info["max_total_num_tokens"] == 24576
         assert "api_key" not in info
+        assert info["explain"]["tools"] == "hermes (as set)"
+        assert info["explain"]["grammars"] in server.output  # as every other choice
     for path in ("/model_info", "/get_model_info"):
         assert server.get(path)["is_generation"] is True
         assert server.get(path)["model_path"].endswith("target")

@@ -1,6 +1,7 @@
-"""`langchain-openai` and `litellm` against a live server, in an environment that has them.
+"""`langchain-openai` and `litellm` against a live server, in an environment of their own:
 
-FORERUN_CLIENTS_PYTHON=/path/to/python names its interpreter; default: that of the tests.
+python -m venv clients && clients/bin/pip install langchain-openai litellm mcp
+FORERUN_CLIENTS_PYTHON=clients/bin/python pytest tests/server/test_other_clients.py
 """
 
 from __future__ import annotations

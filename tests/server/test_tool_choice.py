@@ -198,6 +198,8 @@ def test_the_bundled_model_calls_functions(server: LiveServer, choice: Any) -> N
         jsonschema.validate(json.loads(calls[0][1]), WEATHER)
         chunks = list(client.chat.completions.create(**call, seed=seed, stream=True))
         assert message(chunks, True) == (content, calls, finish)
+        plain = client.chat.completions.create(**call, seed=seed, extra_body={"speculative": False})
+        assert message(plain, False) == (content, calls, finish)
         deltas = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
         assert len(deltas) > 2  # arguments come in pieces
 
