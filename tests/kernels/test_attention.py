@@ -19,7 +19,7 @@ from forerun.kernels.attention.decode import (
 from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
 from forerun.kernels.attention.tiles import DecodeProblem, TileConfig, choose_num_splits
 from forerun.kernels.elementwise.qk_norm_rope import RopePositions, qk_norm_rope_write
-from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -154,6 +154,13 @@ def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
     gpu, large = gpu_of(device), replace(small, batch_size=64, num_kv_heads=8)
     assert choose_num_splits(gpu, large) <= choose_num_splits(gpu, small)
     assert choose_num_splits(gpu, replace(small, kv_len_ub=10)) == 1  # nothing to split
+
+
+@pytest.mark.parametrize(("batch_size", "splits"), [(8, 4), (16, 2), (25, 2), (32, 1), (64, 1)])
+def test_splits_on_an_h200(batch_size: int, splits: int) -> None:
+    """One token of qwen3-30b-a3b, 4 CTAs a request before splitting: 132 SMs are filled once."""
+    problem = DecodeProblem(batch_size, 8, 4, 128, torch.bfloat16, page_size=64, kv_len_ub=2048)
+    assert choose_num_splits(GpuInfo(132, amd=False), problem) == splits
 
 
 # --- real shapes, on a GPU ----------------------------------------------------------------------

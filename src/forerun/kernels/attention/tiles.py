@@ -144,7 +144,8 @@ def choose_num_splits(gpu: GpuInfo, problem: DecodeProblem) -> int:
     if uses_tma(gpu, p.page_size, block_n, p.head_dim, p.kv_dtype):
         # Unless every block can be a split of its own.
         one_cta_per_sm = p.q_rows > 16 or most > wanted
-    if one_cta_per_sm and 2 * tiles <= gpu.num_sms and not gpu.amd:
+    nearly_full = 0.9 * gpu.num_sms <= tiles <= gpu.num_sms
+    if one_cta_per_sm and (2 * tiles <= gpu.num_sms or nearly_full) and not gpu.amd:
         wanted = gpu.num_sms // tiles
     return max(1, min(wanted, most, MAX_SPLITS))
 
