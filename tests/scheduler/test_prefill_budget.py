@@ -56,6 +56,12 @@ def test_a_wrong_time_of_decode_is_harmless(known: float) -> None:
     assert known > BOUND or min(tokens for tokens, _ in steps) >= 1200
 
 
+def test_it_starts_low() -> None:
+    """The first long prompt stalls nobody; where its tokens are cheap the limit is soon gone."""
+    budget = PrefillBudget(2048, BOUND)
+    assert [record_step(budget, 0.01, 2e-5)[0] for _ in range(5)] == [256, 512, 1024, 2048, 2048]
+
+
 def test_a_slow_step_is_forgotten() -> None:
     budget = PrefillBudget(4096, BOUND)
     budget.record(0, True, 0.01)

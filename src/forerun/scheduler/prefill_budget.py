@@ -9,6 +9,7 @@ token costs depends on the machine, the batch, and the length of the context.
 
 from __future__ import annotations
 
+FIRST_TOKENS = 256  # the limit before anything was measured; it doubles from there
 MIN_TOKENS = 32  # the limit is a multiple of it: prefill kernels compute tokens in tiles
 DECODE_WEIGHT = 0.2  # of the newest step in the moving average of decode steps
 MIN_SHARE = 0.01  # of a step's time that its prompt tokens have taken
@@ -25,7 +26,7 @@ class PrefillBudget:
         """
         self._max_tokens, self._seconds = max_tokens, max_mixed_step
         self._min_tokens = min(MIN_TOKENS, max_tokens)
-        self._mixed = max_tokens
+        self._mixed = min(FIRST_TOKENS, max_tokens) if max_mixed_step else max_tokens
         self._decode = 0.0  # seconds of steps without prompt tokens
 
     def tokens(self, mixed: bool) -> int:

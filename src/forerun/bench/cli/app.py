@@ -28,6 +28,7 @@ BENCHMARKS = {
     "vs-transformers": Benchmark("forerun.bench.cli.vs_transformers:vs_transformers_command"),
     "overlap": Benchmark("forerun.bench.cli.overlap:overlap_command", ListCommand),
     "first-token": Benchmark("forerun.bench.cli.first_token:first_token_command", ListCommand),
+    "long-prompt": Benchmark("forerun.bench.cli.long_prompt:long_prompt_command", ListCommand),
 }
 
 

@@ -91,6 +91,7 @@ def with_room(
     out.setdefault("max_running_requests", max(s.batch_size for s in shapes))
     tokens = max(s.batch_size * (s.input_len + s.output_len + SPARE) for s in shapes)
     out.setdefault("max_total_tokens", tokens + (out.get("page_size") or 0))
+    out.setdefault("max_mixed_step_ms", 0)  # the prefill of the batch is not to be divided by times
     return out
 
 

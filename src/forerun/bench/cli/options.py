@@ -20,6 +20,7 @@ LISTS = (
     "--output-len",
     "--accept-length",
     "--algorithms",
+    "--step-ms",
 )
 
 
