@@ -85,14 +85,14 @@ def test_priorities_of_an_llm(low_first: bool, order: str) -> None:
 
 
 def test_steps_with_decode_and_prompts_are_counted() -> None:
-    with golden_llm(max_mixed_step_ms=1, chunked_prefill_size=64) as llm:
+    with golden_llm(max_mixed_step_ms=1, max_running_requests=2) as llm:
         llm.generate(input_ids=ASKED, sampling_params=[
             {**KINDS[0], "max_new_tokens": 4 + 4 * i} for i in range(len(ASKED))
         ])  # fmt: skip
         metrics = llm.engine.metrics()
         assert sum(metrics.mixed_seconds.counts) > 0
         assert sum(metrics.prefill_seconds.counts) > 0
-        assert metrics.mixed_prefill_tokens in (32, 64)
+        assert metrics.mixed_prefill_tokens <= 256
 
 
 # --- deadlines --------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.scheduler.prefill_budget import MIN_TOKENS, PrefillBudget
+from forerun.scheduler.prefill_budget import MIN_TOKENS, TILE, PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
 from tests.scheduler.test_scheduler import make, plain, request, run
 
@@ -43,7 +43,7 @@ def test_it_follows_the_cost_of_a_token(
         if tokens > MIN_TOKENS:
             assert seconds <= BOUND * 1.0001
         if tokens < max_tokens and decode < 0.9 * BOUND:  # another tile would be too much
-            assert seconds + 2 * cost * MIN_TOKENS >= BOUND * 0.9999
+            assert seconds + 2 * cost * TILE >= BOUND * 0.9999
 
 
 @pytest.mark.parametrize("known", [0.0, 0.02, 1.0])
@@ -66,8 +66,8 @@ def test_a_slow_step_is_forgotten() -> None:
     budget = PrefillBudget(4096, BOUND)
     budget.record(0, True, 0.01)
     budget.record(8, False, 3.0)  # something was compiled
-    limits = [record_step(budget, 0.01, 1e-4)[0] for _ in range(9)]
-    assert limits == [32, 64, 128, 256, 512, 1024, 1888, 1888, 1888]
+    limits = [record_step(budget, 0.01, 1e-4)[0] for _ in range(7)]
+    assert limits == [128, 256, 512, 1024, 1888, 1888, 1888]
 
 
 def test_prompts_alone_lower_the_limit_in_advance() -> None:
@@ -97,7 +97,7 @@ def test_steps_of_a_scheduler_stay_below_the_bound() -> None:
 
     def timed(plan):  # type: ignore[no-untyped-def]
         seconds = 0.002 * bool(plan.decode) + sum(
-            chunk.num_tokens * (3e-4 + 1e-7 * chunk.start) for chunk in plan.prefill
+            chunk.num_tokens * (1.5e-4 + 1e-7 * chunk.start) for chunk in plan.prefill
         )
         times.append((bool(plan.decode), bool(plan.prefill), seconds))
         result = launch(plan)
@@ -116,6 +116,7 @@ def test_steps_of_a_scheduler_stay_below_the_bound() -> None:
     times.clear()
     run(scheduler, device, [requests[2]], rng)
     mixed = [seconds for decode, prefill, seconds in times if decode and prefill]
-    assert len(mixed) >= 6 and max(mixed) <= 0.1
-    assert sorted(mixed)[len(mixed) // 2] <= 0.05
+    assert len(mixed) >= 4 and max(mixed) <= 0.1
+    # Each chunk costs more than the one before, which the limit follows a step later.
+    assert sorted(mixed)[len(mixed) // 2] <= 0.06
     assert all(r.output == plain(r.prompt, 100, None) for r in requests)

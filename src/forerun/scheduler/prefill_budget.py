@@ -10,7 +10,10 @@ token costs depends on the machine, the batch, and the length of the context.
 from __future__ import annotations
 
 FIRST_TOKENS = 256  # the limit before anything was measured; it doubles from there
-MIN_TOKENS = 32  # the limit is a multiple of it: prefill kernels compute tokens in tiles
+# Fewer take about as long, since a pass reads all weights. So prompts go on where decode alone
+# takes longer than the limit.
+MIN_TOKENS = 128
+TILE = 32  # the limit is a multiple of it: prefill kernels compute tokens in tiles
 DECODE_WEIGHT = 0.2  # of the newest step in the moving average of decode steps
 MIN_SHARE = 0.01  # of a step's time that its prompt tokens have taken
 
@@ -33,7 +36,7 @@ class PrefillBudget:
         """Most prompt tokens of the next step. `mixed`: it decodes too."""
         if not mixed or self._mixed >= self._max_tokens:
             return self._max_tokens
-        return max(self._mixed // MIN_TOKENS * MIN_TOKENS, self._min_tokens)
+        return max(self._mixed // TILE * TILE, self._min_tokens)
 
     def record(self, num_tokens: int, decode: bool, seconds: float) -> None:
         """A step with `num_tokens` prompt tokens took so many seconds.
