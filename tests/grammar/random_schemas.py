@@ -111,9 +111,9 @@ def check(output: RequestOutput, asked: dict[str, Any]) -> bool:
 
 
 def check_text(text: str, ids: Sequence[int], reason: str, asked: dict[str, Any]) -> bool:
-    """As `check`."""
+    """As `check`; `ids`: of an output that was cut off, if they are known."""
     if reason == "length":
-        assert begins_a_match(ids, asked["json_schema"]), (text, asked)
+        assert begins_a_match(text, ids, asked["json_schema"]), (text, asked)
         return False
     assert reason == "stop", (reason, asked)
     assert text == text.strip(), (text, asked)
@@ -121,13 +121,15 @@ def check_text(text: str, ids: Sequence[int], reason: str, asked: dict[str, Any]
     return True
 
 
-def begins_a_match(ids: Sequence[int], asked: dict[str, Any]) -> bool:
-    """Whether tokens are the beginning of an output that follows the schema."""
+def begins_a_match(text: str, ids: Sequence[int], asked: dict[str, Any]) -> bool:
+    """Whether an output that follows the schema begins with these tokens, or with this text."""
     import xgrammar
 
     grammar = SamplingParams(json_schema=json.dumps(asked)).grammar
     assert grammar is not None
     matcher = xgrammar.GrammarMatcher(compiler().compile(grammar))
+    if not ids:  # the last character may be incomplete
+        return bool(matcher.accept_string(text.rstrip("\ufffd")))
     return all(matcher.accept_token(token) for token in ids)
 
 
