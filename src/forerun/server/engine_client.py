@@ -236,10 +236,17 @@ class EngineClient:
     async def _start(self) -> None:
         if self._link is not None:
             await self._link.close(at_once=True)
-        self._link = EngineLink(self.config, self.model_path, self._folder, self._log_format)
+        link = EngineLink(self.config, self.model_path, self._folder, self._log_format)
+        link.on_end = self._engine_ended
+        self._link = link
         self._info = await self._link.ready()
         self._factory = RequestFactory(self._info, self.config.random_seed)
         self.state = EngineState.READY
+
+    def _engine_ended(self) -> None:
+        """At once: what it said before is still read, but nothing new can be asked of it."""
+        if self.state is EngineState.READY:
+            self.state = EngineState.RESTARTING
 
     async def _read(self) -> str:
         """Takes messages until the process ends. Returns how it ended."""

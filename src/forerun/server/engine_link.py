@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class EngineLink:
             socket.linger = 0
         self._receiver.bind(self._task.outbox)
         self._connected = False
+        self.on_end: Callable[[], None] | None = None  # called when the process has ended
         self._process = start_engine(self._task)
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -115,3 +117,5 @@ class EngineLink:
             self._loop.remove_reader(self._process.sentinel)
             self._process.join()
             self._ended.set_result(None)
+            if self.on_end is not None:
+                self.on_end()
