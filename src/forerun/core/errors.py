@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+MAX_WORD = 200  # characters; the time of `nearest` grows with them
 
 
 class ForerunError(Exception):
@@ -35,17 +39,45 @@ class InternalError(ForerunError, AssertionError):
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value for error messages: its repr on one line, cut to `limit` characters."""
+    """A value for error messages: its repr on one line, cut to `limit` characters.
+
+    Takes no longer for a large value: only as much of it is written as can be shown.
+    """
     try:
-        text = repr(value)
+        text = repr(_beginning(value, [limit], 8 * limit))
     except Exception as error:  # noqa: BLE001  a user's class; Python's limit for huge integers
         text = f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def _beginning(value: Any, room: list[int], characters: int) -> Any:
+    """The value without what is too far behind to be shown.
+
+    Args:
+        room: how many more values there is room for, each at least a character; counted down.
+        characters: of a string.
+    """
+    room[0] -= 1
+    if isinstance(value, str | bytes):
+        return value[:characters]
+    if room[0] <= 0:
+        return "..." if isinstance(value, list | tuple | dict) else value
+    if type(value) in (list, tuple):
+        return type(value)(_beginning(item, room, characters) for item in value[: room[0] + 1])
+    if type(value) is dict:
+        items = islice(value.items(), room[0] + 1)
+        return {
+            _beginning(key, room, characters): _beginning(item, room, characters)
+            for key, item in items
+        }
+    return value
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` with the closest known word, or an empty string."""
+    if len(word) > MAX_WORD:
+        return ""
     names = list(known)
     match = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not match:  # case-insensitive

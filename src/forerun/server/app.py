@@ -56,6 +56,7 @@ def build_app(service: Service) -> ASGIApp:
     if settings.api_key is not None:  # added later: it comes earlier
         app.add_middleware(RequireKey, key=settings.api_key)
     _add_error_handlers(app)
+    app.openapi()  # kept: whoever asked first would hold up others
     details = settings.log_requests_level if settings.log_requests else None
     log_requests = RequestLog(service.text, details)
     return Observe(app, service.engine.metrics, log_requests, service.tracing)

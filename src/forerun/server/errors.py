@@ -13,6 +13,7 @@ TYPES = {  # HTTP status → OpenAI's `type`
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,9 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.core.errors import RequestError
 from forerun.server.errors import ApiError
 
+BODY_SECONDS = 60.0  # between two parts of a body
+
 
 class LimitBody:
-    """Middleware: bodies of more than `max_bytes` are refused before they are read or kept."""
+    """Middleware: bodies of more than `max_bytes` are refused before they are read or kept.
+
+    So are those that do not go on.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -26,14 +33,22 @@ class LimitBody:
                 scope, receive, send
             )
             return
-        received = 0
+        received, complete = 0, False
 
         async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, complete
+            if complete:  # whoever asks now waits for the client to leave
+                return await receive()
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    message = await receive()
+            except TimeoutError:
+                detail = f"The body stopped for {BODY_SECONDS:.0f} s before its end."
+                raise HTTPException(408, detail, headers={"Connection": "close"}) from None
             received += len(message.get("body", b""))
             if received > self._max_bytes:
                 raise HTTPException(413, self._message)
+            complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, counted, send)

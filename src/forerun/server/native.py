@@ -23,7 +23,7 @@ from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
 from forerun.server.sse import DONE, EventStream, event, until_disconnect
-from forerun.server.strict_model import Scheduled, Unsupported
+from forerun.server.strict_model import Many, Scheduled, Unsupported
 
 _TEXT_ONLY = "the input is text or token ids only"
 
@@ -45,19 +45,19 @@ class GenerateRequest(Scheduled):
     }
     ignored = ("log_metrics", "background", "no_logs")
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = Field(
+    text: str | Many[str] | None = None
+    input_ids: Many[int] | Many[Many[int]] | None = None
+    sampling_params: dict[str, Any] | Many[dict[str, Any]] | None = Field(
         None, description="As of forerun.SamplingParams; one for all prompts, or one per prompt"
     )
-    rid: str | list[str] | None = Field(None, description="Request id, for /abort_request")
+    rid: str | Many[str] | None = Field(None, description="Request id, for /abort_request")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Each for all prompts, or one per prompt; `LogprobParams` describes them.
-    return_logprob: bool | list[bool | None] | None = None
-    logprob_start_len: int | list[int | None] | None = None
-    top_logprobs_num: int | list[int | None] | None = None
-    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_logprob: bool | Many[bool | None] | None = None
+    logprob_start_len: int | Many[int | None] | None = None
+    top_logprobs_num: int | Many[int | None] | None = None
+    token_ids_logprob: Many[int] | Many[Many[int] | None] | None = None
     return_text_in_logprobs: bool | None = None
     return_token_texts: bool | None = Field(
         None, description="Adds token_texts: the part of the text that each token completed"
@@ -117,7 +117,7 @@ async def _prompt_ids(service: Service, body: GenerateRequest) -> list[list[int]
 
 
 def _params(
-    given: Mapping[str, Any] | list[dict[str, Any]] | None, count: int
+    given: Mapping[str, Any] | Many[dict[str, Any]] | None, count: int
 ) -> list[SamplingParams]:
     if isinstance(given, list):
         if len(given) != count:

@@ -6,17 +6,24 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forerun.core.errors import RequestError
 from forerun.core.grammar import KINDS
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
-from forerun.core.sampling_params import SamplingParams
+from forerun.core.sampling_params import MAX_BIASES, SamplingParams
 from forerun.server.response_format import grammar_of_format
-from forerun.server.strict_model import Scheduled, StrictModel, Unsupported, invalid
-from forerun.server.tools import Tool
+from forerun.server.strict_model import (
+    FirstError,
+    Many,
+    Scheduled,
+    StrictModel,
+    Unsupported,
+    invalid,
+)
+from forerun.server.tools import MAX_TOOLS, Tool
 
 # Sent by many clients; nothing here depends on them.
 IGNORED = (
@@ -93,7 +100,7 @@ class _Common(Scheduled):
     top_p: float | None = None
     n: int | None = Field(None, description="Completions per prompt")
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
@@ -108,7 +115,7 @@ class _Common(Scheduled):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = Field(
         None, description="Adds prompt_token_ids and each choice's token_ids"
@@ -123,6 +130,14 @@ class _Common(Scheduled):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        """Before each entry is looked at."""
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise invalid(f"logit_bias takes at most {MAX_BIASES} tokens, got {len(value)}.")
+        return value
 
     @field_validator("response_format", *_CHECKED)
     @classmethod
@@ -161,7 +176,7 @@ class _Common(Scheduled):
 class CompletionRequest(_Common):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     echo: bool | None = Field(None, description="Begin the text with the prompt")
     logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token, and of as many most probable"
@@ -197,7 +212,7 @@ class CompletionRequest(_Common):
 class ChatRequest(_Common):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]]
+    messages: Many[dict[str, Any]]
     logprobs: bool | None = Field(None, description="Of each token of the answer")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable"
@@ -206,7 +221,9 @@ class ChatRequest(_Common):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables of the model's chat template"
     )
-    tools: list[Tool] | None = Field(None, description="Functions that may be called")
+    tools: Annotated[list[Tool], FirstError(MAX_TOOLS)] | None = Field(
+        None, description="Functions that may be called"
+    )
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="auto, none, required or a function by name"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -12,8 +12,15 @@ from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.openai_protocol import UNSUPPORTED, sampling_params
 from forerun.server.response_format import grammar_of_text_format
-from forerun.server.strict_model import Scheduled, StrictModel, Unsupported, invalid
-from forerun.server.tools import Function
+from forerun.server.strict_model import (
+    FirstError,
+    Many,
+    Scheduled,
+    StrictModel,
+    Unsupported,
+    invalid,
+)
+from forerun.server.tools import MAX_TOOLS, Function
 
 _STATELESS = "nothing is stored here; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
@@ -94,27 +101,27 @@ class ResponsesRequest(Scheduled):
     )  # fmt: skip
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Many[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = Field(None, description="0 is greedy; default 1")
     top_p: float | None = None
     stream: bool | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], FirstError(MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="auto, none, required or a function by name"
     )
     parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    include: list[str] | None = Field(None, description=f"{LOGPROBS}, with top_logprobs")
+    include: Many[str] | None = Field(None, description=f"{LOGPROBS}, with top_logprobs")
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable tokens"
     )
     metadata: dict[str, Any] | None = Field(None, description="Returned as it is")
     # Forerun's additions.
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     top_k: int | None = None
     min_p: float | None = None
     frequency_penalty: float | None = None
@@ -123,7 +130,7 @@ class ResponsesRequest(Scheduled):
     logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     skip_special_tokens: bool | None = None
     speculative: bool | None = Field(None, description="False: no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 
@@ -94,6 +95,15 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
+    """httptools where there is one; h11 has limits of its own."""
+    try:
+        from forerun.server.protocol import LimitedProtocol
+    except ImportError:
+        return "h11"
+    return LimitedProtocol
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers."""
 
@@ -153,6 +163,8 @@ class _Run:
                 serving.result()
             host, port = bound.getsockname()[:2]
             url = self._service.settings.url(host, port)
+            gc.collect()
+            gc.freeze()  # what is loaded by now stays: collections need not look at it again
             self._on_ready(url, self._service.explain)
             await self._first(serving, gave_up)
             if gave_up.done():
@@ -204,6 +216,7 @@ class _Run:
             server_header=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            http=_protocol(),
             ws="none",
             lifespan="off",
             ssl_keyfile=settings.ssl_keyfile,

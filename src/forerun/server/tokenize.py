@@ -11,7 +11,7 @@ from forerun.core.errors import RequestError
 from forerun.server.errors import json_response
 from forerun.server.models import check_model
 from forerun.server.service import Service
-from forerun.server.strict_model import StrictModel, Unsupported
+from forerun.server.strict_model import Many, StrictModel, Unsupported
 
 
 class TokenizeRequest(StrictModel):
@@ -25,7 +25,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
