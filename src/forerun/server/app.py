@@ -19,7 +19,7 @@ from forerun.server.auth import RequireKey
 from forerun.server.chat import chat_router
 from forerun.server.completions import completions_router
 from forerun.server.control import control_router
-from forerun.server.errors import ApiError
+from forerun.server.errors import DOCUMENTED, ApiError
 from forerun.server.exchange import current_exchange
 from forerun.server.limits import LimitBody
 from forerun.server.models import models_router
@@ -37,7 +37,9 @@ log = logging.getLogger("forerun")
 
 def build_app(service: Service) -> ASGIApp:
     """All endpoints of a server, within `Observe`: it sees answers to bugs too."""
-    app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Forerun", version=__version__, docs_url=None, redoc_url=None, responses=DOCUMENTED
+    )
     for router in (
         models_router(service),
         completions_router(service),

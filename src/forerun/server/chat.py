@@ -20,7 +20,7 @@ from forerun.server.logprobs import chat_logprobs
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import ChatRequest
 from forerun.server.service import Service
-from forerun.server.sse import DONE, EventStream, event, until_disconnect
+from forerun.server.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
 from forerun.server.tools import tool_use
 from forerun.server.usage import usage
 
@@ -28,7 +28,7 @@ from forerun.server.usage import usage
 def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=DOCUMENTED_STREAM)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation, as OpenAI's API does."""
         check_model(service, body.model)

@@ -18,7 +18,7 @@ from forerun.server.logprobs import completion_logprobs, prompt_tokens
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import CompletionRequest
 from forerun.server.service import Prompt, Service
-from forerun.server.sse import DONE, EventStream, event, until_disconnect
+from forerun.server.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
 from forerun.server.usage import usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -37,7 +37,7 @@ NO_ECHO = Echo("", ())
 def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=DOCUMENTED_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completes one prompt or many, as OpenAI's API does."""
         check_model(service, body.model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from starlette.responses import Response
 
 TYPES = {  # HTTP status → OpenAI's `type`
@@ -18,6 +19,27 @@ TYPES = {  # HTTP status → OpenAI's `type`
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
+}
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """An answer that is none."""
+
+    error: ErrorDetails
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {  # in the OpenAPI document, of every endpoint
+    "4XX": {"model": ErrorAnswer, "description": "Refused"},
+    "5XX": {"model": ErrorAnswer, "description": "Failed, or not available now"},
 }
 
 

@@ -22,7 +22,7 @@ from forerun.server.generation import Call, Generation
 from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions
 from forerun.server.service import Prompt, Service
-from forerun.server.sse import DONE, EventStream, event, until_disconnect
+from forerun.server.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
 from forerun.server.strict_model import Many, Scheduled, Unsupported
 
 _TEXT_ONLY = "the input is text or token ids only"
@@ -73,8 +73,8 @@ class GenerateRequest(Scheduled):
 def native_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/generate")
-    @router.put("/generate", include_in_schema=False)
+    @router.post("/generate", responses=DOCUMENTED_STREAM)
+    @router.put("/generate", responses=DOCUMENTED_STREAM)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Completes one prompt or many, as SGLang's native API does."""
         service.check_open()

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from forerun.engine.metrics import EngineMetrics, Histogram
 from forerun.engine.stats import accepted_per_position
@@ -37,7 +37,7 @@ def prometheus_router(service: Service) -> APIRouter:
     registry = CollectorRegistry()
     registry.register(ServiceCollector(service))
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(registry), headers={"Content-Type": TEXT_FORMAT})

@@ -28,7 +28,7 @@ from forerun.server.responses_output import (
 )
 from forerun.server.responses_protocol import ResponsesRequest
 from forerun.server.service import Service
-from forerun.server.sse import EventStream, named_event, until_disconnect
+from forerun.server.sse import DOCUMENTED_STREAM, EventStream, named_event, until_disconnect
 from forerun.server.tools import tool_use
 from forerun.server.usage import usage
 
@@ -38,7 +38,7 @@ _REASONS = {"length": "max_output_tokens"}  # of incomplete responses, by kind o
 def responses_router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=DOCUMENTED_STREAM)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation, as OpenAI's Responses API does; nothing is stored."""
         check_model(service, body.model)

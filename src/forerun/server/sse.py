@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold it back
+# In the OpenAPI document, of endpoints with streams.
+DOCUMENTED_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 _encode = msgspec.json.Encoder().encode
 
 
