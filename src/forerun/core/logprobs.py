@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,7 @@ class LogprobParams:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
             yield f"top_logprobs_num must be in [0, {MAX_TOP_LOGPROBS}], got {shown(self.top)}."
         if len(self.token_ids) > MAX_TOKEN_IDS:
-            yield (
-                f"token_ids_logprob takes at most {MAX_TOKEN_IDS} ids, got {len(self.token_ids)}."
-            )
+            yield _too_many(self.token_ids)
 
     @classmethod
     def of(
@@ -58,6 +56,8 @@ class LogprobParams:
             raise RequestError(
                 f"token_ids_logprob must be a list of integers, got {shown(token_ids)}."
             )
+        if len(ids) > MAX_TOKEN_IDS:  # before each is looked at
+            raise RequestError(_too_many(ids))
         params = cls(
             integer("logprob_start_len", logprob_start_len, RequestError),
             integer("top_logprobs_num", top_logprobs_num, RequestError),
@@ -73,6 +73,10 @@ class LogprobParams:
     def start(self, num_prompt_tokens: int) -> int:
         """Position of the first prompt token that has an entry."""
         return num_prompt_tokens - 1 if self.start_len == -1 else self.start_len
+
+
+def _too_many(ids: Sequence[Any]) -> str:
+    return f"token_ids_logprob takes at most {MAX_TOKEN_IDS} ids, got {len(ids)}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forerun.core.errors import RequestError, shown
@@ -68,12 +68,15 @@ def chat_ids(
     messages: Any,
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    check_text: Callable[[str], None] | None = None,
 ) -> tuple[list[list[int]], bool]:
     """Token ids of conversations in the chat template, and whether it was a single one.
 
     Args:
         template_kwargs: variables of the template.
         tools: functions that may be called, in OpenAI's form.
+        check_text: called with each conversation in the template before it is tokenized, which
+            takes longer than everything else.
 
     Raises:
         RequestError: invalid messages, or the template refuses them.
@@ -90,6 +93,9 @@ def chat_ids(
     if tools:
         variables["tools"] = list(tools)
     texts = [chat_text(tokenizer, c, variables) for c in conversations]
+    if check_text is not None:
+        for text in texts:
+            check_text(text)
     return [encode(tokenizer, text, add_special_tokens=False) for text in texts], single
 
 

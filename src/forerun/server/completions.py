@@ -65,6 +65,7 @@ class _Completion:
     @classmethod
     async def start(cls, service: Service, body: CompletionRequest) -> _Completion:
         lists = body.token_lists
+        service.check_size(body.texts if lists is None else lists)
         if lists is None:
             lists = await service.text.encode(body.texts, service.max_prompt_tokens)
         limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

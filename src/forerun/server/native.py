@@ -108,9 +108,11 @@ async def _prompt_ids(service: Service, body: GenerateRequest) -> list[list[int]
         raise RequestError("Give either text or input_ids, not both or neither.")
     if body.text is not None:
         texts = [body.text] if isinstance(body.text, str) else body.text
+        service.check_size(texts)
         ids = await service.text.encode(texts, service.max_prompt_tokens)
     else:
         ids, _ = token_lists(body.input_ids)
+        service.check_size(ids)
     if not ids:
         raise RequestError("The list of prompts is empty; give at least one.")
     return ids

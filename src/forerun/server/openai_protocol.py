@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from forerun.core.errors import RequestError
 from forerun.core.grammar import KINDS
@@ -16,6 +16,7 @@ from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import MAX_BIASES, SamplingParams
 from forerun.server.response_format import grammar_of_format
 from forerun.server.strict_model import (
+    MAX_VARIABLES,
     FirstError,
     Many,
     Scheduled,
@@ -51,6 +52,16 @@ UNSUPPORTED: Unsupported = {
     "best_of": ((1,), "use n > 1 and choose"),
     "suffix": (("",), "text cannot be inserted; put everything into the prompt"),
 }
+
+
+def _few(biases: Any) -> Any:
+    """Refuses too many before each is looked at."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise invalid(f"logit_bias takes at most {MAX_BIASES} tokens, got {len(biases)}.")
+    return biases
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_few)]  # by token id
 
 
 class StreamOptions(StrictModel):
@@ -103,7 +114,7 @@ class _Common(Scheduled):
     stop: str | Many[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
+    logit_bias: Biases | None = Field(None, description="Added to logits, by token id")
     response_format: dict[str, Any] | None = Field(
         None, description="Of type text, json_object, json_schema or structural_tag"
     )
@@ -130,14 +141,6 @@ class _Common(Scheduled):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        """Before each entry is looked at."""
-        if isinstance(value, dict) and len(value) > MAX_BIASES:
-            raise invalid(f"logit_bias takes at most {MAX_BIASES} tokens, got {len(value)}.")
-        return value
 
     @field_validator("response_format", *_CHECKED)
     @classmethod
@@ -219,7 +222,7 @@ class ChatRequest(_Common):
     )
     max_completion_tokens: int | None = Field(None, description="Another name of max_tokens")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables of the model's chat template"
+        None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
     )
     tools: Annotated[list[Tool], FirstError(MAX_TOOLS)] | None = Field(
         None, description="Functions that may be called"

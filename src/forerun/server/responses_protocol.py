@@ -10,9 +10,10 @@ from pydantic import Field, ValidationInfo, field_validator
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
-from forerun.server.openai_protocol import UNSUPPORTED, sampling_params
+from forerun.server.openai_protocol import UNSUPPORTED, Biases, sampling_params
 from forerun.server.response_format import grammar_of_text_format
 from forerun.server.strict_model import (
+    MAX_VARIABLES,
     FirstError,
     Many,
     Scheduled,
@@ -22,6 +23,7 @@ from forerun.server.strict_model import (
 )
 from forerun.server.tools import MAX_TOOLS, Function
 
+MAX_METADATA = 16  # entries, as in OpenAI's API
 _STATELESS = "nothing is stored here; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")  # of the latter there is none
@@ -118,7 +120,9 @@ class ResponsesRequest(Scheduled):
     top_logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable tokens"
     )
-    metadata: dict[str, Any] | None = Field(None, description="Returned as it is")
+    metadata: dict[str, Any] | None = Field(
+        None, max_length=MAX_METADATA, description="Returned as it is"
+    )
     # Forerun's additions.
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
     stop: str | Many[str] | None = None
@@ -127,7 +131,7 @@ class ResponsesRequest(Scheduled):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Added to logits, by token id")
+    logit_bias: Biases | None = Field(None, description="Added to logits, by token id")
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Many[int] | None = None
@@ -135,7 +139,7 @@ class ResponsesRequest(Scheduled):
     speculative: bool | None = Field(None, description="False: no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables of the model's chat template"
+        None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
     )
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:

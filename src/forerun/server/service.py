@@ -79,6 +79,21 @@ class Service:
         if self.draining:
             raise EngineUnavailable("The server is shutting down.")
 
+    def check_size(self, prompts: Sequence[str] | Sequence[list[int]]) -> None:
+        """Refuses what is certainly too much, before the prompts are looked at.
+
+        Raises:
+            RequestError: too many prompts, or too many tokens.
+        """
+        self._check_queue(0, len(prompts))
+        longest = self.max_prompt_tokens
+        for prompt in prompts:
+            if isinstance(prompt, list) and len(prompt) > longest:
+                raise RequestError(
+                    f"The prompt has {len(prompt)} tokens, which is over the context length"
+                    f" {longest}; shorten it."
+                )
+
     async def start(self, prompts: Sequence[Prompt], stream: bool) -> Call:
         """Starts all generations of a request, or none, once their grammars are compiled.
 
@@ -98,8 +113,7 @@ class Service:
             await engine.compile_grammar(grammar)
         self.check_open()
         count = sum(prompt.n for prompt in prompts)
-        slots = engine.info.limits.slots
-        check_queue(engine.num_requests, count, slots, settings.max_queued_requests)
+        self._check_queue(engine.num_requests, count)
         generations = [
             self._generation(prompt, Place(group, at, index), stream)
             for at, prompt in enumerate(prompts)
@@ -127,6 +141,10 @@ class Service:
         finally:
             call.close()
         return await self.text.run(lambda: [g.output() for g in call.generations])
+
+    def _check_queue(self, in_flight: int, new: int) -> None:
+        slots = self.engine.info.limits.slots
+        check_queue(in_flight, new, slots, self.settings.max_queued_requests)
 
     def _generation(self, prompt: Prompt, place: Place, stream: bool) -> Generation:
         if prompt.params.stop and self.text.tokenizer is None:

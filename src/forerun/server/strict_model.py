@@ -21,6 +21,7 @@ from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
 
 T = TypeVar("T")
+MAX_VARIABLES = 64  # of a chat template
 # Name → the values that change nothing and are accepted, and why others are refused.
 Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 

@@ -68,7 +68,11 @@ class TextService:
         tokenizer = self._need("chat")
         length = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
         self._check_length(length, max_tokens)
-        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables, tools))
+
+        def check(text: str) -> None:
+            self._check_length(len(text), max_tokens)
+
+        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables, tools, check))
         return ids[0]
 
     async def decode(self, ids: Sequence[int]) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.responses import Response
 
 from forerun.core.errors import RequestError
 from forerun.server.errors import json_response
 from forerun.server.models import check_model
 from forerun.server.service import Service
-from forerun.server.strict_model import Many, StrictModel, Unsupported
+from forerun.server.strict_model import MAX_VARIABLES, Many, StrictModel, Unsupported
 
 
 class TokenizeRequest(StrictModel):
@@ -26,7 +27,7 @@ class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: str | None = None
     messages: Many[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=MAX_VARIABLES)
 
 
 def tokenize_router(service: Service) -> APIRouter:
