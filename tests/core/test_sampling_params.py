@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.sampling_params import (
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
@@ -160,3 +160,17 @@ def test_shown() -> None:
     assert len(shown(LONG)) == 80 and shown(LONG).endswith("...")
     assert "repr fails" in shown(Broken())
     assert "\n" not in shown(np.zeros((9, 9)))
+
+
+def test_shown_writes_no_more_than_it_shows() -> None:
+    """The whole texts of these would have 10^12 characters."""
+    row = ["x" * 10**6] * 1000
+    beginning = "['" + "x" * 200
+    assert shown([row] * 1000) == f"[{beginning}"[:77] + "..."
+    assert shown({"a": [row] * 1000}) == f"{{'a': [{beginning}"[:77] + "..."
+    assert shown(dict.fromkeys(range(1000), row)) == f"{{0: {beginning}"[:77] + "..."
+    small = (1, [2.5, None], {"a": ("b", b"c"), 2: [[]]}, "d" * 9)
+    assert shown(small) == repr(small)
+    numbers = list(range(500))
+    assert shown(numbers) == repr(numbers)[:77] + "..."
+    assert nearest("x" * 10**8, ["x"]) == ""

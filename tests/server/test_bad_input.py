@@ -167,6 +167,39 @@ def test_a_list_with_one_invalid_prompt_is_refused_as_a_whole(server: LiveServer
     assert server.wait_idle(1)["num_running_reqs"] == 0
 
 
+MANY = 200_000
+LARGE: list[tuple[str, dict[str, Any]]] = [
+    (GENERATE, {"input_ids": [""] * MANY}),
+    (GENERATE, {"input_ids": [[1, ""]] * MANY}),
+    (GENERATE, {"input_ids": [1] * MANY}),
+    (GENERATE, {"input_ids": [[1]] * MANY}),
+    (GENERATE, {"text": [1] * MANY}),
+    (GENERATE, {"text": ["x"] * MANY}),
+    (GENERATE, {"text": "x", "sampling_params": [1] * MANY}),
+    (GENERATE, {"text": "x", "return_logprob": True, "token_ids_logprob": [1] * MANY}),
+    (COMPLETIONS, {"prompt": ["x"] * MANY}),
+    (COMPLETIONS, {"prompt": "x", "stop": [1] * MANY}),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {str(i): "" for i in range(MANY)}}),
+    (COMPLETIONS, {"prompt": "x", "temperature": [[1] * 9] * MANY}),
+    (COMPLETIONS, {"prompt": "x", "x" * MANY: 1}),
+    (COMPLETIONS, {"prompt": "x", "model": "x" * MANY}),
+    (CHAT, {"messages": [1] * MANY}),
+    (CHAT, {"messages": [{"role": "x" * 10 * MANY, "content": "x"}]}),
+    (CHAT, {"messages": ASKED, "tools": [{"type": "function", "x": 1}] * MANY}),
+    (CHAT, {"messages": ASKED, "chat_template_kwargs": {str(i): 1 for i in range(MANY)}}),
+    (RESPONSES, {"input": [1] * MANY}),
+    (RESPONSES, {"input": "x", "metadata": {str(i): 1 for i in range(MANY)}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LARGE, ids=range(len(LARGE)))
+def test_large_values_are_refused_without_looking_at_all_of_them(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    """An error for every item, or a prompt for every one, would take many seconds."""
+    refused(server.http.post(path, json=body), 404 if "model" in body else 400)
+
+
 def test_unknown_paths_and_methods(server: LiveServer) -> None:
     assert "There is no '/v1/complet'" in refused(server.http.post("/v1/complet", json={}), 404)
     assert "does not take GET" in refused(server.http.get(COMPLETIONS), 405)
@@ -242,6 +275,10 @@ def test_everything_but_health_needs_the_key(narrow: LiveServer) -> None:
             response = httpx.get(f"{narrow.url}{path}", headers=header)
             assert "API key" in refused(response, 401)
             assert response.headers["www-authenticate"] == "Bearer"
+        for path, methods in narrow.get("/openapi.json")["paths"].items():
+            for method in methods if path != "/health" else ():
+                response = httpx.request(method, f"{narrow.url}{path}", headers=header)
+                assert response.status_code == 401, (method, path)
         response = httpx.post(f"{narrow.url}/flush_cache", headers=header)
         assert response.status_code == 401
     assert narrow.http.get("/metrics").status_code == 404  # --no-enable-metrics

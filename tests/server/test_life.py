@@ -222,3 +222,39 @@ def test_tls(tmp_path: Path) -> None:
             httpx.get(f"{live.url}/health")
     wrong = flags(ssl_keyfile=certificate, ssl_certfile=key)
     assert "TLS files cannot be used" in refusal(*wrong)
+
+
+@pytest.mark.exhaustive
+def test_tls_with_certificates_of_clients(tmp_path: Path) -> None:
+    """An encrypted key, clients that must be signed, and chosen ciphers."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=tmp_path)
+
+    new = ("req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-addext")
+    names = ("subjectAltName=IP:127.0.0.1", "-subj")
+    openssl(*new, *names, "/CN=a", "-passout", "pass:x", "-keyout", "key", "-out", "certificate")
+    openssl(*new, *names, "/CN=b", "-nodes", "-keyout", "client-key", "-out", "client")
+    files = {
+        "ssl_keyfile": tmp_path / "key",
+        "ssl_certfile": tmp_path / "certificate",
+        "ssl_ca_certs": tmp_path / "client",
+    }
+    assert "TLS files cannot be used" in refusal(*flags(**files, ssl_keyfile_password="y"))
+    password = {"ssl_keyfile_password": "x"}
+    assert "TLS" in refusal(*flags(**files, **password, ssl_ciphers="no such cipher"))
+    cipher = "ECDHE-RSA-AES256-GCM-SHA384"
+    settings = flags(**files, **password, ssl_cert_reqs=2, ssl_ciphers=cipher)
+    with LiveServer(*SMALL, *settings) as live:
+        trust = ssl.create_default_context(cafile=str(tmp_path / "certificate"))
+        trust.maximum_version = ssl.TLSVersion.TLSv1_2  # whose ciphers can be chosen
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{live.url}/health", verify=trust)
+        trust.load_cert_chain(tmp_path / "client", tmp_path / "client-key")
+        assert httpx.get(f"{live.url}/health", verify=trust).json() == {"status": "ok"}
+        trust.set_ciphers("ECDHE-RSA-AES128-GCM-SHA256")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{live.url}/health", verify=trust)
+        assert "ssl_keyfile_password" not in live.output

@@ -6,13 +6,15 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import zmq
+from starlette.types import Receive, Scope, Send
 
 from forerun import LLM, SamplingParams
 from forerun.config.engine_config import EngineConfig
@@ -22,10 +24,11 @@ from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.engine import tracing
 from forerun.engine.stats import accepted_per_position
+from forerun.server import auth
 from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_client import EngineClient, EngineState
 from forerun.server.engine_process import MAX_FAILURES, METRICS_SECONDS, EngineServer
-from forerun.server.errors import ApiError, EngineUnavailable
+from forerun.server.errors import ApiError, EngineUnavailable, json_response
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.limits import check_queue
 from forerun.server.messages import (
@@ -454,6 +457,106 @@ def test_ends_are_counted_by_their_reason() -> None:
     assert sum(metrics.first_token_seconds.counts) == sum(metrics.token_seconds.counts) == 1
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (2, 2)
     client._folder.rmdir()
+
+
+def test_a_dead_engine_is_unhealthy_before_its_last_words_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links: list[SilentLink] = []
+
+    def link(*arguments: Any) -> SilentLink:
+        links.append(SilentLink())
+        return links[-1]
+
+    monkeypatch.setattr("forerun.server.engine_client.EngineLink", link)
+    monkeypatch.setattr("forerun.server.engine_client.RequestFactory", lambda *arguments: None)
+
+    async def die() -> None:
+        client = EngineClient(EngineConfig(), Path("model"))
+        await client.start()
+        waiting = asyncio.ensure_future(client.query("load"))
+        await asyncio.sleep(0)
+        assert client.state is EngineState.READY
+        (one,) = links
+        assert one.on_end is not None
+        one.on_end()
+        assert client.state is EngineState.RESTARTING
+        with pytest.raises(ApiError, match="restarting"):
+            await client.query("load")
+        assert not waiting.done()  # its answer may be on the way
+        await client.close()
+        with pytest.raises(EngineUnavailable, match="was lost"):
+            await waiting
+
+    asyncio.run(die())
+
+
+class SilentLink(Link):
+    """A process that says nothing."""
+
+    on_end: Callable[[], None] | None = None
+
+    async def ready(self) -> None:
+        return None
+
+    async def receive(self) -> None:
+        await asyncio.sleep(60)
+
+    async def close(self, at_once: bool) -> None:
+        return None
+
+
+class Asked:
+    """Counts comparisons of keys."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[bytes, bytes]] = []
+
+    def __call__(self, given: bytes, key: bytes) -> bool:
+        self.pairs.append((given, key))
+        return given == key
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the function that takes as long for any two values of the same length."""
+    compare = Asked()
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    reached: list[str] = []
+
+    async def inside(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+        await json_response({})(scope, receive, send)
+
+    async def ask(*headers: tuple[str, str | bytes], path: str = "/v1/models") -> int:
+        transport = httpx.ASGITransport(auth.RequireKey(inside, "key"))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            named = [
+                (name.encode(), v.encode() if isinstance(v, str) else v) for name, v in headers
+            ]
+            return (await client.get(path, headers=named)).status_code
+
+    async def all_() -> list[int]:
+        name = "Authorization"
+        return [
+            await ask((name, "Bearer key")),
+            await ask((name, "bearer  key ")),
+            await ask((name, "Bearer ke")),
+            await ask((name, "Bearer keyy")),
+            await ask((name, "Basic key")),
+            await ask((name, "key")),
+            await ask((name, "")),
+            await ask(),
+            await ask((name, "Bearer wrong"), (name, "Bearer key")),
+            await ask((name, b"Bearer \xff")),
+            await ask(path="/health"),
+            await ask(path="/health/"),
+            await ask(path="/health/../v1/models"),
+        ]
+
+    assert asyncio.run(all_()) == [200, 200, *[401] * 8, 200, 401, 401]
+    assert reached == ["/v1/models", "/v1/models", "/health"]
+    assert len(compare.pairs) == 12  # whatever else is wrong; not for /health
+    assert {key for _, key in compare.pairs} == {b"key"}
 
 
 def test_the_queue_is_bounded() -> None:
