@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import httpx
 import openai
 import pytest
 
+from forerun.platform.open_files import OTHERS
 from tests.cli.support import Result
 from tests.server.support import ENGINE, LONG, PROMPT, LiveServer, flags, wait_for
 
@@ -144,6 +146,20 @@ def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.exhaustive
+def test_the_limit_of_open_files_is_raised_for_the_queue() -> None:
+    """Each connection is a file, and many systems allow 1,024 at first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(8192 + 2 + OTHERS, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
+    try:
+        with LiveServer(*SMALL) as few:
+            given, _ = resource.prlimit(few.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert given == wanted
+
+
 def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
     with LiveServer(*SMALL, TMPDIR=str(tmp_path)) as live:
         pid = live.get("/server_info")["engine_pid"]

@@ -18,6 +18,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.engine.tracing import start_tracing
 from forerun.llm.setup import load_tokenizer
+from forerun.platform.open_files import allow_connections
 from forerun.server.app import build_app
 from forerun.server.engine_client import EngineClient
 from forerun.server.logs import set_up_logging
@@ -50,6 +51,8 @@ def run_server(
         ConfigError: a setting, model or address cannot be used.
         ServerStartError: the engine process ended before it was ready.
     """
+    slots = config.max_running_requests or 0
+    allow_connections(slots + settings.max_queued_requests)
     with _bind(settings) as bound:
         set_up_logging(config.log_level, settings.log_format)
         spans = start_tracing(config)

@@ -22,6 +22,7 @@ from forerun.bench.serving.metrics import Run
 from forerun.bench.serving.server import Server, ServerInfo
 from forerun.bench.serving.vocabulary import Vocabulary
 from forerun.core.errors import ConfigError
+from forerun.platform.open_files import allow_connections
 
 WARMUP_TOKENS: Final = 32  # at most, of a warm-up request
 
@@ -132,16 +133,3 @@ class _Bench:
         """Encoded before the run: no work of the client while it measures."""
         encode = msgspec.json.encode
         return [encode(self._backend.body(prompt, self._options)) for prompt in prompts]
-
-
-def allow_connections(count: int) -> None:
-    """Raises the soft limit of open files as far as it may be: a connection is one."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # not on Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + 256
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
