@@ -10,14 +10,11 @@ from tests.server.support import LiveServer, flags
 pytest.importorskip("schemathesis")
 
 
-@pytest.mark.parametrize(
-    ("examples", "phases"),
-    [(2, "fuzzing"), pytest.param(20, "coverage,fuzzing", marks=pytest.mark.exhaustive)],
-)
-@pytest.mark.timeout(1200)
-def test_the_openapi_document_holds(examples: int, phases: str) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_openapi_document_holds() -> None:
     with LiveServer(*flags(**SERVER)) as server:
-        done = run(server.url, examples, seed=1, phases=phases)
+        done = run(server.url, examples=5, seed=1, phases="fuzzing")
         server.wait_idle()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in server.output

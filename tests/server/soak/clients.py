@@ -54,6 +54,7 @@ class Clients:
     failures: list[str] = field(default_factory=list)
     down: list[tuple[float, float]] = field(default_factory=list)  # times without an engine
     tokens: int = 0  # of answers that were compared
+    start: float = field(default_factory=time.monotonic)
 
     async def run(self, until: float) -> None:
         """One client, until a time."""
@@ -64,7 +65,12 @@ class Clients:
                 async with asyncio.timeout(HANG_SECONDS):
                     outcome = await action()
             except TimeoutError:
-                outcome = self._failed(action, "no answer: it hangs")
+                load = await fetch(self.url, request("GET", "/v1/loads"))
+                outcome = self._failed(
+                    action,
+                    f"no answer from {started - self.start:.0f} s to"
+                    f" {time.monotonic() - self.start:.0f} s; now {load.body.decode()}",
+                )
             except (OSError, EOFError, ValueError, KeyError, IndexError) as error:
                 outcome = self._failed(action, f"{type(error).__name__}: {error}")
             self.outcomes[outcome] += 1
