@@ -29,7 +29,7 @@ from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 
 EOS = "<|im_end|>"
-CONTEXT = 8192
+CONTEXT = 1 << 18
 
 
 def tokenizer(template: str, tokens: Sequence[str] = (), special: Sequence[str] = ()) -> Any:
