@@ -38,7 +38,7 @@ SERVER: dict[str, Any] = {
 # oneDNN keeps 1,024 compiled GEMMs, one for every number of tokens and weight, 0.4 MB each. With
 # fewer, they are soon there, and other growth can be seen.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-PLAIN = {"dtype": "float32", "device": "cpu", "max_total_tokens": 24576}
+PLAIN = {name: value for name, value in ENGINE.items() if name != "speculative_algorithm"}
 HEALTH_SECONDS, MEMORY_SECONDS = 0.5, 5.0  # between two looks
 WARM_UP = 0.25  # part of a process's life that its memory may grow in
 MAX_GROWTH = 2.0  # MiB per minute afterwards

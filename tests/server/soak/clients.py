@@ -219,7 +219,7 @@ class Clients:
     async def abort(self) -> str:
         """The answer is a beginning of the reference, or all of it."""
         at, _ = self._single()
-        rid = f"rid-{len(self.sent)}"
+        rid = f"rid-{self.rng.getrandbits(64)}"
         data = body(GENERATE, self.cases[at], self.references[at], stream=False)
         waiting = asyncio.create_task(self._fetch(GENERATE, {**data, "rid": rid}))
         await asyncio.sleep(self.rng.random() / 2)
