@@ -94,8 +94,8 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-def new(rid: str, **changes: Any) -> NewRequest:
-    return NewRequest(rid, list(PROMPT), replace(GREEDY, **changes))
+def new(rid: str, number: int = 0, **changes: Any) -> NewRequest:
+    return NewRequest(rid, list(PROMPT), replace(GREEDY, **changes), number=number)
 
 
 def run(llm: LLM, wire: Wire) -> None:
@@ -246,6 +246,18 @@ def test_requests_that_the_engine_refuses_end_alone(llm: LLM) -> None:
     run(llm, wire)
     assert "vocabulary" in str(wire.advances("big")[0].finish)
     assert [a.finish.type for a in wire.advances("same") if a.finish] == ["abort", "length"]
+
+
+def test_requests_of_one_rid_are_told_apart_by_their_numbers(llm: LLM) -> None:
+    wire = Wire()
+    wire.say(Submit([new("a", 5)]))
+    wire.say(Abort(["a"]), Submit([new("a", 6), new("a", 7)]), after=2)
+    wire.say(Shutdown(), after=99)
+    run(llm, wire)
+    ends = {advance.number: advance.finish for advance in wire.advances("a")}
+    assert list(ends) == [5, 7, 6]  # in the order of their first words
+    assert ends[5] is None
+    assert [str(end.type) for end in (ends[7], ends[6]) if end] == ["abort", "length"]
 
 
 def test_metrics_come_with_the_steps_and_at_the_end(llm: LLM) -> None:
@@ -442,9 +454,11 @@ def test_ends_are_counted_by_their_reason() -> None:
     calls["late"].close()
     client.abort_group("asked")
     message = FinishReason("abort", message="NaN")
-    client._advance(Advance("broken", [], [], [], 0, 0, message), now=1.0)
-    client._advance(Advance("whole", [1], [], [], 0, 0), now=time.monotonic())
-    client._advance(Advance("whole", [2], [1], [0], 0, 0, FinishReason("length")), time.monotonic())
+    broken, whole = (calls[rid].generations[0].number for rid in ("broken", "whole"))
+    client._advance(Advance("broken", [], [], [], 0, 0, message, number=broken), now=1.0)
+    for token, end in ((1, None), (2, FinishReason("length"))):
+        advance = Advance("whole", [token], [], [], 0, 0, end, number=whole)
+        client._advance(advance, now=time.monotonic())
     client._lose("The engine died.")
     for call in calls.values():
         call.close()  # nothing is counted twice
@@ -456,6 +470,27 @@ def test_ends_are_counted_by_their_reason() -> None:
     assert sum(metrics.request_seconds.counts) == sum(metrics.generation_lengths.counts) == 6
     assert sum(metrics.first_token_seconds.counts) == sum(metrics.token_seconds.counts) == 1
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (2, 2)
+    client._folder.rmdir()
+
+
+def test_tokens_of_an_ended_request_do_not_reach_the_next_one_of_its_rid() -> None:
+    client, link = EngineClient(EngineConfig(), Path("model")), Link()
+    client._link, client.state = link, EngineState.READY  # type: ignore[assignment]
+    numbers, ones = [], []
+    for _ in range(2):
+        request = Request("same", (1, 2), SamplingParams(), seed=0, stop_ids=frozenset())
+        ones.append(Generation(request, None, Place("same", 0, 0), stream=False))
+        call = Call([ones[-1]], False, client.abort)
+        client.submit(call)
+        submitted = link.sent[-1]
+        assert isinstance(submitted, Submit)
+        numbers.append(submitted.requests[0].number)
+        if len(ones) == 1:
+            call.close()
+    for number, token in zip(numbers, (7, 8), strict=True):  # 7 was sent before the abort came
+        end = FinishReason("length")
+        client._advance(Advance("same", [token], [], [], 0, 0, end, number=number), now=1.0)
+    assert [one.record.output for one in ones] == [[], [8]]
     client._folder.rmdir()
 
 

@@ -69,7 +69,7 @@ class EngineClient:
         self._factory: RequestFactory | None = None
         self._calls: dict[str, tuple[Generation, Call]] = {}  # by request id
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # of queries, and of requests
         self._supervisor: asyncio.Task[str] | None = None
 
     # --- life -----------------------------------------------------------------------------------
@@ -135,6 +135,8 @@ class EngineClient:
             EngineUnavailable: there is no engine at the moment.
         """
         link = self._ready()
+        for generation in call.generations:
+            generation.number = next(self._numbers)
         self._calls |= {generation.rid: (generation, call) for generation in call.generations}
         link.send(
             Submit(
@@ -147,6 +149,7 @@ class EngineClient:
                         trace_context=call.trace_context,
                         # A call's own deadline is kept here: it holds while a step takes long.
                         scheduling=replace(g.scheduling, request_timeout=None),
+                        number=g.number,
                     )
                     for g in call.generations
                 ]
@@ -266,7 +269,8 @@ class EngineClient:
 
     def _advance(self, advance: Advance, now: float) -> None:
         known = self._calls.get(advance.rid)
-        if known is None:  # ended by a stop string or its client while the step ran
+        # Ended by a stop string or its client while the step ran; its rid may be in use again.
+        if known is None or known[0].number != advance.number:
             return
         generation, call = known
         if advance.tokens:

@@ -128,6 +128,7 @@ class _Running:
     """A request, and how much of it was sent."""
 
     request: Request
+    number: int  # of the `NewRequest`
     num_tokens: int = 0
     num_steps: int = 0
     num_prompt_logprobs: int = 0
@@ -156,6 +157,7 @@ class _Running:
             finish=request.finish if ended else None,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
+            number=self.number,
         )
 
 
@@ -227,9 +229,9 @@ class EngineServer:
             )
             self._engine.submit(request, new.trace_context)
         except RequestError as error:  # the API process has checked it: settings differ
-            self._send([_failed(new.rid, str(error))])
+            self._send([_failed(new.rid, new.number, str(error))])
             return
-        self._running[new.rid] = _Running(request)
+        self._running[new.rid] = _Running(request, new.number)
 
     def _answer(self, number: int, what: str) -> Reply:
         try:
@@ -260,9 +262,9 @@ class EngineServer:
             if self._failures == MAX_FAILURES:
                 raise
             reason = f"{type(error).__name__}: {error}"
-            rids = list(self._running)
-            self._drop(rids, reason)
-            self._send([_failed(rid, reason) for rid in rids])
+            failed = [_failed(rid, each.number, reason) for rid, each in self._running.items()]
+            self._drop(list(self._running), reason)
+            self._send(failed)
             return
         advances = []
         for rid, running in list(self._running.items()):
@@ -300,8 +302,9 @@ class EngineServer:
         return self._metrics() if time.monotonic() >= self._metrics_due else None
 
 
-def _failed(rid: str, message: str) -> Advance:
-    return Advance(rid, [], [], [], 0, 0, FinishReason("abort", message=message))
+def _failed(rid: str, number: int, message: str) -> Advance:
+    finish = FinishReason("abort", message=message)
+    return Advance(rid, [], [], [], 0, 0, finish, number=number)
 
 
 def start_engine(task: EngineTask) -> BaseProcess:

@@ -62,6 +62,7 @@ class Generation:
         self.scheduling: SchedulingParams = request.scheduling
         self.seed = request.seed
         self.last_token_at: float | None = None  # time.monotonic()
+        self.number = 0  # of the `NewRequest`; set when it is sent
         self.group, self.prompt_index, self.index = place
         self._tokenizer = tokenizer
         # Otherwise the text is made at the end, by `output`.

@@ -35,6 +35,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     trace_context: dict[str, str] = {}  # headers of the HTTP request's span, if there is one
     logprobs: LogprobParams | None = None  # that it returns
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    number: int = 0  # repeated in its `Advance`s: a later request may have the same rid
 
 
 class Submit(_Message, frozen=True):
@@ -103,6 +104,7 @@ class Advance(msgspec.Struct, frozen=True, array_like=True):
     # Of a request that returns them: one per token, and of the prompt in order.
     output_logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    number: int = 0  # of the `NewRequest`
 
 
 class Step(_Message, frozen=True):
