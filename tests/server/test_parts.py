@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -24,9 +25,10 @@ from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.engine import tracing
 from forerun.engine.stats import accepted_per_position
-from forerun.server import auth
+from forerun.server import auth, engine_link
 from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_client import EngineClient, EngineState
+from forerun.server.engine_link import EngineLink
 from forerun.server.engine_process import MAX_FAILURES, METRICS_SECONDS, EngineServer
 from forerun.server.errors import ApiError, EngineUnavailable, json_response
 from forerun.server.generation import Call, Generation, Place
@@ -492,6 +494,61 @@ def test_tokens_of_an_ended_request_do_not_reach_the_next_one_of_its_rid() -> No
         client._advance(Advance("same", [token], [], [], 0, 0, end, number=number), now=1.0)
     assert [one.record.output for one in ones] == [[], [8]]
     client._folder.rmdir()
+
+
+class NoProcess:
+    """An engine process that says nothing and does not end."""
+
+    pid, exitcode = None, None
+
+    def __init__(self) -> None:
+        self.sentinel, self._writer = os.pipe()
+
+    def kill(self) -> None: ...
+
+    def join(self) -> None: ...
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+        os.close(self._writer)
+
+
+def test_others_get_their_turn_while_messages_of_the_engine_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = NoProcess()
+    monkeypatch.setattr(engine_link, "start_engine", lambda task: process)
+    count, turns = 100, 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def read() -> int:
+        link = EngineLink(EngineConfig(), Path("model"), tmp_path, "plain")
+        context = zmq.Context()
+        engine = context.socket(zmq.PUSH)
+        engine.connect(link._task.outbox)
+        for number in range(count):
+            engine.send(encode(Reply(number, None)))
+        await link.receive()
+        time.sleep(0.2)  # all have arrived
+        task = asyncio.create_task(others())
+        before = turns
+        for _ in range(count - 1):
+            await link.receive()
+            time.sleep(0.002)  # in which an engine would have sent more
+        found = turns - before
+        task.cancel()
+        engine.close()
+        context.term()
+        await link.close()
+        return found
+
+    assert asyncio.run(read()) >= 10
+    process.close()
 
 
 def test_a_dead_engine_is_unhealthy_before_its_last_words_are_read(

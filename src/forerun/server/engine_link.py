@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from forerun.server.messages import (
 )
 
 LAST_WORDS_SECONDS = 0.5  # that messages of an ended process may be on their way
+TURN_SECONDS = 0.01  # of reading messages that wait, before others get their turn
 CLOSE_SECONDS = 10.0  # until a process that does not exit is killed
 
 
@@ -48,6 +50,7 @@ class EngineLink:
             socket.linger = 0
         self._receiver.bind(self._task.outbox)
         self._connected = False
+        self._turn_began = time.monotonic()
         self.on_end: Callable[[], None] | None = None  # called when the process has ended
         self._process = start_engine(self._task)
         self._loop = asyncio.get_running_loop()
@@ -80,13 +83,20 @@ class EngineLink:
         self._sender.send(encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromEngine | None:
-        """The next message; None once the process has ended and said everything."""
+        """The next message; None once the process has ended and said everything.
+
+        While messages wait, the event loop still runs everything else every `TURN_SECONDS`.
+        """
         data: asyncio.Future[bytes] = asyncio.ensure_future(self._receiver.recv())
         if not data.done():
             either: set[asyncio.Future[Any]] = {data, self._ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not data.done():
                 await asyncio.wait({data}, timeout=LAST_WORDS_SECONDS)
+            self._turn_began = time.monotonic()
+        elif time.monotonic() > self._turn_began + TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._turn_began = time.monotonic()
         if not data.done():
             data.cancel()
             return None
