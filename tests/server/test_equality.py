@@ -100,9 +100,11 @@ def hold(live: LiveServer, want: Answered) -> None:
         assert state["spec_decode_num_accepted_tokens"] > len(asked)
 
 
-def test_pairs_of_options(server: LiveServer) -> None:
+def test_some_pairs_of_options(server: LiveServer) -> None:
     assert ENGINE["speculative_algorithm"] == "DFLASH"
-    hold(server, reference())
+    with LiveServer(*flags(**PLAIN)) as live:
+        want = answered(live, questions(2)[::6])
+    hold(server, want)
 
 
 @pytest.mark.exhaustive

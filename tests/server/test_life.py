@@ -115,6 +115,7 @@ def _sigterm_drains(live: LiveServer) -> None:
     assert not exists(pid)
 
 
+@pytest.mark.exhaustive
 def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
     """The engine's process and the folder of the sockets are gone."""
     with LiveServer(*SMALL, TMPDIR=str(tmp_path)) as live:
@@ -160,6 +161,7 @@ def test_the_limit_of_open_files_is_raised_for_the_queue() -> None:
     assert given == wanted
 
 
+@pytest.mark.exhaustive
 def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
     with LiveServer(*SMALL, TMPDIR=str(tmp_path)) as live:
         pid = live.get("/server_info")["engine_pid"]
