@@ -75,14 +75,14 @@ class ToyModel(CausalLM):
         positions: Tensor,
         ctx: AttentionContext,
         capture_layers: tuple[int, ...] = (),
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         residual, outputs = self.embed(input_ids), {}
         for i in range(self.config.num_layers):
             residual = residual + self.mix(i, norm(residual), positions, ctx)
             outputs[i] = residual = residual + torch.sin(norm(residual))
-        return norm(residual), torch.cat(
-            [outputs[i] for i in capture_layers], 1
-        ) if capture_layers else None
+        aux = torch.cat([outputs[i] for i in capture_layers], 1) if capture_layers else None
+        return norm(residual if rows is None else residual[rows]), aux
 
     def oracle(self, prompt: list[int], count: int) -> list[int]:
         """Greedy decoding."""
