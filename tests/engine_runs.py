@@ -13,7 +13,10 @@ from forerun.engine.engine import Engine
 
 
 def run_together(engine: Engine, requests: Sequence[Request], preempts: bool = False) -> None:
-    """All in one batch; `preempts`: every third step preempts the youngest."""
+    """All in one batch.
+
+    `preempts`: every third step preempts the youngest, as if the pages had run out.
+    """
     for request in requests:
         engine.submit(request)
     for step in itertools.count():

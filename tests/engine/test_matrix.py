@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
+from tests.engine_runs import run_together
 from tests.golden_engine import CASES, golden_llm
 from tests.support_cells import passed
 
@@ -101,16 +101,9 @@ def generate(
 
     If tight, every third step also preempts the youngest, as if the pages had run out.
     """
-    engine, requests = llm.engine, []
-    for ids, kind in zip(asked, kinds, strict=True):
-        requests.append(engine.make_request(ids, SamplingParams.of(kind)))
-        engine.submit(requests[-1])
-    for step in itertools.count():
-        if not engine.has_work:
-            break
-        if tight and step % 3 == 2 and len(engine.scheduler.running) > 1:
-            engine.scheduler._preempt(engine.scheduler.running[-1])
-        engine.step()
-    for request in requests:
-        engine.close_request(request)
+    requests = [
+        llm.engine.make_request(ids, SamplingParams.of(kind))
+        for ids, kind in zip(asked, kinds, strict=True)
+    ]
+    run_together(llm.engine, requests, tight)
     return [(r.output, r.preemptions, r.cached_tokens) for r in requests]

@@ -118,7 +118,7 @@ def walk(matcher: Any, rng: random.Random, spelled: list[bytes]) -> bytes | None
 )
 def test_ends_validate(count: int) -> None:
     by = new_compiler(any_whitespace=False)
-    spelled = [bytes(token) for token in by.vocabulary().spelled().decoded_vocab]
+    spelled = [bytes(token) for token in by.vocabulary().tokenizer_info().decoded_vocab]
     ended = refused = 0
     for seed in range(count):
         rng = random.Random(seed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.layers.residual import AuxHiddenStates
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from tests.models.support import CPU, FAMILIES, Loop, family, save
@@ -89,8 +90,13 @@ def test_captured_layers_are_transformers_hidden_states(pair: Pair) -> None:
     close(aux_hidden_states, torch.cat((pair.hidden[2], pair.hidden[1]), 1))
 
 
-def test_final_hidden_states_of_some_tokens(pair: Pair) -> None:
-    """The last layer computes no others: of its GEMMs only QKV has all tokens."""
+@pytest.mark.parametrize("selects", [True, False])
+def test_final_hidden_states_of_some_tokens(
+    pair: Pair, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a family's layers do not call `after_attention`, and compute all tokens."""
+    if not selects:
+        monkeypatch.setattr(AuxHiddenStates, "after_attention", lambda aux, layer, x, r: (x, r))
     parts = [(0, pair.ids[:11]), (0, pair.ids)]
     rows = torch.tensor([10, 40, 3])
     whole, captured = Loop.of_model(pair.model, requests=2).ragged(parts, (1,))

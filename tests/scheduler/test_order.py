@@ -1,4 +1,4 @@
-"""Who runs first: priorities, arrival, longest prefix; and that nobody waits forever."""
+"""Who runs first: priorities, arrival, longest prefix; and that no request waits forever."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Admissions:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.admitted: list[Request] = []
-        self.overtaken: Counter[Request] = Counter()  # by later ones of the same priority
+        self.passed_over: Counter[Request] = Counter()  # by later ones of the same priority
 
     def __call__(self, waiting: list[Request], plan: StepPlan) -> None:
         # Requests that this very step has preempted wait too, and may be admitted again.
@@ -41,11 +41,11 @@ class Admissions:
         for item in admitted:
             del now[item]
             self.admitted.append(item)
-            self.overtaken.pop(item, None)
+            self.passed_over.pop(item, None)
             for other in now:
                 assert other.order[0] >= item.order[0], "a lower priority went first"
                 if other.order[0] == item.order[0] and int(other.rid) < int(item.rid):
-                    self.overtaken[other] += 1
+                    self.passed_over[other] += 1
 
 
 def load(rng: random.Random, count: int, priorities: int) -> list[Request]:
@@ -83,9 +83,9 @@ def test_admissions_keep_their_order(
     priorities: int,
     aborts: float,
 ) -> None:
-    """Also under preemption: nobody of a lower priority goes first, whatever the policy.
+    """Also under preemption: none of a lower priority goes first, whatever the policy.
 
-    With fcfs nobody is overtaken within a priority. Every request ends with the text of plain
+    With fcfs no request is passed over within a priority. Every one ends with the text of plain
     decoding, and slots and pages come back.
     """
     rng = random.Random(seed)
@@ -97,7 +97,7 @@ def test_admissions_keep_their_order(
     run(scheduler, device, requests, rng, aborts, check=check)
     scheduler.check_idle()
     if not (lpm and cache):
-        assert not +check.overtaken
+        assert not +check.passed_over
     for item in requests:
         assert item.state is State.FINISHED and item.finish is not None
         want = plain(item.prompt, item.params.max_new_tokens)
@@ -109,7 +109,7 @@ def test_admissions_keep_their_order(
 def test_lpm_overtakes_a_bounded_number_of_times(seed: int, slots: int, limit: int) -> None:
     rng = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting_queue, "MAX_OVERTAKEN", limit)
+        patch.setattr(waiting_queue, "MAX_PASSED_OVER", limit)
         patch.setattr(waiting_queue, "WINDOW", 5)
         policy = SchedulePolicy(longest_prefix=True)
         scheduler, device = make(pages=22, slots=slots, seed=seed, policy=policy)
@@ -118,7 +118,7 @@ def test_lpm_overtakes_a_bounded_number_of_times(seed: int, slots: int, limit: i
 
         def checked(waiting: list[Request], plan: StepPlan) -> None:
             check(waiting, plan)
-            for item, count in check.overtaken.items():
+            for item, count in check.passed_over.items():
                 most[item] = max(most[item], count)
 
         run(scheduler, device, load(rng, 40, 2), rng, check=checked)
@@ -143,7 +143,7 @@ def test_lpm_cannot_starve_a_request_without_a_prefix() -> None:
         assert plan is not None
         scheduler.complete(device.launch(plan))
     overtook = others - len(scheduler.waiting)
-    assert overtook == waiting_queue.MAX_OVERTAKEN
+    assert overtook == waiting_queue.MAX_PASSED_OVER
 
 
 def test_lpm_admits_the_longest_prefix_of_the_oldest_first() -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
+from forerun.bench.serving.local import command_line
+
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
 
@@ -37,14 +39,7 @@ LONG = {"temperature": 0.0, "max_new_tokens": 3500, "ignore_eos": True}  # sever
 
 def flags(**settings: Any) -> list[str]:
     """Keywords as a command line has them."""
-    out = []
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            out.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            out += [f"--{flag}", str(value)]
-    return out
+    return command_line(settings)
 
 
 class LiveServer:

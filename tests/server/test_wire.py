@@ -47,6 +47,19 @@ def on(server: LiveServer, use: Callable[[Wire], Awaitable[Any]]) -> Any:
     return asyncio.run(used())
 
 
+def hold_refused(server: LiveServer, raw: bytes, status: int, message: str) -> None:
+    """With a part of the message; then the connection is closed."""
+
+    async def refused(wire: Wire) -> None:
+        await wire.send(raw)
+        answer = await wire.answer()
+        assert answer.status == status
+        assert message in refusal(answer)
+        assert await wire.closed(5)
+
+    on(server, refused)
+
+
 # --- what cannot be read --------------------------------------------------------------------------
 
 
@@ -69,14 +82,7 @@ GARBAGE = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b
 
 @pytest.mark.parametrize("raw", GARBAGE, ids=range(len(GARBAGE)))
 def test_garbage_is_refused_as_everything_else_is(server: LiveServer, raw: bytes) -> None:
-    async def garbage(wire: Wire) -> None:
-        await wire.send(raw)
-        answer = await wire.answer()
-        assert answer.status == 400
-        assert "not a valid HTTP request" in refusal(answer)
-        assert await wire.closed(5)
-
-    on(server, garbage)
+    hold_refused(server, raw, 400, "not a valid HTTP request")
 
 
 def heads() -> list[bytes]:
@@ -90,14 +96,7 @@ def heads() -> list[bytes]:
 
 @pytest.mark.parametrize("raw", heads(), ids=("header", "headers", "path"))
 def test_large_heads_are_refused(server: LiveServer, raw: bytes) -> None:
-    async def large(wire: Wire) -> None:
-        await wire.send(raw)
-        answer = await wire.answer()
-        assert answer.status == 431
-        assert "65536 bytes" in refusal(answer)
-        assert await wire.closed(5)
-
-    on(server, large)
+    hold_refused(server, raw, 431, "65536 bytes")
     fits = request("GET", "/health", X_Long="x" * 60_000)
     assert asyncio.run(fetch(server.url, fits)).status == 200
 

@@ -9,17 +9,14 @@ import torch
 
 
 @dataclass(frozen=True)
-class _Moment:
-    """A point in the device's work. On a CPU, which computes a step as it is launched, host time.
+class _Timestamp:
+    """A point in the device's stream. A CPU computes a step as it is launched: host time there."""
 
-    `seconds`: time.monotonic() when the host came by.
-    """
-
-    seconds: float
+    seconds: float  # time.monotonic() when it was recorded
     event: torch.cuda.Event | None
 
     @classmethod
-    def now(cls, device: torch.device) -> _Moment:
+    def now(cls, device: torch.device) -> _Timestamp:
         event = None
         if device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -28,11 +25,11 @@ class _Moment:
 
     @property
     def passed(self) -> bool:
-        """Whether the device has come by."""
+        """Whether the device has reached it."""
         return self.event is None or self.event.query()
 
-    def until(self, later: _Moment) -> float:
-        """Seconds on the device, which has come by `later`."""
+    def until(self, later: _Timestamp) -> float:
+        """Seconds on the device, which has reached `later`."""
         if self.event is None or later.event is None:
             return later.seconds - self.seconds
         return float(self.event.elapsed_time(later.event)) * 1e-3
@@ -41,10 +38,10 @@ class _Moment:
 class StepClock:
     """Measures one step on its device, independent of when the host reads the result."""
 
-    def __init__(self, device: torch.device, before: _Moment | None) -> None:
+    def __init__(self, device: torch.device, before: _Timestamp | None) -> None:
         """`before`: the end of the previous step."""
         self._device, self._before = device, before
-        self._begin = _Moment.now(device)
+        self._begin = _Timestamp.now(device)
         self._end = self._begin
         self._late = False
 
@@ -55,7 +52,7 @@ class StepClock:
 
     def stop(self) -> None:
         """Called after the whole step was launched."""
-        self._end = _Moment.now(self._device)
+        self._end = _Timestamp.now(self._device)
         # Otherwise this step was queued before the previous one had ended, and followed it at once.
         self._late = self._before is not None and self._before.passed
 

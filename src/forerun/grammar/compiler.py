@@ -68,7 +68,7 @@ class GrammarCompiler:
     def prepare(self) -> str:
         """Reads the vocabulary if that is possible. Returns what compiles grammars; or why not."""
         try:
-            self.vocabulary().spelled()
+            self.vocabulary().tokenizer_info()
         except RequestError as error:
             return f"none ({str(error).rstrip('.')})"
         except Exception as error:  # of an unusual tokenizer; requests without grammars can run
@@ -150,9 +150,9 @@ class GrammarCompiler:
         if grammar.kind == STRUCTURAL_TAG:
             tag = exact_tag(_structural_tag(json.loads(text)), self.options.any_whitespace)
             _check_patterns(patterns_of_tag(tag))
-            compiler = xgrammar.GrammarCompiler(vocabulary.spelled(tag), **options)
+            compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info(tag), **options)
             return partial(compiler.compile_structural_tag, tag)
-        compiler = xgrammar.GrammarCompiler(vocabulary.spelled(), **options)
+        compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info(), **options)
         if grammar.kind == JSON_SCHEMA:
             schema = exact_schema(json.loads(text))
             _check_patterns(patterns(schema))

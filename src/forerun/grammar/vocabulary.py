@@ -18,7 +18,7 @@ PACKAGE = (
 )
 # In structural tags: what holds neither texts of the output nor token ids.
 _NO_TOKENS = ("json_schema", "max_tokens", "max_chars", "min", "max", "max_whitespace_cnt", "type")
-MAX_SPELLINGS = 16  # that are kept
+MAX_TOKENIZER_INFOS = 16  # that are kept
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Vocabulary:
     source: VocabularySource
     full: TokenizerInfo  # special tokens match their text
     special: Mapping[int, str]  # their texts
-    _spelled: dict[frozenset[int], TokenizerInfo] = field(default_factory=dict)
+    _infos: dict[frozenset[int], TokenizerInfo] = field(default_factory=dict)
 
     @classmethod
     def load(cls, source: VocabularySource) -> Vocabulary:
@@ -62,24 +62,24 @@ class Vocabulary:
         pairs = zip(sorted(special), texts, strict=True)
         return cls(source, full, {i: text for i, text in pairs if text})
 
-    def spelled(self, tag: Any = None) -> TokenizerInfo:
+    def tokenizer_info(self, tag: Any = None) -> TokenizerInfo:
         """With the special tokens that a structural tag names, in its text or by their ids."""
         values = list(_values(tag))
         texts = "\n".join(value for value in values if isinstance(value, str))
         ids = {value for value in values if type(value) is int}
         named = frozenset(i for i, text in self.special.items() if i in ids or text in texts)
-        info = self._spelled.get(named)
+        info = self._infos.get(named)
         if info is None:
-            while len(self._spelled) >= MAX_SPELLINGS:
-                self._spelled.pop(next(iter(self._spelled)), None)
-            info = self._spelled[named] = self._spell(named)
+            while len(self._infos) >= MAX_TOKENIZER_INFOS:
+                self._infos.pop(next(iter(self._infos)), None)
+            info = self._infos[named] = self._build(named)
         return info
 
-    def _spell(self, named: frozenset[int]) -> TokenizerInfo:
+    def _build(self, named: frozenset[int]) -> TokenizerInfo:
         xgrammar = import_xgrammar()
-        silent = self.special.keys() - named
+        unmatched = self.special.keys() - named
         info: TokenizerInfo = xgrammar.TokenizerInfo(
-            [b"" if i in silent else token for i, token in enumerate(self.full.decoded_vocab)],
+            [b"" if i in unmatched else token for i, token in enumerate(self.full.decoded_vocab)],
             xgrammar.VocabType.RAW,
             vocab_size=self.source.vocab_size,
             stop_token_ids=list(self.source.eos_token_ids),

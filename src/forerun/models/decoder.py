@@ -67,4 +67,7 @@ class DecoderForCausalLM(CausalLM):
     ) -> tuple[Tensor, Tensor | None]:
         aux = AuxHiddenStates(capture_layers, rows, len(self.model.layers) - 1)
         hidden_states = self.model(input_ids, positions, ctx, aux)
+        if rows is not None and len(hidden_states) != len(rows):
+            # A family whose layers do not call `after_attention` computes all tokens.
+            hidden_states = hidden_states.index_select(0, rows)
         return hidden_states, aux.concatenated()

@@ -5,8 +5,8 @@ the order is that of arrival (fcfs), or with lpm (longest prefix match, as in SG
 whose prompt has the longest cached prefix goes first: its pages are used before they are evicted.
 
 SGLang's lpm may let a request wait forever, and is off while more than 128 requests wait. Here it
-always chooses among the oldest `WINDOW` requests, and nobody is overtaken by more than
-`MAX_OVERTAKEN` later requests of its priority.
+always chooses among the oldest `WINDOW` requests, and none is passed over
+for more than `MAX_PASSED_OVER` later ones of its priority.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.core.request import Request
 from forerun.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 
 WINDOW = 128  # requests whose prefixes are looked up
-MAX_OVERTAKEN = 128
+MAX_PASSED_OVER = 128
 
 
 def order_of(request: Request) -> tuple[int, int]:
@@ -35,7 +35,7 @@ class _Candidate:
     key: bytes  # of its prompt in the prefix cache
     cached_length: int = 0  # tokens
     version: int = -1  # of the cache, to which that length belongs
-    overtaken: int = 0  # by later requests
+    passed_over: int = 0  # by later requests
 
 
 class WaitingQueue:
@@ -100,19 +100,19 @@ class WaitingQueue:
         self._candidates.pop(request, None)
         if self._lpm:
             self._ranking.popleft()
-            self._count_overtaken(at)
+            self._count_passed_over(at)
         return request
 
     def uncached_tokens(self, request: Request) -> int:
         """Tokens that its prefill will compute, or fewer (`PrefixCache.cached_length`)."""
         return len(request.tokens) - self._looked_up(request).cached_length
 
-    def _count_overtaken(self, before: int) -> None:
+    def _count_passed_over(self, before: int) -> None:
         """A request was admitted before the first `before` ones, which are older."""
         for older in self._requests[:before]:
             candidate = self._candidates[older]
-            candidate.overtaken += 1
-            if candidate.overtaken == MAX_OVERTAKEN:
+            candidate.passed_over += 1
+            if candidate.passed_over == MAX_PASSED_OVER:
                 self._ranking.clear()  # it is first now
 
     def _ranked(self) -> list[Request]:
@@ -122,7 +122,7 @@ class WaitingQueue:
         due, rest = [], []
         for request in window:
             candidate = self._looked_up(request)
-            if candidate.overtaken >= MAX_OVERTAKEN:
+            if candidate.passed_over >= MAX_PASSED_OVER:
                 due.append(request)
             else:
                 rest.append((-candidate.cached_length, request.order, request))

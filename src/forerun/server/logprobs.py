@@ -14,16 +14,16 @@ from forerun.server.parsers.events import Text
 _SUFFIX = "_logprobs"  # of the entries of `meta_info` that hold (value, id, text)
 
 
-def chat_logprobs(tokens: Sequence[ScoredToken], spell: TokenBytes) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    return {"content": [_chat_entry(token, spell) for token in tokens], "refusal": None}
+    return {"content": [_chat_entry(token, token_bytes) for token in tokens], "refusal": None}
 
 
 class MessageLogprobs:
     """`logprobs` of the messages of a response: of the tokens whose text is in them."""
 
-    def __init__(self, spell: TokenBytes) -> None:
-        self._spell = spell
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
         self._tokens: deque[ScoredToken] = deque()  # whose text was not read yet
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
@@ -35,51 +35,51 @@ class MessageLogprobs:
         while self._tokens and self._tokens[0].offset < text.start + len(text.text):
             token = self._tokens.popleft()
             if token.offset >= text.start:
-                entries.append(_chat_entry(token, self._spell))
+                entries.append(_chat_entry(token, self._token_bytes))
         return entries
 
 
-def _chat_entry(scored: ScoredToken, spell: TokenBytes) -> dict[str, Any]:
+def _chat_entry(scored: ScoredToken, token_bytes: TokenBytes) -> dict[str, Any]:
     token, _, logprobs = scored
     assert logprobs is not None
-    entry = _chat_token(token, logprobs.logprob, spell)
-    entry["top_logprobs"] = [_chat_token(i, value, spell) for value, i in logprobs.top]
+    entry = _chat_token(token, logprobs.logprob, token_bytes)
+    entry["top_logprobs"] = [_chat_token(i, value, token_bytes) for value, i in logprobs.top]
     return entry
 
 
-def _chat_token(token: int, logprob: float, spell: TokenBytes) -> dict[str, Any]:
-    data = spell.of(token)
+def _chat_token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    data = token_bytes.of(token)
     return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def completion_logprobs(tokens: Sequence[ScoredToken], spell: TokenBytes) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> dict[str, Any]:
     """`logprobs` of a completion's choice.
 
     `top_logprobs` hold the token itself, too, if it is not among the most probable.
     """
     return {
-        "tokens": [_completion_text(token, spell) for token, _, _ in tokens],
+        "tokens": [_completion_text(token, token_bytes) for token, _, _ in tokens],
         "token_logprobs": [None if each is None else each.logprob for _, _, each in tokens],
-        "top_logprobs": [_completion_top(token, each, spell) for token, _, each in tokens],
+        "top_logprobs": [_completion_top(token, each, token_bytes) for token, _, each in tokens],
         "text_offset": [offset for _, offset, _ in tokens],
     }
 
 
 def _completion_top(
-    token: int, logprobs: TokenLogprobs | None, spell: TokenBytes
+    token: int, logprobs: TokenLogprobs | None, token_bytes: TokenBytes
 ) -> dict[str, float] | None:
     if logprobs is None:
         return None
     top: dict[str, float] = {}
     for value, candidate in logprobs.top:  # the most probable first, should two have one text
-        top.setdefault(_completion_text(candidate, spell), value)
-    top.setdefault(_completion_text(token, spell), logprobs.logprob)
+        top.setdefault(_completion_text(candidate, token_bytes), value)
+    top.setdefault(_completion_text(token, token_bytes), logprobs.logprob)
     return top
 
 
-def _completion_text(token: int, spell: TokenBytes) -> str:
+def _completion_text(token: int, token_bytes: TokenBytes) -> str:
     """As OpenAI has it: bytes that are not text are written as such."""
-    data = spell.of(token)
+    data = token_bytes.of(token)
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -101,19 +101,19 @@ def prompt_tokens(generation: Generation, ends: Sequence[int], text: str) -> lis
     return [ScoredToken(*each) for each in zip(record.prompt, offsets, known, strict=False)]
 
 
-def with_texts(info: dict[str, Any], spell: TokenBytes) -> dict[str, Any]:
+def with_texts(info: dict[str, Any], token_bytes: TokenBytes) -> dict[str, Any]:
     """`meta_info` whose log-probabilities have texts: (value, token id, text)."""
     return {
-        name: [_with_text(each, spell) for each in value] if name.endswith(_SUFFIX) else value
+        name: [_with_text(each, token_bytes) for each in value] if name.endswith(_SUFFIX) else value
         for name, value in info.items()
     }
 
 
-def _with_text(entry: Any, spell: TokenBytes) -> Any:
+def _with_text(entry: Any, token_bytes: TokenBytes) -> Any:
     """Of an entry, or of a list of them; the first of a prompt is None."""
     if isinstance(entry, list):
-        return [_with_text(each, spell) for each in entry]
+        return [_with_text(each, token_bytes) for each in entry]
     if entry is None:
         return None
     value, token, _ = entry
-    return value, token, spell.text(token)
+    return value, token, token_bytes.text(token)

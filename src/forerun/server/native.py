@@ -152,7 +152,7 @@ def _one(given: Mapping[str, Any]) -> SamplingParams:
 class _Format:
     """What the answers of a request hold."""
 
-    spell: TokenBytes | None  # log-probabilities with texts
+    token_bytes: TokenBytes | None  # log-probabilities with texts
     token_texts: bool
 
     @classmethod
@@ -163,15 +163,15 @@ class _Format:
         """
         if body.return_token_texts and service.text.tokenizer is None:
             raise RequestError("return_token_texts needs a tokenizer; leave it out.")
-        spell = service.text.token_bytes() if body.return_text_in_logprobs else None
-        return cls(spell, bool(body.return_token_texts))
+        token_bytes = service.text.token_bytes() if body.return_text_in_logprobs else None
+        return cls(token_bytes, bool(body.return_token_texts))
 
     def answer(self, generation: Generation, output: RequestOutput) -> dict[str, Any]:
-        info, spell = output.meta_info, self.spell
+        info, token_bytes = output.meta_info, self.token_bytes
         answer: dict[str, Any] = {
             "text": output.text,
             "output_ids": output.output_ids,
-            "meta_info": info if spell is None else with_texts(info, spell),
+            "meta_info": info if token_bytes is None else with_texts(info, token_bytes),
         }
         if self.token_texts:
             answer["token_texts"] = generation.token_texts(output)

@@ -17,18 +17,18 @@ MAX_HEAD_BYTES = 1 << 16  # request line and headers
 HEAD_SECONDS = 60.0  # from the connection, or the first byte of a request, to the end of its head
 
 
-class _Behind(Exception):
+class _PipelinedRequest(Exception):
     """Another request begins on a connection whose last one is not answered yet."""
 
 
-class _TooLarge(Exception):
-    """The head is."""
+class _HeadTooLarge(Exception):
+    """The request line and headers are."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. What cannot be read is refused in OpenAI's shape, and the connection closed.
 
-    Bytes behind a request that is being answered are not read as another one (pipelining): the
+    Bytes after a request that is being answered are not read as another one (pipelining): the
     connection closes after the answer, and meanwhile it is noticed if the client leaves.
     """
 
@@ -37,7 +37,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0  # of the parts that have been read
     _pending = 0  # bytes since the last part
     _received = 0  # bytes that came together
-    _deaf = False  # nothing is read any more
+    _ignores_input = False  # nothing is read any more
 
     # --- uvicorn's callbacks: the connection ----------------------------------------------------
 
@@ -50,11 +50,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             return
         self._received = len(data)
         super().data_received(data)
-        if self._in_head and not self._deaf:
+        if self._in_head and not self._ignores_input:
             self._pending += len(data)
             if self._pending > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large())
@@ -70,7 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self._unanswered:
-            raise _Behind
+            raise _PipelinedRequest
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
         self._read_part(0)
@@ -101,11 +101,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes += size
         self._pending = -self._received
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise _TooLarge
+            raise _HeadTooLarge
 
     def _refuse(self, error: ApiError) -> None:
         """Closes the connection with an error, or after the answer that is being made."""
-        self._deaf = True
+        self._ignores_input = True
         self._in_head = False
         self._stop_waiting()
         if not self._unanswered:

@@ -11,11 +11,10 @@ from rich.table import Table
 from forerun import LLM
 from forerun.bench.cli.inputs import Preset, with_preset
 from forerun.bench.cli.options import AsJson
-from forerun.bench.cli.tables import milliseconds, print_table
+from forerun.bench.cli.tables import milliseconds, print_results
 from forerun.bench.environment import environment
 from forerun.bench.first_token import FirstToken, first_token
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation
 from forerun.core.errors import ConfigError
 
@@ -41,11 +40,8 @@ def first_token_command(
     with LLM(**settings) as llm:
         rows = [first_token(llm.engine, n, repetitions, batch_size) for n in input_len]
         where = environment(llm)
-    if as_json:
-        results = [row.as_dict() for row in rows]
-        print_json({"settings": settings, "results": results, "environment": where})
-        return
-    print_table(table(rows), where)
+    as_dicts = [row.as_dict() for row in rows]
+    print_results(as_dicts, table(rows), settings, where, as_json)
 
 
 def table(rows: list[FirstToken]) -> Table:

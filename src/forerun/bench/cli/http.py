@@ -21,13 +21,12 @@ from forerun.bench.cli.inputs import (
     with_room,
 )
 from forerun.bench.cli.options import AsJson
-from forerun.bench.cli.tables import print_table
+from forerun.bench.cli.tables import print_results
 from forerun.bench.dummy_tokenizer import write_dummy_tokenizer
 from forerun.bench.environment import environment
 from forerun.bench.http import Comparison, Workload, compare
 from forerun.bench.serving.local import LocalServer
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
@@ -78,11 +77,8 @@ def http_command(
                 load = Workload.of(prompts, output_len, shape.batch_size)
                 results.append(compare(llm.engine, server.url, backend, load, repetitions))
             where = environment(llm)
-    if as_json:
-        rows = [result.as_dict() for result in results]
-        print_json({"settings": settings, "results": rows, "environment": where})
-        return
-    print_table(table(results), where)
+    as_dicts = [result.as_dict() for result in results]
+    print_results(as_dicts, table(results), settings, where, as_json)
 
 
 def table(results: Sequence[Comparison]) -> Table:

@@ -12,12 +12,11 @@ from rich.table import Table
 from forerun import LLM
 from forerun.bench.cli.inputs import Preset, check_repetitions, with_preset
 from forerun.bench.cli.options import AsJson
-from forerun.bench.cli.tables import milliseconds, print_table
+from forerun.bench.cli.tables import milliseconds, print_results
 from forerun.bench.environment import environment
 from forerun.bench.long_prompt import SHORT_LEN, LongPrompt, run_once, summary
 from forerun.bench.timing import interleaved
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation
 from forerun.core.errors import ConfigError
 
@@ -52,11 +51,8 @@ def long_prompt_command(
         runs = interleaved(of_bound, repetitions)
         rows = [summary(int(ms), [run.value for run in runs[ms]]) for ms in runs]
         where = environment(llm)
-    if as_json:
-        results = [row.as_dict() for row in rows]
-        print_json({"settings": settings, "results": results, "environment": where})
-        return
-    print_table(table(rows), where)
+    as_dicts = [row.as_dict() for row in rows]
+    print_results(as_dicts, table(rows), settings, where, as_json)
 
 
 def table(rows: list[LongPrompt]) -> Table:

@@ -21,12 +21,11 @@ from forerun.bench.cli.inputs import (
     with_room,
 )
 from forerun.bench.cli.options import AsJson
-from forerun.bench.cli.tables import milliseconds, print_table, yes_no
+from forerun.bench.cli.tables import milliseconds, print_results, yes_no
 from forerun.bench.environment import environment
 from forerun.bench.one_batch import OneBatch, one_batch
 from forerun.bench.profile import profile_steps
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json
 from forerun.cli.settings import with_speculation
 from forerun.core.errors import ConfigError
 from forerun.platform.device import resolve_device
@@ -67,10 +66,7 @@ def overlap_command(
         ]
         where = environment(on)
     rows = [row(result, *gap) for result, gap in zip(results, gaps, strict=True)]
-    if as_json:
-        print_json({"settings": settings, "results": rows, "environment": where})
-        return
-    print_table(table(rows), where)
+    print_results(rows, table(rows), settings, where, as_json)
 
 
 def row(result: OneBatch, gap_off: float | None, gap_on: float | None) -> dict[str, Any]:

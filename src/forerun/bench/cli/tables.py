@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from forerun.bench.environment import made_with
+from forerun.cli.output import print_json
 
 COLUMNS = 100  # width of the tables
 
@@ -23,6 +24,20 @@ def print_table(table: Table, where: Mapping[str, Any]) -> None:
     console = wide_console()
     console.print(table)
     console.print(made_with(where), style="dim", soft_wrap=True)
+
+
+def print_results(
+    rows: Sequence[Mapping[str, Any]],
+    table: Table,
+    settings: Mapping[str, Any],
+    where: Mapping[str, Any],
+    as_json: bool,
+) -> None:
+    """`rows` with settings and environment as JSON, or the table of them."""
+    if as_json:
+        print_json({"settings": settings, "results": rows, "environment": where})
+    else:
+        print_table(table, where)
 
 
 def yes_no(value: bool | None) -> str:
