@@ -113,10 +113,13 @@ def run(server: LiveServer, seed: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     begin, done, ended = time.monotonic(), 0, 0
-    with LiveServer(*flags(**ENGINE)) as server, ThreadPoolExecutor(CLIENTS) as pool:
-        seeds = itertools.count()
+    settings = {**ENGINE, "device": options.device}
+    with LiveServer(*flags(**settings)) as server, ThreadPoolExecutor(CLIENTS) as pool:
+        seeds = itertools.count(options.first_seed)
         while ended < options.requests:
             batch = list(itertools.islice(seeds, 8 * CLIENTS))
             ended += sum(pool.map(lambda seed: run(server, seed), batch))
