@@ -251,7 +251,7 @@ def test_the_engine_on_deepseeks_sizes(device: torch.device) -> None:
         chunked_prefill_size=16,
         page_size=64,
     ) as llm:
-        greedy = {"temperature": 0.0, "max_new_tokens": 4, "ignore_eos": True}
+        greedy = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
         made = llm.generate(input_ids=case["prompt"], sampling_params=greedy)
-    assert made.output_ids == case["output"][:4]
-    assert made.meta_info["spec_accept_lengths"][0] == 2
+    assert made.output_ids == case["output"][:3]
+    assert made.meta_info["spec_accept_lengths"] == [2]

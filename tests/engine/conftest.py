@@ -25,7 +25,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make(folder / name) for name, make in makers.items()}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chain_llm(drafts: dict[str, Path]) -> Callable[..., LLM]:
     """`golden_llm` with one of these drafts."""
 

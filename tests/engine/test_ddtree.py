@@ -41,7 +41,7 @@ def total(outs: list[Any]) -> Acceptance:
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 4)])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 512)])
 def test_output_equals_plain_decoding(
     page_size: int, chunk: int, tight: bool, overlap_depth: int
 ) -> None:
@@ -110,6 +110,7 @@ def test_the_width_does_not_change_the_output(
         llm.engine.check()
 
 
+@pytest.mark.exhaustive
 def test_the_bundled_pair() -> None:
     """The output of plain decoding, and a higher accept length than the chain's."""
     words = [p.question for p in problems(6)]

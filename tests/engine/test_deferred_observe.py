@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.golden_engine import golden_llm
 
 NAMES = ["DFLASH", "DDTREE", "EAGLE3", "NEXTN", "STANDALONE"]
 Proposals = dict[tuple[int, int], list[int]]  # (request, position) -> drafts
+Turn = tuple[list[list[int]], list[list[int]], Proposals]  # texts, accept lengths, drafts
 
 
 def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
@@ -26,10 +28,8 @@ def engine(name: str, chain_llm: Callable[..., LLM], **settings: Any) -> LLM:
     return make(name, **settings)
 
 
-def record(
-    llm: LLM, prompts: list[list[int]], seed: int
-) -> tuple[list[list[int]], list[list[int]], Proposals]:
-    """Texts, accept lengths and drafts, with widths that depend on the seed alone."""
+def record(llm: LLM, prompts: list[list[int]], seed: int) -> Turn:
+    """With widths that depend on the seed alone."""
     widths, step = llm.engine.scheduler.widths, llm.engine.executor.step
     rng, proposals = random.Random(seed), {}
     indices: list[int] = []
@@ -61,13 +61,28 @@ def record(
     return [o.output_ids for o in outs], lengths, proposals
 
 
-def conversation(llm: LLM) -> list[tuple[list[list[int]], list[list[int]], Proposals]]:
+def conversation(llm: LLM) -> list[Turn]:
     """Two turns; the second finds the first in the prefix cache."""
     turns, prompts = [], PROMPTS
     for seed in range(2):
         turns.append(record(llm, prompts, seed))
         prompts = [p + text for p, text in zip(prompts, turns[-1][0], strict=True)]
     return turns
+
+
+@pytest.fixture(scope="module")
+def usual(chain_llm: Callable[..., LLM]) -> Callable[[str, int], list[Turn]]:
+    """The conversation with an engine that is as usual, by algorithm and overlap depth."""
+
+    @cache
+    def run(name: str, overlap_depth: int) -> list[Turn]:
+        with engine(name, chain_llm, overlap_depth=overlap_depth) as llm:
+            assert device_step(llm.engine.executor).captures_drafts
+            turns = conversation(llm)
+        assert turns[0][2]
+        return turns
+
+    return run
 
 
 @pytest.mark.gpu
@@ -113,17 +128,18 @@ def run_eagerly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_eager_drafts_are_those_of_captured_ones(
-    name: str, overlap_depth: int, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    overlap_depth: int,
+    usual: Callable[[str, int], list[Turn]],
+    chain_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a CPU nothing is captured: this is about how the step is cut, not about graphs."""
-    found = []
-    for eager in (False, True):
-        if eager:
-            run_eagerly(name, monkeypatch)
-        with engine(name, chain_llm, overlap_depth=overlap_depth) as llm:
-            assert device_step(llm.engine.executor).captures_drafts != eager
-            found.append(conversation(llm))
-    assert found[0][0][2] and found[0] == found[1]
+    want = usual(name, overlap_depth)
+    run_eagerly(name, monkeypatch)
+    with engine(name, chain_llm, overlap_depth=overlap_depth) as llm:
+        assert not device_step(llm.engine.executor).captures_drafts
+        assert conversation(llm) == want
 
 
 @pytest.mark.gpu
@@ -156,15 +172,18 @@ class PaddedSteps(EagerSteps):
         super().observe_deferred(DeferredBatch(slots, counts, batch.kv_len_ub, lengths))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_slots_do_not_change_the_output(name: str, chain_llm: Callable[..., LLM]) -> None:
-    found = []
-    for padded in (False, True):
-        with engine(name, chain_llm) as llm:
-            executor = llm.engine.executor
-            assert isinstance(executor, DeviceExecutor)
-            if padded:
-                executor.steps = PaddedSteps(executor.step)
-            found.append(conversation(llm))
-            assert executor.tables.kv_len[executor.tables.padding_slot] == 0
-    assert found[0][0][2] and found[0] == found[1]
+def test_padding_slots_do_not_change_the_output(
+    name: str,
+    overlap_depth: int,
+    usual: Callable[[str, int], list[Turn]],
+    chain_llm: Callable[..., LLM],
+) -> None:
+    with engine(name, chain_llm, overlap_depth=overlap_depth) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, DeviceExecutor)
+        executor.steps = PaddedSteps(executor.step)
+        assert conversation(llm) == usual(name, overlap_depth)
+        assert executor.tables.kv_len[executor.tables.padding_slot] == 0

@@ -65,7 +65,7 @@ def need_device() -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (16, 4), (256, 512)])
 @pytest.mark.parametrize(

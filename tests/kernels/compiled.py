@@ -1,8 +1,9 @@
 """Compiles Triton kernels ahead of time for GPUs that are not present, and inspects the assembly.
 
-`python -m tests.kernels.compiled FAMILY` compiles the cases of `cases_FAMILY.py` (a list `CASES`)
-for their targets and prints one JSON line per kernel and target. It needs a process of its own: in
-the tests' process Triton may have been imported in interpreter mode.
+`python -m tests.kernels.compiled FAMILY[:ONLY] ...` compiles the cases of `cases_FAMILY.py` (a list
+`CASES`) for their targets, or only one case or target, and prints one JSON line per kernel and
+target. It needs a process of its own: in the tests' process Triton may have been imported in
+interpreter mode.
 """
 
 from __future__ import annotations
@@ -146,14 +147,17 @@ def problems(case: Case, facts: Facts) -> list[str]:
     return found
 
 
-def main(family: str, only: str = "") -> None:
+def main(family: str, only: str) -> None:
     for case in importlib.import_module(f"tests.kernels.cases_{family}").CASES:
         for target in case.targets:
             if only and only not in (case.name, target):
                 continue
             facts = compile_case(case, target)
-            print(json.dumps(asdict(facts) | {"problems": problems(case, facts)}), flush=True)
+            found = {"family": family, **asdict(facts), "problems": problems(case, facts)}
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for argument in sys.argv[1:]:
+        name, _, chosen = argument.partition(":")
+        main(name, chosen)

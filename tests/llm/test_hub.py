@@ -10,22 +10,23 @@ import io
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load, save
 
 from forerun import LLM, ConfigError
+from forerun.cli.main import run
 from forerun.config.engine_config import EngineConfig
 from forerun.llm.download_progress import SECONDS_PER_LINE, DownloadProgress
 from forerun.llm.hub import HubModel, parse, with_local_paths
 from forerun.models.checkpoint import INDEX
 from tests.cli.support import PAIR, needs_pair
 from tests.golden_engine import CASES, GOLDEN
+from tests.llm.fresh_process import call
 from tests.llm.hub_server import TOKEN, Files, Hub, Repo, serve
 
 CASE = CASES[0]
@@ -38,20 +39,15 @@ GENERATE = (
 )
 DRAFT = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "acme/draft")
 
-# For each JSON object of settings: the paths it resolves to, or the error.
-RESOLVE = """
-import json, sys
-from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import ConfigError
-from forerun.llm.hub import with_local_paths
 
-for settings in json.loads(sys.argv[1]):
-    try:
-        config = with_local_paths(EngineConfig(**settings))
-        print(json.dumps({name: vars(config)[name] for name in settings}))
-    except ConfigError as error:
-        print(json.dumps({"error": str(error)}))
-"""
+def resolve(*asked: dict[str, object]) -> None:
+    """Prints for each of the settings the paths that they resolve to, or the error."""
+    for settings in asked:
+        try:
+            config = with_local_paths(EngineConfig(**settings))  # type: ignore[arg-type]
+            print(json.dumps({name: vars(config)[name] for name in settings}))
+        except ConfigError as error:
+            print(json.dumps({"error": str(error)}))
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
@@ -115,21 +111,11 @@ class Shell:
             "OMP_NUM_THREADS": "1",
         }
 
-    def python(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *args],
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-
-    def forerun(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.python("-m", "forerun", *args, **env)
+    def forerun(self, *args: str, **env: str) -> CompletedProcess[str]:
+        return call(self.env | env, run, args)
 
     def resolve(self, *settings: dict[str, object], **env: str) -> list[dict[str, str]]:
-        done = self.python("-c", RESOLVE, json.dumps(settings), **env)
+        done = call(self.env | env, resolve, *settings)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
+from fastapi import FastAPI
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -127,7 +129,8 @@ class Scripted:
         self.engine = self._new_engine(scripts, step)
         service = Service(ServerSettings(**settings), self.engine, self._text)  # type: ignore[arg-type]
         self.service = service
-        transport = httpx.ASGITransport(build_app(service))
+        with patch.object(FastAPI, "openapi"):  # most of the time; made when it is asked for
+            transport = httpx.ASGITransport(build_app(service))
         self._http = httpx.AsyncClient(transport=transport, base_url="http://scripted")
         self._client = AsyncOpenAI(
             base_url="http://scripted/v1", api_key="none", http_client=self._http, max_retries=0

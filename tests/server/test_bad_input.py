@@ -265,22 +265,22 @@ def narrow() -> Iterator[LiveServer]:
 
 
 def test_everything_but_health_needs_the_key(narrow: LiveServer) -> None:
-    assert httpx.get(f"{narrow.url}/health").status_code == 200
     paths = [
         *("/v1/models", "/server_info", "/openapi.json", "/metrics", "/nope", "/health/"),
         "/health_generate",
     ]
-    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
-        for path in paths:
-            response = httpx.get(f"{narrow.url}{path}", headers=header)
-            assert "API key" in refused(response, 401)
-            assert response.headers["www-authenticate"] == "Bearer"
-        for path, methods in narrow.get("/openapi.json")["paths"].items():
-            for method in methods if path != "/health" else ():
-                response = httpx.request(method, f"{narrow.url}{path}", headers=header)
-                assert response.status_code == 401, (method, path)
-        response = httpx.post(f"{narrow.url}/flush_cache", headers=header)
-        assert response.status_code == 401
+    with httpx.Client(base_url=narrow.url) as bare:
+        assert bare.get("/health").status_code == 200
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}):
+            for path in paths:
+                response = bare.get(path, headers=header)
+                assert "API key" in refused(response, 401)
+                assert response.headers["www-authenticate"] == "Bearer"
+            for path, methods in narrow.get("/openapi.json")["paths"].items():
+                for method in methods if path != "/health" else ():
+                    response = bare.request(method, path, headers=header)
+                    assert response.status_code == 401, (method, path)
+            assert bare.post("/flush_cache", headers=header).status_code == 401
     assert narrow.http.get("/metrics").status_code == 404  # --no-enable-metrics
     assert narrow.get("/v1/models")["data"][0]["id"] == "tiny"
     assert KEY not in narrow.http.get("/server_info").text
