@@ -107,6 +107,38 @@ MODELS: dict[str, Config] = {
         "routed_scaling_factor": 2.5,
     },
 }
+MODELS |= {
+    "Gemma-2-9B": _DENSE
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "hidden_size": 3584,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+    },
+    "Gemma-3-4B": _DENSE
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_size": 2560,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 2,  # 6; both kinds are among the few layers here
+    },
+    "OLMo-3-7B": _DENSE | {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4096},
+}
+# Architectures whose attention is that of another row.
+ALIKE: dict[str, str] = {
+    "Glm4ForCausalLM": "Llama-3.1-8B",
+    "Glm4MoeForCausalLM": "Llama-3.1-8B",
+    "GraniteForCausalLM": "Llama-3.1-8B",
+    "MixtralForCausalLM": "Llama-3.1-8B",
+    "Olmo2ForCausalLM": "Llama-3.1-8B",
+    "Phi3ForCausalLM": "Llama-3.1-8B",  # those with a window: Mistral's
+    "SeedOssForCausalLM": "Llama-3.1-8B",
+    "SmolLM3ForCausalLM": "Llama-3.1-8B",
+}
 LAYERS = 4
 
 
@@ -316,6 +348,10 @@ def lines() -> Iterator[str]:
             except ConfigError as error:
                 needs[label, algorithm] = error
     yield LEGEND
+    of = {label: [name for name, row in ALIKE.items() if row == label] for label in MODELS}
+    yield "Further architectures, whose attention is that of a row:\n"
+    yield from (f"- {label}: {', '.join(names)}" for label, names in of.items() if names)
+    yield ""
     for platform in PLATFORMS:
         yield from _table(platform, needs, cells)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from forerun.kernels.elementwise import gelu_mul
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
@@ -41,8 +42,8 @@ def case(
     )
 
 
-def norms(name: str, x: str, block: int = 4096, **constants: Any) -> Case:
-    pointers = {"x_ptr": x, "residual_ptr": B16, "weight_ptr": B16, "total_ptr": B16}
+def norms(name: str, x: str, block: int = 4096, weight: str = B16, **constants: Any) -> Case:
+    pointers = {"x_ptr": x, "residual_ptr": B16, "weight_ptr": weight, "total_ptr": B16}
     numbers = "size* split_stride* row_stride* residual_stride*"
     all_ = {"ADD": True, "SPLIT_K": 1, "BLOCK": block, **constants}
     warps = min(16, block // 256)
@@ -138,8 +139,11 @@ _CASES = [
     norms("outputs of 8 experts in bfloat16, add and norm", B16, 2048, SPLIT_K=8),
     norms("norm", B16, ADD=False),
     norms("norm of 5120", B16, 8192),
+    norms("add and norm, float32 weight", B16, weight=F32),
     silu("silu", B16, 1),
     silu("silu of split-K partials", F32, 4),
+    case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
+         {"BLOCK": 2048}, 8),
     heads("heads"),
     heads("heads of split-K partials", F32, SPLIT_K=4),
     heads("heads, float8 pool", pool="*u8"),

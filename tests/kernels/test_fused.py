@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.moe.experts import combine
@@ -58,6 +60,17 @@ def test_add_rms_norm(split_k: int, dtype: torch.dtype, device: torch.device) ->
     assert torch.equal(residual, kept)
 
 
+def test_a_weight_may_have_more_precision_than_the_model(device: torch.device) -> None:
+    """Gemma's factors 1 + w, which bfloat16 would round."""
+    x = _random(5, 96, dtype=torch.bfloat16, device=device)
+    residual = _random(5, 96, dtype=torch.bfloat16, device=device, seed=1)
+    weight = 1 + 1e-3 * _random(96, dtype=torch.float32, device=device, seed=2)
+    _close(rms_norm(x, weight, EPS), _normed(x, weight))
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    _close(normed, _normed(total, weight))
+    assert normed.dtype == torch.bfloat16
+
+
 def test_partials_of_the_models_dtype(device: torch.device) -> None:
     """Bit for bit as if their sum had been a tensor."""
     dtype = torch.float16  # the interpreter rounds to bfloat16 in its own way
@@ -79,6 +92,14 @@ def test_silu_mul(
     x = _random(*shape, dtype=torch.float32 if split_k else dtype, device=device)
     gate, up = (x.double().sum(0) if split_k else x.double()).chunk(2, -1)
     _close(silu_mul(x, dtype), gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 24), (17, 1100)])
+def test_gelu_tanh_mul(tokens: int, inner: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = 3 * _random(tokens, 2 * inner + 8, dtype=dtype, device=device)[:, : 2 * inner]
+    gate, up = x.double().chunk(2, -1)
+    _close(gelu_tanh_mul(x), F.gelu(gate, approximate="tanh") * up)
 
 
 @pytest.mark.gpu

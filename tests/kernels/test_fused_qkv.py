@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.config.model_config import RopeConfig
+from forerun.config.rope_config import RopeConfig
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, RopePositions
 from forerun.layers.rope import Rope

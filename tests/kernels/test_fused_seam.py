@@ -15,7 +15,7 @@ from forerun.attention.base import (
 )
 from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
-from forerun.config.model_config import RopeConfig
+from forerun.config.rope_config import RopeConfig
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape

@@ -13,12 +13,23 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
@@ -86,6 +97,19 @@ _EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "experts_implementation": "eager",
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+    "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 9.0],
+}
+_GEMMA3 = {
+    "head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 24,
+}
 
 # name -> (config class, overrides)
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -143,8 +167,76 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         DeepseekV3Config,
         {**_MLA, **_MOE, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "gemma2": (
+        Gemma2Config,
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (Gemma3TextConfig, _GEMMA3),
+    "gemma3-linear-softcap": (
+        Gemma3TextConfig,
+        {
+            **_GEMMA3,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "glm4": (Glm4Config, {"head_dim": 16, "attention_bias": True}),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        {**_MOE, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "n_group": 2},
+    ),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": (MistralConfig, {"sliding_window": None}),
     "mistral-sliding": (MistralConfig, {"sliding_window": 6, "head_dim": 16}),
+    "mixtral": (
+        MixtralConfig,
+        {"num_local_experts": 4, "sliding_window": 6, "experts_implementation": "eager"},
+    ),
+    "olmo2": (Olmo2Config, {"rms_norm_eps": 1e-6}),
+    "olmo3": (
+        Olmo3Config,
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": (Phi3Config, {"sliding_window": 9}),
+    "phi4-mini": (
+        Phi3Config,
+        {
+            "head_dim": 16,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 8},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed-oss": (SeedOssConfig, {"head_dim": 16}),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
     "qwen3-moe": (Qwen3MoeConfig, _EXPERTS),
     "qwen3-moe-dense-layers": (
         Qwen3MoeConfig,

@@ -18,7 +18,7 @@ from forerun.attention.base import AttentionContext
 from forerun.config.model_config import parse_model_config
 from forerun.kernels.gemm import dispatch
 from forerun.kernels.runtime.gpu import GpuInfo
-from forerun.layers import gemm, moe, norm
+from forerun.layers import gemm, linear, moe, norm
 from forerun.layers.communication import SingleRank, WeightPlacement
 from forerun.layers.linear import RowLinear
 from forerun.models.registry import model_class
@@ -28,7 +28,8 @@ META = torch.device("meta")
 H200 = GpuInfo(num_sms=132, amd=False, capability=90)
 LAYERS = 2
 FAMILIES = [
-    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+    "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
 ]  # fmt: skip
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -52,6 +53,7 @@ class Recorder:
         for owner, names in (
             (gemm, ("gemm", *fused, "silu_mul", "argmax")),
             (norm, ("rms_norm", "add_rms_norm")),
+            (linear, ("gelu_tanh_mul",)),
             (moe, ("route", "expert_partials", "combine")),
         ):
             for name in names:
@@ -179,6 +181,16 @@ def test_experts_on_an_h200(h200: Recorder, tokens: int) -> None:
     layer = [*qkv, "attention", *o_proj, "route", "expert_partials", "add_rms_norm"]
     got = h200.sequence(QWEN3_30B_A3B, WeightPlacement(torch.bfloat16, META), tokens)
     assert got == ["rms_norm", *layer * LAYERS, *head]
+
+
+def test_norms_after_attention_and_mlp_on_an_h200(h200: Recorder) -> None:
+    """They stand between a GEMM and the residual, so that nothing is fused with the addition."""
+    block = ["gemm", "rms_norm", "add_rms_norm"]
+    layer = ["gemm", "attention", *block, "gemm", "gelu_tanh_mul", *block]
+    raw = QWEN3_8B | {"architectures": ["Gemma3ForCausalLM"]}
+    raw |= {"layer_types": ["full_attention"] * LAYERS}
+    got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), 16)
+    assert got == ["rms_norm", *layer * LAYERS, "gemm_argmax"]
 
 
 def test_across_ranks_the_sum_comes_before_residual_and_norm(h200: Recorder) -> None:

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from forerun.config.model_config import RopeConfig, YarnConfig, parse_model_config
+from forerun.config.model_config import parse_model_config
+from forerun.config.rope_config import RopeConfig, YarnConfig
 from forerun.kernels.elementwise.qk_norm_rope import rotate
 from forerun.layers import gemm
 from forerun.layers.embedding import LMHead, VocabEmbedding

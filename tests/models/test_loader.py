@@ -314,8 +314,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (config(architectures=["GemmaForCausalLM"]), "Gemma.*not supported"),
     "activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "rope": (
-        config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        "rope scaling 'longrope' is not supported",
+        config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}),
+        "rope scaling 'dynamic' is not supported",
     ),
     "partial rope": (
         config(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),

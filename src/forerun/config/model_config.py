@@ -8,38 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forerun.config.hf_config import normalised
+from forerun.config.rope_config import RopeConfig, parse_ropes
 from forerun.core.errors import ConfigError
 
-ROPE_SCALINGS = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class YarnConfig:
-    """What YaRN has besides `factor` and the original length (arXiv 2309.00071)."""
-
-    beta_fast: float = 32.0  # rotations over the original length: more are kept as they are
-    beta_slow: float = 1.0  # fewer are divided by `factor`
-    truncate: bool = True  # the dims between which it blends are whole numbers
-    attention_factor: float | None = None  # of cos and sin; None: it follows from the others
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0  # DeepSeek: of the softmax scale, too
-
-
+# Families whose `sliding_window` needs no `use_sliding_window`.
+ALWAYS_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
 # Families whose sliding window holds for every layer; Qwen2 and Qwen3 begin at a layer.
-WINDOW_IN_ALL_LAYERS = ("MistralForCausalLM", "Qwen3MoeForCausalLM")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `scaling` is one of `ROPE_SCALINGS`, as in transformers."""
-
-    theta: float = 10000.0
-    scaling: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    yarn: YarnConfig | None = None
+WINDOW_IN_ALL_LAYERS = (*ALWAYS_WINDOWED, "Qwen3MoeForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -56,7 +32,8 @@ class ModelConfig:
     head_dim: int
     rotary_dim: int  # of each head: head_dim, or the rope part of an MLA head
     rms_norm_eps: float
-    rope: RopeConfig
+    rope: RopeConfig  # of the last layer, like which MTP layers are built
+    layer_ropes: tuple[RopeConfig, ...]
     max_position: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -66,7 +43,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     # Per layer: None for full attention, else the sliding window as Hugging Face counts it.
     windows: tuple[int | None, ...]
-    raw: Mapping[str, Any]  # the whole file, for keys of one family
+    raw: Mapping[str, Any]  # the whole config in one spelling (`hf_config`), for keys of one family
 
     def need(self, key: str) -> int:
         """An integer that only some families have.
@@ -116,12 +93,15 @@ def parse_model_config(
     """The common fields of a Llama-like config.
 
     Args:
+        raw: `config.json`; of a multimodal model, the text model is taken.
         eos: EOS id or ids that replace those of `raw`.
         where: named in error messages.
 
     Raises:
         ConfigError: a key is missing or a value is not supported.
     """
+
+    raw = normalised(raw)
 
     def need(key: str) -> Any:
         if raw.get(key) is None:
@@ -141,6 +121,7 @@ def parse_model_config(
         )
     attention_bias = bool(raw.get("attention_bias", False))
     head_dim = int(raw.get("head_dim") or hidden // heads)
+    ropes = parse_ropes(raw, layers, where)
     return ModelConfig(
         architecture=str(architectures[0]),
         vocab_size=int(need("vocab_size")),
@@ -152,11 +133,12 @@ def parse_model_config(
         head_dim=head_dim,
         rotary_dim=int(raw.get("qk_rope_head_dim") or head_dim),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_parse_rope(raw, where),
+        rope=ropes[-1],
+        layer_ropes=ropes,
         max_position=int(raw.get("max_position_embeddings", 4096)),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias,
-        o_bias=attention_bias,
+        o_bias=bool(raw.get("attention_out_bias", attention_bias)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_as_ids(eos if eos is not None else raw.get("eos_token_id")),
@@ -171,40 +153,6 @@ def _as_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
-def _parse_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
-    # transformers 5 writes `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`.
-    spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = str(spec.get("rope_type") or spec.get("type") or "default")
-    if kind not in ROPE_SCALINGS:
-        raise ConfigError(
-            f"{where}: rope scaling {kind!r} is not supported. Known: {', '.join(ROPE_SCALINGS)}."
-        )
-    longest = int(raw.get("max_position_embeddings", 4096))
-    original = spec.get("original_max_position_embeddings") or (longest if kind == "yarn" else 8192)
-    factor = spec.get("factor") or (longest / int(original) if kind == "yarn" else 1.0)
-    return RopeConfig(
-        theta=float(spec.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        scaling=kind,
-        factor=float(factor),
-        low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
-        original_max_position=int(original),
-        yarn=_parse_yarn(spec) if kind == "yarn" else None,
-    )
-
-
-def _parse_yarn(spec: Mapping[str, Any]) -> YarnConfig:
-    attention_factor = spec.get("attention_factor")
-    return YarnConfig(
-        beta_fast=float(spec.get("beta_fast") or 32.0),
-        beta_slow=float(spec.get("beta_slow") or 1.0),
-        truncate=bool(spec.get("truncate", True)),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        mscale=float(spec.get("mscale") or 0.0),
-        mscale_all_dim=float(spec.get("mscale_all_dim") or 0.0),
-    )
-
-
 def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
     types = raw.get("layer_types")
@@ -213,7 +161,7 @@ def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int
     if types is not None:
         return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
     architecture = str(raw["architectures"][0])
-    used = raw.get("use_sliding_window", architecture == "MistralForCausalLM")
+    used = raw.get("use_sliding_window", architecture in ALWAYS_WINDOWED)
     if not used or not window:
         return (None,) * layers
     in_all = architecture in WINDOW_IN_ALL_LAYERS

@@ -63,20 +63,24 @@ class Attention(KVLayer):
         head_dim: int,
         qk_norm: tuple[RMSNorm, RMSNorm] | None = None,
     ) -> None:
-        """`qk_norm`: over every q head and every k head before RoPE (Qwen3)."""
+        """`qk_norm`: over every q head and every k head before RoPE (Qwen3); prepared before this.
+
+        A family whose scores are scaled otherwise, or more than that, replaces `spec`.
+        """
         self.layer_id, self.spec = layer_id, AttentionSpec(mask, scale=1 / math.sqrt(head_dim))
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.norms: HeadNorms | None = None
-        if qk_norm is not None:
-            q_norm, k_norm = qk_norm
-            self.norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        self._qk_norm = qk_norm
 
     def kv_layout(self, kv_dtype: torch.dtype) -> DenseKV:
         return DenseKV(self.num_kv_heads, self.head_dim, kv_dtype)
 
     def prepare(self) -> None:
+        norms: HeadNorms | None = None
+        if self._qk_norm is not None:
+            q_norm, k_norm = self._qk_norm
+            norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
         sizes = self.num_heads, self.num_kv_heads, self.head_dim
-        self._norm_rope = HeadNormRope(*sizes, self.norms)
+        self._norm_rope = HeadNormRope(*sizes, norms)
 
     def __call__(self, qkv: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) · D] -> [T, Hq · D]."""

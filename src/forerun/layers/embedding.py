@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,8 +15,13 @@ from forerun.layers.module import Module
 class VocabEmbedding(Module):
     """`weight` [V, H] (vLLM, SGLang: VocabParallelEmbedding)."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, place: WeightPlacement) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, place: WeightPlacement, scale: float = 1.0
+    ) -> None:
+        """`scale`: of what is looked up, not of the weight, which may also be the LM head's."""
         self.weight = place.empty(vocab_size, hidden_size)
+        # Rounded to the weight's dtype, as in transformers.
+        self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._comm = place.comm
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
@@ -23,7 +29,10 @@ class VocabEmbedding(Module):
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
-        return self._comm.all_reduce(F.embedding(input_ids, self.weight))
+        embedded = F.embedding(input_ids, self.weight)
+        if self._scale != 1:
+            embedded = embedded * self._scale
+        return self._comm.all_reduce(embedded)
 
 
 class LMHead(LinearBase):

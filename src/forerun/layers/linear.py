@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.gemm import Gemm, LibraryGemm, OneDnnGemm, gemm_for
@@ -132,9 +133,12 @@ class MergedBase(LinearBase):
     ) -> None:
         super().__init__(input_size, sum(parts.values()), bias, place)
         self.parts = dict(parts)
+        self.fused = False  # whether checkpoints have the parts as one matrix, too (Phi-3)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Weights of the parts, under their own names next to this module's."""
+        if self.fused:
+            return super().weights(prefix)
         above = prefix[: prefix.rfind(".", 0, -1) + 1]
         out: dict[str, Tensor] = {}
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
@@ -160,6 +164,17 @@ class QKVLinear(MergedBase):
         sizes = (head_dim * heads for heads in (num_heads, num_kv_heads, num_kv_heads))
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
         super().__init__(input_size, parts, bias, place)
+        self.head_dim = head_dim
+
+    def reorder_heads(self, order: Tensor) -> None:
+        """Reorders the dims of every q and k head by `order` [D] (`rotary_order`).
+
+        For `prepare` of an attention, before that of this linear.
+        """
+        for tensor in (self.weight, self.bias):
+            if tensor is not None:
+                heads = tensor[: -self.parts["v_proj"]].unflatten(0, (-1, self.head_dim))
+                heads.copy_(heads.index_select(1, order.to(tensor.device)))
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         """x [T, in] -> [T, (Hq + 2 Hkv) · D]."""
@@ -191,3 +206,8 @@ class RowLinear(LinearBase):
 def silu_and_mul(gate_up: PendingGemm) -> Tensor:
     """SwiGLU (arXiv 2002.05202): [gate | up] [T, 2I] -> silu(gate) · up, [T, I]."""
     return gate_up.silu_and_mul()
+
+
+def gelu_tanh_and_mul(gate_up: PendingGemm) -> Tensor:
+    """GeGLU (arXiv 2002.05202): [gate | up] [T, 2I] -> gelu(gate) · up, [T, I]; tanh form."""
+    return gelu_tanh_mul(gate_up.result())

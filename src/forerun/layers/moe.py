@@ -95,6 +95,7 @@ class Experts(Module):
         self.w13 = place.empty(num_experts + num_shared, 2 * intermediate_size, hidden_size)
         self.w2 = place.empty(num_experts + num_shared, hidden_size, intermediate_size)
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
+        self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
         self._shared_gate_up: list[Gemm] = []
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
@@ -105,8 +106,8 @@ class Experts(Module):
         out: dict[str, Tensor] = {}
         for i, (w13, w2) in enumerate(zip(w13s, w2s, strict=True)):
             gate, up = w13.chunk(2)
-            parts = {"gate_proj": gate, "up_proj": up, "down_proj": w2}
-            out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts.items()}
+            parts = zip(self.projections, (gate, up, w2), strict=True)
+            out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts}
         return out
 
     def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:

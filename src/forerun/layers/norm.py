@@ -53,7 +53,8 @@ class RMSNorm(Module):
         weight = self.weight
         if weight.dim() == 1:
             return rms_norm(x, weight, self.eps)
-        return F.rms_norm(x, weight.shape[-1:], None, self.eps) * weight
+        normed = F.rms_norm(x.to(weight.dtype), weight.shape[-1:], None, self.eps)
+        return (normed * weight).to(x.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual).
@@ -66,3 +67,13 @@ class RMSNorm(Module):
             return add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + sum_split_k_ref(x, residual.dtype)
         return self(residual), residual
+
+
+class UnitOffsetRMSNorm(RMSNorm):
+    """Gemma's: checkpoints have w - 1. The factor is float32, as in transformers."""
+
+    def prepare(self) -> None:
+        full_precision = self.weight.dtype == torch.float32
+        self.weight = 1 + self.weight.float()
+        if full_precision:
+            super().prepare()

@@ -20,8 +20,14 @@ class AddRMSNorm(Module):
     do the norm's last step.
     """
 
-    def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
-        self.norm = RMSNorm(size, eps, place)
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        place: WeightPlacement,
+        rms_norm: type[RMSNorm] = RMSNorm,
+    ) -> None:
+        self.norm = rms_norm(size, eps, place)
         self._reader: LinearBase | None = None
 
     def link(self, reader: LinearBase) -> None:

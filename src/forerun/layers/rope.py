@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.config.model_config import RopeConfig, YarnConfig
+from forerun.config.rope_config import NO_ROPE, LongRopeConfig, RopeConfig, YarnConfig
 
 
 @dataclass(eq=False)  # hashed by identity
@@ -39,9 +39,27 @@ class RopeRows:
         return RopeRows(self.table, self.positions[:count])
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position for each pair of dimensions: [D/2] float32, as in transformers."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def frequencies(config: RopeConfig, head_dim: int, max_positions: int = 0) -> Tensor:
+    """Radians per position for each pair of dimensions: [D/2] float32, as in transformers.
+
+    Of a partial embedding the pairs behind the rotated ones have 0: they stay as they are.
+    `max_positions`: how far positions go, where the frequencies depend on it (LongRoPE).
+    """
+    rotated = torch.zeros(head_dim // 2)
+    if config.scaling != NO_ROPE:
+        inv = _frequencies(config, rotary_dims(config, head_dim), max_positions)
+        rotated[: len(inv)] = inv
+    return rotated
+
+
+def rotary_dims(config: RopeConfig, head_dim: int) -> int:
+    """How many dims of a head are rotated."""
+    return int(head_dim * config.partial_rotary_factor)
+
+
+def _frequencies(config: RopeConfig, dim: int, max_positions: int) -> Tensor:
+    """Of `dim` rotated dims."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     inv = 1.0 / (config.theta**exponents)
     if config.scaling == "linear":
         return inv / config.factor
@@ -49,7 +67,37 @@ def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         return _llama3(inv, config)
     if config.yarn is not None:
         return _yarn(inv, config, config.yarn)
+    if config.longrope is not None:
+        return inv / torch.tensor(_longrope_factors(config, config.longrope, max_positions))
     return inv
+
+
+# Positions past the context that the rotary tables have for drafts; they are part of no text.
+RESERVED_POSITIONS = 256
+
+
+def _longrope_factors(
+    config: RopeConfig, longrope: LongRopeConfig, max_positions: int
+) -> tuple[float, ...]:
+    """Chosen once, by how long a text may get: K/V with the other factors would be invalid.
+
+    transformers changes them when a text passes the original length.
+    """
+    long = max_positions > config.original_max_position + RESERVED_POSITIONS
+    return longrope.long_factor if long else longrope.short_factor
+
+
+def rotary_order(config: RopeConfig, head_dim: int, interleaved: bool = False) -> Tensor:
+    """In which order a head's dims must be, for halves of the whole head to be rotated: [D] int64.
+
+    A checkpoint has the rotated dims first, as halves or, `interleaved`, as neighbouring pairs.
+    Queries and keys are reordered alike, so their products stay what they are.
+    """
+    rotary = rotary_dims(config, head_dim)
+    dims = torch.arange(rotary)
+    pairs = dims.view(-1, 2) if interleaved else dims.view(2, -1).T
+    rest = torch.arange(rotary, head_dim).view(2, -1).T
+    return torch.cat((pairs, rest)).T.flatten()
 
 
 def _llama3(inv: Tensor, config: RopeConfig) -> Tensor:
@@ -91,6 +139,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def amplitude(config: RopeConfig) -> float:
     """The factor of cos and sin; 1 without YaRN, and where DeepSeek's two mscales are equal."""
+    if config.longrope is not None:
+        return _longrope_amplitude(config, config.longrope)
     yarn = config.yarn
     if yarn is None:
         return 1.0
@@ -102,8 +152,16 @@ def amplitude(config: RopeConfig) -> float:
     return yarn_mscale(config.factor, 1.0)
 
 
+def _longrope_amplitude(config: RopeConfig, longrope: LongRopeConfig) -> float:
+    if longrope.attention_factor is not None:
+        return longrope.attention_factor
+    if config.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
+
+
 class Rope:
-    """Tables for positions 0 … max_positions - 1, shared by all layers of a model."""
+    """Tables for positions 0 … max_positions - 1, shared by the layers of a model."""
 
     def __init__(
         self,
@@ -113,8 +171,11 @@ class Rope:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        angles = torch.outer(torch.arange(max_positions).float(), frequencies(config, head_dim))
-        cos, sin = angles.cos() * amplitude(config), angles.sin() * amplitude(config)
+        inv = frequencies(config, head_dim, max_positions)
+        angles = torch.outer(torch.arange(max_positions).float(), inv)
+        # What is not rotated is not scaled either.
+        scale = torch.where(inv == 0, 1.0, amplitude(config))
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         table = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
         self.table = table.unsqueeze(2).to(device, dtype)  # [P, 2, 1, D]
 

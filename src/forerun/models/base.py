@@ -54,8 +54,10 @@ class CausalLM(Module, ABC):
     decoder_layer: ClassVar[type[DecoderLayer]]
     config: ModelConfig
     layer_masks: tuple[LayerMask, ...]  # one per layer; not looked at for recurrent layers
-    has_attention_sinks: ClassVar[bool] = False
-    has_logit_softcap: ClassVar[bool] = False  # on attention scores
+    has_attention_sinks: bool = False
+    has_logit_softcap: bool = False  # on attention scores
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # `hidden_act`s it computes
+    partial_rotary: ClassVar[bool] = False  # whether part of a head may be rotated
     lm_head: LMHead
 
     @abstractmethod

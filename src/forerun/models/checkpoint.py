@@ -36,9 +36,10 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 @dataclass(frozen=True)
 class Header:
-    """File, dtype and shape of one tensor."""
+    """Where one tensor is, its dtype and shape."""
 
     file: Path
+    stored_as: str  # its name in the file
     dtype: str  # safetensors' name: "BF16", "I64", ...
     shape: tuple[int, ...]
 
@@ -64,6 +65,7 @@ class Checkpoint:
         for file in _files(folder):
             self.headers |= _read_headers(file)
         _check_index(folder, self.headers)
+        self.headers = text_part(self.headers)
 
     def __contains__(self, name: str) -> bool:
         return name in self.headers
@@ -123,7 +125,7 @@ class Checkpoint:
             device = str(views[names[0]].device)
             with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
                 for name in names:
-                    data = tensors.get_tensor(name)
+                    data = tensors.get_tensor(self.headers[name].stored_as)
                     if name in scales:
                         assert self.blocks is not None
                         data = self.blocks.dequantise(data, scales[name])
@@ -171,6 +173,28 @@ def _stored_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """
     at = range(len(shape) - 1 if len(shape) > 2 else 0)
     return [shape, *((*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :]) for i in at)]
+
+
+# Names of a text model within a multimodal one: those of transformers 5 and 4.
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")  # of a multimodal model
+
+
+def text_part(headers: Mapping[str, Header]) -> dict[str, Header]:
+    """The tensors of the text model, under the names that it has alone; a text model's own."""
+    if not any(name.startswith(tuple(TEXT_PREFIXES)) for name in headers):
+        return dict(headers)
+    out: dict[str, Header] = {}
+    for name, header in headers.items():
+        if name.removeprefix("model.").startswith(OTHER_PARTS):
+            continue
+        prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+        out[TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)] = header
+    return out
 
 
 def _files(folder: Path) -> list[Path]:
@@ -242,7 +266,7 @@ def _read_headers(file: Path) -> dict[str, Header]:
             raw: dict[str, Any] = json.loads(stream.read(length))
     raw.pop("__metadata__", None)
     return {
-        name: Header(file, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+        name: Header(file, name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
         for name, entry in raw.items()
     }
 

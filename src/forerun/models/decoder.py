@@ -2,41 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig
+from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden
 from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates, FinalRMSNorm
 from forerun.layers.rope import Rope
-from forerun.models.base import CausalLM, DecoderLayer
+from forerun.models.base import CausalLM
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What a family does to the embedding and to the logits."""
+
+    embedding: float = 1.0  # rounded to the weights' dtype
+    logits: float = 1.0  # logits are divided by it
+    logit_softcap: float | None = None  # c: logits become c · tanh(logit / c)
 
 
 class DecoderModel(Module):
     def __init__(
         self,
         config: ModelConfig,
-        decoder_layer: type[DecoderLayer],
-        masks: tuple[LayerMask, ...],
+        family: DecoderForCausalLM,
         place: WeightPlacement,
         max_positions: int,
     ) -> None:
-        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, place)
-        self.layers = [decoder_layer(config, i, mask, place) for i, mask in enumerate(masks)]
-        self.norm = FinalRMSNorm(config.hidden_size, config.rms_norm_eps, place)
-        self.rope = Rope(config.rope, config.rotary_dim, max_positions, place.dtype, place.device)
+        size, eps, norm = config.hidden_size, config.rms_norm_eps, family.rms_norm
+        self.embed_tokens = VocabEmbedding(config.vocab_size, size, place, family.scales.embedding)
+        masks = enumerate(family.layer_masks)
+        self.layers = [family.decoder_layer(config, i, mask, place) for i, mask in masks]
+        self.norm = FinalRMSNorm(size, eps, place, norm)
+        dim, dtype, device = config.rotary_dim, place.dtype, place.device
+        different = dict.fromkeys(config.layer_ropes)
+        self._ropes = [Rope(rope, dim, max_positions, dtype, device) for rope in different]
+        self._rope_of = [list(different).index(rope) for rope in config.layer_ropes]
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
     ) -> Tensor:
         x: Hidden = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        rope = self.rope.rows(positions)
-        for layer in self.layers:
-            x, residual = layer(x, residual, rope, ctx, aux)
+        rows = [rope.rows(positions) for rope in self._ropes]
+        for layer, rope in zip(self.layers, self._rope_of, strict=True):
+            x, residual = layer(x, residual, rows[rope], ctx, aux)
         hidden_states, residual = self.norm(x, residual)
         aux.capture(len(self.layers), residual)
         return hidden_states
@@ -45,17 +64,37 @@ class DecoderModel(Module):
 class DecoderForCausalLM(CausalLM):
     """A family of which only the layers are its own: `decoder_layer`."""
 
+    rms_norm: ClassVar[type[RMSNorm]] = RMSNorm  # the final one
+
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
         self.config = config
+        self.scales = self.scales_of(config)
         self.layer_masks = tuple(LayerMask(Mask.CAUSAL, window) for window in config.windows)
-        self.model = DecoderModel(
-            config, self.decoder_layer, self.layer_masks, place, max_positions
-        )
+        self.model = DecoderModel(config, self, place, max_positions)
         embed_tokens = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, embed_tokens)
 
+    @classmethod
+    def scales_of(cls, config: ModelConfig) -> Scales:
+        """For families that have some."""
+        return Scales()
+
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        logits, scales = self.lm_head(hidden_states), self.scales
+        if scales.logits != 1:
+            logits = logits / scales.logits
+        if scales.logit_softcap is not None:
+            logits = torch.tanh(logits / scales.logit_softcap) * scales.logit_softcap
+        return logits
+
+    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
+        if self.scales.logits == 1 and self.scales.logit_softcap is None:
+            return self.lm_head.argmax(hidden_states)
+        # Logits that differ may be equal after rounding; then the lowest id is the largest.
+        return argmax(self.compute_logits(hidden_states))
 
     def forward(
         self,

@@ -94,6 +94,18 @@ def routing(config: ModelConfig) -> Routing:
     )
 
 
+def dense_or_sparse_mlp(
+    config: ModelConfig, layer_id: int, place: WeightPlacement
+) -> GatedMLP | SparseMoE:
+    """The first layers are dense."""
+    hidden_size = config.hidden_size
+    if not has_experts(config, layer_id):
+        return GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, place)
+    if config.mlp_bias:
+        raise ConfigError("mlp_bias is not supported with a mixture of experts; it must be false.")
+    return SparseMoE(hidden_size, config.need("moe_intermediate_size"), routing(config), place)
+
+
 class DeepseekAttention(Module):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
@@ -144,16 +156,7 @@ class DeepseekDecoderLayer(DecoderLayer):
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
         self.self_attn = DeepseekAttention(config, layer_id, mask, place)
-        self.mlp: GatedMLP | SparseMoE
-        if has_experts(config, layer_id):
-            if config.mlp_bias:
-                raise ConfigError(
-                    "mlp_bias is not supported with a mixture of experts; it must be false."
-                )
-            width = config.need("moe_intermediate_size")
-            self.mlp = SparseMoE(hidden_size, width, routing(config), place)
-        else:
-            self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, place)
+        self.mlp = dense_or_sparse_mlp(config, layer_id, place)
         self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
         self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)
 

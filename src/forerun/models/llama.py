@@ -1,6 +1,12 @@
-"""Llama 2 to 3.3 (arXiv 2307.09288, 2407.21783). RoPE scaling is read from the config."""
+"""Llama 2 to 3.3 (arXiv 2307.09288, 2407.21783), and what differs from it in its config alone.
+
+RoPE scaling, windows (Mistral), biases (Seed-OSS) and layers without RoPE (SmolLM3) are read from
+the config.
+"""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,12 +41,14 @@ class LlamaAttention(Module):
 
 
 class LlamaDecoderLayer(DecoderLayer):
+    attention: ClassVar[type[LlamaAttention]] = LlamaAttention
+
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
-        self.self_attn = LlamaAttention(config, layer_id, mask, place)
+        self.self_attn = self.attention(config, layer_id, mask, place)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, config.mlp_bias, place)
         self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
         self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)

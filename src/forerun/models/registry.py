@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from forerun.config.model_config import ModelConfig
+from forerun.config.rope_config import RopeConfig
 from forerun.core.errors import ConfigError, nearest
+from forerun.layers.rope import rotary_dims
 from forerun.models.base import CausalLM
 from forerun.models.deepseek import DeepseekForCausalLM
+from forerun.models.gemma import GemmaForCausalLM
+from forerun.models.glm4 import Glm4ForCausalLM
+from forerun.models.glm4_moe import Glm4MoeForCausalLM
+from forerun.models.granite import GraniteForCausalLM
 from forerun.models.llama import LlamaForCausalLM
+from forerun.models.mixtral import MixtralForCausalLM
+from forerun.models.olmo2 import Olmo2ForCausalLM
+from forerun.models.phi3 import Phi3ForCausalLM
 from forerun.models.quantization import fp8_blocks
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 from forerun.models.qwen3_moe import Qwen3MoeForCausalLM
 
+# LlamaForCausalLM serves those that differ in the config alone (biases, windows, layers' RoPE).
 ARCHITECTURES: dict[str, type[CausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
+    "Gemma2ForCausalLM": GemmaForCausalLM,
+    "Gemma3ForCausalLM": GemmaForCausalLM,
+    "Glm4ForCausalLM": Glm4ForCausalLM,
+    "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,  # the sliding window is in the config
+    "MistralForCausalLM": LlamaForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo2ForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "SeedOssForCausalLM": LlamaForCausalLM,
+    "SmolLM3ForCausalLM": LlamaForCausalLM,
 }
 
 
@@ -34,21 +55,41 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
             f"Architecture {config.architecture!r} is not supported."
             f"{nearest(config.architecture, ARCHITECTURES)} Supported: {', '.join(ARCHITECTURES)}."
         )
-    check_layers(config)
-    return ARCHITECTURES[config.architecture]
+    family = ARCHITECTURES[config.architecture]
+    check_layers(config, family)
+    return family
 
 
-def check_layers(config: ModelConfig) -> None:
-    """Refuses what the shared layers do not compute, rather than compute something else."""
+def check_layers(config: ModelConfig, family: type[CausalLM] = CausalLM) -> None:
+    """Refuses what the layers do not compute, rather than compute something else.
+
+    `family`: of a target; drafts are made of the shared layers.
+    """
     raw = config.raw
     activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {activation!r} is not supported; Forerun has silu only.")
+    if activation not in family.activations:
+        raise ConfigError(
+            f"hidden_act {activation!r} is not supported; Forerun has {family.activations[0]} only."
+        )
     fp8_blocks(config)  # refuses other quantizations
-    rope = raw.get("rope_parameters") or {}
-    partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if float(partial) != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
     if config.rotary_dim % 2:
         name = "qk_rope_head_dim" if raw.get("qk_rope_head_dim") else "head_dim"
         raise ConfigError(f"{name} {config.rotary_dim} is odd; rotary embedding needs an even one.")
+    for rope in set(config.layer_ropes):
+        _check_rope(rope, config, family)
+
+
+def _check_rope(rope: RopeConfig, config: ModelConfig, family: type[CausalLM]) -> None:
+    partial, rotary = rope.partial_rotary_factor, rotary_dims(rope, config.rotary_dim)
+    if partial != 1.0 and not family.partial_rotary:
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
+    if not 0 < rotary <= config.rotary_dim or rotary % 2:
+        raise ConfigError(
+            f"partial_rotary_factor {partial} of head_dim {config.rotary_dim} rotates {rotary}"
+            " dims; it must be an even number of them."
+        )
+    factors = 0 if rope.longrope is None else len(rope.longrope.short_factor)
+    if factors and factors != rotary // 2:
+        raise ConfigError(
+            f"longrope has {factors} factors for {rotary // 2} pairs of dims; correct config.json."
+        )

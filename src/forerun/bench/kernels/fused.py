@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.bench.ceilings import seconds_of
-from forerun.config.model_config import RopeConfig
+from forerun.config.rope_config import RopeConfig
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.kernels.elementwise import qk_norm_rope as qkv

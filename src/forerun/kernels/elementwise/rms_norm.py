@@ -23,8 +23,8 @@ def sum_split_k_ref(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N], weight [N] -> the same shape and dtype."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """x [..., N], weight [N] -> the same shape and dtype; it is computed in the weight's."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def add_rms_norm_ref(
@@ -36,7 +36,7 @@ def add_rms_norm_ref(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, N] with any row stride, weight [N] -> [T, N] in x's dtype."""
+    """x [T, N] with any row stride, weight [N], any float dtype -> [T, N] in x's dtype."""
     if not use_triton(x):
         return rms_norm_ref(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -50,7 +50,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Args:
         x: [T, N], or partials [S, T, N], whose sum is rounded to their dtype.
         residual: [T, N], any row stride; not written.
-        weight: [N].
+        weight: [N], any float dtype.
 
     Returns:
         (normed, total), [T, N] each, in residual's dtype.

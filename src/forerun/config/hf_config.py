@@ -1,0 +1,146 @@
+"""Configs in one spelling: that of transformers 5, with what its classes fill in.
+
+Files on the Hugging Face Hub were written by many versions. Some lean on defaults of the family's
+class, and those of multimodal models nest the text model in `text_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Raw = dict[str, Any]
+
+# Multimodal architectures that are served without their other parts, as the text model.
+TEXT_MODELS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+
+
+def normalised(raw: Mapping[str, Any]) -> Raw:
+    """The config of the (text) model, in one spelling; what is not known stays as it is."""
+    out = dict(raw)
+    names = out.get("architectures")
+    name = str(names[0]) if isinstance(names, list | tuple) and names else ""
+    if name in TEXT_MODELS and isinstance(out.get("text_config"), Mapping):
+        own = {key: out[key] for key in _OUTER if out.get(key) is not None}
+        name = TEXT_MODELS[name]
+        out = {**out["text_config"], **own, "architectures": [name]}
+    if "hidden_act" not in out and "hidden_activation" in out:
+        out["hidden_act"] = out["hidden_activation"]
+    family = FAMILIES.get(name)
+    return out if family is None else family(out)
+
+
+# What multimodal files say outside of `text_config`, and of both parts.
+_OUTER = (
+    "eos_token_id",
+    "bos_token_id",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+)
+
+
+def _with(defaults: Raw, raw: Raw) -> Raw:
+    return {**defaults, **{key: value for key, value in raw.items() if value is not None}}
+
+
+def _layer_types(raw: Raw, pattern: int) -> Raw:
+    """Every `pattern`-th layer attends to everything, the others to a window."""
+    if raw.get("layer_types"):
+        return raw
+    kinds = ("full_attention", "sliding_attention")
+    layers = range(1, int(raw.get("num_hidden_layers", 0)) + 1)
+    return {**raw, "layer_types": [kinds[bool(i % pattern)] for i in layers]}
+
+
+def _ropes_by_type(raw: Raw, sliding_theta: float | None, theta: float) -> Raw:
+    """`rope_scaling` is that of layers with full attention alone."""
+    spec = raw.get("rope_parameters") or {}
+    if any(isinstance(value, Mapping) for value in spec.values()):
+        return raw
+    theta = raw.get("rope_theta") or theta
+    full = {"rope_theta": theta, **(raw.get("rope_scaling") or {}), **spec}
+    sliding = {"rope_theta": sliding_theta or theta}
+    ropes = {"full_attention": full, "sliding_attention": sliding}
+    return {**raw, "rope_parameters": ropes}
+
+
+def _gemma3(raw: Raw) -> Raw:
+    defaults = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "eos_token_id": 1,
+    }
+    raw = _layer_types(_with(defaults, raw), int(raw.get("sliding_window_pattern") or 6))
+    return _ropes_by_type(raw, float(raw.get("rope_local_base_freq") or 1e4), 1e6)
+
+
+def _gemma2(raw: Raw) -> Raw:
+    defaults = {
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    }
+    capped = ("final_logit_softcapping", "attn_logit_softcapping")  # null: without
+    without = {key: None for key in capped if key in raw and raw[key] is None}
+    return _layer_types({**_with(defaults, raw), **without}, 2)
+
+
+def _olmo3(raw: Raw) -> Raw:
+    raw = _layer_types(_with({"sliding_window": 4096, "rms_norm_eps": 1e-5}, raw), 4)
+    return _ropes_by_type(raw, None, 5e5)
+
+
+def _glm(raw: Raw) -> Raw:
+    """GLM-4 and GLM-4-MoE: half of a head is rotated; o_proj never has a bias."""
+    defaults = {"partial_rotary_factor": 0.5, "attention_out_bias": False}
+    return _with(defaults, raw)
+
+
+def _glm_moe(raw: Raw) -> Raw:
+    defaults = {
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    }
+    return _glm(_with(defaults, raw))
+
+
+def _seed_oss(raw: Raw) -> Raw:
+    return _with({"attention_bias": True, "attention_out_bias": False, "head_dim": 128}, raw)
+
+
+def _smollm3(raw: Raw) -> Raw:
+    every = int(raw.get("no_rope_layer_interval") or 4)
+    layers = range(1, int(raw.get("num_hidden_layers", 0)) + 1)
+    defaults = {
+        "no_rope_layers": [int(i % every != 0) for i in layers],
+        "tie_word_embeddings": True,
+        "rope_theta": 2e6,
+    }
+    return _with(defaults, raw)
+
+
+FAMILIES: dict[str, Callable[[Raw], Raw]] = {
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Glm4ForCausalLM": _glm,
+    "Glm4MoeForCausalLM": _glm_moe,
+    "Olmo3ForCausalLM": _olmo3,
+    "SeedOssForCausalLM": _seed_oss,
+    "SmolLM3ForCausalLM": _smollm3,
+}

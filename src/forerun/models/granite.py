@@ -1,0 +1,65 @@
+"""Granite 3 and 4 dense (arXiv 2404.04324 for the line): Llama with four multipliers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, RopeInput
+from forerun.config.model_config import ModelConfig
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.linear import Hidden
+from forerun.layers.residual import AuxHiddenStates
+from forerun.models.decoder import DecoderForCausalLM, Scales
+from forerun.models.llama import LlamaAttention, LlamaDecoderLayer
+
+
+def multiplier(config: ModelConfig, key: str) -> float:
+    value = config.raw.get(key)
+    return 1.0 if value is None else float(value)
+
+
+class GraniteAttention(LlamaAttention):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        super().__init__(config, layer_id, mask, place)
+        self.attn.spec = AttentionSpec(mask, multiplier(config, "attention_multiplier"))
+
+
+class GraniteDecoderLayer(LlamaDecoderLayer):
+    """What a layer adds to the residual stream is multiplied by `residual_multiplier`."""
+
+    attention = GraniteAttention
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        super().__init__(config, layer_id, mask, place)
+        self.multiplier = multiplier(config, "residual_multiplier")
+
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        aux.capture(self.layer_id, residual)
+        pending, residual = aux.after_attention(
+            self.layer_id, self.self_attn(x, rope, ctx), residual
+        )
+        x, residual = self.post_attention_layernorm(pending.result() * self.multiplier, residual)
+        return self.mlp(x).result() * self.multiplier, residual
+
+
+class GraniteForCausalLM(DecoderForCausalLM):
+    decoder_layer = GraniteDecoderLayer
+
+    @classmethod
+    def scales_of(cls, config: ModelConfig) -> Scales:
+        return Scales(
+            embedding=multiplier(config, "embedding_multiplier"),
+            logits=multiplier(config, "logits_scaling"),
+        )

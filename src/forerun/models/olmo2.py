@@ -1,0 +1,75 @@
+"""OLMo 2 (arXiv 2501.00656) and OLMo 3: norms after attention and MLP; QK-norm over all heads.
+
+OLMo 3 attends to a window in three of four layers; only the others have scaled RoPE.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext, LayerMask, RopeInput
+from forerun.config.model_config import ModelConfig
+from forerun.layers.attention import Attention
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
+from forerun.layers.residual import AuxHiddenStates
+from forerun.models.base import DecoderLayer
+from forerun.models.decoder import DecoderForCausalLM
+
+
+class Olmo2Attention(Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.sizes = heads * dim, kv_heads * dim, kv_heads * dim
+        self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
+        self.q_norm = RMSNorm(heads * dim, eps, place)  # of all heads together
+        self.k_norm = RMSNorm(kv_heads * dim, eps, place)
+        self.attn = Attention(layer_id, mask, heads, kv_heads, dim)
+        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
+
+    def __call__(self, x: Tensor, rope: RopeInput, ctx: AttentionContext) -> PendingGemm:
+        q, k, v = self.qkv_proj(x).split_with_sizes(self.sizes, 1)
+        qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 1)
+        return self.o_proj(self.attn(qkv, rope, ctx))
+
+
+class Olmo2DecoderLayer(DecoderLayer):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        self.layer_id = layer_id
+        self.self_attn = Olmo2Attention(config, layer_id, mask, place)
+        self.mlp = GatedMLP(hidden_size, config.intermediate_size, bias=False, place=place)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, place)
+        self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, place)
+
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        assert isinstance(x, Tensor)  # the norm of the layer before
+        residual = x if residual is None else residual + x
+        aux.capture(self.layer_id, residual)
+        pending, rows = aux.after_attention(
+            self.layer_id, self.self_attn(residual, rope, ctx), residual
+        )
+        residual = rows + self.post_attention_layernorm(pending.result())
+        return self.post_feedforward_layernorm(self.mlp(residual).result()), residual
+
+
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """Olmo2ForCausalLM and Olmo3ForCausalLM: windows and RoPE are in the config."""
+
+    decoder_layer = Olmo2DecoderLayer

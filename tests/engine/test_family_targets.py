@@ -1,0 +1,151 @@
+"""Small random models of each kind of family in the equality matrix, with every kind of draft.
+
+What is new in a kind: windows in some layers with a RoPE of their own, (1 + w) norms and caps on
+logits (Gemma); norms after attention and MLP (OLMo 3); a window in all layers with a partial,
+scaled RoPE (Phi-3); routing besides partial RoPE (GLM-4-MoE); multipliers (Granite).
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from forerun import LLM
+from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
+from tests.engine.test_moe_target import SIZES, prompts
+from tests.golden_engine import poison_on_release
+from tests.models.support import FAMILIES, random_hf, save
+from tests.models.test_dflash import ZLAB, random_weights
+
+LAYERS = 5  # drafts read layers up to the fourth
+SLIDING = {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "gemma2": SLIDING,
+    "gemma3-linear-softcap": SLIDING,
+    "glm4-moe": {},
+    "granite": {},
+    "olmo3": SLIDING,
+    "phi4-mini": {"sliding_window": 9},
+}
+ALGORITHMS = [None, "NGRAM", "STANDALONE", "DFLASH", "DDTREE"]
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    of, changes = FAMILIES[kind]
+    changes = {k: v for k, v in changes.items() if k != "tie_word_embeddings"}
+    return of(**{**SIZES, **changes, **KINDS[kind], "num_hidden_layers": LAYERS})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("families")
+    save(random_hf(LlamaConfig(**SIZES, num_hidden_layers=1), seed=1), root / "STANDALONE")
+    (root / "block").mkdir()
+    config = {**ZLAB, "num_target_layers": LAYERS}
+    (root / "block" / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(), root / "block" / "model.safetensors")
+    for name in ("DFLASH", "DDTREE"):
+        (root / name).symlink_to(root / "block")
+    for kind in KINDS:
+        save(random_hf(config_of(kind)), root / kind)
+    return root
+
+
+def family_llm(root: Path, kind: str, algorithm: str | None = None, **settings: Any) -> LLM:
+    if algorithm is not None and (root / algorithm).exists():
+        settings.setdefault("speculative_draft_model_path", str(root / algorithm))
+    if algorithm == "DDTREE":
+        settings["speculative_ddtree_budget"] = 12
+    settings = {"device": "cpu", "dtype": "float32", **settings}
+    settings = {"speculative_adaptive": False, "skip_tokenizer_init": True, **settings}
+    llm = LLM(root / kind, speculative_algorithm=algorithm, **settings)
+    poison_on_release(llm)
+    return llm
+
+
+@cache
+def reference(root: Path, kind: str, sampled: bool, device: str = "cpu") -> list[list[int]]:
+    """Plain decoding, one prompt at a time, without prefix cache."""
+    how = SEEDED if sampled else GREEDY
+    with family_llm(root, kind, disable_radix_cache=True, device=device) as llm:
+        return [
+            llm.generate(input_ids=p, sampling_params=params(how, i)).output_ids
+            for i, p in enumerate(prompts())
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        root / kind, dtype=torch.float32, attn_implementation="eager"
+    )
+    prompt, output = prompts()[2], reference(root, kind, False)[2]
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in output:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert output == ids[len(prompt) :]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_equals_plain_decoding(
+    root: Path,
+    kind: str,
+    algorithm: str | None,
+    page_size: int,
+    chunk: int,
+    tight: bool,
+    overlap_depth: int,
+) -> None:
+    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
+    if tight:
+        settings["max_total_tokens"] = 128
+    with family_llm(root, kind, algorithm, overlap_depth=overlap_depth, **settings) as llm:
+        preempted = 0
+        for sampled, chosen in enumerate((GREEDY, SEEDED)):
+            kinds = [params(chosen, i) for i in range(len(prompts()))]
+            llm.engine.flush_cache()
+            for _ in ("cold", "prefix hits"):
+                got = generate(llm, prompts(), kinds, tight)
+                assert [o[0] for o in got] == reference(root, kind, bool(sampled))
+                preempted += sum(o[1] for o in got)
+        assert (preempted > 0) == tight
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_accepted(root: Path, kind: str) -> None:
+    """Otherwise the matrix would hold for drafts that are never kept."""
+    with family_llm(root, kind, "STANDALONE", speculative_draft_model_path=str(root / kind)) as llm:
+        out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
+        assert out.output_ids == reference(root, kind, False)[0]
+        assert out.meta_info["spec_accept_length"] > 2.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gemma2"])
+def test_output_equals_plain_decoding_on_a_gpu(
+    root: Path, kind: str, algorithm: str | None, graph: bool
+) -> None:
+    settings: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": not graph}
+    with family_llm(root, kind, algorithm, max_running_requests=6, **settings) as llm:
+        for sampled, chosen in enumerate((GREEDY, SEEDED)):
+            kinds = [params(chosen, i) for i in range(len(prompts()))]
+            for _ in ("cold", "prefix hits"):
+                got = generate(llm, prompts(), kinds, False)
+                assert [o[0] for o in got] == reference(root, kind, bool(sampled), "cuda")
+        llm.engine.check()

@@ -1,0 +1,189 @@
+"""Configs as the Hub has them, and checkpoints of multimodal models of which the text is served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+from forerun.config.model_config import ModelConfig, parse_model_config
+from forerun.config.rope_config import RopeConfig
+from forerun.core.errors import ConfigError
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.rope import Rope, frequencies, rotary_order
+from forerun.models.loader import load_target
+from forerun.models.registry import model_class
+from tests.models.support import CPU, CPU_F32, FAMILIES, Loop, family, save
+
+META = WeightPlacement(torch.bfloat16, torch.device("meta"))
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
+
+
+def parsed(architecture: str, **changes: Any) -> ModelConfig:
+    return parse_model_config({"architectures": [architecture], **SIZES, **changes})
+
+
+def test_gemma3_4b_as_on_the_hub() -> None:
+    """Its text config leans on defaults, names the local RoPE apart, and has no layer types."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": text,
+        "vision_config": {"hidden_size": 1152},
+    }
+    config = parse_model_config(raw)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.windows == (*[1024] * 5, None, 1024) and config.eos_token_ids == (1, 106)
+    sliding, full = RopeConfig(1e4), RopeConfig(1e6, "linear", 8.0)
+    assert config.layer_ropes == (*[sliding] * 5, full, sliding)
+    assert config.tie_word_embeddings and config.raw["hidden_act"] == "gelu_pytorch_tanh"
+    names = model_class(config)(config, META, 1).weights()
+    assert "model.layers.6.post_feedforward_layernorm.weight" in names
+
+
+def test_a_multimodal_checkpoint_serves_its_text_model(tmp_path: Path) -> None:
+    kind, changes = FAMILIES["gemma3"]
+    del kind
+    text = {**SIZES, **changes, "layer_types": None, "num_key_value_heads": 2}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    for name, weight in model.named_parameters():
+        weight.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    ours = load_target(save(model, tmp_path), torch.float32, CPU)
+    ids = torch.arange(30)
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+    got = ours.compute_logits(Loop.of_model(ours).ragged([(0, ids)])[0])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-5)
+
+
+def test_olmo3_scales_rope_where_attention_is_full() -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    config = parsed("Olmo3ForCausalLM", rope_theta=5e5, rope_scaling=yarn)
+    kinds = [
+        (rope.scaling, window)
+        for rope, window in zip(config.layer_ropes, config.windows, strict=True)
+    ]
+    three, full = [("default", 4096)] * 3, ("yarn", None)
+    assert kinds == [*three, full, *three]
+
+
+def test_layers_without_rope() -> None:
+    config = parsed("SmolLM3ForCausalLM")
+    assert [rope.scaling for rope in config.layer_ropes] == [
+        *["default"] * 3,
+        "none",
+        *["default"] * 3,
+    ]
+    place = CPU_F32
+    table = Rope(config.layer_ropes[3], 16, 5, place.dtype, place.device).table
+    assert torch.equal(table[:, 0], torch.ones(5, 1, 16)) and not table[:, 1].any()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_order_keeps_scores(interleaved: bool) -> None:
+    """Reordered heads with whole-head RoPE, against the partial embedding as it is defined."""
+    rope, dim = RopeConfig(100.0, partial_rotary_factor=0.5), 16
+    q, k = torch.randn(2, 9, dim, dtype=torch.float64)
+    angles = torch.outer(torch.arange(9.0), frequencies(rope, dim)[:4]).double()
+    phase = torch.polar(torch.ones_like(angles), angles)
+
+    def defined(x: torch.Tensor) -> torch.Tensor:
+        first, rest = x.split([8, 8], 1)
+        pairs = first.view(-1, 4, 2) if interleaved else first.view(-1, 2, 4).transpose(1, 2)
+        turned = torch.view_as_complex(pairs.contiguous()) * phase
+        return torch.cat((torch.view_as_real(turned).flatten(1), rest), 1)
+
+    order = rotary_order(rope, dim, interleaved)
+    cos, sin = Rope(rope, dim, 9, torch.float64, CPU).table.unbind(1)
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        x = x[:, order]
+        return x * cos[:, 0] + x.roll(dim // 2, 1) * sin[:, 0]
+
+    torch.testing.assert_close(ours(q) @ ours(k).T, defined(q) @ defined(k).T, rtol=0, atol=1e-6)
+
+
+def test_longrope_is_chosen_by_the_length_of_the_context() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    spec = {"rope_type": "su", "original_max_position_embeddings": 4096, **factors}
+    rope = parsed(
+        "Phi3ForCausalLM", head_dim=8, rope_scaling=spec, max_position_embeddings=65536
+    ).rope
+    short = frequencies(rope, 8, 4096 + 20)  # with positions in reserve for drafts
+    torch.testing.assert_close(frequencies(rope, 8, 65536), short / torch.tensor([2.0, 3, 4, 5]))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("Glm4ForCausalLM", {"head_dim": 6}, "rotates 3 dims"),
+        ("Gemma3ForCausalLM", {"hidden_act": "gelu"}, "has gelu_pytorch_tanh only"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "must|causal"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "1 factors for 8 pairs",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": []}},
+            "two lists of equal length",
+        ),
+        (
+            "Olmo3ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "not for sliding_attention",
+        ),
+    ],
+)
+def test_refusals(architecture: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config = parsed(architecture, **changes)
+        model_class(config)(config, META, 1)
+
+
+def test_gemma_in_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    """Its norms have float32 factors."""
+    hf = family("gemma3")
+    model = load_target(save(hf, tmp_path), torch.bfloat16, CPU)
+    ids = torch.arange(30)
+    with torch.no_grad():
+        want = hf.to(torch.bfloat16)(ids[None]).logits[0].float()
+        exact = hf.float()(ids[None]).logits[0]
+    got = model.compute_logits(Loop.of_model(model).ragged([(0, ids)])[0])
+    assert got.dtype == torch.bfloat16
+    assert (got.float() - exact).abs().mean() < 1.5 * (want - exact).abs().mean()
+
+
+def test_a_capped_argmax_is_that_of_the_logits(tmp_path: Path) -> None:
+    """In bfloat16 the cap makes logits equal that were not."""
+    model = load_target(save(family("gemma3-linear-softcap"), tmp_path), torch.bfloat16, CPU)
+    hidden = torch.randn(64, 32, dtype=torch.bfloat16) * 3
+    logits = model.compute_logits(hidden)
+    assert (logits == logits.max(1, keepdim=True).values).sum(1).max() > 1
+    first = (logits == logits.max(1, keepdim=True).values).int().argmax(1)
+    assert torch.equal(model.compute_argmax(hidden), first)
+    assert json.loads((tmp_path / "config.json").read_text())["final_logit_softcapping"] == 3.0
