@@ -18,11 +18,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from forerun import LLM
+from forerun.core.errors import ConfigError
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine.test_moe_target import SIZES, prompts
 from tests.golden_engine import poison_on_release
 from tests.models.support import FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
+from tests.models.test_transformers_model import OTHERS
 
 LAYERS = 5  # drafts read layers up to the fourth
 SLIDING = {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]}
@@ -33,12 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite": {},
     "olmo3": SLIDING,
     "phi4-mini": {"sliding_window": 9},
+    "transformers": SLIDING,  # model_impl transformers: Cohere 2, which is no family of Forerun's
 }
 ALGORITHMS = [None, "NGRAM", "STANDALONE", "DFLASH", "DDTREE"]
 
 
 def config_of(kind: str) -> PreTrainedConfig:
-    of, changes = FAMILIES[kind]
+    of, changes = OTHERS["cohere2"] if kind == "transformers" else FAMILIES[kind]
     changes = {k: v for k, v in changes.items() if k != "tie_word_embeddings"}
     return of(**{**SIZES, **changes, **KINDS[kind], "num_hidden_layers": LAYERS})
 
@@ -63,6 +66,8 @@ def family_llm(root: Path, kind: str, algorithm: str | None = None, **settings: 
         settings.setdefault("speculative_draft_model_path", str(root / algorithm))
     if algorithm == "DDTREE":
         settings["speculative_ddtree_budget"] = 12
+    if kind == "transformers":
+        settings.setdefault("model_impl", "transformers")
     settings = {"device": "cpu", "dtype": "float32", **settings}
     settings = {"speculative_adaptive": False, "skip_tokenizer_init": True, **settings}
     llm = LLM(root / kind, speculative_algorithm=algorithm, **settings)
@@ -125,13 +130,30 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_accepted(root: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(kind, {}) for kind in KINDS if kind != "transformers"]
+    + [("granite", {"model_impl": "transformers"})],
+)
+def test_drafts_are_accepted(root: Path, kind: str, settings: dict[str, Any]) -> None:
     """Otherwise the matrix would hold for drafts that are never kept."""
-    with family_llm(root, kind, "STANDALONE", speculative_draft_model_path=str(root / kind)) as llm:
+    settings = {**settings, "speculative_draft_model_path": str(root / kind)}
+    with family_llm(root, kind, "STANDALONE", **settings) as llm:
         out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
         assert out.output_ids == reference(root, kind, False)[0]
         assert out.meta_info["spec_accept_length"] > 2.5
+
+
+def test_transformers_modules_come_with_a_warning(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with family_llm(root, "transformers") as llm:
+        assert llm.explain()["model_impl"] == "transformers"
+    assert "model_impl transformers" in caplog.text and "several times" in caplog.text
+    with pytest.raises(ConfigError, match="cpu_graph is not available with model_impl"):
+        family_llm(root, "transformers", cpu_graph=True)
+    with pytest.raises(ConfigError, match="or set model_impl transformers"):
+        family_llm(root, "transformers", model_impl="auto")
 
 
 @pytest.mark.gpu

@@ -40,6 +40,12 @@ class EngineConfig:
         " weights like those of an untrained model",
         ("auto", "dummy", "dummy_normal"),
     )
+    model_impl: str = _setting(
+        "auto",
+        "auto: Forerun's own models; transformers: those of transformers with Forerun's attention,"
+        " for architectures that Forerun lacks (slower: no fusion, no CUDA graphs)",
+        ("auto", "transformers"),
+    )
     dtype: str = _setting(
         "auto",
         "Dtype of weights; auto: the checkpoint's, or float32 where bfloat16 is slow",

@@ -80,11 +80,14 @@ def load_model_config(folder: Path) -> ModelConfig:
         ConfigError: a file is missing or invalid.
     """
     raw = read_json(folder / "config.json")
+    return parse_model_config(raw, load_eos(folder, raw), where=str(folder / "config.json"))
+
+
+def load_eos(folder: Path, raw: Mapping[str, Any]) -> Any:
+    """EOS id or ids of `generation_config.json`, else of `raw`, which is `config.json`."""
     eos = raw.get("eos_token_id")
     generation = folder / "generation_config.json"
-    if generation.exists():
-        eos = read_json(generation).get("eos_token_id", eos)
-    return parse_model_config(raw, eos=eos, where=str(folder / "config.json"))
+    return read_json(generation).get("eos_token_id", eos) if generation.exists() else eos
 
 
 def parse_model_config(

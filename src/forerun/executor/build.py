@@ -130,7 +130,12 @@ class _Builder:
         positions = settings.limits.max_positions
         with self.memory.stage("weights", "use a device with more, or stop what else uses it"):
             model = load_target(
-                model_path, settings.dtype, settings.device, settings.config.load_format, positions
+                model_path,
+                settings.dtype,
+                settings.device,
+                settings.config.load_format,
+                positions,
+                settings.config.model_impl,
             )
             self.algorithm.load(
                 DraftContext(
@@ -304,6 +309,7 @@ def _explain(
         kv["kv_draft"] = paged(draft[0])
     return {
         "architecture": settings.target.architecture,
+        "model_impl": settings.config.model_impl,
         "device": str(settings.device),
         "threads": None if settings.threads is None else asdict(settings.threads),
         "dtype": dtype_name(settings.dtype),

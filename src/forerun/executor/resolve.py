@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,17 +11,19 @@ import torch
 from forerun.attention.capabilities import PER_STEP, Phase
 from forerun.attention.select import choose_page_size
 from forerun.config.engine_config import EngineConfig
-from forerun.config.model_config import ModelConfig, load_model_config
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
 from forerun.layers.communication import WeightPlacement
-from forerun.models.registry import model_class
+from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import gpu_arch, resolve_device, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
+
+log = logging.getLogger("forerun")
 
 MAX_PENDING_OBSERVE = 16  # plain steps of a request whose observe may be deferred
 
@@ -80,7 +83,9 @@ def resolve(
             f"enable_piecewise_cuda_graph captures prefills on a GPU, and this is {device};"
             " drop it."
         )
-    target = load_model_config(model_path)
+    if config.model_impl == TRANSFORMERS:
+        config = _with_transformers(config, model_path)
+    target = target_config(model_path, config.model_impl)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     caps = resolve_caps(algorithm, config, target, dtype)
@@ -89,7 +94,7 @@ def resolve(
     _check_draft_settings(config, caps)
     # On the meta device: its KV layout and attention follow from the config.
     meta = WeightPlacement(dtype, torch.device("meta"))
-    model = model_class(target)(target, meta, max_positions=1)
+    model = target_class(target, config.model_impl)(target, meta, max_positions=1)
     where = Placement(device, dtype, kv_dtype, captures_graphs(config, device), gpu_arch(device))
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
@@ -98,6 +103,21 @@ def resolve(
     if device.type == "cpu":
         threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
     return Settings(config, target, device, dtype, kv_dtype, caps, limits, attention, threads)
+
+
+def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
+    """Steps of transformers' modules are not captured: nothing says that they can be."""
+    for name in ("cpu_graph", "enable_piecewise_cuda_graph"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is not available with model_impl transformers; drop it.")
+    log.warning(
+        "model_impl transformers: %s runs in transformers' own modules. Attention is Forerun's; all"
+        " else is neither fused nor captured in CUDA graphs, so a decode step takes as long as the"
+        " host needs to launch its kernels one by one: several times as long as a family of"
+        " Forerun's.",
+        model_path,
+    )
+    return replace(config, disable_cuda_graph=True)
 
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:

@@ -13,7 +13,8 @@ from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.quantization import fp8_blocks
-from forerun.models.registry import model_class
+from forerun.models.registry import TRANSFORMERS, model_class
+from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 
 # Old rotary buffers, in many checkpoints; computed here.
 HARMLESS = ("rotary_emb.inv_freq",)
@@ -25,6 +26,7 @@ def load_target(
     device: torch.device,
     load_format: str = "auto",
     max_positions: int | None = None,
+    model_impl: str = "auto",
 ) -> CausalLM:
     """Builds the architecture that `config.json` names and fills it.
 
@@ -33,12 +35,15 @@ def load_target(
         dtype: of the weights; other floats are converted while they are copied.
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: length of the rotary tables; None: `max_position_embeddings`.
+        model_impl: "auto": Forerun's own models; "transformers": those of transformers.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
+    if model_impl == TRANSFORMERS:
+        return _load_transformers(folder, WeightPlacement(dtype, device), load_format)
     config = load_model_config(folder)
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, fp8_blocks(config))
@@ -58,6 +63,16 @@ def load_target(
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
         )
     model.prepare()
+    return model
+
+
+def _load_transformers(folder: Path, place: WeightPlacement, load_format: str) -> CausalLM:
+    if load_format in DUMMY_FORMATS:
+        raise ConfigError(
+            f"load_format {load_format} is not available with model_impl transformers."
+        )
+    model = TransformersForCausalLM(load_transformers_config(folder), place, max_positions=1)
+    model.load(folder, place)
     return model
 
 

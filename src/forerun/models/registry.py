@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from forerun.config.model_config import ModelConfig
+from pathlib import Path
+
+from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.config.rope_config import RopeConfig
 from forerun.core.errors import ConfigError, nearest
 from forerun.layers.rope import rotary_dims
@@ -20,6 +22,9 @@ from forerun.models.quantization import fp8_blocks
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 from forerun.models.qwen3_moe import Qwen3MoeForCausalLM
+from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
+
+TRANSFORMERS = "transformers"  # of the setting `model_impl`
 
 # LlamaForCausalLM serves those that differ in the config alone (biases, windows, layers' RoPE).
 ARCHITECTURES: dict[str, type[CausalLM]] = {
@@ -44,6 +49,22 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 }
 
 
+def target_config(folder: Path, model_impl: str) -> ModelConfig:
+    """Of a target. `model_impl`: the setting.
+
+    Raises:
+        ConfigError: a file is missing or invalid, or transformers does not know the model.
+    """
+    if model_impl == TRANSFORMERS:
+        return load_transformers_config(folder)
+    return load_model_config(folder)
+
+
+def target_class(config: ModelConfig, model_impl: str) -> type[CausalLM]:
+    """`model_class`, or transformers' own modules."""
+    return TransformersForCausalLM if model_impl == TRANSFORMERS else model_class(config)
+
+
 def model_class(config: ModelConfig) -> type[CausalLM]:
     """The class of a target.
 
@@ -53,7 +74,8 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     if config.architecture not in ARCHITECTURES:
         raise ConfigError(
             f"Architecture {config.architecture!r} is not supported."
-            f"{nearest(config.architecture, ARCHITECTURES)} Supported: {', '.join(ARCHITECTURES)}."
+            f"{nearest(config.architecture, ARCHITECTURES)} Known: {', '.join(ARCHITECTURES)};"
+            " or set model_impl transformers, which runs transformers' own modules, slower."
         )
     family = ARCHITECTURES[config.architecture]
     check_layers(config, family)
