@@ -128,5 +128,5 @@ def test_refusals(
 
 def test_dummy_weights_are_refused(tmp_path: Path) -> None:
     made(*CASES["granite"], tmp_path)
-    with pytest.raises(ConfigError, match="load_format dummy does not go with"):
+    with pytest.raises(ConfigError, match="load_format dummy is not available"):
         load_target(tmp_path, torch.float32, CPU, "dummy", model_impl="transformers")
