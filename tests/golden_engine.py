@@ -60,8 +60,9 @@ def poison_on_release(llm: LLM) -> None:
         for state in tables.states:
             state[slot] = 2**30
         for pool in step.attention.pools.states:
-            for kept in (*pool.state.values(), *pool.intermediate.values()):
+            for kept in (*pool.state.values(), *pool.updates.values()):
                 kept[:, slot] = torch.nan
+        step.attention.pools.num_pending[slot] = 2**30
         if step.deferred is not None:
             for kept in (step.deferred.hidden_states, step.deferred.aux_hidden_states):
                 if kept is not None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask
+from forerun.attention.recurrent import RecurrentContext
 from forerun.config.model_config import ModelConfig
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
 from forerun.layers.communication import WeightPlacement
@@ -117,7 +118,8 @@ class ToyRecurrentForCausalLM(ToyModel):
 
     def kv_layout(self, kv_dtype: torch.dtype) -> ModelLayout:
         f32 = torch.float32
-        state = RecurrentState({"s": ((HEADS, DIM, DIM), f32), "shift": ((HIDDEN,), f32)})
+        tensors = {"s": ((HEADS, DIM, DIM), f32), "shift": ((HIDDEN,), f32)}
+        state = RecurrentState(tensors, updates=tensors)  # the state after each token
         dense = DenseKV(HEADS, DIM, kv_dtype)
         return ModelLayout(
             tuple(dense if self.is_dense(i) else state for i in range(self.config.num_layers))
@@ -131,8 +133,11 @@ class ToyRecurrentForCausalLM(ToyModel):
             spec = AttentionSpec(LayerMask(), DIM**-0.5)
             return F.linear(ctx.backend.attend(ctx.plan, layer, spec, q).flatten(1), w["o"])
         state = ctx.recurrent(layer)
-        s, shift = state.initial("s"), state.initial("shift")
+        s, shift = state.state("s"), state.state("shift")
         if state.q_len is not None:
+            s, shift = (self.committed(state, name) for name in ("s", "shift"))
+            state.store_state("s", s)
+            state.store_state("shift", shift)
             blocks = x.view(len(s), state.q_len, HIDDEN)
             outs, kept, shifts = [], [], []
             for i in range(state.q_len):
@@ -140,8 +145,8 @@ class ToyRecurrentForCausalLM(ToyModel):
                 outs.append(out)
                 kept.append(s)
                 shifts.append(shift)
-            state.store_each("s", torch.stack(kept, 1))
-            state.store_each("shift", torch.stack(shifts, 1))
+            state.store_updates("s", torch.stack(kept, 1))
+            state.store_updates("shift", torch.stack(shifts, 1))
             return torch.stack(outs, 1).flatten(0, 1)
         assert state.ragged is not None
         outs, ends, shifts, first = [], [], [], 0
@@ -153,9 +158,17 @@ class ToyRecurrentForCausalLM(ToyModel):
             ends.append(now)
             shifts.append(last)
             first += count
-        state.store_last("s", torch.cat(ends))
-        state.store_last("shift", torch.cat(shifts))
+        state.store_state("s", torch.cat(ends))
+        state.store_state("shift", torch.cat(shifts))
         return torch.cat(outs)
+
+    @staticmethod
+    def committed(state: RecurrentContext, name: str) -> Tensor:
+        """[B, ...]: the update of the last committed token, if one is pending."""
+        kept, updates, pending = state.state(name), state.updates(name), state.num_pending.long()
+        at = (pending - 1).clamp_min(0).view(-1, *[1] * (updates.dim() - 1))
+        last = updates.take_along_dim(at, 1).squeeze(1)
+        return torch.where((pending > 0).view(-1, *[1] * (kept.dim() - 1)), last, kept)
 
     @staticmethod
     def advance(

@@ -14,7 +14,7 @@ from forerun.kvcache.pools import ModelPools, PoolShape
 
 CPU, MIB = torch.device("cpu"), 2**20
 F32, BF16 = torch.float32, torch.bfloat16
-STATE = RecurrentState({"s": ((2, 3), F32), "conv": ((4,), BF16)})
+STATE = RecurrentState({"s": ((2, 3), F32), "conv": ((4,), BF16)}, {"k": ((5,), F32)})
 MIXED = ModelLayout(
     (DenseKV(2, 4, F32), STATE, LatentKV(6, 2, F32), DenseKV(1, 4, F32), STATE, DenseKV(2, 4, F32))
 )
@@ -52,7 +52,7 @@ def test_only_written_pages_use_memory() -> None:
 def test_sizes() -> None:
     assert MIXED.token_bytes == 4 * (2 * 2 * 4 * 2 + 8 + 2 * 4)
     assert MIXED.state_bytes == 2 * (2 * 3 * 4 + 4 * 2)
-    assert MIXED.slot_bytes(num_verify_tokens=5) == 6 * MIXED.state_bytes
+    assert MIXED.slot_bytes(num_verify_tokens=5) == MIXED.state_bytes + 5 * 2 * 5 * 4
     assert MIXED.has_recurrent_state and not ModelLayout.dense(1, 1, 2, F32).has_recurrent_state
 
 
@@ -95,18 +95,15 @@ def states(pools: ModelPools, layer: int) -> dict[str, Tensor]:
     return dict(pools.state(layer).state)
 
 
-def test_commit_takes_the_state_after_the_committed_tokens() -> None:
+def test_commit_says_how_many_updates_belong_to_a_state() -> None:
     pools = mixed(num_slots=4, num_verify_tokens=3)
-    for pool in pools.states:
-        for name, kept in pool.intermediate.items():
-            pool.intermediate[name].copy_(torch.randn(kept.shape))
+    assert pools.state(4).updates["k"].shape == (4, 3, 5)
     pools.commit(torch.tensor([2, 0]), torch.tensor([3, 1], dtype=torch.int32))
     for layer in (1, 4):
-        kept = pools.state(layer)
-        for name, state in kept.state.items():
-            assert torch.equal(state[2], kept.intermediate[name][2, 2])
-            assert torch.equal(state[0], kept.intermediate[name][0, 0])
-            assert not state[1].any() and not state[3].any()
+        assert pools.state(layer).num_pending.tolist() == [1, 0, 3, 0]
+    pools.reset_slots(torch.tensor([2]))
+    pools.commit(torch.tensor([3, 3]), torch.tensor([2, 3], dtype=torch.int32))  # padding
+    assert pools.num_pending.tolist() == [1, 0, 0, 0]
 
 
 def test_a_snapshot_restores_a_state() -> None:

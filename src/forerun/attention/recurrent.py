@@ -13,12 +13,13 @@ from forerun.kvcache.pools import LayerState
 class RecurrentContext:
     """The state of one layer for the tokens of one forward.
 
-    Decode and verify (`q_len` set): read `initial`, store the state after every token with
-    `store_each`. The slot's own state stays as it is; after the verify pass the step commits the
-    intermediate state of the last committed token (`ModelPools.commit`).
+    Decode and verify (`q_len` set): apply the first `num_pending` of the slot's `updates` to its
+    `state` and store the result with `store_state`: it is the state before the first token. Then
+    store what each token of this pass adds with `store_updates`. How many of these count is decided
+    after the pass (`ModelPools.commit`), on the device.
 
-    Prefill (`ragged` set): read `initial`, store the state after each request's chunk with
-    `store_last`.
+    Prefill (`ragged` set): nothing is pending. Read `state`, store the one after each request's
+    chunk with `store_state`.
     """
 
     slots: Tensor  # [B] int64
@@ -26,18 +27,26 @@ class RecurrentContext:
     ragged: tuple[tuple[int, int], ...] | None  # host: (start, tokens) per request
     layer: LayerState
 
-    def initial(self, name: str) -> Tensor:
-        """[B, ...]: the state before the first token; zeros for a new request."""
+    @property
+    def num_pending(self) -> Tensor:
+        """[B] int32: updates to apply; 0 for a new request."""
+        return self.layer.num_pending.index_select(0, self.slots)
+
+    def state(self, name: str) -> Tensor:
+        """[B, ...]; zeros for a new request."""
         return self.layer.state[name].index_select(0, self.slots)
 
-    def store_each(self, name: str, states: Tensor) -> None:
-        """states [B, q_len, ...]: after each token of a decode or verify pass."""
-        assert self.q_len is not None
-        kept = self.layer.intermediate[name][:, : self.q_len]
-        kept.index_copy_(0, self.slots, states.to(kept.dtype))
+    def updates(self, name: str) -> Tensor:
+        """[B, W, ...] of the last decode or verify pass, W of the widest; undefined past it."""
+        return self.layer.updates[name].index_select(0, self.slots)
 
-    def store_last(self, name: str, states: Tensor) -> None:
-        """states [B, ...]: after the last token of each request's prefill chunk."""
-        assert self.ragged is not None
+    def store_state(self, name: str, states: Tensor) -> None:
+        """states [B, ...]."""
         kept = self.layer.state[name]
         kept.index_copy_(0, self.slots, states.to(kept.dtype))
+
+    def store_updates(self, name: str, updates: Tensor) -> None:
+        """updates [B, q_len, ...]: of each token of a decode or verify pass."""
+        assert self.q_len is not None
+        kept = self.layer.updates[name][:, : self.q_len]
+        kept.index_copy_(0, self.slots, updates.to(kept.dtype))

@@ -3,7 +3,8 @@
 Three kinds: K and V per token (`DenseKV`), one latent vector per token (`LatentKV`, MLA), or a
 state of fixed size per request (`RecurrentState`: linear attention, SSM, convolutions). The first
 two live in pages and are rolled back by a length alone. A recurrent state is valid at one length
-only, so a verify pass stores it after every token and the commit picks one.
+only. So a verify pass leaves it as it is and stores what each token adds to it, its *update*; the
+next pass applies the updates of the tokens that were committed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+
+
+TensorShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # by name
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,28 @@ class LatentKV:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """Tensors of fixed shape per request: (shape, dtype) by name."""
+    """Tensors of fixed shape per request.
 
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    `updates` has those that a verify pass stores per token. They may be the state after the token,
+    or whatever it is computed from; a layer that knows its recurrence stores far less than states.
+    """
+
+    tensors: TensorShapes
+    updates: TensorShapes
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+        return _bytes(self.tensors)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of one token's update."""
+        return _bytes(self.updates)
+
+
+def _bytes(tensors: TensorShapes) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in tensors.values())
 
 
 PagedLayout = DenseKV | LatentKV
@@ -110,8 +128,9 @@ class ModelLayout:
         return sum(layer.state_bytes for layer in self.recurrent)
 
     def slot_bytes(self, num_verify_tokens: int) -> int:
-        """Bytes per request slot: the recurrent state and W intermediate states."""
-        return self.state_bytes * (1 + num_verify_tokens)
+        """Bytes per request slot: the recurrent state and the updates of W tokens."""
+        updates = sum(layer.update_bytes for layer in self.recurrent)
+        return self.state_bytes + num_verify_tokens * updates
 
     def with_kv_dtype(self, dtype: torch.dtype) -> ModelLayout:
         """The same with K/V stored as `dtype`; recurrent states keep theirs."""

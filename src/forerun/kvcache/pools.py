@@ -19,20 +19,27 @@ from torch import Tensor
 from forerun.core.errors import InternalError
 from forerun.kernels.runtime.fp8 import as_bits
 from forerun.kernels.speculation.tree import compact_kv
-from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, PagedLayout, RecurrentState
+from forerun.kvcache.layouts import (
+    DenseKV,
+    LatentKV,
+    ModelLayout,
+    PagedLayout,
+    RecurrentState,
+    TensorShapes,
+)
 
 
 @dataclass(frozen=True)
 class StatePool:
     """One kind of recurrent state: `layers` layers of equal tensors, stacked in dimension 0.
 
-    Shapes, by tensor name: `state` [L, S, ...]; `intermediate` [L, S, W, ...], the state after
-    each token of the last verify pass; `snapshots` [L, N, ...].
+    Shapes, by tensor name: `state` [L, S, ...], before the last verify pass; `updates`
+    [L, S, W, ...] of its tokens; `snapshots` [L, N, ...].
     """
 
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
-    intermediate: Mapping[str, Tensor]
+    updates: Mapping[str, Tensor]
     snapshots: Mapping[str, Tensor]
 
 
@@ -41,7 +48,8 @@ class LayerState:
     """The recurrent state of one layer: views into its `StatePool`."""
 
     state: Mapping[str, Tensor]  # [S, ...]
-    intermediate: Mapping[str, Tensor]  # [S, W, ...]
+    updates: Mapping[str, Tensor]  # [S, W, ...]
+    num_pending: Tensor  # [S] int32: updates that belong to the state and are not applied yet
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ class ModelPools:
         self._state: dict[int, LayerState] = {}
         for kind in dict.fromkeys(layout.paged):
             self._allocate_pages(kind, device)
+        # Of every slot: how many tokens of its last verify pass were committed.
+        self.num_pending = torch.zeros(shape.num_slots, dtype=torch.int32, device=device)
         self.states = tuple(self._allocate_states(layers, device) for layers in _alike(layout))
 
     @property
@@ -118,17 +128,17 @@ class ModelPools:
     # --- inside a step: on the device, can be captured ------------------------------------------
 
     def commit(self, slots: Tensor, num_committed: Tensor) -> None:
-        """Rolls recurrent states back to the committed length; nothing for K/V.
+        """Of recurrent states: how many of the last pass's updates belong to them.
+
+        The next pass reads and writes the states anyway, so it applies them. Nothing for K/V.
 
         Args:
             slots: [B] int64; the padding slot may occur more than once.
-            num_committed: [B] int32: the state after this many tokens of the verify pass becomes
-                the slot's state.
+            num_committed: [B] int32, tokens of the verify pass that are committed.
         """
-        last = (num_committed.long() - 1).clamp_min(0)
-        for pool in self.states:
-            for name, state in pool.state.items():
-                state.index_copy_(1, slots, pool.intermediate[name][:, slots, last])
+        if self.states:
+            self.num_pending.index_copy_(0, slots, num_committed)
+            self.num_pending[-1:].zero_()  # the padding slot's state stays zero
 
     def move_tokens(self, kv_slots: Tensor, path: Tensor) -> None:
         """Moves the K/V of a tree's accepted path to where a chain would have written it.
@@ -150,12 +160,16 @@ class ModelPools:
 
     def reset_slots(self, slots: Tensor) -> None:
         """Zeroes the recurrent states of slots [n] int64: new requests start from nothing."""
+        self.num_pending.index_fill_(0, slots, 0)
         for pool in self.states:
             for state in pool.state.values():
                 state.index_fill_(1, slots, 0)
 
     def save_snapshots(self, slots: Tensor, rows: Tensor) -> None:
-        """Copies the states of slots [n] int64 to snapshot rows [n] int64."""
+        """Copies the states of slots [n] int64 to snapshot rows [n] int64.
+
+        After a prefill chunk: no updates are pending.
+        """
         for pool in self.states:
             for name, state in pool.state.items():
                 pool.snapshots[name].index_copy_(1, rows, state.index_select(1, slots))
@@ -189,22 +203,23 @@ class ModelPools:
         assert isinstance(kind, RecurrentState)
         sizes = self.shape
 
-        def room(*each: int) -> dict[str, Tensor]:
+        def room(tensors: TensorShapes, *each: int) -> dict[str, Tensor]:
             return {
                 name: zeros((len(layers), *each, *shape), dtype, device)
-                for name, (shape, dtype) in kind.tensors.items()
+                for name, (shape, dtype) in tensors.items()
             }
 
         pool = StatePool(
             layers,
-            state=room(sizes.num_slots),
-            intermediate=room(sizes.num_slots, sizes.num_verify_tokens),
-            snapshots=room(sizes.num_snapshots),
+            state=room(kind.tensors, sizes.num_slots),
+            updates=room(kind.updates, sizes.num_slots, sizes.num_verify_tokens),
+            snapshots=room(kind.tensors, sizes.num_snapshots),
         )
         for i, layer in enumerate(layers):
             self._state[layer] = LayerState(
                 {name: state[i] for name, state in pool.state.items()},
-                {name: state[i] for name, state in pool.intermediate.items()},
+                {name: update[i] for name, update in pool.updates.items()},
+                self.num_pending,
             )
         return pool
 
