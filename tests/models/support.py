@@ -26,15 +26,18 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 
 from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
 from forerun.attention.torch_native import TorchNative
-from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout
+from forerun.kvcache.layouts import DenseKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.layers.communication import WeightPlacement
 
@@ -42,6 +45,7 @@ CPU = torch.device("cpu")
 CPU_F32 = WeightPlacement(torch.float32, CPU)
 PAGE = 4
 PAGES_PER_REQUEST = 32  # 128 positions
+MOST_TOKENS = 8  # of a request, in a forward with the shape of a decode step
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96,
@@ -96,6 +100,16 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
     "experts_implementation": "eager",
+}
+_MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+_DELTA: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,  # keeps rounding errors small where the output of a head is near 0
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_hidden_layers": 4,
 }
 _LONGROPE = {
     "rope_type": "longrope",
@@ -237,6 +251,35 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "seed-oss": (SeedOssConfig, {"head_dim": 16}),
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+    "qwen3-next": (Qwen3NextConfig, {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "qwen3-next-dense-layers": (
+        Qwen3NextConfig,
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "mlp_only_layers": [0, 3],
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 24,
+            "attention_bias": True,
+            "linear_num_value_heads": 6,
+        },
+    ),
+    "qwen3.5": (
+        Qwen3_5TextConfig,
+        {
+            **_DELTA,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3.5-tied-mha": (
+        Qwen3_5TextConfig,
+        {**_DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True},
+    ),
+    "qwen3.5-moe": (
+        Qwen3_5MoeTextConfig,
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    ),
     "qwen3-moe": (Qwen3MoeConfig, _EXPERTS),
     "qwen3-moe-dense-layers": (
         Qwen3MoeConfig,
@@ -255,7 +298,9 @@ def random_hf(config: PreTrainedConfig, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+            # Norms are initialised with 1, or with 0 where 1 is added to them.
+            mean = weight.mean().item() if "norm" in name else 0.0
+            weight.normal_(mean, 0.2, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
@@ -284,8 +329,7 @@ class Loop:
         heads: int,
         requests: int,
     ) -> Loop:
-        kind = layout.layers[0]
-        assert isinstance(kind, DenseKV | LatentKV)
+        kind = layout.paged[0]
         dense = isinstance(kind, DenseKV)
         need = AttentionNeed(
             device="cpu",
@@ -299,7 +343,8 @@ class Loop:
         )
         assert TorchNative.why_not(need) == []
         pages = 1 + requests * PAGES_PER_REQUEST
-        backend = TorchNative(need, ModelPools(layout, PoolShape(pages, PAGE), CPU))
+        shape = PoolShape(pages, PAGE, requests + 1, num_verify_tokens=MOST_TOKENS)
+        backend = TorchNative(need, ModelPools(layout, shape, CPU))
         # Shuffled, so that ignoring the page table gives wrong results.
         order = torch.randperm(pages - 1, generator=torch.Generator().manual_seed(1)) + 1
         return cls(forward, backend, order.view(requests, PAGES_PER_REQUEST).to(torch.int32))
@@ -318,11 +363,17 @@ class Loop:
             start=torch.tensor(starts, dtype=torch.int32),
             kv_len_ub=max(s + len(x) for s, x in parts),
             ragged=tuple((s, len(x)) for s, x in parts),
+            slots=torch.arange(len(parts)),
         )
         return self._run(torch.cat([x for _, x in parts]), torch.cat(positions), batch, *args)
 
-    def fixed(self, starts: list[int], x: Tensor, *args: Any) -> Any:
-        """A forward with the shape of a decode step: W tokens per request, x [B * W, ...]."""
+    def fixed(
+        self, starts: list[int], x: Tensor, *args: Any, num_committed: int | None = None
+    ) -> Any:
+        """A forward with the shape of a decode step: W tokens per request, x [B * W, ...].
+
+        `num_committed`: of each request's tokens; None: all.
+        """
         width = len(x) // len(starts)
         start = torch.tensor(starts, dtype=torch.int32)
         batch = AttentionBatch(
@@ -330,9 +381,14 @@ class Loop:
             start=start,
             kv_len_ub=max(starts) + width,
             q_len=width,
+            slots=torch.arange(len(starts)),
         )
         positions = (start[:, None] + torch.arange(width, dtype=torch.int32)).flatten()
-        return self._run(x, positions, batch, *args)
+        out = self._run(x, positions, batch, *args)
+        committed = width if num_committed is None else num_committed
+        assert batch.slots is not None
+        self.backend.pools.commit(batch.slots, torch.full_like(start, committed))
+        return out
 
     def context(self, batch: AttentionBatch) -> AttentionContext:
         return AttentionContext(self.backend, self.backend.plan(batch), batch)

@@ -79,7 +79,7 @@ def test_tokens_past_the_committed_ones_are_overwritten(pair: Pair) -> None:
     """Rejected drafts have written K/V that the next step must not read."""
     loop = Loop.of_model(pair.model)
     loop.ragged([(0, pair.ids[:8])])
-    loop.fixed([8], (pair.ids[8:12] + 1) % 96)
+    loop.fixed([8], (pair.ids[8:12] + 1) % 96, num_committed=0)
     hidden, _ = loop.fixed([8], pair.ids[8:12])
     close(pair.model.compute_logits(hidden), pair.logits[8:12])
 
@@ -107,7 +107,8 @@ def test_final_hidden_states_of_some_tokens(
 
 
 def test_the_last_layer_is_captured_before_the_final_norm(pair: Pair) -> None:
-    hidden, aux_hidden_states = Loop.of_model(pair.model).ragged([(0, pair.ids)], (2,))
+    last = pair.model.config.num_layers - 1
+    hidden, aux_hidden_states = Loop.of_model(pair.model).ragged([(0, pair.ids)], (last,))
     close(pair.model.model.norm.norm(aux_hidden_states), hidden)  # type: ignore[attr-defined]
 
 

@@ -12,7 +12,11 @@ from typing import Any
 Raw = dict[str, Any]
 
 # Multimodal architectures that are served without their other parts, as the text model.
-TEXT_MODELS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+TEXT_MODELS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 
 
 def normalised(raw: Mapping[str, Any]) -> Raw:
@@ -45,11 +49,11 @@ def _with(defaults: Raw, raw: Raw) -> Raw:
     return {**defaults, **{key: value for key, value in raw.items() if value is not None}}
 
 
-def _layer_types(raw: Raw, pattern: int) -> Raw:
-    """Every `pattern`-th layer attends to everything, the others to a window."""
+def _layer_types(raw: Raw, pattern: int, others: str = "sliding_attention") -> Raw:
+    """Every `pattern`-th layer attends to everything, the others to a window or as named."""
     if raw.get("layer_types"):
         return raw
-    kinds = ("full_attention", "sliding_attention")
+    kinds = ("full_attention", others)
     layers = range(1, int(raw.get("num_hidden_layers", 0)) + 1)
     return {**raw, "layer_types": [kinds[bool(i % pattern)] for i in layers]}
 
@@ -135,12 +139,33 @@ def _smollm3(raw: Raw) -> Raw:
     return _with(defaults, raw)
 
 
+def _hybrid(raw: Raw) -> Raw:
+    """Qwen3-Next and Qwen3.5: every fourth layer has attention, the others are Gated DeltaNet."""
+    defaults = {
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "norm_topk_prob": True,
+        # The 3.5 MoE has no dense layers, and its configs no such key.
+        "intermediate_size": raw.get("shared_expert_intermediate_size"),
+    }
+    pattern = int(raw.get("full_attention_interval") or 4)
+    return _layer_types(_with(defaults, raw), pattern, "linear_attention")
+
+
 FAMILIES: dict[str, Callable[[Raw], Raw]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Glm4ForCausalLM": _glm,
     "Glm4MoeForCausalLM": _glm_moe,
     "Olmo3ForCausalLM": _olmo3,
+    "Qwen3NextForCausalLM": _hybrid,
+    "Qwen3_5ForCausalLM": _hybrid,
+    "Qwen3_5MoeForCausalLM": _hybrid,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
 }

@@ -173,12 +173,47 @@ class QKVLinear(MergedBase):
         """
         for tensor in (self.weight, self.bias):
             if tensor is not None:
-                heads = tensor[: -self.parts["v_proj"]].unflatten(0, (-1, self.head_dim))
+                rows = self.parts["q_proj"] + self.parts["k_proj"]
+                heads = tensor[:rows].unflatten(0, (-1, self.head_dim))
                 heads.copy_(heads.index_select(1, order.to(tensor.device)))
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         """x [T, in] -> [T, (Hq + 2 Hkv) · D]."""
         return self.gemm(x)
+
+
+class GatedQKVLinear(QKVLinear):
+    """[q heads | k heads | v heads | a gate per q head]. In checkpoints q_proj has both of a head
+    one after the other.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        place: WeightPlacement,
+    ) -> None:
+        q, kv = num_heads * head_dim, num_kv_heads * head_dim
+        parts = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate": q}
+        MergedBase.__init__(self, input_size, parts, bias, place)
+        self.num_heads, self.head_dim = num_heads, head_dim
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """The view of q_proj is [Hq, 2, D, in]: the first row of a gate is that of its query and
+        all rows between q and the gates further.
+        """
+        out = {n: view for n, view in super().weights(prefix).items() if ".gate." not in n}
+        above = prefix[: prefix.rfind(".", 0, -1) + 1]
+        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None:
+                row, between = tensor.stride(0), len(tensor) - self.parts["gate"]
+                shape = (self.num_heads, 2, self.head_dim, *tensor.shape[1:])
+                strides = (self.head_dim * row, between * row, *tensor.stride())
+                out[f"{above}q_proj.{kind}"] = tensor.as_strided(shape, strides)
+        return out
 
 
 class MergedLinear(MergedBase):

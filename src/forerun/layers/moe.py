@@ -27,6 +27,7 @@ from forerun.kernels.moe.routing import Routed, Routing
 from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.gemm import Gemm, plain_gemm_for
 from forerun.layers.linear import Pending
+from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -35,6 +36,7 @@ __all__ = [
     "PendingExperts",
     "Router",
     "Routing",
+    "SharedExpertMoE",
     "SparseMoE",
     "choose_expert_layout",
 ]
@@ -122,13 +124,15 @@ class Experts(Module):
     def prepare(self) -> None:
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
 
-    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
         """x [T, H] -> [k, T, H], weighted, in the order of the choices.
 
-        Shared experts that are not among the choices are added to the first.
+        Shared experts that are not among the choices are added to the first, as is `shared`
+        [T, H].
         """
         if routed.num_shared == self.num_shared:
-            return expert_partials(x, self.w13, self.w2, routed)
+            return expert_partials(x, self.w13, self.w2, routed, shared)
+        assert shared is None
         w13, w2 = self.w13[: self.num_experts], self.w2[: self.num_experts]
         return expert_partials(x, w13, w2, routed, self._shared_output(x))
 
@@ -167,6 +171,46 @@ class SparseMoE(Module):
         assert isinstance(x, Tensor), "a norm before a router is not deferred"
         return PendingExperts(self, x, self._comm)
 
+    def partials(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [k, T, H], of this rank."""
+        return self.experts(x, self.gate(x))
+
+
+class SharedExpertMoE(SparseMoE):
+    """With an MLP for every token, weighted per token: sigmoid(shared_expert_gate(x)) (Qwen2-MoE)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        shared_size: int,
+        routing: Routing,
+        place: WeightPlacement,
+    ) -> None:
+        """`shared_size`: width of the shared MLP."""
+        super().__init__(hidden_size, intermediate_size, routing, place)
+        own = WeightPlacement(place.dtype, place.device)  # summed with the experts, not before
+        self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False, place=own)
+        self.shared_expert_gate = OutputGate(hidden_size, place)
+
+    def partials(self, x: Tensor) -> Tensor:
+        shared = self.shared_expert_gate(x) * self.shared_expert(x).result()
+        return self.experts(x, self.gate(x), shared)
+
+
+class OutputGate(Module):
+    """sigmoid(w · x): one number per token."""
+
+    def __init__(self, hidden_size: int, place: WeightPlacement) -> None:
+        self.weight = place.empty(1, hidden_size)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return {f"{prefix}weight": self.weight}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, 1]."""
+        return torch.sigmoid(F.linear(x, self.weight))
+
 
 class PendingExperts(Pending):
     """The output of a `SparseMoE`, not computed yet."""
@@ -191,8 +235,7 @@ class PendingExperts(Pending):
 
     def _partials(self) -> Tensor:
         """[k, T, H], of this rank."""
-        moe, x = self._moe, self._x
-        return moe.experts(x, moe.gate(x))
+        return self._moe.partials(self._x)
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:

@@ -2,14 +2,15 @@
 
 A model states a map from tensor name to the view it is copied into (`weights()`), so fused
 matrices, other name schemes and drafts all load through the same function. The view of a tensor
-that a model keeps in parts has one dimension split in two: [n, I, H] or [H, n, I] where the files
-have [n * I, H] or [H, n * I]. Every name and shape is checked against the files' headers before any
+that a model keeps in parts has one dimension split: [n, I, H] or [H, n, I] where the files have
+[n * I, H] or [H, n * I]. Every name and shape is checked against the files' headers before any
 data is read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,10 +170,11 @@ class Checkpoint:
 def _stored_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The shapes that a tensor in a file may have to fill a view of this shape.
 
-    Its own and, from three dimensions on, those with two neighbouring dimensions merged.
+    Its own and, from three dimensions on, those with some neighbouring dimensions merged.
     """
-    at = range(len(shape) - 1 if len(shape) > 2 else 0)
-    return [shape, *((*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :]) for i in at)]
+    dims = len(shape) if len(shape) > 2 else 0
+    runs = [(i, j) for i in range(dims) for j in range(i + 2, dims + 1)]
+    return [shape, *((*shape[:i], math.prod(shape[i:j]), *shape[j:]) for i, j in runs)]
 
 
 # Names of a text model within a multimodal one: those of transformers 5 and 4.

@@ -20,23 +20,27 @@ def is_sparse(config: ModelConfig, layer_id: int) -> bool:
     """Whether a layer has experts; the others are dense."""
     raw = config.raw
     step, dense_layers = int(raw.get("decoder_sparse_step") or 1), raw.get("mlp_only_layers") or ()
-    return _num_experts(config) > 0 and (layer_id + 1) % step == 0 and layer_id not in dense_layers
+    return num_experts(config) > 0 and (layer_id + 1) % step == 0 and layer_id not in dense_layers
 
 
-def _num_experts(config: ModelConfig) -> int:
+def num_experts(config: ModelConfig) -> int:
     key = "num_local_experts" if "num_local_experts" in config.raw else "num_experts"
     return config.need(key)
 
 
-def _sparse_moe(config: ModelConfig, place: WeightPlacement) -> SparseMoE:
+def routing_of(config: ModelConfig) -> Routing:
     """Scores are a softmax over all experts; logits are rounded to the model's dtype before it."""
-    routing = Routing(
-        num_experts=_num_experts(config),
+    return Routing(
+        num_experts=num_experts(config),
         top_k=config.need("num_experts_per_tok"),
         norm_topk_prob=bool(config.raw.get("norm_topk_prob", False)),
         float32_logits=False,
     )
-    return SparseMoE(config.hidden_size, config.need("moe_intermediate_size"), routing, place)
+
+
+def _sparse_moe(config: ModelConfig, place: WeightPlacement) -> SparseMoE:
+    width = config.need("moe_intermediate_size")
+    return SparseMoE(config.hidden_size, width, routing_of(config), place)
 
 
 class Qwen3MoeDecoderLayer(DecoderLayer):

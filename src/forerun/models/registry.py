@@ -21,7 +21,9 @@ from forerun.models.phi3 import Phi3ForCausalLM
 from forerun.models.quantization import fp8_blocks
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
+from forerun.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from forerun.models.qwen3_moe import Qwen3MoeForCausalLM
+from forerun.models.qwen3_next import Qwen3NextForCausalLM
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 
 TRANSFORMERS = "transformers"  # of the setting `model_impl`
@@ -44,6 +46,9 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     "SeedOssForCausalLM": LlamaForCausalLM,
     "SmolLM3ForCausalLM": LlamaForCausalLM,
 }

@@ -1,0 +1,182 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): linear attention that overwrites.
+
+Per value head, with a state S [Dk, Dv] in float32, for every token:
+
+    S <- exp(g) S;   δ = β (v - Sᵀ k);   S <- S + k δᵀ;   o = Sᵀ q
+
+q and k are normalised to length 1, q also divided by sqrt(Dk); g = -exp(A_log) · softplus(a +
+dt_bias) and β = sigmoid(b). Value head h reads key head h // (HV / HK).
+
+What a token adds to the state is k δᵀ after a decay by exp(g). So a verify pass leaves the state as
+it is and stores k, δ and g of its tokens, a fiftieth of a state each; the next pass reads and
+writes the state anyway, and first applies those of the committed tokens. (SGLang keeps whole states
+per token, or, as "ReplaySSM", the same as here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens whose outputs are computed at once in prefill
+EPS = 1e-6  # of the normalisation of q and k
+
+
+@dataclass(frozen=True)
+class DeltaGates:
+    """What decides how much a token's state decays and how much of it is overwritten."""
+
+    a: Tensor  # [T, HV], any row stride
+    b: Tensor  # [T, HV], any row stride
+    decay: Tensor  # [HV] float32: exp(A_log)
+    dt_bias: Tensor  # [HV] float32
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """What S slots keep of one layer, and the B slots of a pass."""
+
+    slots: Tensor  # [B] int64
+    num_pending: Tensor  # [S] int32: how many updates are committed and not in `state` yet
+    state: Tensor  # [S, HV, Dk, Dv] float32
+    k: Tensor  # [S, W, HK, Dk] float32, normalised: of the last decode or verify pass
+    delta: Tensor  # [S, W, HV, Dv] float32: δ
+    g: Tensor  # [S, W, HV] float32
+
+
+def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
+    """A decode or verify pass. Applies the pending updates, and stores those of its own tokens.
+
+    Args:
+        qkv: [B · q_len, 2 HK Dk + HV Dv]: q, k and v heads; q_len <= W.
+        state: updated in place.
+
+    Returns:
+        o [B · q_len, HV, Dv], in qkv's dtype.
+    """
+    return gated_delta_update_ref(qkv, gates, state)
+
+
+def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
+    """Reference implementation of `gated_delta_update`."""
+    slots = state.slots
+    x = _Tokens.of(qkv, gates, state).of_requests(len(slots))
+    before = _apply_updates(state)
+    state.state.index_copy_(0, slots, before)
+    o, delta, _ = _advance(x, before)
+    width = x.k.shape[1]
+    for kept, new in ((state.k, x.k), (state.delta, delta), (state.g, x.g)):
+        kept[:, :width].index_copy_(0, slots, new)
+    return o.flatten(0, 1).to(qkv.dtype)
+
+
+def gated_delta_prefill(
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, num_tokens: Sequence[int]
+) -> Tensor:
+    """Prefill chunks: of B requests, `num_tokens` each, nothing pending.
+
+    Args:
+        qkv: [T, 2 HK Dk + HV Dv].
+        state: its `state` is updated in place.
+
+    Returns:
+        o [T, HV, Dv], in qkv's dtype.
+    """
+    return gated_delta_prefill_ref(qkv, gates, state, num_tokens)
+
+
+def gated_delta_prefill_ref(
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, num_tokens: Sequence[int]
+) -> Tensor:
+    """Reference implementation of `gated_delta_prefill`, one request after another."""
+    whole, outs, ends, first = _Tokens.of(qkv, gates, state), [], [], 0
+    for now, count in zip(state.state[state.slots].split(1), num_tokens, strict=True):
+        for at in range(first, first + count, CHUNK):
+            part = whole.span(at, min(at + CHUNK, first + count)).of_requests(1)
+            o, _, now = _advance(part, now)
+            outs.append(o[0])
+        ends.append(now)
+        first += count
+    state.state.index_copy_(0, state.slots, torch.cat(ends))
+    return torch.cat(outs).to(qkv.dtype)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens in float32: [T, ...], or [B, q_len, ...] of requests."""
+
+    q: Tensor  # [..., HK, Dk]
+    k: Tensor  # [..., HK, Dk]
+    v: Tensor  # [..., HV, Dv]
+    g: Tensor  # [..., HV]
+    beta: Tensor  # [..., HV]
+
+    @classmethod
+    def of(cls, qkv: Tensor, gates: DeltaGates, state: DeltaState) -> _Tokens:
+        _, v_heads, k_dim, v_dim = state.state.shape
+        keys = (qkv.shape[1] - v_heads * v_dim) // 2
+        q, k, v = qkv.float().split_with_sizes((keys, keys, v_heads * v_dim), 1)
+        q, k = (_normalised(x.unflatten(1, (-1, k_dim))) for x in (q, k))
+        g = -gates.decay * F.softplus(gates.a.float() + gates.dt_bias)
+        beta = gates.b.sigmoid().float()
+        return cls(q * k_dim**-0.5, k, v.unflatten(1, (-1, v_dim)), g, beta)
+
+    def span(self, start: int, end: int) -> _Tokens:
+        return _Tokens(*(x[start:end] for x in (self.q, self.k, self.v, self.g, self.beta)))
+
+    def of_requests(self, count: int) -> _Tokens:
+        """Of requests with equally many tokens."""
+        parts = (self.q, self.k, self.v, self.g, self.beta)
+        return _Tokens(*(x.unflatten(0, (count, -1)) for x in parts))
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def _apply_updates(state: DeltaState) -> Tensor:
+    """[B, HV, Dk, Dv]: the states after the committed tokens."""
+    slots = state.slots
+    kept = state.state[slots]
+    i = torch.arange(state.k.shape[1], device=kept.device)
+    beyond = (i >= state.num_pending[slots].unsqueeze(1))[..., None]  # [B, W, 1]: undefined
+    g = state.g[slots].masked_fill(beyond, 0.0).cumsum(1)
+    k = state.k[slots].masked_fill(beyond[..., None], 0.0)
+    delta = state.delta[slots].masked_fill(beyond[..., None], 0.0)
+    decayed = (g[:, -1:] - g).exp().unsqueeze(3) * delta
+    k = _per_value_head(k, kept.shape[1]).permute(0, 2, 3, 1)
+    return torch.addcmul(k @ decayed.transpose(1, 2), kept, g[:, -1].exp()[..., None, None])
+
+
+def _per_value_head(x: Tensor, v_heads: int) -> Tensor:
+    """x [B, n, HK, D] -> [B, n, HV, D]."""
+    return x.repeat_interleave(v_heads // x.shape[2], 2)
+
+
+def _advance(x: _Tokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Up to CHUNK tokens of B requests at once: (o, δ [B, n, HV, Dv], the states after them).
+
+    With G the running sum of g, unrolling the recurrence gives a lower triangular system for δ:
+    δ_i = β_i (v_i - e^(G_i) Sᵀ k_i - Σ_(j < i) e^(G_i - G_j) (k_i · k_j) δ_j).
+    """
+    heads = before.shape[1]
+    q, k = (_per_value_head(each, heads).transpose(1, 2) for each in (x.q, x.k))
+    v, total = x.v.transpose(1, 2), x.g.transpose(1, 2).cumsum(2)  # [B, HV, n, Dv], [B, HV, n]
+    beta, grown = x.beta.transpose(1, 2).unsqueeze(3), total.exp().unsqueeze(3)
+    delta = beta * torch.addcmul(v, grown, k @ before, value=-1)
+    if total.shape[2] == 1:
+        after = torch.addcmul(k.transpose(2, 3) * delta, before, grown)
+        return (q @ after).transpose(1, 2), delta.transpose(1, 2), after
+    later = torch.ones(total.shape[2:] * 2, dtype=torch.bool, device=total.device).triu(1)
+    decay = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill(later, -torch.inf).exp()
+    system = (beta * k) @ k.transpose(2, 3) * decay  # its diagonal counts as 1
+    delta = torch.linalg.solve_triangular(system, delta, upper=False, unitriangular=True)
+    o = (q * grown) @ before + (q @ k.transpose(2, 3) * decay) @ delta
+    left = (total[..., -1:] - total).exp().unsqueeze(3)
+    after = torch.addcmul((k * left).transpose(2, 3) @ delta, before, grown[:, :, -1:])
+    return o.transpose(1, 2), delta.transpose(1, 2), after

@@ -1,0 +1,151 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a state of fixed size per request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext
+from forerun.attention.recurrent import RecurrentContext
+from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.kernels.linear_attention.causal_conv import (
+    ConvState,
+    causal_conv_prefill,
+    causal_conv_update,
+)
+from forerun.kernels.linear_attention.gated_delta import (
+    DeltaGates,
+    DeltaState,
+    gated_delta_prefill,
+    gated_delta_update,
+)
+from forerun.kernels.linear_attention.gated_norm import gated_rms_norm
+from forerun.kvcache.layouts import RecurrentState
+from forerun.layers.attention import KVLayer
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.linear import MergedLinear, PendingGemm, RowLinear
+from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """Heads of a layer, and of what it keeps. Every key head serves as many value heads."""
+
+    num_k: int
+    num_v: int
+    k_dim: int
+    v_dim: int
+    kernel_size: int  # of the convolution
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads, and of all query heads."""
+        return self.num_k * self.k_dim
+
+    @property
+    def value(self) -> int:
+        return self.num_v * self.v_dim
+
+    @property
+    def conv(self) -> int:
+        """Channels of the convolution: q, k and v heads."""
+        return 2 * self.key + self.value
+
+
+class CausalConv(Module):
+    """`weight` [C, 1, K], one short filter per channel; SiLU after it."""
+
+    def __init__(self, heads: DeltaHeads, place: WeightPlacement) -> None:
+        self.weight = place.empty(heads.conv, heads.kernel_size)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return {f"{prefix}weight": self.weight.unsqueeze(1)}
+
+    def __call__(self, x: Tensor, state: RecurrentContext) -> Tensor:
+        """x [T, C] -> [T, C]."""
+        layer = state.layer
+        kept = ConvState(state.slots, layer.num_pending, layer.state["conv"], layer.updates["conv"])
+        if state.ragged is None:
+            return causal_conv_update(x, self.weight, kept)
+        return causal_conv_prefill(x, self.weight, kept, [count for _, count in state.ragged])
+
+
+class GatedDeltaNet(KVLayer):
+    """Projections, convolution, the gated delta rule, a norm per head with a gate, `out_proj`.
+
+    `in_proj` computes q, k, v, the output's gate z, and what decides about β (b) and the decay (a),
+    in this order. `parts` are their names in checkpoints, with widths. A family whose checkpoints
+    have the rows in another order says so by `row_order` [rows] int64: where to take them from.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        hidden_size: int,
+        heads: DeltaHeads,
+        eps: float,
+        parts: Mapping[str, int],
+        place: WeightPlacement,
+        row_order: Tensor | None = None,
+    ) -> None:
+        self.layer_id, self.heads, self._row_order = layer_id, heads, row_order
+        self.in_proj = MergedLinear(hidden_size, parts, False, place)
+        self.conv1d = CausalConv(heads, place)
+        float32 = WeightPlacement(torch.float32, place.device)
+        self._a_log, self._dt_bias = float32.empty(heads.num_v), float32.empty(heads.num_v)
+        self._decay = torch.empty(0)
+        self.norm = RMSNorm(heads.v_dim, eps, place)
+        self.out_proj = RowLinear(heads.value, hidden_size, False, place)
+        self._state_dtype, self._conv_dtype = torch.float32, place.dtype
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        own = {f"{prefix}A_log": self._a_log, f"{prefix}dt_bias": self._dt_bias}
+        return super().weights(prefix) | own
+
+    def prepare(self) -> None:
+        if self._row_order is not None:
+            weight = self.in_proj.weight
+            weight.copy_(weight[self._row_order.to(weight.device)])
+        super().prepare()
+        self._decay = self._a_log.exp()
+
+    def kv_layout(self, kv_dtype: torch.dtype) -> RecurrentState:
+        heads, float32 = self.heads, torch.float32
+        return RecurrentState(
+            tensors={
+                "conv": ((heads.kernel_size - 1, heads.conv), self._conv_dtype),
+                "ssm": ((heads.num_v, heads.k_dim, heads.v_dim), self._state_dtype),
+            },
+            updates={
+                "conv": ((heads.conv,), self._conv_dtype),
+                "k": ((heads.num_k, heads.k_dim), float32),
+                "delta": ((heads.num_v, heads.v_dim), float32),
+                "g": ((heads.num_v,), float32),
+            },
+        )
+
+    def __call__(self, x: Tensor | DeferredNorm, ctx: AttentionContext) -> PendingGemm:
+        """x [T, H] -> [T, H]."""
+        heads, state = self.heads, ctx.recurrent(self.layer_id)
+        widths = heads.conv, heads.value, heads.num_v, heads.num_v
+        qkv, z, b, a = self.in_proj(x).result().split_with_sizes(widths, 1)
+        out = self._attend(self.conv1d(qkv, state), a, b, state)
+        return self.out_proj(gated_rms_norm(out, z, self.norm.weight, self.norm.eps))
+
+    def _attend(self, qkv: Tensor, a: Tensor, b: Tensor, state: RecurrentContext) -> Tensor:
+        gates, layer = DeltaGates(a, b, self._decay, self._dt_bias), state.layer
+        kept = DeltaState(
+            state.slots,
+            layer.num_pending,
+            layer.state["ssm"],
+            layer.updates["k"],
+            layer.updates["delta"],
+            layer.updates["g"],
+        )
+        if state.ragged is None:
+            return gated_delta_update(qkv, gates, kept)
+        return gated_delta_prefill(qkv, gates, kept, [count for _, count in state.ragged])

@@ -1,0 +1,54 @@
+"""Qwen3.5 and 3.6, text only: Qwen3-Next's layers with projections of their own, dense or MoE."""
+
+from __future__ import annotations
+
+from forerun.config.model_config import ModelConfig
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.gated_delta_net import GatedDeltaNet
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.moe import SparseMoE
+from forerun.models.qwen3_next import (
+    HybridDecoderLayer,
+    HybridForCausalLM,
+    delta_heads,
+    shared_expert_moe,
+)
+
+
+class Qwen3_5DecoderLayer(HybridDecoderLayer):
+    @classmethod
+    def delta_net(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedDeltaNet:
+        heads = delta_heads(config)
+        parts = {
+            "in_proj_qkv": heads.conv,
+            "in_proj_z": heads.value,
+            "in_proj_b": heads.num_v,
+            "in_proj_a": heads.num_v,
+        }
+        return GatedDeltaNet(
+            layer_id, config.hidden_size, heads, config.rms_norm_eps, parts, place
+        )
+
+    @classmethod
+    def dense_or_sparse_mlp(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedMLP | SparseMoE:
+        return GatedMLP(config.hidden_size, config.intermediate_size, bias=False, place=place)
+
+
+class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
+    @classmethod
+    def dense_or_sparse_mlp(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedMLP | SparseMoE:
+        return shared_expert_moe(config, place)
+
+
+class Qwen3_5ForCausalLM(HybridForCausalLM):
+    decoder_layer = Qwen3_5DecoderLayer
+
+
+class Qwen3_5MoeForCausalLM(HybridForCausalLM):
+    decoder_layer = Qwen3_5MoeDecoderLayer

@@ -1,0 +1,188 @@
+"""Qwen3-Next: three of four layers are Gated DeltaNet (arXiv 2412.06464), the fourth attention.
+
+The attention has a gate per output, QK-norm, and RoPE on a quarter of each head. Norms are stored
+as w - 1, except the one inside of a DeltaNet layer. Experts have a shared one with a gate.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext, LayerMask, RopeInput
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.layers.attention import Attention
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
+from forerun.layers.linear import GatedQKVLinear, Hidden, PendingGemm, RowLinear
+from forerun.layers.mlp import GatedMLP
+from forerun.layers.module import Module
+from forerun.layers.moe import SharedExpertMoE, SparseMoE
+from forerun.layers.norm import UnitOffsetRMSNorm
+from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.layers.rope import rotary_order
+from forerun.models.base import DecoderLayer
+from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.qwen3_moe import is_sparse, routing_of
+
+
+class GatedAttention(Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv_proj = GatedQKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
+        self.q_norm = UnitOffsetRMSNorm(dim, eps, place)
+        self.k_norm = UnitOffsetRMSNorm(dim, eps, place)
+        qk_norm = self.q_norm, self.k_norm
+        self.attn = Attention(layer_id, mask, heads, kv_heads, dim, qk_norm)
+        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
+        self._widths = (heads + 2 * kv_heads) * dim, heads * dim
+        self._rotary_order = rotary_order(config.rope, dim)
+
+    def prepare(self) -> None:
+        self.qkv_proj.reorder_heads(self._rotary_order)
+        for norm in (self.q_norm, self.k_norm):
+            norm.weight.copy_(norm.weight[self._rotary_order.to(norm.weight.device)])
+        super().prepare()
+
+    def __call__(
+        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
+    ) -> PendingGemm:
+        qkv, gate = self.qkv_proj(x).split_with_sizes(self._widths, 1)
+        return self.o_proj(self.attn(qkv, rope, ctx) * torch.sigmoid(gate))
+
+
+def is_linear(config: ModelConfig, layer_id: int) -> bool:
+    """Whether a layer is Gated DeltaNet. MTP layers, after the last one, have attention."""
+    types = config.raw["layer_types"]
+    return layer_id < len(types) and types[layer_id] == "linear_attention"
+
+
+def delta_heads(config: ModelConfig) -> DeltaHeads:
+    heads = DeltaHeads(
+        num_k=config.need("linear_num_key_heads"),
+        num_v=config.need("linear_num_value_heads"),
+        k_dim=config.need("linear_key_head_dim"),
+        v_dim=config.need("linear_value_head_dim"),
+        kernel_size=config.need("linear_conv_kernel_dim"),
+    )
+    if heads.num_v % heads.num_k:
+        raise ConfigError(
+            f"linear_num_value_heads {heads.num_v} is not a multiple of linear_num_key_heads"
+            f" {heads.num_k}; correct config.json."
+        )
+    return heads
+
+
+class HybridDecoderLayer(DecoderLayer):
+    """What Qwen3-Next and Qwen3.5 share; they name and order the projections of DeltaNet layers
+    differently.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        size, eps, norm = config.hidden_size, config.rms_norm_eps, UnitOffsetRMSNorm
+        self.layer_id = layer_id
+        self.linear_attn: GatedDeltaNet | None = None
+        self.self_attn: GatedAttention | None = None
+        if is_linear(config, layer_id):
+            self.linear_attn = self.delta_net(config, layer_id, place)
+        else:
+            self.self_attn = GatedAttention(config, layer_id, mask, place)
+        self.mlp = self.dense_or_sparse_mlp(config, layer_id, place)
+        self.input_layernorm = AddRMSNorm(size, eps, place, norm)
+        self.post_attention_layernorm = AddRMSNorm(size, eps, place, norm)
+
+    @classmethod
+    @abstractmethod
+    def delta_net(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedDeltaNet: ...
+
+    @classmethod
+    @abstractmethod
+    def dense_or_sparse_mlp(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedMLP | SparseMoE: ...
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.linear_attn is not None:
+            self.input_layernorm.link(self.linear_attn.in_proj)
+        if self.self_attn is not None:
+            self.input_layernorm.link(self.self_attn.qkv_proj)
+        if isinstance(self.mlp, GatedMLP):
+            self.post_attention_layernorm.link(self.mlp.gate_up_proj)
+
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        aux.capture(self.layer_id, residual)
+        if self.linear_attn is not None:
+            mixed = self.linear_attn(x, ctx)
+        else:
+            assert self.self_attn is not None
+            mixed = self.self_attn(x, rope, ctx)
+        x, residual = aux.after_attention(self.layer_id, mixed, residual)
+        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.mlp(x)
+        return x, residual
+
+
+class HybridForCausalLM(DecoderForCausalLM):
+    rms_norm = UnitOffsetRMSNorm
+    partial_rotary = True
+
+
+def shared_expert_moe(config: ModelConfig, place: WeightPlacement) -> SharedExpertMoE:
+    width = config.need("moe_intermediate_size")
+    shared = config.need("shared_expert_intermediate_size")
+    return SharedExpertMoE(config.hidden_size, width, shared, routing_of(config), place)
+
+
+class Qwen3NextDecoderLayer(HybridDecoderLayer):
+    @classmethod
+    def delta_net(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedDeltaNet:
+        heads, size, eps = delta_heads(config), config.hidden_size, config.rms_norm_eps
+        parts = {
+            "in_proj_qkvz": heads.conv + heads.value,
+            "in_proj_ba": 2 * heads.num_v,
+        }
+        return GatedDeltaNet(layer_id, size, heads, eps, parts, place, _by_kind(heads))
+
+    @classmethod
+    def dense_or_sparse_mlp(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedMLP | SparseMoE:
+        if is_sparse(config, layer_id):
+            return shared_expert_moe(config, place)
+        return GatedMLP(config.hidden_size, config.intermediate_size, bias=False, place=place)
+
+
+def _by_kind(heads: DeltaHeads) -> Tensor:
+    """Where the rows q, k, v, z, b, a are in checkpoints, which have them by key head: [rows]."""
+    each = heads.num_v // heads.num_k
+    qkvz, ba = (heads.k_dim, heads.k_dim, *[each * heads.v_dim] * 2), (each, each)
+    first = torch.arange(heads.conv + heads.value).view(heads.num_k, -1)
+    second = torch.arange(2 * heads.num_v).view(heads.num_k, -1) + first.numel()
+    kinds = (*first.split_with_sizes(qkvz, 1), *second.split_with_sizes(ba, 1))
+    return torch.cat([kind.flatten() for kind in kinds])
+
+
+class Qwen3NextForCausalLM(HybridForCausalLM):
+    decoder_layer = Qwen3NextDecoderLayer

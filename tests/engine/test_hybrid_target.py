@@ -1,0 +1,161 @@
+"""Small random hybrids (Qwen3-Next, Qwen3.5) in the equality matrix, with every kind of draft."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from tests.engine.test_matrix import GREEDY, NEW, SEEDED, generate, params
+from tests.engine.test_moe_target import SIZES, prompts
+from tests.golden_engine import poison_on_release
+from tests.models.support import FAMILIES, random_hf, save
+from tests.models.test_dflash import ZLAB, random_weights
+from tests.toy_algorithms import Oracle, register_toys
+
+LAYERS = 5  # drafts read layers up to the fourth
+KINDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
+ALGORITHMS = [None, "NGRAM", "STANDALONE", "DFLASH", "TOY-ORACLE"]
+FOLDERS: dict[str, Path] = {}
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    of, changes = FAMILIES[kind]
+    types = [*["linear_attention"] * 3, "full_attention", "linear_attention"]
+    return of(**{**SIZES, **changes, "num_hidden_layers": LAYERS, "layer_types": types})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    register_toys()
+    root = tmp_path_factory.mktemp("hybrids")
+    FOLDERS["STANDALONE"] = root / "dense"
+    save(random_hf(LlamaConfig(**SIZES, num_hidden_layers=1), seed=1), FOLDERS["STANDALONE"])
+    FOLDERS["DFLASH"] = FOLDERS["DDTREE"] = root / "block"
+    FOLDERS["DFLASH"].mkdir()
+    config = {**ZLAB, "num_target_layers": LAYERS}
+    (FOLDERS["DFLASH"] / "config.json").write_text(json.dumps(config))
+    save_file(random_weights(), FOLDERS["DFLASH"] / "model.safetensors")
+    for kind in KINDS:
+        FOLDERS[kind] = save(random_hf(config_of(kind)), root / kind)
+
+
+def hybrid_llm(kind: str, algorithm: str | None = None, **settings: Any) -> LLM:
+    if algorithm in FOLDERS:
+        settings.setdefault("speculative_draft_model_path", str(FOLDERS[algorithm]))
+    settings = {"device": "cpu", "dtype": "float32", **settings}
+    settings = {"speculative_adaptive": False, "skip_tokenizer_init": True, **settings}
+    llm = LLM(FOLDERS[kind], speculative_algorithm=algorithm, **settings)
+    poison_on_release(llm)
+    return llm
+
+
+@cache
+def reference(kind: str, sampled: bool, device: str = "cpu") -> list[list[int]]:
+    """Plain decoding, one prompt at a time, without prefix cache."""
+    how = SEEDED if sampled else GREEDY
+    with hybrid_llm(kind, disable_radix_cache=True, device=device) as llm:
+        return [
+            llm.generate(input_ids=p, sampling_params=params(how, i)).output_ids
+            for i, p in enumerate(prompts())
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_decoding_equals_transformers(kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        FOLDERS[kind], dtype=torch.float32, experts_implementation="eager"
+    )
+    outputs = reference(kind, False)
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0]
+        assert output == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert len({token for output in outputs for token in output}) > 10  # a text, not one token
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_equals_plain_decoding(
+    kind: str,
+    algorithm: str | None,
+    page_size: int,
+    chunk: int,
+    overlap_depth: int,
+    tight: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: dict[str, Any] = {"page_size": page_size, "chunked_prefill_size": chunk}
+    hold(kind, algorithm, tight, monkeypatch, overlap_depth=overlap_depth, **settings)
+
+
+def hold(
+    kind: str,
+    algorithm: str | None,
+    tight: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    **settings: Any,
+) -> None:
+    """One cell of the matrix."""
+    page_size, device = settings["page_size"], settings.get("device", "cpu")
+    if tight:
+        settings["max_total_tokens"] = 128
+    asked = prompts()
+    with hybrid_llm(kind, algorithm, **settings) as llm:
+        preempted = 0
+        for sampled, chosen in enumerate((GREEDY, SEEDED)):
+            want = reference(kind, bool(sampled), device)
+            answers = {tuple(p): o for p, o in zip(asked, want, strict=True)}
+            monkeypatch.setattr(Oracle, "answers", answers)
+            kinds = [params(chosen, i) for i in range(len(asked))]
+            llm.engine.flush_cache()
+            for warm in (False, True):
+                got = generate(llm, asked, kinds, tight)
+                assert [o[0] for o in got] == want
+                preempted += sum(o[1] for o in got)
+                if warm and not tight:
+                    assert all(o[2] >= len(p) - page_size for o, p in zip(got, asked, strict=True))
+        assert (preempted > 0) == tight
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("algorithm", ["TOY-ORACLE", "STANDALONE"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_accepted(
+    kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the matrix would hold for states that are never committed."""
+    want = reference(kind, False)
+    answers = {tuple(p): o for p, o in zip(prompts(), want, strict=True)}
+    monkeypatch.setattr(Oracle, "answers", answers)
+    draft = {"speculative_draft_model_path": str(FOLDERS[kind])}
+    with hybrid_llm(kind, algorithm, **(draft if algorithm == "STANDALONE" else {})) as llm:
+        out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
+        assert out.output_ids == want[0]
+        assert out.meta_info["spec_accept_length"] > 2.5
+
+
+def test_trees_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"DDTREE drafts trees, and Qwen3_5ForCausalLM has recu"):
+        hybrid_llm("qwen3.5", "DDTREE")
+
+
+def test_long_texts_do_not_drift() -> None:
+    """Many commits after one another: 60 steps, with drafts and without."""
+    how = {"temperature": 0.0, "max_new_tokens": 3 * NEW, "ignore_eos": True}
+    with hybrid_llm("qwen3.5") as plain, hybrid_llm("qwen3.5", "NGRAM") as drafted:
+        prompt = prompts()[3]
+        want = plain.generate(input_ids=prompt, sampling_params=how).output_ids
+        assert drafted.generate(input_ids=prompt, sampling_params=how).output_ids == want
