@@ -63,6 +63,7 @@ def poison_on_release(llm: LLM) -> None:
             for kept in (*pool.state.values(), *pool.updates.values()):
                 kept[:, slot] = torch.nan
         step.attention.pools.num_pending[slot] = 2**30
+        step.attention.pools.num_passes[slot] += 1
         if step.deferred is not None:
             for kept in (step.deferred.hidden_states, step.deferred.aux_hidden_states):
                 if kept is not None:

@@ -50,6 +50,7 @@ class LayerState:
     state: Mapping[str, Tensor]  # [S, ...]
     updates: Mapping[str, Tensor]  # [S, W, ...]
     num_pending: Tensor  # [S] int32: updates that belong to the state and are not applied yet
+    num_passes: Tensor  # [S] int32: decode and verify passes so far, for layers with two buffers
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class ModelPools:
             self._allocate_pages(kind, device)
         # Of every slot: how many tokens of its last verify pass were committed.
         self.num_pending = torch.zeros(shape.num_slots, dtype=torch.int32, device=device)
+        self.num_passes = torch.zeros_like(self.num_pending)
         self.states = tuple(self._allocate_states(layers, device) for layers in _alike(layout))
 
     @property
@@ -139,6 +141,7 @@ class ModelPools:
         if self.states:
             self.num_pending.index_copy_(0, slots, num_committed)
             self.num_pending[-1:].zero_()  # the padding slot's state stays zero
+            self.num_passes.index_add_(0, slots, torch.ones_like(num_committed))
 
     def move_tokens(self, kv_slots: Tensor, path: Tensor) -> None:
         """Moves the K/V of a tree's accepted path to where a chain would have written it.
@@ -220,6 +223,7 @@ class ModelPools:
                 {name: state[i] for name, state in pool.state.items()},
                 {name: update[i] for name, update in pool.updates.items()},
                 self.num_pending,
+                self.num_passes,
             )
         return pool
 

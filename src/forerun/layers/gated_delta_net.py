@@ -122,9 +122,9 @@ class GatedDeltaNet(KVLayer):
             },
             updates={
                 "conv": ((heads.conv,), self._conv_dtype),
-                "k": ((heads.num_k, heads.k_dim), float32),
+                "k": ((2, heads.num_k, heads.k_dim), float32),
                 "delta": ((heads.num_v, heads.v_dim), float32),
-                "g": ((heads.num_v,), float32),
+                "g": ((2, heads.num_v), float32),
             },
         )
 
@@ -141,6 +141,7 @@ class GatedDeltaNet(KVLayer):
         kept = DeltaState(
             state.slots,
             layer.num_pending,
+            layer.num_passes,
             layer.state["ssm"],
             layer.updates["k"],
             layer.updates["delta"],

@@ -43,10 +43,13 @@ class DeltaState:
 
     slots: Tensor  # [B] int64
     num_pending: Tensor  # [S] int32: how many updates are committed and not in `state` yet
+    num_passes: Tensor  # [S] int32
     state: Tensor  # [S, HV, Dk, Dv] float32
-    k: Tensor  # [S, W, HK, Dk] float32, normalised: of the last decode or verify pass
+    # Of the last decode or verify pass. Of k and g there are two: many CTAs read the last one's
+    # while one of them writes. The parity of `num_passes` is that of the last one.
+    k: Tensor  # [S, W, 2, HK, Dk] float32, normalised
     delta: Tensor  # [S, W, HV, Dv] float32: δ
-    g: Tensor  # [S, W, HV] float32
+    g: Tensor  # [S, W, 2, HV] float32
 
 
 def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
@@ -70,8 +73,10 @@ def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) ->
     state.state.index_copy_(0, slots, before)
     o, delta, _ = _advance(x, before)
     width = x.k.shape[1]
-    for kept, new in ((state.k, x.k), (state.delta, delta), (state.g, x.g)):
-        kept[:, :width].index_copy_(0, slots, new)
+    state.delta[:, :width].index_copy_(0, slots, delta)
+    turn = 1 - _last_turn(state)
+    for kept, new in ((state.k, x.k), (state.g, x.g)):
+        kept[slots, :width, turn] = new
     return o.flatten(0, 1).to(qkv.dtype)
 
 
@@ -139,14 +144,19 @@ def _normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
 
+def _last_turn(state: DeltaState) -> Tensor:
+    """[B]: which of the two buffers the last pass wrote."""
+    return state.num_passes[state.slots].long() & 1
+
+
 def _apply_updates(state: DeltaState) -> Tensor:
     """[B, HV, Dk, Dv]: the states after the committed tokens."""
-    slots = state.slots
+    slots, turn = state.slots, _last_turn(state)
     kept = state.state[slots]
     i = torch.arange(state.k.shape[1], device=kept.device)
     beyond = (i >= state.num_pending[slots].unsqueeze(1))[..., None]  # [B, W, 1]: undefined
-    g = state.g[slots].masked_fill(beyond, 0.0).cumsum(1)
-    k = state.k[slots].masked_fill(beyond[..., None], 0.0)
+    g = state.g[slots, :, turn].masked_fill(beyond, 0.0).cumsum(1)
+    k = state.k[slots, :, turn].masked_fill(beyond[..., None], 0.0)
     delta = state.delta[slots].masked_fill(beyond[..., None], 0.0)
     decayed = (g[:, -1:] - g).exp().unsqueeze(3) * delta
     k = _per_value_head(k, kept.shape[1]).permute(0, 2, 3, 1)
