@@ -15,6 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+MAX_KERNEL_SIZE = 4  # of the Triton kernels
+BLOCK = 128  # channels of a CTA
+
 
 @dataclass(frozen=True)
 class ConvState:
@@ -37,7 +43,18 @@ def causal_conv_update(x: Tensor, weight: Tensor, state: ConvState) -> Tensor:
     Returns:
         [B · q_len, C].
     """
-    return causal_conv_update_ref(x, weight, state)
+    if not use_triton(x):
+        return causal_conv_update_ref(x, weight, state)
+    batch, (channels, size) = len(state.slots), weight.shape
+    assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _causal_conv_update[(batch, triton.cdiv(channels, BLOCK))](
+        x, weight, state.slots, state.num_pending, state.state, state.inputs, out,
+        x.stride(0), channels, state.inputs.shape[1],
+        NUM_TOKENS=len(x) // batch, SIZE=size, BLOCK=BLOCK,
+        num_warps=1, **pdl_options(x),
+    )  # fmt: skip
+    return out
 
 
 def causal_conv_update_ref(x: Tensor, weight: Tensor, state: ConvState) -> Tensor:
@@ -79,3 +96,64 @@ def _conv_silu(x: Tensor, weight: Tensor) -> Tensor:
     total = sum(x.narrow(-2, i, count).float() * w for i, w in taps)
     assert isinstance(total, Tensor)
     return F.silu(total).to(x.dtype)
+
+
+@jit
+def _causal_conv_update(
+    x_ptr, weight_ptr, slots, num_pending, state, inputs, out_ptr,
+    row_stride, channels, width,
+    NUM_TOKENS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per BLOCK channels of a request. What it reads and writes no other CTA does."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + request)
+    pending = tl.load(num_pending + slot)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    w0, w1, w2, w3 = _taps(weight_ptr, at, inside, SIZE)
+    state += slot * (SIZE - 1) * channels + at
+    inputs += slot * width * channels + at
+    # The three inputs before the first token; those that a shorter filter lacks have weight 0.
+    x0 = _kept(state, inputs, pending + SIZE - 4, channels, inside, SIZE)
+    x1 = _kept(state, inputs, pending + SIZE - 3, channels, inside, SIZE)
+    x2 = _kept(state, inputs, pending + SIZE - 2, channels, inside, SIZE)
+    tl.debug_barrier()  # all of them are read before any is overwritten
+    if SIZE > 3:
+        tl.store(state + (SIZE - 4) * channels, x0, mask=inside)
+    if SIZE > 2:
+        tl.store(state + (SIZE - 3) * channels, x1, mask=inside)
+    tl.store(state + (SIZE - 2) * channels, x2, mask=inside)
+    f0, f1, f2 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32)
+    for i in tl.static_range(NUM_TOKENS):
+        row = request * NUM_TOKENS + i
+        x = tl.load(x_ptr + row * row_stride + at, mask=inside, other=0.0)
+        tl.store(inputs + i * channels, x, mask=inside)
+        f3 = x.to(tl.float32)
+        total = f0 * w0 + f1 * w1 + f2 * w2 + f3 * w3
+        out = total / (1.0 + tl.exp(-total))
+        tl.store(out_ptr + row * channels + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+        f0, f1, f2 = f1, f2, f3
+
+
+@jit
+def _taps(weight_ptr, at, inside, SIZE: tl.constexpr):
+    """The filters of channels `at`, of four taps with zeros in front."""
+    last = weight_ptr + at * SIZE + SIZE - 4
+    w0 = tl.load(last, mask=inside & (SIZE > 3), other=0.0).to(tl.float32)
+    w1 = tl.load(last + 1, mask=inside & (SIZE > 2), other=0.0).to(tl.float32)
+    w2 = tl.load(last + 2, mask=inside, other=0.0).to(tl.float32)
+    w3 = tl.load(last + 3, mask=inside, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
+@jit
+def _kept(state, inputs, index, channels, inside, SIZE: tl.constexpr):
+    """Row `index` of the state and, after it, of the last pass's inputs; 0 before both."""
+    old = inside & (index >= 0) & (index < SIZE - 1)
+    new = inside & (index >= SIZE - 1)
+    return tl.load(state + index * channels, mask=old, other=0.0) + tl.load(
+        inputs + (index - (SIZE - 1)) * channels, mask=new, other=0.0
+    )

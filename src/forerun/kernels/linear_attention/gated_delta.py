@@ -23,6 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+BLOCK_V = 8  # columns of a state that a CTA has in registers
 CHUNK = 64  # tokens whose outputs are computed at once in prefill
 EPS = 1e-6  # of the normalisation of q and k
 
@@ -62,7 +66,22 @@ def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Ten
     Returns:
         o [B · q_len, HV, Dv], in qkv's dtype.
     """
-    return gated_delta_update_ref(qkv, gates, state)
+    if not use_triton(qkv):
+        return gated_delta_update_ref(qkv, gates, state)
+    batch, (_, v_heads, k_dim, v_dim) = len(state.slots), state.state.shape
+    width, _, k_heads, _ = state.k.shape[1:]
+    assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
+    out = torch.empty(len(qkv), v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
+    _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, BLOCK_V))](
+        qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
+        state.slots, state.num_pending, state.num_passes,
+        state.state, state.k, state.delta, state.g, out,
+        gates.a.stride(0), gates.b.stride(0), width,
+        NUM_TOKENS=len(qkv) // batch, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
+        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=BLOCK_V,
+        num_warps=1, **pdl_options(qkv),
+    )  # fmt: skip
+    return out
 
 
 def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
@@ -190,3 +209,87 @@ def _advance(x: _Tokens, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     left = (total[..., -1:] - total).exp().unsqueeze(3)
     after = torch.addcmul((k * left).transpose(2, 3) @ delta, before, grown[:, :, -1:])
     return o.transpose(1, 2), delta.transpose(1, 2), after
+
+
+@jit
+def _gated_delta_update(
+    qkv, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, slots, num_pending, num_passes,
+    state, k_kept, delta_kept, g_kept, out_ptr, a_stride, b_stride, width,
+    NUM_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per BLOCK_V columns of a request's state of a value head, which stay in registers.
+
+    The columns of a state do not read each other, nor do those of δ. k and g are the same for all
+    columns and written by the first of them; the last pass's are in the other of two buffers.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = (tl.program_id(0) // V_HEADS).to(tl.int64)
+    head = tl.program_id(0) % V_HEADS
+    k_head = head // (V_HEADS // K_HEADS)
+    first = tl.program_id(1) == 0
+    slot = tl.load(slots + request)
+    pending = tl.load(num_pending + slot)
+    turn = tl.load(num_passes + slot) & 1
+    row = tl.arange(0, BLOCK_K)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_k, inside_v = row < K_DIM, column < V_DIM
+    inside = inside_k[:, None] & inside_v[None, :]
+    decay = tl.load(decay_ptr + head)
+    dt_bias = tl.load(dt_bias_ptr + head)
+
+    state += (slot * V_HEADS + head) * (K_DIM * V_DIM) + row[:, None] * V_DIM + column[None, :]
+    k_kept += slot * width * (2 * K_HEADS * K_DIM) + k_head * K_DIM + row
+    g_kept += slot * width * (2 * V_HEADS) + head
+    delta_kept += (slot * width * V_HEADS + head) * V_DIM + column
+    s = tl.load(state, mask=inside, other=0.0).to(tl.float32)
+    for i in range(pending):
+        k = tl.load(k_kept + (2 * i + turn) * (K_HEADS * K_DIM), mask=inside_k, other=0.0)
+        delta = tl.load(delta_kept + i * (V_HEADS * V_DIM), mask=inside_v, other=0.0)
+        g = tl.load(g_kept + (2 * i + turn) * V_HEADS)
+        s = s * tl.exp(g) + k[:, None] * delta[None, :]
+    tl.store(state, s.to(state.dtype.element_ty), mask=inside)
+
+    ROW: tl.constexpr = (2 * K_HEADS) * K_DIM + V_HEADS * V_DIM
+    qkv += request * NUM_TOKENS * ROW
+    q_ptr = qkv + k_head * K_DIM + row
+    v_ptr = qkv + 2 * K_HEADS * K_DIM + head * V_DIM + column
+    out_ptr += (request * NUM_TOKENS * V_HEADS + head) * V_DIM + column
+    for i in tl.static_range(NUM_TOKENS):
+        token = request * NUM_TOKENS + i
+        q = tl.load(q_ptr + i * ROW, mask=inside_k, other=0.0).to(tl.float32)
+        k = tl.load(q_ptr + i * ROW + K_HEADS * K_DIM, mask=inside_k, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + i * ROW, mask=inside_v, other=0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * (K_DIM**-0.5)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+        g = _log_decay(tl.load(a_ptr + token * a_stride + head), decay, dt_bias)
+        beta = _sigmoid(tl.load(b_ptr + token * b_stride + head))
+        s *= tl.exp(g)
+        delta = beta * (v - tl.sum(s * k[:, None], 0))
+        s += k[:, None] * delta[None, :]
+        out = tl.sum(s * q[:, None], 0)
+        tl.store(out_ptr + i * (V_HEADS * V_DIM), out.to(out_ptr.dtype.element_ty), mask=inside_v)
+        tl.store(delta_kept + i * (V_HEADS * V_DIM), delta, mask=inside_v)
+        at = 2 * i + 1 - turn
+        tl.store(
+            k_kept + at * (K_HEADS * K_DIM), k,
+            mask=inside_k & first & (head % (V_HEADS // K_HEADS) == 0),
+        )  # fmt: skip
+        tl.store(g_kept + at * V_HEADS, g, mask=first)
+
+
+@jit
+def _log_decay(a, decay, dt_bias):
+    """-decay · softplus(a + dt_bias)."""
+    x = a.to(tl.float32) + dt_bias
+    return -decay * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@jit
+def _sigmoid(x):
+    """Rounded to x's dtype."""
+    y = 1.0 / (1.0 + tl.exp(-x.to(tl.float32)))
+    return y.to(x.dtype).to(tl.float32)

@@ -1,0 +1,303 @@
+"""Gated delta rule, causal convolution and gated norm against loops over tokens in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.kernels.linear_attention.causal_conv import (
+    ConvState,
+    causal_conv_prefill,
+    causal_conv_prefill_ref,
+    causal_conv_update,
+    causal_conv_update_ref,
+)
+from forerun.kernels.linear_attention.gated_delta import (
+    DeltaGates,
+    DeltaState,
+    gated_delta_prefill,
+    gated_delta_prefill_ref,
+    gated_delta_update,
+    gated_delta_update_ref,
+)
+from forerun.kernels.linear_attention.gated_norm import gated_rms_norm, gated_rms_norm_ref
+
+SLOTS, WIDTH = 4, 5
+F32 = torch.float32
+
+
+@dataclass(frozen=True)
+class Heads:
+    k: int
+    v: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def conv(self) -> int:
+        return 2 * self.k * self.k_dim + self.v * self.v_dim
+
+
+SMALL, ODD, REAL = Heads(2, 4, 8, 16), Heads(1, 3, 12, 10), Heads(16, 32, 128, 128)
+UPDATES = [gated_delta_update, gated_delta_update_ref]
+PREFILLS = [gated_delta_prefill, gated_delta_prefill_ref]
+CONV_UPDATES = [causal_conv_update, causal_conv_update_ref]
+CONV_PREFILLS = [causal_conv_prefill, causal_conv_prefill_ref]
+
+
+def normal(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = F32) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(device, dtype)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    """`want` in float64."""
+    if got.dtype == torch.bfloat16:
+        tolerance = 2e-2
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+# --- the gated delta rule -------------------------------------------------------------------------
+
+
+def gates(tokens: int, heads: Heads, device: torch.device, dtype: torch.dtype = F32) -> DeltaGates:
+    both = normal(tokens, 2 * heads.v + 3, seed=1, device=device, dtype=dtype)[:, 3:]
+    b, a = both.chunk(2, 1)
+    decay = normal(heads.v, seed=2, device=device).exp() * 0.3
+    return DeltaGates(a, b, decay, normal(heads.v, seed=3, device=device))
+
+
+def state(heads: Heads, device: torch.device, slots: list[int], pending: list[int]) -> DeltaState:
+    """What no pass reads is NaN."""
+    made = DeltaState(
+        slots=torch.tensor(slots, device=device),
+        num_pending=torch.zeros(SLOTS, dtype=torch.int32, device=device),
+        num_passes=torch.tensor([3, 0, 1, 2], dtype=torch.int32, device=device),
+        state=normal(SLOTS, heads.v, heads.k_dim, heads.v_dim, seed=4, device=device),
+        k=normal(SLOTS, WIDTH, 2, heads.k, heads.k_dim, seed=5, device=device),
+        delta=normal(SLOTS, WIDTH, heads.v, heads.v_dim, seed=6, device=device),
+        g=-normal(SLOTS, WIDTH, 2, heads.v, seed=7, device=device).abs(),
+    )
+    for slot, count in zip(slots, pending, strict=True):
+        made.num_pending[slot] = count
+        made.delta[slot, count:] = torch.nan
+        for kept in (made.k, made.g):
+            kept[slot, count:] = torch.nan
+            kept[slot, :, 1 - int(made.num_passes[slot]) % 2] = torch.nan
+    return made
+
+
+def copied(each: DeltaState) -> DeltaState:
+    names = "num_pending", "num_passes", "state", "k", "delta", "g"
+    return replace(each, **{name: getattr(each, name).clone() for name in names})
+
+
+def start_of(kept: DeltaState, slot: int) -> Tensor:
+    """[HV, Dk, Dv] float64: the state with its pending updates."""
+    now, turn = kept.state[slot].double(), int(kept.num_passes[slot]) % 2
+    each = kept.state.shape[1] // kept.k.shape[3]
+    for i in range(int(kept.num_pending[slot])):
+        k = kept.k[slot, i, turn].double().repeat_interleave(each, 0)
+        decay = kept.g[slot, i, turn].double().exp()
+        now = now * decay[:, None, None] + k[:, :, None] * kept.delta[slot, i].double()[:, None]
+    return now
+
+
+def by_token(
+    qkv: Tensor, of: DeltaGates, heads: Heads, now: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """o [n, HV, Dv] and the state after each of n tokens, as the paper writes it."""
+    keys, each = heads.k * heads.k_dim, heads.v // heads.k
+    outs, states = [], []
+    for x, a, b in zip(qkv.double(), of.a.double(), of.b, strict=True):
+        q, k, v = x.split_with_sizes((keys, keys, heads.v * heads.v_dim))
+        q, k = (
+            (y := each_head.view(heads.k, -1)) * torch.rsqrt((y * y).sum(1, keepdim=True) + 1e-6)
+            for each_head in (q, k)
+        )
+        q, k = (y.repeat_interleave(each, 0) for y in (q * heads.k_dim**-0.5, k))
+        g = -of.decay.double() * F.softplus(a + of.dt_bias.double())
+        now = now * g.exp()[:, None, None]
+        read = torch.einsum("hkv,hk->hv", now, k)
+        delta = b.sigmoid().double()[:, None] * (v.view(heads.v, -1) - read)
+        now = now + k[:, :, None] * delta[:, None]
+        outs.append(torch.einsum("hkv,hk->hv", now, q))
+        states.append(now)
+    return torch.stack(outs), states
+
+
+@pytest.mark.parametrize("function", UPDATES)
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
+def test_update(function: object, tokens: int, heads: Heads, device: torch.device) -> None:
+    check_update(function, tokens, heads, F32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_update_real(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    check_update(gated_delta_update, tokens, REAL, dtype, device)
+
+
+def check_update(
+    function: object, tokens: int, heads: Heads, dtype: torch.dtype, device: torch.device
+) -> None:
+    """One pass, and then what a next pass makes of every number of committed tokens."""
+    assert callable(function)
+    slots, pending = [2, 0, 3], [0, 3, 5]
+    kept = state(heads, device, slots, pending)
+    before = copied(kept)
+    qkv = normal(3 * tokens, heads.conv, seed=8, device=device, dtype=dtype)
+    of = gates(3 * tokens, heads, device, dtype)
+    out = function(qkv, of, kept)
+    assert out.dtype == dtype
+    after = []
+    for i, slot in enumerate(slots):
+        rows = slice(i * tokens, (i + 1) * tokens)
+        part = replace(of, a=of.a[rows], b=of.b[rows])
+        start = start_of(before, slot)
+        want, states = by_token(qkv[rows], part, heads, start)
+        close(out[rows], want)
+        close(kept.state[slot], start)
+        after.append([start, *states])
+    untouched = next(slot for slot in range(SLOTS) if slot not in slots)
+    for name in ("state", "k", "delta", "g"):
+        assert torch.equal(getattr(kept, name)[untouched], getattr(before, name)[untouched])
+    kept.num_passes[slots] += 1
+    for committed in range(tokens + 1):
+        kept.num_pending[slots] = committed
+        for i, slot in enumerate(slots):
+            close(start_of(kept, slot), after[i][committed], 1e-4)
+
+
+@pytest.mark.parametrize("function", PREFILLS)
+@pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
+@pytest.mark.parametrize("counts", [(1, 3, 2), (63, 65, 64), (130, 1, 17)])
+def test_prefill(
+    function: object, counts: tuple[int, ...], heads: Heads, device: torch.device
+) -> None:
+    check_prefill(function, counts, heads, F32, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [(1, 3, 2), (63, 65, 64), (700, 1, 128)])
+def test_prefill_real(counts: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    check_prefill(gated_delta_prefill, counts, REAL, dtype, device)
+
+
+def check_prefill(
+    function: object,
+    counts: tuple[int, ...],
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    assert callable(function)
+    slots = [2, 0, 3]
+    kept = state(heads, device, slots, [0, 0, 0])
+    before = copied(kept)
+    qkv = normal(sum(counts), heads.conv, seed=8, device=device, dtype=dtype)
+    of, first = gates(sum(counts), heads, device, dtype), 0
+    out = function(qkv, of, kept, counts)
+    for slot, count in zip(slots, counts, strict=True):
+        rows = slice(first, first + count)
+        part = replace(of, a=of.a[rows], b=of.b[rows])
+        want, states = by_token(qkv[rows], part, heads, before.state[slot].double())
+        close(out[rows], want, 1e-4)
+        close(kept.state[slot], states[-1], 1e-4 if dtype == F32 else 2e-2)
+        first += count
+    assert torch.equal(kept.state[1], before.state[1])
+
+
+# --- convolution ----------------------------------------------------------------------------------
+
+
+def conv_state(
+    size: int, channels: int, slots: list[int], device: torch.device, dtype: torch.dtype = F32
+) -> ConvState:
+    made = ConvState(
+        slots=torch.tensor(slots, device=device),
+        num_pending=torch.tensor([3, 9, 0, WIDTH], dtype=torch.int32, device=device),
+        state=normal(SLOTS, size - 1, channels, seed=1, device=device, dtype=dtype),
+        inputs=normal(SLOTS, WIDTH, channels, seed=2, device=device, dtype=dtype),
+    )
+    made.inputs[0, 3:] = torch.nan
+    made.inputs[2] = torch.nan
+    return made
+
+
+def convolved(x: Tensor, weight: Tensor) -> Tensor:
+    """x [K - 1 + n, C] -> [n, C], in float64."""
+    size = weight.shape[1]
+    rows = [x[i : i + size].double().T * weight.double() for i in range(len(x) - size + 1)]
+    return F.silu(torch.stack([row.sum(1) for row in rows]))
+
+
+@pytest.mark.parametrize("function", CONV_UPDATES)
+@pytest.mark.parametrize("tokens", [1, 2, WIDTH])
+@pytest.mark.parametrize(("size", "channels"), [(4, 130), (3, 7), (2, 20)])
+def test_conv_update(
+    function: object, tokens: int, size: int, channels: int, device: torch.device
+) -> None:
+    assert callable(function)
+    slots = [3, 0, 2]
+    kept = conv_state(size, channels, slots, device)
+    weight = normal(channels, size, seed=3, device=device)
+    x = normal(3 * tokens, channels + 4, seed=4, device=device)[:, 4:]
+    untouched = kept.state[1].clone(), kept.inputs[1].clone()
+    before = [torch.cat((kept.state[s], kept.inputs[s, : kept.num_pending[s]])) for s in slots]
+    out = function(x, weight, kept)
+    for i, (slot, old) in enumerate(zip(slots, before, strict=True)):
+        rows = x[i * tokens : (i + 1) * tokens]
+        window = old[len(old) - size + 1 :]
+        close(out[i * tokens : (i + 1) * tokens], convolved(torch.cat((window, rows)), weight))
+        assert torch.equal(kept.state[slot], window)
+        assert torch.equal(kept.inputs[slot, :tokens], rows)
+    assert torch.equal(kept.state[1], untouched[0]) and torch.equal(kept.inputs[1], untouched[1])
+
+
+@pytest.mark.parametrize("function", CONV_PREFILLS)
+@pytest.mark.parametrize("counts", [(1, 2, 3), (40, 1, 5)])
+@pytest.mark.parametrize(("size", "channels"), [(4, 130), (2, 20)])
+def test_conv_prefill(
+    function: object, counts: tuple[int, ...], size: int, channels: int, device: torch.device
+) -> None:
+    assert callable(function)
+    slots, first = [3, 0, 2], 0
+    kept = conv_state(size, channels, slots, device)
+    weight = normal(channels, size, seed=3, device=device)
+    x = normal(sum(counts), channels + 4, seed=4, device=device)[:, 4:]
+    before = kept.state.clone()
+    out = function(x, weight, kept, counts)
+    for slot, count in zip(slots, counts, strict=True):
+        whole = torch.cat((before[slot], x[first : first + count]))
+        close(out[first : first + count], convolved(whole, weight))
+        assert torch.equal(kept.state[slot], whole[len(whole) - size + 1 :])
+        first += count
+    assert torch.equal(kept.state[1], before[1])
+
+
+# --- norm -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [gated_rms_norm, gated_rms_norm_ref])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(6, 12), (4, 64)])
+def test_gated_norm(
+    function: object, heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    assert callable(function)
+    x = normal(5, heads, dim, seed=1, device=device, dtype=dtype)
+    z = normal(5, heads * dim + 8, seed=2, device=device, dtype=dtype)[:, 8:]
+    weight = normal(dim, seed=3, device=device, dtype=dtype)
+    normed = x.double() / (x.double().square().mean(2, keepdim=True) + 1e-5).sqrt()
+    want = (normed * weight.double()).flatten(1) * F.silu(z.double())
+    got = function(x, z, weight, 1e-5)
+    assert got.shape == (5, heads * dim)
+    close(got, want)
