@@ -148,9 +148,9 @@ class ToyRecurrentForCausalLM(ToyModel):
             state.store_updates("s", torch.stack(kept, 1))
             state.store_updates("shift", torch.stack(shifts, 1))
             return torch.stack(outs, 1).flatten(0, 1)
-        assert state.ragged is not None
+        assert state.prompts is not None
         outs, ends, shifts, first = [], [], [], 0
-        for request, (_, count) in enumerate(state.ragged):
+        for request, count in enumerate(state.prompts.num_tokens):
             now, last = s[request : request + 1], shift[request : request + 1]
             for i in range(first, first + count):
                 out, now, last = self.advance(w, x[i : i + 1], now, last)

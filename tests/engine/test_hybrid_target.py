@@ -133,9 +133,7 @@ def hold(
 
 @pytest.mark.parametrize("algorithm", ["TOY-ORACLE", "STANDALONE"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_accepted(
-    kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_accepted(kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the matrix would hold for states that are never committed."""
     want = reference(kind, False)
     answers = {tuple(p): o for p, o in zip(prompts(), want, strict=True)}

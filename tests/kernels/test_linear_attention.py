@@ -16,6 +16,7 @@ from forerun.kernels.linear_attention.causal_conv import (
     causal_conv_update,
     causal_conv_update_ref,
 )
+from forerun.kernels.linear_attention.chunks import PromptChunks
 from forerun.kernels.linear_attention.gated_delta import (
     DeltaGates,
     DeltaState,
@@ -59,6 +60,10 @@ def close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
     if got.dtype == torch.bfloat16:
         tolerance = 2e-2
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def prompts(counts: tuple[int, ...], device: torch.device) -> PromptChunks:
+    return PromptChunks.of(counts, lambda host: host.to(device))
 
 
 # --- the gated delta rule -------------------------------------------------------------------------
@@ -107,9 +112,7 @@ def start_of(kept: DeltaState, slot: int) -> Tensor:
     return now
 
 
-def by_token(
-    qkv: Tensor, of: DeltaGates, heads: Heads, now: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+def by_token(qkv: Tensor, of: DeltaGates, heads: Heads, now: Tensor) -> tuple[Tensor, list[Tensor]]:
     """o [n, HV, Dv] and the state after each of n tokens, as the paper writes it."""
     keys, each = heads.k * heads.k_dim, heads.v // heads.k
     outs, states = [], []
@@ -204,7 +207,7 @@ def check_prefill(
     before = copied(kept)
     qkv = normal(sum(counts), heads.conv, seed=8, device=device, dtype=dtype)
     of, first = gates(sum(counts), heads, device, dtype), 0
-    out = function(qkv, of, kept, counts)
+    out = function(qkv, of, kept, prompts(counts, device))
     for slot, count in zip(slots, counts, strict=True):
         rows = slice(first, first + count)
         part = replace(of, a=of.a[rows], b=of.b[rows])
@@ -274,7 +277,7 @@ def test_conv_prefill(
     weight = normal(channels, size, seed=3, device=device)
     x = normal(sum(counts), channels + 4, seed=4, device=device)[:, 4:]
     before = kept.state.clone()
-    out = function(x, weight, kept, counts)
+    out = function(x, weight, kept, prompts(counts, device))
     for slot, count in zip(slots, counts, strict=True):
         whole = torch.cat((before[slot], x[first : first + count]))
         close(out[first : first + count], convolved(whole, weight))

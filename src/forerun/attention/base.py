@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -36,8 +37,10 @@ from forerun.attention.recurrent import RecurrentContext
 from forerun.core.errors import InternalError
 from forerun.kernels.elementwise.latent_norm_rope import LatentNorm
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms
+from forerun.kernels.linear_attention.chunks import PromptChunks
 from forerun.kvcache.pages import NULL_PAGE
 from forerun.kvcache.pools import ModelPools
+from forerun.platform.device import upload
 
 __all__ = [
     "AttentionBackend",
@@ -441,9 +444,17 @@ class AttentionContext:
 
     def recurrent(self, layer: int) -> RecurrentContext:
         """The state of a recurrent layer, for these tokens."""
-        assert self.batch.slots is not None
-        state = self.backend.pools.state(layer)
-        return RecurrentContext(self.batch.slots, self.batch.q_len, self.batch.ragged, state)
+        batch = self.batch
+        assert batch.slots is not None
+        prompts = None if batch.ragged is None else self._prompts
+        return RecurrentContext(batch.slots, batch.q_len, prompts, self.backend.pools.state(layer))
+
+    @cached_property
+    def _prompts(self) -> PromptChunks:
+        """Uploaded by the first recurrent layer, for all."""
+        assert self.batch.ragged is not None
+        send = partial(upload, device=self.batch.start.device)
+        return PromptChunks.of([count for _, count in self.batch.ragged], send)
 
     def write_layers(
         self,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from forerun.kernels.linear_attention.chunks import PromptChunks
 from forerun.kvcache.pools import LayerState
 
 
@@ -18,13 +19,13 @@ class RecurrentContext:
     store what each token of this pass adds with `store_updates`. How many of these count is decided
     after the pass (`ModelPools.commit`), on the device.
 
-    Prefill (`ragged` set): nothing is pending. Read `state`, store the one after each request's
+    Prefill (`prompts` set): nothing is pending. Read `state`, store the one after each request's
     chunk with `store_state`.
     """
 
     slots: Tensor  # [B] int64
     q_len: int | None  # tokens of every request, or
-    ragged: tuple[tuple[int, int], ...] | None  # host: (start, tokens) per request
+    prompts: PromptChunks | None  # those of chunks of prompts
     layer: LayerState
 
     @property

@@ -69,9 +69,9 @@ class CausalConv(Module):
         """x [T, C] -> [T, C]."""
         layer = state.layer
         kept = ConvState(state.slots, layer.num_pending, layer.state["conv"], layer.updates["conv"])
-        if state.ragged is None:
+        if state.prompts is None:
             return causal_conv_update(x, self.weight, kept)
-        return causal_conv_prefill(x, self.weight, kept, [count for _, count in state.ragged])
+        return causal_conv_prefill(x, self.weight, kept, state.prompts)
 
 
 class GatedDeltaNet(KVLayer):
@@ -147,6 +147,6 @@ class GatedDeltaNet(KVLayer):
             layer.updates["delta"],
             layer.updates["g"],
         )
-        if state.ragged is None:
+        if state.prompts is None:
             return gated_delta_update(qkv, gates, kept)
-        return gated_delta_prefill(qkv, gates, kept, [count for _, count in state.ragged])
+        return gated_delta_prefill(qkv, gates, kept, state.prompts)

@@ -17,9 +17,7 @@ from forerun.models.qwen3_next import (
 
 class Qwen3_5DecoderLayer(HybridDecoderLayer):
     @classmethod
-    def delta_net(
-        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
-    ) -> GatedDeltaNet:
+    def delta_net(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedDeltaNet:
         heads = delta_heads(config)
         parts = {
             "in_proj_qkv": heads.conv,
@@ -27,9 +25,7 @@ class Qwen3_5DecoderLayer(HybridDecoderLayer):
             "in_proj_b": heads.num_v,
             "in_proj_a": heads.num_v,
         }
-        return GatedDeltaNet(
-            layer_id, config.hidden_size, heads, config.rms_norm_eps, parts, place
-        )
+        return GatedDeltaNet(layer_id, config.hidden_size, heads, config.rms_norm_eps, parts, place)
 
     @classmethod
     def dense_or_sparse_mlp(

@@ -155,9 +155,7 @@ def shared_expert_moe(config: ModelConfig, place: WeightPlacement) -> SharedExpe
 
 class Qwen3NextDecoderLayer(HybridDecoderLayer):
     @classmethod
-    def delta_net(
-        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
-    ) -> GatedDeltaNet:
+    def delta_net(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedDeltaNet:
         heads, size, eps = delta_heads(config), config.hidden_size, config.rms_norm_eps
         parts = {
             "in_proj_qkvz": heads.conv + heads.value,

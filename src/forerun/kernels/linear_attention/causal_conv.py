@@ -8,18 +8,18 @@ next pass knows how many of these were committed, and reads its K - 1 from where
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 MAX_KERNEL_SIZE = 4  # of the Triton kernels
-BLOCK = 128  # channels of a CTA
+BLOCK, PREFILL_BLOCK = 128, 64  # channels of a CTA
 
 
 @dataclass(frozen=True)
@@ -71,19 +71,28 @@ def causal_conv_update_ref(x: Tensor, weight: Tensor, state: ConvState) -> Tenso
 
 
 def causal_conv_prefill(
-    x: Tensor, weight: Tensor, state: ConvState, num_tokens: Sequence[int]
+    x: Tensor, weight: Tensor, state: ConvState, prompts: PromptChunks
 ) -> Tensor:
-    """Prefill chunks: x [T, C] of B requests, `num_tokens` each, nothing pending -> [T, C]."""
-    return causal_conv_prefill_ref(x, weight, state, num_tokens)
+    """Prefill chunks of B requests, nothing pending: x [T, C], any row stride -> [T, C]."""
+    if not use_triton(x):
+        return causal_conv_prefill_ref(x, weight, state, prompts)
+    channels, size = weight.shape
+    assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _causal_conv_prefill[(len(prompts.chunks), triton.cdiv(channels, PREFILL_BLOCK))](
+        x, weight, state.slots, prompts.chunks, state.state, out,
+        x.stride(0), channels, SIZE=size, CHUNK=CHUNK, BLOCK=PREFILL_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def causal_conv_prefill_ref(
-    x: Tensor, weight: Tensor, state: ConvState, num_tokens: Sequence[int]
+    x: Tensor, weight: Tensor, state: ConvState, prompts: PromptChunks
 ) -> Tensor:
     """Reference implementation of `causal_conv_prefill`."""
     slots, before = state.slots, weight.shape[1] - 1
     windows = state.state[slots].unbind()
-    parts = x.split_with_sizes(list(num_tokens))
+    parts = x.split_with_sizes(prompts.num_tokens)
     whole = [torch.cat(pair) for pair in zip(windows, parts, strict=True)]
     state.state.index_copy_(0, slots, torch.stack([each[len(each) - before :] for each in whole]))
     return torch.cat([_conv_silu(each, weight) for each in whole])
@@ -157,3 +166,47 @@ def _kept(state, inputs, index, channels, inside, SIZE: tl.constexpr):
     return tl.load(state + index * channels, mask=old, other=0.0) + tl.load(
         inputs + (index - (SIZE - 1)) * channels, mask=new, other=0.0
     )
+
+
+@jit
+def _causal_conv_prefill(
+    x_ptr, weight_ptr, slots, chunks, state, out_ptr, row_stride, channels,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One CTA per CHUNK tokens of a request and BLOCK channels.
+
+    The first of a request alone reads its state, and writes the new one.
+    """
+    entry = chunks + tl.program_id(0) * 4
+    slot = tl.load(slots + tl.load(entry))
+    begin, count, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < channels
+    state += slot * (SIZE - 1) * channels + at
+    x_ptr += begin.to(tl.int64) * row_stride + at
+    token = first + tl.arange(0, CHUNK)[:, None]
+    total = tl.zeros([CHUNK, BLOCK], tl.float32)
+    for tap in tl.static_range(SIZE):
+        weight = tl.load(weight_ptr + at * SIZE + tap, mask=inside, other=0.0).to(tl.float32)
+        index = token + (tap - SIZE + 1)
+        x = _of_request(x_ptr, state, index, count, row_stride, channels, inside, SIZE)
+        total += x.to(tl.float32) * weight
+    out = total / (1.0 + tl.exp(-total))
+    out_at = out_ptr + (begin + token).to(tl.int64) * channels + at
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside & (token < count))
+    if first == 0:
+        i = tl.arange(0, 4)[:, None]
+        kept = inside & (i < SIZE - 1)
+        end = count - (SIZE - 1) + i
+        latest = _of_request(x_ptr, state, end, count, row_stride, channels, kept, SIZE)
+        tl.debug_barrier()  # the state is read before it is overwritten
+        tl.store(state + i * channels, latest, mask=kept)
+
+
+@jit
+def _of_request(x_ptr, state, index, count, row_stride, channels, inside, SIZE: tl.constexpr):
+    """Inputs at `index` [n, 1] of a request's tokens; before them, of its state."""
+    new = inside & (index >= 0) & (index < count)
+    old = inside & (index < 0) & (index >= 1 - SIZE)
+    x = tl.load(x_ptr + index.to(tl.int64) * row_stride, mask=new, other=0.0)
+    return x + tl.load(state + (SIZE - 1 + index) * channels, mask=old, other=0.0)

@@ -16,18 +16,17 @@ per token, or, as "ReplaySSM", the same as here.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-BLOCK_V = 8  # columns of a state that a CTA has in registers
-CHUNK = 64  # tokens whose outputs are computed at once in prefill
+BLOCK_V, PREFILL_BLOCK_V = 8, 32  # columns of a state that a CTA has in registers
 EPS = 1e-6  # of the normalisation of q and k
 
 
@@ -100,9 +99,11 @@ def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) ->
 
 
 def gated_delta_prefill(
-    qkv: Tensor, gates: DeltaGates, state: DeltaState, num_tokens: Sequence[int]
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, prompts: PromptChunks
 ) -> Tensor:
-    """Prefill chunks: of B requests, `num_tokens` each, nothing pending.
+    """Prefill chunks of B requests, nothing pending.
+
+    Matrix products take operands of qkv's dtype and add up in float32.
 
     Args:
         qkv: [T, 2 HK Dk + HV Dv].
@@ -111,15 +112,34 @@ def gated_delta_prefill(
     Returns:
         o [T, HV, Dv], in qkv's dtype.
     """
-    return gated_delta_prefill_ref(qkv, gates, state, num_tokens)
+    if not use_triton(qkv):
+        return gated_delta_prefill_ref(qkv, gates, state, prompts)
+    (tokens, v_heads), (_, _, k_dim, v_dim) = gates.a.shape, state.state.shape
+    k_heads, block_k = state.k.shape[3], max(16, triton.next_power_of_2(k_dim))
+    assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
+    inverses = torch.empty(tokens, v_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
+    heads = {"K_HEADS": k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim, "EPS": EPS}
+    _invert_systems[(len(prompts.chunks), v_heads)](
+        qkv, gates.a, gates.b, gates.decay, gates.dt_bias, prompts.chunks, inverses,
+        gates.a.stride(0), gates.b.stride(0), **heads, CHUNK=CHUNK, BLOCK_K=block_k, num_warps=4,
+    )  # fmt: skip
+    out = torch.empty(tokens, v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
+    grid = len(state.slots) * v_heads, triton.cdiv(v_dim, PREFILL_BLOCK_V)
+    _gated_delta_prefill[grid](
+        qkv, gates.a, gates.b, gates.decay, gates.dt_bias, inverses,
+        state.slots, prompts.requests, state.state, out, gates.a.stride(0), gates.b.stride(0),
+        **heads, CHUNK=CHUNK, BLOCK_K=block_k, BLOCK_V=PREFILL_BLOCK_V,
+        num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
 
 
 def gated_delta_prefill_ref(
-    qkv: Tensor, gates: DeltaGates, state: DeltaState, num_tokens: Sequence[int]
+    qkv: Tensor, gates: DeltaGates, state: DeltaState, prompts: PromptChunks
 ) -> Tensor:
     """Reference implementation of `gated_delta_prefill`, one request after another."""
     whole, outs, ends, first = _Tokens.of(qkv, gates, state), [], [], 0
-    for now, count in zip(state.state[state.slots].split(1), num_tokens, strict=True):
+    for now, count in zip(state.state[state.slots].split(1), prompts.num_tokens, strict=True):
         for at in range(first, first + count, CHUNK):
             part = whole.span(at, min(at + CHUNK, first + count)).of_requests(1)
             o, _, now = _advance(part, now)
@@ -279,6 +299,108 @@ def _gated_delta_update(
             mask=inside_k & first & (head % (V_HEADS // K_HEADS) == 0),
         )  # fmt: skip
         tl.store(g_kept + at * V_HEADS, g, mask=first)
+
+
+@jit
+def _invert_systems(
+    qkv, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, chunks, inverses, a_stride, b_stride,
+    K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The inverse of a chunk's triangular system (`_advance`), [CHUNK, CHUNK] per value head.
+
+    One CTA per chunk and value head, by forward substitution: row i is that of -A, plus the rows
+    above it weighted by it.
+    """
+    entry = chunks + tl.program_id(0) * 4
+    begin, count, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    head = tl.program_id(1)
+    i, row = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    inside = first + i < count
+    token = (begin + first + i).to(tl.int64)
+    ROW: tl.constexpr = (2 * K_HEADS) * K_DIM + V_HEADS * V_DIM
+    k_ptr = qkv + (K_HEADS + head // (V_HEADS // K_HEADS)) * K_DIM
+    k = _normalised_rows(k_ptr, token, row, inside, ROW, K_DIM, EPS).to(qkv.dtype.element_ty)
+    a = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0)
+    g = _log_decay(a, tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head))
+    total = tl.cumsum(tl.where(inside, g, 0.0), 0)
+    beta = _sigmoid(tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0))
+    earlier = i[:, None] > i[None, :]
+    decay = tl.exp(tl.where(earlier, total[:, None] - total[None, :], 0.0))
+    x = -beta[:, None] * tl.dot(k, tl.trans(k), input_precision="ieee") * decay
+    x = tl.where(earlier & inside[:, None], x, 0.0)
+    for n in range(1, CHUNK):
+        at_n = i[:, None] == n
+        weights = tl.sum(tl.where(at_n, x, 0.0), 0)
+        x = tl.where(at_n, x + tl.sum(weights[:, None] * x, 0)[None, :], x)
+    x += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    at = inverses + (token * V_HEADS + head)[:, None] * CHUNK + i[None, :]
+    tl.store(at, x.to(inverses.dtype.element_ty), mask=inside[:, None])
+
+
+@jit
+def _gated_delta_prefill(
+    qkv, a_ptr, b_ptr, decay_ptr, dt_bias_ptr, inverses, slots, requests, state, out_ptr,
+    a_stride, b_stride,
+    K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    EPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One CTA per BLOCK_V columns of a request's state of a value head, chunk after chunk."""
+    request, head = tl.program_id(0) // V_HEADS, tl.program_id(0) % V_HEADS
+    slot = tl.load(slots + request)
+    begin, count = tl.load(requests + 2 * request), tl.load(requests + 2 * request + 1)
+    i, row = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_v = column < V_DIM
+    inside_s = (row < K_DIM)[:, None] & inside_v[None, :]
+    decay, dt_bias = tl.load(decay_ptr + head), tl.load(dt_bias_ptr + head)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    ROW: tl.constexpr = (2 * K_HEADS) * K_DIM + V_HEADS * V_DIM
+    q_ptr = qkv + head // (V_HEADS // K_HEADS) * K_DIM
+    k_ptr = q_ptr + K_HEADS * K_DIM
+    v_ptr = qkv + 2 * K_HEADS * K_DIM + head * V_DIM + column[None, :]
+    state += (slot * V_HEADS + head) * (K_DIM * V_DIM) + row[:, None] * V_DIM + column[None, :]
+    s = tl.load(state, mask=inside_s, other=0.0).to(tl.float32)
+    for first in range(0, count, CHUNK):
+        inside = first + i < count
+        token = (begin + first + i).to(tl.int64)
+        inside_out = inside[:, None] & inside_v[None, :]
+        k = _normalised_rows(k_ptr, token, row, inside, ROW, K_DIM, EPS).to(dtype)
+        v = tl.load(v_ptr + token[:, None] * ROW, mask=inside_out, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0)
+        g = tl.where(inside, _log_decay(a, decay, dt_bias), 0.0)
+        total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
+        beta = _sigmoid(tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0))
+        before, grown = s.to(dtype), tl.exp(total)[:, None]
+        read = tl.dot(k, before, input_precision="ieee") * grown
+        delta = (beta[:, None] * (v - read)).to(dtype)
+        inverse_at = inverses + (token * V_HEADS + head)[:, None] * CHUNK + i[None, :]
+        inverse = tl.load(inverse_at, mask=inside[:, None], other=0.0)
+        delta = tl.dot(inverse, delta, input_precision="ieee")
+
+        q = _normalised_rows(q_ptr, token, row, inside, ROW, K_DIM, EPS) * (K_DIM**-0.5)
+        q = q.to(dtype)
+        out = tl.dot(q, before, input_precision="ieee") * grown
+        seen = i[:, None] >= i[None, :]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores *= tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+        scores = tl.where(seen, scores, 0.0).to(dtype)
+        out += tl.dot(scores, delta.to(dtype), input_precision="ieee")
+        out_at = out_ptr + (token * V_HEADS + head)[:, None] * V_DIM + column[None, :]
+        tl.store(out_at, out.to(dtype), mask=inside_out)
+        left = (delta * tl.exp(whole - total)[:, None]).to(dtype)
+        s = s * tl.exp(whole) + tl.dot(tl.trans(k), left, input_precision="ieee")
+    tl.store(state, s.to(state.dtype.element_ty), mask=inside_s)
+
+
+@jit
+def _normalised_rows(
+    x_ptr, token, at, inside, ROW: tl.constexpr, DIM: tl.constexpr, EPS: tl.constexpr
+):
+    """A head of several tokens, of length 1: [n, BLOCK] float32; zeros outside."""
+    where = x_ptr + token[:, None] * ROW + at[None, :]
+    x = tl.load(where, mask=inside[:, None] & (at < DIM)[None, :], other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
 
 
 @jit
