@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from forerun import LLM
@@ -23,7 +23,7 @@ from tests.toy_algorithms import Oracle, register_toys
 
 LAYERS = 5  # drafts read layers up to the fourth
 KINDS = ("qwen3-next", "qwen3.5", "qwen3.5-moe")
-ALGORITHMS = [None, "NGRAM", "STANDALONE", "DFLASH", "TOY-ORACLE"]
+ALGORITHMS = [None, "NGRAM", "NEXTN", "STANDALONE", "DFLASH", "TOY-ORACLE"]
 FOLDERS: dict[str, Path] = {}
 
 
@@ -46,6 +46,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     save_file(random_weights(), FOLDERS["DFLASH"] / "model.safetensors")
     for kind in KINDS:
         FOLDERS[kind] = save(random_hf(config_of(kind)), root / kind)
+        add_mtp_layer(FOLDERS[kind])
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """Of random weights, in the shape of the fourth layer."""
+    weights = load_file(folder / "model.safetensors")
+    size = weights["model.norm.weight"].shape[0]
+    layer = {n: w for n, w in weights.items() if n.startswith("model.layers.3.")}
+    made = {n.replace("model.layers.3.", "mtp.layers.0."): w.flip(0) for n, w in layer.items()}
+    made["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.eye(size)), 1)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        made[f"mtp.{name}.weight"] = weights["model.norm.weight"].clone()
+    made = {name: weight.contiguous() for name, weight in made.items()}
+    save_file({**weights, **made}, folder / "model.safetensors")
 
 
 def hybrid_llm(kind: str, algorithm: str | None = None, **settings: Any) -> LLM:
@@ -131,18 +145,22 @@ def hold(
         llm.engine.check()
 
 
-@pytest.mark.parametrize("algorithm", ["TOY-ORACLE", "STANDALONE"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_accepted(kind: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_accepted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the matrix would hold for states that are never committed."""
     want = reference(kind, False)
     answers = {tuple(p): o for p, o in zip(prompts(), want, strict=True)}
     monkeypatch.setattr(Oracle, "answers", answers)
-    draft = {"speculative_draft_model_path": str(FOLDERS[kind])}
-    with hybrid_llm(kind, algorithm, **(draft if algorithm == "STANDALONE" else {})) as llm:
+    with hybrid_llm(kind, "TOY-ORACLE") as llm:
         out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
         assert out.output_ids == want[0]
         assert out.meta_info["spec_accept_length"] > 2.5
+
+
+def test_hybrid_drafts_are_refused() -> None:
+    draft = str(FOLDERS["qwen3.5"])
+    with pytest.raises(ConfigError, match=r"\(Qwen3_5ForCausalLM\) has recurrent layers"):
+        hybrid_llm("qwen3.5", "STANDALONE", speculative_draft_model_path=draft)
 
 
 def test_trees_are_refused() -> None:

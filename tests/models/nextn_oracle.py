@@ -13,13 +13,20 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 FAMILIES = {
     "llama": ("Llama", llama),
     "qwen3": ("Qwen3", qwen3),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", qwen3_5_moe),
+    "qwen3_5_text": ("Qwen3_5", qwen3_5),
+    "qwen3_next": ("Qwen3Next", qwen3_next),
     "deepseek_v2": ("DeepseekV2", deepseek_v2),
     "deepseek_v3": ("DeepseekV3", deepseek_v3),
 }
+HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 @dataclass
@@ -32,9 +39,11 @@ class Oracle:
         name, parts = FAMILIES[self.config.model_type]
         names = vars(parts)
         self.make_norm = names[f"{name}RMSNorm"]
-        self.rope = names[f"{name}RotaryEmbedding"](self.config)
-        # The number says whether a DeepSeek layer has experts.
-        layer_idx = self.config.num_hidden_layers if "deepseek" in self.config.model_type else 0
+        rope = f"{name}RotaryEmbedding"
+        self.rope = names[rope if rope in names else f"{name}TextRotaryEmbedding"](self.config)
+        # The number says whether a DeepSeek layer has experts, and a hybrid's last has attention.
+        layers, kind = self.config.num_hidden_layers, self.config.model_type
+        layer_idx = layers if "deepseek" in kind else layers - 1 if kind in HYBRIDS else 0
         self.layer = names[f"{name}DecoderLayer"](self.config, layer_idx).eval()
         self.layer.load_state_dict({key: self.weight(key) for key in self.layer.state_dict()})
         self.table = self.weights["model.embed_tokens.weight"]

@@ -268,7 +268,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Qwen3_5TextConfig,
         {
             **_DELTA,
-            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
             "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5},
         },
     ),

@@ -15,7 +15,7 @@ from forerun.attention.base import AttentionContext
 from forerun.core.errors import ConfigError
 from forerun.models.loader import load_target
 from forerun.models.nextn import COUNT, NextNDraft, load_nextn, load_nextn_config
-from tests.models.nextn_oracle import Oracle
+from tests.models.nextn_oracle import HYBRIDS, Oracle
 from tests.models.support import CPU, CPU_F32, Loop, family, save
 
 NAMES = [
@@ -26,7 +26,17 @@ NAMES = [
     "qwen3-bias-sliding",
     "deepseek-v2-groups",
     "deepseek-v3",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
 ]
+MTP_NAMES = {  # of hybrids, in this order
+    "eh_proj.": "mtp.fc.",
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "shared_head.norm.": "mtp.norm.",
+    "": "mtp.layers.0.",
+}
 LENGTH = 23
 
 
@@ -47,10 +57,23 @@ def checkpoint(folder: Path, name: str) -> tuple[Path, Any, dict[str, Tensor]]:
     weights[f"{new}eh_proj.weight"] = random(size, 2 * size)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{new}{norm}.weight"] = random(size, mean=1.0)
+    if model.config.model_type in HYBRIDS:
+        save_file({mtp_name(n, new): w for n, w in weights.items()}, folder / "model.safetensors")
+        edit(folder, mtp_num_hidden_layers=1)
+        return folder, model, weights
     weights[f"{new}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, folder / "model.safetensors")
     edit(folder, **{COUNT: 1})
     return folder, model, weights
+
+
+def mtp_name(name: str, new: str) -> str:
+    """As a hybrid's checkpoint has it; `new`: prefix of the MTP layer."""
+    if not name.startswith(new):
+        return name
+    rest = name.removeprefix(new)
+    old = next(prefix for prefix in MTP_NAMES if rest.startswith(prefix))
+    return MTP_NAMES[old] + rest.removeprefix(old)
 
 
 def edit(folder: Path, **changes: Any) -> None:
@@ -91,6 +114,17 @@ def test_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
     chunks = [run.fixed([at], ids[at : at + 1], h[at : at + 1]) for at in range(2, seen - 2)]
     last = run.fixed([seen - 2], ids[seen - 2 : seen], h[seen - 2 : seen])
     torch.testing.assert_close(torch.cat((first, *chunks, last)), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
+def test_hybrid_targets_are_unchanged(name: str, tmp_path: Path) -> None:
+    folder, model, _ = checkpoint(tmp_path / "with", name)
+    plain = save(model, tmp_path / "without")
+    runs = [
+        Loop.of_model(load_target(path, torch.float32, CPU)).ragged([(0, torch.arange(LENGTH))])[0]
+        for path in (folder, plain)
+    ]
+    assert torch.equal(*runs)
 
 
 def test_the_target_is_unchanged(tmp_path: Path) -> None:

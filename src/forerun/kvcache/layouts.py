@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-
 TensorShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # by name
 
 

@@ -177,7 +177,7 @@ class SparseMoE(Module):
 
 
 class SharedExpertMoE(SparseMoE):
-    """With an MLP for every token, weighted per token: sigmoid(shared_expert_gate(x)) (Qwen2-MoE)."""
+    """With an MLP for every token, weighted by sigmoid(shared_expert_gate(x)) (Qwen2-MoE)."""
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import LMHead
 from forerun.layers.linear import Hidden
 from forerun.layers.module import Module
+from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates
 
 
@@ -58,6 +59,8 @@ class CausalLM(Module, ABC):
     has_logit_softcap: bool = False  # on attention scores
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # `hidden_act`s it computes
     partial_rotary: ClassVar[bool] = False  # whether part of a head may be rotated
+    has_recurrent_layers: ClassVar[bool] = False
+    rms_norm: ClassVar[type[RMSNorm]] = RMSNorm  # outside of layers
     lm_head: LMHead
 
     @abstractmethod
@@ -66,6 +69,11 @@ class CausalLM(Module, ABC):
 
         `max_positions`: length of the rotary tables.
         """
+
+    @classmethod
+    def mtp_names(cls, num_layers: int) -> dict[str, str]:
+        """Prefixes of an MTP layer's tensors -> DeepSeek's, where checkpoints have others."""
+        return {}
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:

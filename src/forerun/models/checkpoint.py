@@ -74,6 +74,14 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.headers[name].shape
 
+    def rename(self, prefixes: Mapping[str, str]) -> None:
+        """Takes tensors under other names: those that begin with a key begin with its value."""
+        out: dict[str, Header] = {}
+        for name, header in self.headers.items():
+            old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+            out[prefixes.get(old, "") + name.removeprefix(old)] = header
+        self.headers = out
+
     def keep(self, wanted: Callable[[str], bool]) -> None:
         """Forgets the tensors whose names are not wanted, where others read these."""
         self.headers = {name: header for name, header in self.headers.items() if wanted(name)}
@@ -183,7 +191,7 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")  # of a multimodal model
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")  # of a multimodal model
 
 
 def text_part(headers: Mapping[str, Header]) -> dict[str, Header]:

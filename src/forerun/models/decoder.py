@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden
 from forerun.layers.module import Module
-from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.base import CausalLM
@@ -63,8 +61,6 @@ class DecoderModel(Module):
 
 class DecoderForCausalLM(CausalLM):
     """A family of which only the layers are its own: `decoder_layer`."""
-
-    rms_norm: ClassVar[type[RMSNorm]] = RMSNorm  # the final one
 
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
         self.config = config

@@ -53,9 +53,10 @@ def load_target(
             experts.fused = True  # thousands of tensors fewer
         fill_dummy(model.weights(), load_format)
     else:
-        choose_expert_layout(model, checkpoint.headers)
+        checkpoint.rename(build.mtp_names(config.num_layers))
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
+        choose_expert_layout(model, checkpoint.headers)
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
             model.weights(),

@@ -5,11 +5,12 @@
            which predicts the token at p + 2
 
 (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2; tensors as its README_WEIGHTS names
-them, under `model.layers.{num_hidden_layers}.`.) The report leaves open which h is meant. It is the
-target's hidden state after the final norm, as the checkpoint's own modeling_deepseek.py hands it
-over; and to predict further the layer reads its own output after `shared_head.norm`: feeding
-it back before that norm costs acceptance (2.84 against 2.94 tokens a step, DeepSeek-R1 at 3 drafts,
-ROCm/ATOM 1764; the same in vllm 47448). The embedding at position 0 is not masked (vllm 33299).
+them, under `model.layers.{num_hidden_layers}.`; other families' names are mapped to these,
+`CausalLM.mtp_names`.) The report leaves open which h is meant. It is the target's hidden state
+after the final norm, as the checkpoint's own modeling_deepseek.py hands it over; and to predict
+further the layer reads its own output after `shared_head.norm`: feeding it back before that norm
+costs acceptance (2.84 against 2.94 tokens a step, DeepSeek-R1 at 3 drafts, ROCm/ATOM 1764; the same
+in vllm 47448). The embedding at position 0 is not masked (vllm 33299).
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, Linear
 from forerun.layers.module import Module
 from forerun.layers.moe import Experts, choose_expert_layout
-from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
@@ -58,7 +58,7 @@ class NextNConfig:
             )
         if count > 1:
             raise ConfigError(f"{where}: {COUNT} {count} is not supported; it must be 1.")
-        self.model, self.decoder_layer = model, model_class(model).decoder_layer
+        self.model, self.family = model, model_class(model)
         self.prefix = f"model.layers.{model.num_layers}."
         # Built like the target's layers, the last of them.
         self.mask = LayerMask(Mask.CAUSAL, self.model.windows[-1])
@@ -82,14 +82,15 @@ class NextNDraft(Module):
         """Weights are uninitialised until a loader fills them; then `prepare`."""
         model, size, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
         self.config = config
-        self.enorm = RMSNorm(size, eps, place)
-        self.hnorm = RMSNorm(size, eps, place)
+        norm = config.family.rms_norm
+        self.enorm = norm(size, eps, place)
+        self.hnorm = norm(size, eps, place)
         self.eh_proj = Linear(2 * size, size, bias=False, place=place)
         # Its number says what it is made of (DeepSeek: a mixture of experts).
-        self.layer = config.decoder_layer(model, model.num_layers, config.mask, place)
+        self.layer = config.family.decoder_layer(model, model.num_layers, config.mask, place)
         for i, kept in enumerate(self.layer.modules(KVLayer)):
             kept.layer_id = i  # in pools of its own
-        self.norm = FinalRMSNorm(size, eps, place)
+        self.norm = FinalRMSNorm(size, eps, place, norm)
         self.rope = Rope(model.rope, model.rotary_dim, max_positions, place.dtype, place.device)
 
     @classmethod
@@ -150,6 +151,7 @@ def load_nextn(
         fill_dummy(draft.weights(), load_format)
     else:
         checkpoint = Checkpoint(folder, fp8_blocks(config.model))
+        checkpoint.rename(config.family.mtp_names(config.model.num_layers))
         checkpoint.keep(lambda name: name.startswith(config.prefix))
         choose_expert_layout(draft, checkpoint.headers)
         hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."

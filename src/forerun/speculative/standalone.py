@@ -107,7 +107,12 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     model = load_model_config(folder)
-    model_class(model)  # refuses unknown architectures
+    draft = model_class(model)  # refuses unknown architectures
+    if draft.has_recurrent_layers:
+        raise ConfigError(
+            f"the draft {folder} ({model.architecture}) has recurrent layers, whose state a draft"
+            " does not keep; use a model with attention alone, or another speculative_algorithm."
+        )
     return folder, model
 
 
