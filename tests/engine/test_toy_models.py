@@ -167,7 +167,7 @@ def test_prompt_logprobs_with_a_cached_prefix(kind: type[ToyModel]) -> None:
 
 def test_snapshots_have_a_budget() -> None:
     kind, stem = ToyRecurrentForCausalLM, prompts()[0]
-    with toy_llm(kind, page_size=16, max_state_snapshots=2) as llm:
+    with toy_llm(kind, page_size=16, max_mamba_cache_size=34) as llm:
         for length in (20, 36, 54):
             run(llm, stem[:length])
         assert llm.explain()["state_snapshots"] == 2
@@ -175,7 +175,17 @@ def test_snapshots_have_a_budget() -> None:
         assert run(llm, stem[:36])[1] == 32
         assert run(llm, stem[:20])[1] == 0  # the oldest had to go
         llm.engine.check()
-    with toy_llm(kind, page_size=16, max_state_snapshots=0) as llm:
+    with toy_llm(kind, page_size=16, mamba_full_memory_ratio=1e-6) as llm:
+        assert llm.explain()["state_snapshots"] in range(1, 64)
+    for none in ({"max_mamba_cache_size": 32}, {"mamba_full_memory_ratio": 0.0}):
+        check_no_snapshots(**none)
+    with pytest.raises(ConfigError, match=r"max_mamba_cache_size 31 .* max_running_requests 32"):
+        toy_llm(kind, max_mamba_cache_size=31)
+
+
+def check_no_snapshots(**settings: Any) -> None:
+    kind, stem = ToyRecurrentForCausalLM, prompts()[0]
+    with toy_llm(kind, page_size=16, **settings) as llm:
         first = run(llm, stem[:40])
         assert run(llm, stem[:40]) == first == (first[0], 0)
         llm.engine.check()

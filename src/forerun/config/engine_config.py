@@ -5,6 +5,7 @@ Every field is a keyword of `LLM(...)` and, with dashes, a flag. Names follow SG
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -89,8 +90,15 @@ class EngineConfig:
         False, "Requests of a low priority value go first, as in vLLM; default: of a high one"
     )
     disable_radix_cache: bool = _setting(False, "Disable the prefix cache")
-    max_state_snapshots: int | None = _setting(
-        None, "Recurrent states in the prefix cache; default: from memory. 0: no prefix is shared"
+    max_mamba_cache_size: int | None = _setting(
+        None,
+        "Recurrent states: one per running request, the others for the prefix cache; default: from"
+        " memory",
+    )
+    mamba_full_memory_ratio: float | None = _setting(
+        None,
+        "Memory for recurrent states in the prefix cache, relative to that for K/V; default: twice"
+        " as many states as requests, at most 0.1",
     )
     attention_backend: str | None = _setting(
         None, "For phases without one of their own; default: the fastest supported"
@@ -179,10 +187,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be >= 1, got {shown(value)}.")
-        if self.max_state_snapshots is not None and self.max_state_snapshots < 0:
-            raise ConfigError(
-                f"max_state_snapshots must be >= 0, got {shown(self.max_state_snapshots)}."
-            )
+        ratio = self.mamba_full_memory_ratio
+        if ratio is not None and not 0 <= ratio < math.inf:
+            raise ConfigError(f"mamba_full_memory_ratio must be >= 0, got {ratio}.")
         if self.max_mixed_step_ms < 0:
             raise ConfigError(
                 f"max_mixed_step_ms must be >= 0, got {shown(self.max_mixed_step_ms)}."
@@ -262,6 +269,7 @@ _POSITIVE = (
     "max_running_requests",
     "chunked_prefill_size",
     "max_prefill_tokens",
+    "max_mamba_cache_size",
     "cuda_graph_max_bs",
     "piecewise_cuda_graph_max_tokens",
     "speculative_num_draft_tokens",

@@ -176,7 +176,9 @@ class _Builder:
 
     def _demand(self) -> KVDemand:
         settings, config, limits = self.settings, self.settings.config, self.settings.limits
-        snapshots = config.max_state_snapshots
+        snapshots: int | None = None
+        if config.max_mamba_cache_size is not None:
+            snapshots = config.max_mamba_cache_size - limits.slots
         if config.disable_radix_cache:
             snapshots = 0
         return KVDemand(
@@ -189,7 +191,7 @@ class _Builder:
             min_tokens=1 + limits.overshoot,
             num_slots=limits.slots + 1,
             num_verify_tokens=limits.max_verify_tokens,
-            max_snapshots=2 * limits.slots if snapshots is None else snapshots,
+            num_snapshots=snapshots,
         )
 
     def _step(self, model: CausalLM, tables: SlotTables, budget: KVBudget) -> DeviceStep:

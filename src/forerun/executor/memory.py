@@ -30,7 +30,7 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.platform.device import memory
 
 MAX_CPU_KV_BYTES = 4 << 30  # main memory is shared with other processes
-SNAPSHOT_FRACTION = 0.1  # of K/V memory, for snapshots of recurrent states
+SNAPSHOT_RATIO = 0.1  # of memory for snapshots of recurrent states to that for K/V, at most
 RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the driver
 GIB = 2**30
 # Prompt lengths below the largest that use other kernels, or more memory.
@@ -55,7 +55,7 @@ class KVDemand:
     min_tokens: int  # one request of one token
     num_slots: int = 0  # including the padding slot
     num_verify_tokens: int = 1
-    max_snapshots: int = 0  # recurrent states for the prefix cache
+    num_snapshots: int | None = None  # recurrent states for the prefix cache; None: from memory
     window_layouts: Sequence[ModelLayout] = ()  # of models whose pools are windowed
     slot_window_pages: int = 0  # that a request in decode holds at most
     min_window_pages: int = 0  # that one request alone holds at most
@@ -116,7 +116,7 @@ def kv_budget(
 
     On a GPU, the fraction `mem_fraction_static` is for weights and K/V, or less if steps and graphs
     need more than the rest. Recurrent states of all slots are subtracted first, then snapshots of
-    them, by default at most `SNAPSHOT_FRACTION` of what remains.
+    them.
 
     Raises:
         ConfigError: not even one request fits.
@@ -135,9 +135,7 @@ def kv_budget(
             " available; lower max_running_requests or raise mem_fraction_static."
         )
     budget = max(budget - demand.slots_bytes, 0)
-    snapshots = demand.max_snapshots if demand.state_bytes else 0
-    if snapshots and config.max_state_snapshots is None:
-        snapshots = min(snapshots, int(budget * SNAPSHOT_FRACTION) // demand.state_bytes)
+    snapshots = _num_snapshots(config, demand, budget)
     if config.max_total_tokens is not None:
         pages = min(-(-config.max_total_tokens // page), demand.max_pages)
         window_pages = min(pages, _wanted_window_pages(demand))
@@ -153,6 +151,18 @@ def kv_budget(
     return KVBudget(
         pages + 1, demand.token_bytes, snapshots, window_pages + 1, demand.window_token_bytes
     )
+
+
+def _num_snapshots(config: EngineConfig, demand: KVDemand, budget: int) -> int:
+    """States that the prefix cache keeps; `budget`: bytes for them and for K/V."""
+    if not demand.state_bytes:
+        return 0
+    if demand.num_snapshots is not None:
+        return demand.num_snapshots
+    ratio = config.mamba_full_memory_ratio
+    share = SNAPSHOT_RATIO if ratio is None else ratio
+    fitting = int(budget * share / (1 + share)) // demand.state_bytes
+    return fitting if ratio is not None else min(fitting, 2 * (demand.num_slots - 1))
 
 
 def _wanted_window_pages(demand: KVDemand) -> int:

@@ -172,6 +172,13 @@ def _limits(
             f"context_length {context} is over the model's max_position_embeddings"
             f" {target.max_position}; lower it."
         )
+    slots = config.max_running_requests or (32 if device.type == "cpu" else 256)
+    states = config.max_mamba_cache_size
+    if states is not None and states < slots:
+        raise ConfigError(
+            f"max_mamba_cache_size {states} is less than max_running_requests {slots}: every"
+            " running request has a state. Raise it, or lower max_running_requests."
+        )
     # CPU steps do not overlap with the host: launching early would only waste steps.
     on_cpu = device.type == "cpu"
     exact = any(setup.needs_exact_lengths for setup in attention)
@@ -182,7 +189,7 @@ def _limits(
     ]
     default_depth = 0 if no_overlap or on_cpu else 1
     return Limits(
-        slots=config.max_running_requests or (32 if on_cpu else 256),
+        slots=slots,
         page_size=choose_page_size(choices, config.page_size),
         max_verify_tokens=caps.num_verify_tokens,
         kv_reserve=caps.kv_reserve,
