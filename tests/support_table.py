@@ -126,6 +126,13 @@ MODELS |= {
         "sliding_window": 1024,
         "sliding_window_pattern": 2,  # 6; both kinds are among the few layers here
     },
+    "Qwen3.5-9B": _DENSE
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
     "OLMo-3-7B": _DENSE | {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4096},
 }
 # Architectures whose attention is that of another row.
@@ -136,6 +143,8 @@ ALIKE: dict[str, str] = {
     "MixtralForCausalLM": "Llama-3.1-8B",
     "Olmo2ForCausalLM": "Llama-3.1-8B",
     "Phi3ForCausalLM": "Llama-3.1-8B",  # those with a window: Mistral's
+    "Qwen3NextForCausalLM": "Qwen3.5-9B",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5-9B",
     "SeedOssForCausalLM": "Llama-3.1-8B",
     "SmolLM3ForCausalLM": "Llama-3.1-8B",
 }

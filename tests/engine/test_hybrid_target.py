@@ -19,6 +19,7 @@ from tests.engine.test_moe_target import SIZES, prompts
 from tests.golden_engine import poison_on_release
 from tests.models.support import FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
+from tests.support_cells import passed
 from tests.toy_algorithms import Oracle, register_toys
 
 LAYERS = 5  # drafts read layers up to the fourth
@@ -143,6 +144,7 @@ def hold(
                     assert all(o[2] >= len(p) - page_size for o, p in zip(got, asked, strict=True))
         assert (preempted > 0) == tight
         llm.engine.check()
+        passed(llm, __file__)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,3 +177,44 @@ def test_long_texts_do_not_drift() -> None:
         prompt = prompts()[3]
         want = plain.generate(input_ids=prompt, sampling_params=how).output_ids
         assert drafted.generate(input_ids=prompt, sampling_params=how).output_ids == want
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize(("chunk", "overlap_depth"), [(4, 0), (512, 1)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_equals_plain_decoding_on_a_gpu(
+    kind: str,
+    algorithm: str | None,
+    chunk: int,
+    overlap_depth: int,
+    graph: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": chunk}
+    settings |= {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
+    hold(kind, algorithm, chunk == 4, monkeypatch, overlap_depth=overlap_depth, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_do_not_wait_for_the_gpu(kind: str, dtype: str) -> None:
+    with hybrid_llm(kind, "NGRAM", device="cuda", dtype=dtype, max_running_requests=2) as llm:
+        launch = llm.engine.executor.launch
+
+        def strict(plan: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        llm.engine.executor.launch = strict  # type: ignore[method-assign]
+        for prompt in (prompts()[0], [*range(90)]):
+            out = llm.generate(input_ids=prompt, sampling_params=params(GREEDY, 0))
+            assert len(out.output_ids) == NEW

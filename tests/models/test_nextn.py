@@ -13,8 +13,9 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.core.errors import ConfigError
+from forerun.models.further_layers import COUNT
 from forerun.models.loader import load_target
-from forerun.models.nextn import COUNT, NextNDraft, load_nextn, load_nextn_config
+from forerun.models.nextn import NextNDraft, load_nextn, load_nextn_config
 from tests.models.nextn_oracle import HYBRIDS, Oracle
 from tests.models.support import CPU, CPU_F32, Loop, family, save
 

@@ -153,8 +153,6 @@ def _hybrid(raw: Raw) -> Raw:
         # The 3.5 MoE has no dense layers, and its configs no such key.
         "intermediate_size": raw.get("shared_expert_intermediate_size"),
     }
-    if "num_nextn_predict_layers" not in raw:  # Qwen3-Next has one and does not say so
-        raw = {**raw, "num_nextn_predict_layers": raw.get("mtp_num_hidden_layers", 1)}
     pattern = int(raw.get("full_attention_interval") or 4)
     return _layer_types(_with(defaults, raw), pattern, "linear_attention")
 

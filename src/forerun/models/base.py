@@ -70,11 +70,6 @@ class CausalLM(Module, ABC):
         `max_positions`: length of the rotary tables.
         """
 
-    @classmethod
-    def mtp_names(cls, num_layers: int) -> dict[str, str]:
-        """Prefixes of an MTP layer's tensors -> DeepSeek's, where checkpoints have others."""
-        return {}
-
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""

@@ -10,6 +10,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.moe import Experts, choose_expert_layout
+from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.quantization import fp8_blocks
@@ -53,7 +54,7 @@ def load_target(
             experts.fused = True  # thousands of tensors fewer
         fill_dummy(model.weights(), load_format)
     else:
-        checkpoint.rename(build.mtp_names(config.num_layers))
+        checkpoint.rename(further_layers.prefixes_to_rename(config))
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
         choose_expert_layout(model, checkpoint.headers)
@@ -79,7 +80,5 @@ def _load_transformers(folder: Path, place: WeightPlacement, load_format: str) -
 
 def _further_layers(config: ModelConfig) -> tuple[str, ...]:
     """Prefixes of MTP layers, stored after the last layer; drafts read these."""
-    keys = [key for key in config.raw if key.endswith("_predict_layers")]
-    count = sum(int(config.raw[key] or 0) for key in keys)
-    first = config.num_layers
+    first, count = config.num_layers, further_layers.count_layers(config)
     return tuple(f"model.layers.{i}." for i in range(first, first + count))

@@ -5,12 +5,11 @@
            which predicts the token at p + 2
 
 (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2; tensors as its README_WEIGHTS names
-them, under `model.layers.{num_hidden_layers}.`; other families' names are mapped to these,
-`CausalLM.mtp_names`.) The report leaves open which h is meant. It is the target's hidden state
-after the final norm, as the checkpoint's own modeling_deepseek.py hands it over; and to predict
-further the layer reads its own output after `shared_head.norm`: feeding it back before that norm
-costs acceptance (2.84 against 2.94 tokens a step, DeepSeek-R1 at 3 drafts, ROCm/ATOM 1764; the same
-in vllm 47448). The embedding at position 0 is not masked (vllm 33299).
+them; `further_layers.py` has other families' names.) The report leaves open which h is meant. It is
+the target's hidden state after the final norm, as the checkpoint's own modeling_deepseek.py hands
+it over; and to predict further the layer reads its own output after `shared_head.norm`: feeding it
+back before that norm costs acceptance (2.84 against 2.94 tokens a step, DeepSeek-R1 at 3 drafts,
+ROCm/ATOM 1764; the same in vllm 47448). The embedding at position 0 is not masked (vllm 33299).
 """
 
 from __future__ import annotations
@@ -32,16 +31,11 @@ from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
+from forerun.models.further_layers import COUNT, count_layers, prefix_of, prefixes_to_rename
 from forerun.models.quantization import fp8_blocks
 from forerun.models.registry import model_class
 
-COUNT = "num_nextn_predict_layers"
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
-
-
-def count_layers(model: ModelConfig) -> int:
-    """How many such layers the checkpoint holds, after its last one."""
-    return int(model.raw.get(COUNT) or 0)
 
 
 class NextNConfig:
@@ -59,7 +53,7 @@ class NextNConfig:
         if count > 1:
             raise ConfigError(f"{where}: {COUNT} {count} is not supported; it must be 1.")
         self.model, self.family = model, model_class(model)
-        self.prefix = f"model.layers.{model.num_layers}."
+        self.prefix = prefix_of(model)
         # Built like the target's layers, the last of them.
         self.mask = LayerMask(Mask.CAUSAL, self.model.windows[-1])
 
@@ -151,7 +145,7 @@ def load_nextn(
         fill_dummy(draft.weights(), load_format)
     else:
         checkpoint = Checkpoint(folder, fp8_blocks(config.model))
-        checkpoint.rename(config.family.mtp_names(config.model.num_layers))
+        checkpoint.rename(prefixes_to_rename(config.model))
         checkpoint.keep(lambda name: name.startswith(config.prefix))
         choose_expert_layout(draft, checkpoint.headers)
         hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."

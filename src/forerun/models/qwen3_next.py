@@ -147,17 +147,6 @@ class HybridForCausalLM(DecoderForCausalLM):
     partial_rotary = True
     has_recurrent_layers = True
 
-    @classmethod
-    def mtp_names(cls, num_layers: int) -> dict[str, str]:
-        layer = f"model.layers.{num_layers}."
-        return {
-            "mtp.fc.": f"{layer}eh_proj.",
-            "mtp.pre_fc_norm_embedding.": f"{layer}enorm.",
-            "mtp.pre_fc_norm_hidden.": f"{layer}hnorm.",
-            "mtp.layers.0.": layer,
-            "mtp.norm.": f"{layer}shared_head.norm.",
-        }
-
 
 def shared_expert_moe(config: ModelConfig, place: WeightPlacement) -> SharedExpertMoE:
     width = config.need("moe_intermediate_size")

@@ -11,7 +11,7 @@ import torch
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
-from forerun.models.nextn import count_layers
+from forerun.models.further_layers import count_layers
 from forerun.speculative.base import SpecCaps
 from forerun.speculative.nextn import NextN, draft_folder
 

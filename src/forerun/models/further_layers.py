@@ -1,0 +1,39 @@
+"""Layers behind a model's last one, which predict further ahead (MTP), as checkpoints store them.
+
+DeepSeek-V3 numbers them on: `model.layers.{num_hidden_layers}.`. Qwen3-Next and Qwen3.5 have them
+under `mtp.`; these names are mapped to DeepSeek's.
+"""
+
+from __future__ import annotations
+
+from forerun.config.model_config import ModelConfig
+
+COUNT = "num_nextn_predict_layers"
+# Qwen3-Next's config.json does not say that there is one.
+HYBRIDS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+
+
+def count_layers(model: ModelConfig) -> int:
+    """How many of them the checkpoint holds, or may hold."""
+    if model.architecture in HYBRIDS and COUNT not in model.raw:
+        return int(model.raw.get("mtp_num_hidden_layers", 1) or 0)
+    return int(model.raw.get(COUNT) or 0)
+
+
+def prefix_of(model: ModelConfig) -> str:
+    """Of the first one's tensors."""
+    return f"model.layers.{model.num_layers}."
+
+
+def prefixes_to_rename(model: ModelConfig) -> dict[str, str]:
+    """Beginnings of tensors' names, and what DeepSeek has instead."""
+    layer = prefix_of(model)
+    if model.architecture not in HYBRIDS:
+        return {}
+    return {
+        "mtp.fc.": f"{layer}eh_proj.",
+        "mtp.pre_fc_norm_embedding.": f"{layer}enorm.",
+        "mtp.pre_fc_norm_hidden.": f"{layer}hnorm.",
+        "mtp.layers.0.": layer,
+        "mtp.norm.": f"{layer}shared_head.norm.",
+    }
