@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.rope_config import RopeConfig
 from forerun.core.errors import ConfigError
+from forerun.kvcache.layouts import RecurrentState
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.rope import Rope, frequencies, rotary_order
+from forerun.models.further_layers import count_layers
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
 from tests.models.support import CPU, CPU_F32, FAMILIES, Loop, family, save
@@ -70,6 +77,52 @@ def test_a_multimodal_checkpoint_serves_its_text_model(tmp_path: Path) -> None:
     model = Gemma3ForConditionalGeneration(config).eval()
     for name, weight in model.named_parameters():
         weight.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    ours = load_target(save(model, tmp_path), torch.float32, CPU)
+    ids = torch.arange(30)
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+    got = ours.compute_logits(Loop.of_model(ours).ragged([(0, ids)])[0])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-5)
+
+
+def test_qwen3_5_35b_a3b_as_on_the_hub() -> None:
+    text = {
+        "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512, "eos_token_id": 248044,
+        "shared_expert_intermediate_size": 512, "full_attention_interval": 4,
+        "mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32",
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+            "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        },
+    }  # fmt: skip
+    raw = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    config = parse_model_config(raw)
+    assert config.architecture == "Qwen3_5MoeForCausalLM" and count_layers(config) == 1
+    assert config.rope == RopeConfig(1e7, partial_rotary_factor=0.25)
+    model = model_class(config)(config, META, 1)
+    layout = model.kv_layout(torch.bfloat16)
+    kinds = [isinstance(layer, RecurrentState) for layer in layout.layers]
+    assert kinds == [*[True] * 3, False] * 2
+    # Per layer a state of 32 heads in float32, and 3 inputs of the convolution in bfloat16.
+    assert layout.state_bytes == 6 * ((2 << 20) + (48 << 10))
+    shapes = {name: tuple(view.shape) for name, view in model.weights().items()}
+    assert shapes["model.layers.0.linear_attn.in_proj_qkv.weight"] == (8192, 2048)
+    assert shapes["model.layers.0.linear_attn.conv1d.weight"] == (8192, 1, 4)
+    assert shapes["model.layers.3.self_attn.q_proj.weight"] == (16, 2, 256, 2048)
+    assert shapes["model.layers.3.mlp.shared_expert_gate.weight"] == (1, 2048)
+
+
+def test_a_multimodal_qwen3_5_serves_its_text_model(tmp_path: Path) -> None:
+    text = {**SIZES, **FAMILIES["qwen3.5"][1], "num_key_value_heads": 2}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
+        "out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16,
+    }  # fmt: skip
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+    for name, weight in model.eval().named_parameters():
+        weight.data.normal_(weight.data.mean().item() if "norm" in name else 0.0, 0.2)
     ours = load_target(save(model, tmp_path), torch.float32, CPU)
     ids = torch.arange(30)
     with torch.no_grad():
