@@ -126,13 +126,7 @@ MODELS |= {
         "sliding_window": 1024,
         "sliding_window_pattern": 2,  # 6; both kinds are among the few layers here
     },
-    "Qwen3.5-9B": _DENSE
-    | {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-    },
+    "Qwen3.5-9B": preset("qwen3.5-9b"),
     "OLMo-3-7B": _DENSE | {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4096},
 }
 # Architectures whose attention is that of another row.

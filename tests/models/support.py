@@ -294,7 +294,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 def random_hf(config: PreTrainedConfig, seed: int = 0) -> Any:
     """A transformers model with random weights, including norms and biases."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), seed)
+
+
+def randomised(model: Any, seed: int = 0) -> Any:
+    """With random weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

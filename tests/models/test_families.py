@@ -112,8 +112,9 @@ def test_the_last_layer_is_captured_before_the_final_norm(pair: Pair) -> None:
     close(pair.model.model.norm.norm(aux_hidden_states), hidden)  # type: ignore[attr-defined]
 
 
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    hf = family("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
+def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
+    hf = family(name)
     model = load_target(save(hf, tmp_path), torch.bfloat16, CPU)
     ids = torch.arange(LENGTH)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from forerun.layers.rope import Rope, frequencies, rotary_order
 from forerun.models.further_layers import count_layers
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
-from tests.models.support import CPU, CPU_F32, FAMILIES, Loop, family, save
+from tests.models.support import CPU, CPU_F32, FAMILIES, Loop, family, randomised, save
 
 META = WeightPlacement(torch.bfloat16, torch.device("meta"))
 SIZES: dict[str, Any] = {
@@ -74,9 +74,7 @@ def test_a_multimodal_checkpoint_serves_its_text_model(tmp_path: Path) -> None:
         "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
     }  # fmt: skip
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    model = Gemma3ForConditionalGeneration(config).eval()
-    for name, weight in model.named_parameters():
-        weight.data.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model = randomised(Gemma3ForConditionalGeneration(config).eval())
     ours = load_target(save(model, tmp_path), torch.float32, CPU)
     ids = torch.arange(30)
     with torch.no_grad():
@@ -120,9 +118,8 @@ def test_a_multimodal_qwen3_5_serves_its_text_model(tmp_path: Path) -> None:
         "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2,
         "out_hidden_size": SIZES["hidden_size"], "num_position_embeddings": 16,
     }  # fmt: skip
-    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
-    for name, weight in model.eval().named_parameters():
-        weight.data.normal_(weight.data.mean().item() if "norm" in name else 0.0, 0.2)
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    model = randomised(Qwen3_5ForConditionalGeneration(config).eval())
     ours = load_target(save(model, tmp_path), torch.float32, CPU)
     ids = torch.arange(30)
     with torch.no_grad():

@@ -41,7 +41,10 @@ def pieces_of(model: CausalLM, loop: Loop) -> PiecewiseForward:
     return pieces
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+NAMES = [name for name, (_, changes) in FAMILIES.items() if "linear_num_key_heads" not in changes]
+
+
+@pytest.mark.parametrize("name", NAMES)  # those with recurrent layers are not captured
 def test_hidden_states_and_kv_are_those_of_the_eager_prefill(name: str, tmp_path: Path) -> None:
     model = load_target(save(family(name), tmp_path), torch.float32, CPU)
     eager, loop = Loop.of_model(model, 4), Loop.of_model(model, 4)

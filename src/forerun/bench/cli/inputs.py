@@ -25,7 +25,7 @@ Preset = Annotated[
     str | None,
     typer.Option(
         help="Shapes of a known model, random weights and input: deepseek-v2-lite,"
-        " qwen3-30b-a3b, qwen3-8b"
+        " qwen3-30b-a3b, qwen3-8b, qwen3.5-9b"
     ),
 ]
 
