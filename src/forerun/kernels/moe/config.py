@@ -45,12 +45,13 @@ class Sm90MoeConfig:
     block_k: int  # columns of a pipeline stage: a multiple of 64 that divides H and I
     num_stages: int  # of the SMEM pipeline
     ctas_per_sm: int  # as many have to fit, in registers and shared memory
+    dynamic: bool = False  # CTAs claim work tiles one by one instead of taking fixed ones
 
 
 # The fastest of those in docs/kernels-lab-notes.md: up to 4 tokens, and for more.
 SM90_FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=8, ctas_per_sm=1)
 SM90_MAX_FEW_TOKENS = 4
-SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2)
+SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2, dynamic=True)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@
 //   BLOCK_K      columns of a pipeline stage, a multiple of 64
 //   NUM_STAGES   stages of the SMEM pipeline
 //   CTAS_PER_SM  of the grid
+//   DYNAMIC      CTAs claim work tiles one by one, so that faster ones compute more of them
 
 #ifndef BLOCK_K  // opened in an IDE: one consistent configuration
 #define BLOCK_K 128
 #define NUM_STAGES 8
 #define CTAS_PER_SM 1
+#define DYNAMIC 0
 #endif
 
 #include "sm90.cuh"
@@ -25,6 +27,9 @@ constexpr int W_STAGE_BYTES = CHUNKS * W_CHUNK_BYTES, X_STAGE_BYTES = CHUNKS * X
 // Warp 0 loads W, warps 1 and 2 load x or act; from warp 4: two consumer warpgroups.
 constexpr int X_PRODUCERS = 64, CONSUMER_WARPGROUPS = 2, THREADS = 128 * (1 + CONSUMER_WARPGROUPS);
 constexpr int X_PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
+// Claimed work tiles that are kept: W's producer is ahead of all who read them by less than that.
+constexpr int QUEUE = 32;
+static_assert(!DYNAMIC || NUM_STAGES + 6 < QUEUE, "a slot is read before it is written again");
 
 // --- TMA, and memory that CTAs share -------------------------------------------------------------
 
@@ -65,8 +70,8 @@ struct Arguments {
   float* out;            // [k, T, H]
   const float* weights;  // [T, k]
   const int* pairs;
-  int* progress;         // zero before and after: CTAs that wait for act no more; for each expert
-                         // tile, work tiles of gate/up that are done
+  int* progress;         // zero before and after: CTAs that wait for act no more; claims of work
+                         // tiles; for each expert tile, work tiles of gate/up that are done
   int T, H, I, top_k;
 };
 
@@ -100,6 +105,16 @@ struct TileScheduler {
     rank = cta < busy ? idle + cta : cta - busy;
   }
 
+  // All of gate/up, then all of down. The longer ones come first, and down waits only for work tiles
+  // that some CTA has claimed before.
+  __device__ WorkTile from_index(int index) const {
+    int gate_up = num_tiles * gate_up_blocks;
+    if (index < gate_up) return {index / gate_up_blocks, index % gate_up_blocks, false};
+    index -= gate_up;
+    if (index >= num_tiles * down_blocks) return {-1, 0, true};
+    return {index / down_blocks, index % down_blocks, true};
+  }
+
   __device__ WorkTile work_tile(int i) const {  // the i-th of this CTA
     if (i < gate_up_count) {
       int index = cta + i * num_ctas;
@@ -131,12 +146,30 @@ struct PipelineState {
   }
 };
 
+// The work tiles that this CTA claimed, in shared memory; a slot's mbarrier tells that it is written.
+struct ClaimQueue {
+  u32 barriers;
+  volatile int* indices;
+  __device__ void put(int i, int index) const {
+    indices[i % QUEUE] = index;
+    mbarrier_arrive(barriers + 8 * (i % QUEUE));
+  }
+  __device__ int get(int i) const {
+    mbarrier_wait(barriers + 8 * (i % QUEUE), i / QUEUE % 2);
+    return indices[i % QUEUE];
+  }
+};
+
 // What all roles share.
 struct Context {
   Arguments args;
   TileScheduler scheduler;
   SmemPipeline pipeline;
   const ExpertTile* tiles;
+  ClaimQueue queue;
+  __device__ WorkTile work_tile(int i) const {  // the i-th of this CTA
+    return DYNAMIC ? scheduler.from_index(queue.get(i)) : scheduler.work_tile(i);
+  }
   __device__ int k_blocks(const WorkTile& work) const {
     return (work.down ? args.I : args.H) / BLOCK_K;
   }
@@ -150,9 +183,18 @@ __device__ void produce_w(const Context& context, const TmaDescriptor& w13,
                           const TmaDescriptor& w2) {
   const SmemPipeline& pipeline = context.pipeline;
   PipelineState state;
-  for (int i = 0;; i++) {
-    WorkTile work = context.scheduler.work_tile(i);
+  int claimed = context.scheduler.cta, next = 0;  // the first one is not claimed
+  for (int i = 0;; i++, claimed = next) {
+    WorkTile work;
+    if (DYNAMIC) {
+      context.queue.put(i, claimed);
+      work = context.scheduler.from_index(claimed);
+    } else {
+      work = context.scheduler.work_tile(i);
+    }
     if (work.tile < 0) return;
+    if (DYNAMIC)  // its result arrives while this work tile is loaded
+      next = context.scheduler.num_ctas + atomicAdd(context.args.progress + 1, 1);
     ExpertTile tile = context.tiles[work.tile];
     // Read once, unless the expert has another tile.
     u64 cache_policy = tile.rows < BLOCK_M ? EVICT_FIRST : EVICT_NORMAL;
@@ -177,7 +219,7 @@ __device__ void produce_w(const Context& context, const TmaDescriptor& w13,
 // Waits until all of an expert tile's act is written. All x producers.
 __device__ void wait_for_act(const Context& context, int tile, int thread) {
   if (thread == 0)
-    while (load_acquire(context.args.progress + 1 + tile) < context.scheduler.gate_up_blocks) {
+    while (load_acquire(context.args.progress + 2 + tile) < context.scheduler.gate_up_blocks) {
     }
   named_barrier_sync(X_PRODUCER_BARRIER, X_PRODUCERS);
 }
@@ -188,7 +230,7 @@ __device__ void reset_progress(const Context& context) {
   __threadfence();
   if (atomicAdd(progress, 1) != context.scheduler.num_ctas - 1) return;
   __threadfence();
-  for (int i = 0; i <= context.scheduler.num_tiles; i++) progress[i] = 0;
+  for (int i = 0; i < context.scheduler.num_tiles + 2; i++) progress[i] = 0;
 }
 
 // Gathers an expert tile's rows of x, or of act, swizzled as TMA does it. A thread copies one
@@ -203,7 +245,7 @@ __device__ void produce_x(const Context& context, int thread) {
   u32 chunk = pipeline.x + vector / 8 * X_CHUNK_BYTES;
   PipelineState state;
   for (int i = 0;; i++) {
-    WorkTile work = context.scheduler.work_tile(i);
+    WorkTile work = context.work_tile(i);
     if (work.tile < 0) break;
     ExpertTile tile = context.tiles[work.tile];
     const u16* source[ROWS];
@@ -326,7 +368,7 @@ __device__ void store_out(const float (&acc)[BLOCK_M / 2], const Arguments& args
 __device__ void signal_act(const Context& context, int tile, int warpgroup) {
   if (warpgroup == 0) named_barrier_sync(CONSUMER_BARRIER, 128);
   else named_barrier_sync(CONSUMER_BARRIER + 1, 128);
-  if (threadIdx.x % 128 == 0) add_release(context.args.progress + 1 + tile, 1);
+  if (threadIdx.x % 128 == 0) add_release(context.args.progress + 2 + tile, 1);
 }
 
 // Every second work tile of this CTA (ping-pong): while one warpgroup stores, the other multiplies.
@@ -335,7 +377,7 @@ __device__ void signal_act(const Context& context, int tile, int warpgroup) {
 __device__ void consume(const Context& context, int warpgroup) {
   PipelineState state;
   for (int i = 0;; i++) {
-    WorkTile work = context.scheduler.work_tile(i);
+    WorkTile work = context.work_tile(i);
     if (work.tile < 0) return;
     int k_blocks = context.k_blocks(work);
     if (i % CONSUMER_WARPGROUPS != warpgroup) {
@@ -371,8 +413,9 @@ __device__ int load_tiles(ExpertTile* list, const int* tiles, int max_tiles) {
   return used;
 }
 
-// Shared memory: pipeline stages, mbarriers (full, empty, order), max_tiles expert tiles. All CTAs
-// must fit on the GPU at once, since they wait for each other's act.
+// Shared memory: pipeline stages, mbarriers (full, empty, order, DYNAMIC: claims), DYNAMIC: claimed
+// work tiles, max_tiles expert tiles. All CTAs must fit on the GPU at once, since they wait for each
+// other's act.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
                     const __grid_constant__ TmaDescriptor w2, const u16* x, u16* act, float* out,
@@ -384,14 +427,17 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   u32 barriers = base + NUM_STAGES * (W_STAGE_BYTES + X_STAGE_BYTES);
   SmemPipeline pipeline{base, base + NUM_STAGES * W_STAGE_BYTES, barriers,
                         barriers + 8 * NUM_STAGES, barriers + 16 * NUM_STAGES};
-  u32 after = pipeline.order(CONSUMER_WARPGROUPS);
-  ExpertTile* list = (ExpertTile*)(smem + (after - smem_address(smem)));
+  u32 claims = pipeline.order(CONSUMER_WARPGROUPS);
+  int* claimed = (int*)(smem + (claims + (DYNAMIC ? 8 * QUEUE : 0) - smem_address(smem)));
+  ExpertTile* list = (ExpertTile*)(claimed + (DYNAMIC ? QUEUE : 0));
   if (threadIdx.x == 0) {
     for (int i = 0; i < NUM_STAGES; i++) {
       mbarrier_init(pipeline.full(i), 1 + X_PRODUCERS);
       mbarrier_init(pipeline.empty(i), 1);
     }
     for (int i = 0; i < CONSUMER_WARPGROUPS; i++) mbarrier_init(pipeline.order(i), 1);
+    if (DYNAMIC)
+      for (int i = 0; i < QUEUE; i++) mbarrier_init(claims + 8 * i, 1);
     mbarrier_init_fence();
     prefetch_descriptor(w13);
     prefetch_descriptor(w2);
@@ -400,7 +446,8 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   int used = load_tiles(list, tiles, max_tiles);
 
   Context context{{x, act, out, weights, pairs, progress, T, H, I, top_k},
-                  TileScheduler(used, H, I, (int)blockIdx.x, (int)gridDim.x), pipeline, list};
+                  TileScheduler(used, H, I, (int)blockIdx.x, (int)gridDim.x), pipeline, list,
+                  {claims, claimed}};
   int warp = threadIdx.x / 32;
   if (warp == 0) {
     if (threadIdx.x == 0) produce_w(context, w13, w2);

@@ -5,6 +5,8 @@ experts once. One persistent kernel reads them without a pause:
 
 - A work tile is an expert tile (up to 16 pairs of one expert) by 64 rows of the expert's weight: 32
   of gate and 32 of up, or 64 of down. A CTA computes its work tiles of gate/up, then those of down.
+  They are fixed for few tokens. For more, CTAs claim them one by one, by an atomic addition while
+  the work tile before is loaded: SMs do not get equal bandwidth.
 - Warp-specialized: one thread loads W by TMA into an SMEM pipeline that runs on across work tiles,
   two warps gather the rows of x or act by cp.async, and two consumer warpgroups alternate
   (ping-pong), so that one multiplies while the other stores.
@@ -39,13 +41,15 @@ THREADS = 384
 # Of the weights' TMA descriptors, in bytes. With 256 here and in the GEMMs, a step of qwen3-30b-a3b
 # at batch 8 takes 7.28 instead of 7.07 ms.
 L2_PROMOTION = 128
+QUEUE = 32  # claimed work tiles that are kept
 MAX_TILES = 640  # more than 128 tokens make with 512 experts, 16 a token
 
 
 def smem_bytes(config: Sm90MoeConfig) -> int:
     """Dynamic shared memory per CTA: pipeline, mbarriers, tiles, alignment to 1,024 bytes."""
     stage = (BLOCK_N + DECODE_BLOCK_M) * config.block_k * 2  # bfloat16
-    return config.num_stages * (stage + 16) + 16 + 8 * MAX_TILES + 1024
+    claims = 12 * QUEUE * config.dynamic
+    return config.num_stages * (stage + 16) + 16 + claims + 8 * MAX_TILES + 1024
 
 
 def cuda_source(config: Sm90MoeConfig) -> str:
@@ -54,6 +58,7 @@ def cuda_source(config: Sm90MoeConfig) -> str:
         "BLOCK_K": config.block_k,
         "NUM_STAGES": config.num_stages,
         "CTAS_PER_SM": config.ctas_per_sm,
+        "DYNAMIC": int(config.dynamic),
     }
     return nvrtc.with_macros(SOURCE, macros)
 
@@ -70,7 +75,7 @@ def expert_partials_sm90(
     tiles, top_k = routed.tiles, routed.experts.shape[1]
     assert tiles is not None and tiles.progress is not None
     max_tiles = tiles.tiles.shape[1]
-    assert max_tiles <= MAX_TILES and max_tiles < len(tiles.progress)
+    assert max_tiles <= MAX_TILES and max_tiles + 2 <= len(tiles.progress)
     assert tiles.block_m == DECODE_BLOCK_M
     assert hidden % config.block_k == 0 and width % config.block_k == 0
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w13, w2))

@@ -51,14 +51,14 @@ WARPS, STAGES = 4, 3
 
 
 def new_counts(routing: Routing, device: torch.device) -> Tensor:
-    """int32 zeros: pairs per expert [E] and CTAs done [1]; the experts' progress, one per tile + 1.
+    """int32 zeros: pairs per expert [E] and CTAs done [1]; the experts' progress, one per tile + 2.
 
     Every routing, and the experts after it, leave them zero. Two layers with the same counts must
     not run at once.
     """
     pairs = MAX_DECODE_TOKENS * (routing.top_k + routing.num_shared)
     tiles = max_tiles(pairs, routing.num_experts + routing.num_shared, DECODE_BLOCK_M)
-    return torch.zeros(routing.num_experts + 2 + tiles, dtype=torch.int32, device=device)
+    return torch.zeros(routing.num_experts + 3 + tiles, dtype=torch.int32, device=device)
 
 
 def route(
