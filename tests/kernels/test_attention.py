@@ -156,11 +156,16 @@ def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
     assert choose_num_splits(gpu, replace(small, kv_len_ub=10)) == 1  # nothing to split
 
 
-@pytest.mark.parametrize(("batch_size", "splits"), [(8, 4), (16, 2), (25, 2), (32, 1), (64, 1)])
+@pytest.mark.parametrize(
+    ("batch_size", "splits"), [(1, 24), (4, 8), (8, 4), (16, 2), (25, 2), (32, 1), (64, 1)]
+)
 def test_splits_on_an_h200(batch_size: int, splits: int) -> None:
     """One token of qwen3-30b-a3b, 4 CTAs a request before splitting: 132 SMs are filled once."""
     problem = DecodeProblem(batch_size, 8, 4, 128, torch.bfloat16, page_size=64, kv_len_ub=2048)
-    assert choose_num_splits(GpuInfo(132, amd=False), problem) == splits
+    h200 = GpuInfo(132, amd=False, capability=90)
+    assert choose_num_splits(h200, problem) == splits
+    long = replace(problem, kv_len_ub=1 << 15)  # fills the SMs
+    assert choose_num_splits(h200, long) == max(1, 132 // (4 * batch_size), splits)
 
 
 # --- real shapes, on a GPU ----------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_silu_mul_is_fused_for_large_m_on_hopper(monkeypatch: pytest.MonkeyPatch
 def test_sm90_default_equals_tuned_configs(bucket: int) -> None:
     gpu = GpuInfo(132, amd=False, capability=90)
     found = {
-        shape: (default_sm90_config(*shape, bucket, gpu), choices[bucket])
+        shape: (default_sm90_config(*shape, bucket, gpu, partials=True), choices[bucket])
         for shape, choices in TUNED[90].items()
     }
     same = [shape for shape, (ours, tuned) in found.items() if ours == tuned]
@@ -225,6 +225,29 @@ def test_sm90_default_equals_tuned_configs(bucket: int) -> None:
     for config, _ in found.values():
         assert config is not None and config.block_n % (16 * config.cluster_m) == 0
         assert num_stages(config, Sm90Variant(deferred_norm_in=True, silu_mul=True)) > 2
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "config"),
+    [  # o_proj of qwen3-30b-a3b, of deepseek-v2-lite, and of qwen3-0.6b
+        (2048, 4096, Sm90GemmConfig(64, consumer_warpgroups=1, split_k=4)),
+        (2048, 2048, Sm90GemmConfig(64, consumer_warpgroups=1, split_k=4)),
+        (1024, 2048, Sm90GemmConfig(32, consumer_warpgroups=1, split_k=4)),
+    ],
+)
+def test_sm90_default_splits_k_where_n_is_small(n: int, k: int, config: Sm90GemmConfig) -> None:
+    gpu = GpuInfo(132, amd=False, capability=90)
+    for bucket in (16, 32):
+        assert default_sm90_config(n, k, bucket, gpu, partials=True) == config
+    for bucket in (16, 32, 64, 128):
+        alone = default_sm90_config(n, k, bucket, gpu)
+        assert alone is not None and alone.split_k == 1  # nothing adds the partials up
+        many = default_sm90_config(n, k, 128, gpu, partials=True)
+        assert many is not None and many.split_k <= 2
+    wide = default_sm90_config(2560, 4096, 16, gpu, partials=True)  # 80 CTAs: most SMs are busy
+    assert wide == Sm90GemmConfig(32, consumer_warpgroups=1)
+    odd = default_sm90_config(896, 896, 16, gpu, partials=True)  # 14 blocks of K
+    assert odd is not None and odd.split_k == 2
 
 
 REAL = [(6144, 4096), (4096, 12288), (24576, 4096), (151936, 4096), (5000, 2056)]

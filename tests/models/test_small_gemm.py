@@ -47,7 +47,9 @@ def test_same_logits_as_the_plain_layers(
     assert reader.accepts_deferred_norm(16) and not reader.accepts_deferred_norm(len(ids))
 
 
-def split_k(n: int, k: int, num_tokens: int, gpu: GpuInfo) -> TritonGemmConfig | None:
+def split_k(
+    n: int, k: int, num_tokens: int, gpu: GpuInfo, partials: bool
+) -> TritonGemmConfig | None:
     return TritonGemmConfig(n, num_ctas=2, keep_partials=True) if num_tokens <= 32 else None
 
 

@@ -149,11 +149,12 @@ class SkinnyGemm(Gemm):
         self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """Residual and norm in the epilogue, or split-K partials that the norm adds up."""
-        config = self._config(x.shape[0])
+        partials = self.weight.bias is None
+        config = self._config(x.shape[0], partials)
         if config is None:
             return norm.add(self._library(x), residual)
         if uses_split_k(config):
-            if self.weight.bias is None:
+            if partials:
                 return norm.add(gemm_partials(x, self.weight, config), residual)
         elif reader is not None and reader.accepts_deferred_norm(x.shape[0]):
             return gemm_add_deferred_norm(x, self.weight, residual, norm.weight, norm.eps, config)
@@ -168,10 +169,10 @@ class SkinnyGemm(Gemm):
         config = self._config(x.shape[0])
         return argmax(self._library(x)) if config is None else gemm_argmax(x, self.weight, config)
 
-    def _config(self, num_tokens: int) -> GemmConfig | None:
-        """Of our kernel; None: the library is faster."""
+    def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
+        """Of our kernel; None: the library is faster. `partials`: the norm can add them up."""
         n, k = self.weight.weight.shape
-        return choose_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device))
+        return choose_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device), partials)
 
 
 def gemm_for(weight: Tensor, bias: Tensor | None, shared: bool = False) -> Gemm:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.bench.kernels.gemm_work import (
+    ADD_NORM,
     DEVICE,
     EPS,
     INNER,
@@ -145,7 +146,8 @@ class Chain:
 
 def candidates(report: Report, name: str, bucket: int) -> list[GemmChoice]:
     """The dispatch table's choice, the best found alone, PDL variants, and the library."""
-    found = [choose_gemm(*SHAPES[name][:2], bucket, gpu_of(DEVICE))]
+    n, k, epilogue = SHAPES[name]
+    found = [choose_gemm(n, k, bucket, gpu_of(DEVICE), partials=epilogue == ADD_NORM)]
     tuned = report.found["tuned"].get(name, {}).get(bucket)
     if tuned is not None:
         best = [config_of(entry) for entry in tuned["best"]]

@@ -15,6 +15,7 @@ from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 
 MAX_SPLITS = 64
 MIN_SPLIT_LEN = 64  # K/V positions that are worth a split of their own
+MAX_SHORT_SPLITS = 24  # below LONG_CONTEXT: what combining more takes is not earned back
 LONG_CONTEXT = 4096  # positions from which on reading K/V outweighs the cost of splits
 # Of `mla_sm90.py`: values of a latent row, positions of a page, query rows of a CTA and of a
 # prefill tile (a cluster of two CTAs).
@@ -141,13 +142,15 @@ def choose_num_splits(gpu: GpuInfo, problem: DecodeProblem) -> int:
     wanted = 2 * gpu.num_sms // tiles
     one_cta_per_sm = p.q_rows > 16 and p.kv_len_ub < LONG_CONTEXT and not fp8
     block_n = decode_block_n(p.head_dim, p.kv_dtype)
-    if uses_tma(gpu, p.page_size, block_n, p.head_dim, p.kv_dtype):
+    tma = uses_tma(gpu, p.page_size, block_n, p.head_dim, p.kv_dtype)
+    if tma:
         # Unless every block can be a split of its own.
         one_cta_per_sm = p.q_rows > 16 or most > wanted
     nearly_full = 0.9 * gpu.num_sms <= tiles <= gpu.num_sms
     if one_cta_per_sm and (2 * tiles <= gpu.num_sms or nearly_full) and not gpu.amd:
         wanted = gpu.num_sms // tiles
-    return max(1, min(wanted, most, MAX_SPLITS))
+    limit = MAX_SHORT_SPLITS if tma and p.kv_len_ub < LONG_CONTEXT else MAX_SPLITS
+    return max(1, min(wanted, most, limit))
 
 
 def prefill_tile_config(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> TileConfig:

@@ -22,6 +22,7 @@ from forerun.kernels.runtime.gpu import GpuInfo
 
 MAX_DEFAULT_M = 32  # largest M for the untuned Triton configuration
 MAX_DEFAULT_M_SM90 = 128
+MIN_BLOCK_N_SM90 = 32  # rows of W: of the narrowest tile that the default for Hopper takes
 # Gate/up with SiLU-mul for M >= LARGE_M on Hopper. With fewer tokens, its tiles may leave too many
 # SMs idle in the last wave.
 LARGE_M = 2048
@@ -52,15 +53,13 @@ TUNED: dict[int, dict[tuple[int, int], dict[int, GemmChoice]]] = {
             128: Sm90GemmConfig(192),
         },
         (4096, 12288): {  # down_proj
-            16: TritonGemmConfig(64, 128, 128, num_stages=6, swap_ab=True, keep_partials=True),
+            16: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
             32: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
             64: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
             128: Sm90GemmConfig(128, consumer_warpgroups=1, cluster_m=2, split_k=2),
         },
         (151936, 4096): {  # lm_head
-            16: TritonGemmConfig(
-                128, 128, 1187, num_warps=8, num_stages=4, swap_ab=True, prefetch_k=0
-            ),
+            16: Sm90GemmConfig(192, consumer_warpgroups=1),
             32: TritonGemmConfig(64, 128, 2374, num_stages=3, swap_ab=True, prefetch_k=0),
             64: Sm90GemmConfig(192, consumer_warpgroups=1),
             128: Sm90GemmConfig(192),
@@ -81,8 +80,11 @@ TUNED: dict[int, dict[tuple[int, int], dict[int, GemmChoice]]] = {
 }
 
 
-def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo) -> GemmChoice:
-    """How to multiply `m` tokens by a bfloat16 weight [n, k]."""
+def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo, partials: bool = False) -> GemmChoice:
+    """How to multiply `m` tokens by a bfloat16 weight [n, k].
+
+    `partials`: the next kernel can add up split-K partials.
+    """
     bucket = m_bucket(m)
     tuned, hopper = TUNED.get(0 if gpu.amd else gpu.capability, {}).get((n, k)), _has_sm90(gpu)
     if tuned is not None:
@@ -90,7 +92,7 @@ def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo) -> GemmChoice:
         if hopper or not isinstance(choice, Sm90GemmConfig):
             return choice
     if hopper and bucket <= MAX_DEFAULT_M_SM90:
-        return default_sm90_config(n, k, bucket, gpu)
+        return default_sm90_config(n, k, bucket, gpu, partials)
     return default_triton_config(bucket, gpu) if bucket <= MAX_DEFAULT_M else None
 
 
@@ -113,7 +115,9 @@ def default_triton_config(bucket: int, gpu: GpuInfo) -> TritonGemmConfig:
 
 
 @cache
-def default_sm90_config(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90GemmConfig | None:
+def default_sm90_config(
+    n: int, k: int, bucket: int, gpu: GpuInfo, partials: bool = False
+) -> Sm90GemmConfig | None:
     """The configuration that reads least among those with nearly the best SM utilization.
 
     None: the shape does not meet the kernel's alignment. For qkv_proj, gate_up_proj and down_proj
@@ -123,8 +127,8 @@ def default_sm90_config(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90GemmCo
         return None
     options = []
     for warpgroups, cluster_m in ((1, 1),) if bucket <= 64 else ((2, 1), (1, 2)):
-        for split_k in (1, 2) if k >= 2 * n else (1,):  # N is small: else tiles get too narrow
-            for block_n in range(32, 257, 16 * cluster_m):
+        for split_k in _splits_of_k(n, k, bucket, gpu) if partials else (1,):
+            for block_n in range(MIN_BLOCK_N_SM90, 257, 16 * cluster_m):
                 ctas = split_k * cluster_m * -(-n // block_n)
                 waves = -(-ctas // gpu.num_sms)
                 config = Sm90GemmConfig(block_n, warpgroups, cluster_m, split_k)
@@ -132,3 +136,14 @@ def default_sm90_config(n: int, k: int, bucket: int, gpu: GpuInfo) -> Sm90GemmCo
                 options.append((ctas / waves / gpu.num_sms, (read, -block_n), config))
     best = max(utilization for utilization, _, _ in options)
     return min((cost, config) for busy, cost, config in options if busy > 0.91 * best)[1]
+
+
+def _splits_of_k(n: int, k: int, bucket: int, gpu: GpuInfo) -> tuple[int, ...]:
+    """Split K worth trying if the partials can be left to the next kernel: where N is small.
+
+    If even the narrowest tiles leave half of the SMs idle, K is split in up to four, so that wider
+    tiles fill them: x is read for each tile. Few tokens only, whose partials are small.
+    """
+    if bucket <= MAX_DEFAULT_M and 2 * -(-n // MIN_BLOCK_N_SM90) <= gpu.num_sms:
+        return tuple(split_k for split_k in (1, 2, 4) if k % (split_k * BLOCK_K_SM90) == 0)
+    return (1, 2) if k >= 2 * n else (1,)

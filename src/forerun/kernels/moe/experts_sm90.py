@@ -38,9 +38,6 @@ from forerun.kernels.runtime.gpu import gpu_of
 SOURCE = Path(__file__).with_name("experts_sm90.cu")
 BLOCK_N = 64  # rows of W
 THREADS = 384
-# Of the weights' TMA descriptors, in bytes. With 256 here and in the GEMMs, a step of qwen3-30b-a3b
-# at batch 8 takes 7.28 instead of 7.07 ms.
-L2_PROMOTION = 128
 QUEUE = 32  # claimed work tiles that are kept
 MAX_TILES = 640  # more than 128 tokens make with 512 experts, 16 a token
 
@@ -84,8 +81,8 @@ def expert_partials_sm90(
     # [I / 8, 2E, 8, H]: a box has 8 rows of gate, the 8 rows of up that go with them, and so on.
     paired = w13.view(2 * experts, width // 8, 8, hidden).transpose(0, 1)
     args = (
-        nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64), L2_PROMOTION),
-        nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64), L2_PROMOTION),
+        nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64)),
+        nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64)),
         x, act, out, routed.weights, tiles.pairs, tiles.tiles, tiles.progress,
         max_tiles, tokens, hidden, width, top_k,
     )  # fmt: skip

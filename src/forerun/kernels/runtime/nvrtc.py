@@ -158,31 +158,23 @@ def load_kernel(
     return CudaKernel(function, smem_bytes)
 
 
-def tma_descriptor(tensor: Tensor, box: tuple[int, ...], l2_promotion: int = 256) -> Any:
+def tma_descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
     """A TMA descriptor (CUtensorMap) for boxes of a bfloat16 or float16 tensor of any rank.
 
     The last dimension is contiguous; a box takes 64 elements of it, or fewer. 128-byte swizzle;
-    elements out of bounds are read as zeros.
-
-    Args:
-        l2_promotion: bytes that L2 fetches from memory at least: 64, 128 or 256. A box's row has
-            128, so that 256 also fetches the next box's.
+    elements out of bounds are read as zeros. No L2 promotion: a row of a box has 128 bytes, and a
+    promotion to 256 makes L2 fetch some of the next box as well, which costs up to 6 % of a step.
     """
     strides = tuple(stride * tensor.element_size() for stride in tensor.stride()[:-1])
-    return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box, l2_promotion)
+    return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box)
 
 
 @lru_cache(maxsize=1 << 14)  # weights do not move, and the allocator reuses addresses
 def _tma_descriptor(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    l2_promotion: int,
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
     """`strides`: in bytes, without the last, which is one element."""
     driver = _driver()
-    promotions = driver.CUtensorMapL2promotion
     return _check(
         driver.cuTensorMapEncodeTiled,
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # two bytes
@@ -194,7 +186,7 @@ def _tma_descriptor(
         [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{l2_promotion}B"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
 
