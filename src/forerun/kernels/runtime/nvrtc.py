@@ -163,7 +163,7 @@ def tma_descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
 
     The last dimension is contiguous; a box takes 64 elements of it, or fewer. 128-byte swizzle;
     elements out of bounds are read as zeros. No L2 promotion: a row of a box has 128 bytes, and a
-    promotion to 256 makes L2 fetch some of the next box as well, which costs up to 6 % of a step.
+    promotion to 256 makes L2 fetch some of the next box as well, which costs up to 5 % of a step.
     """
     strides = tuple(stride * tensor.element_size() for stride in tensor.stride()[:-1])
     return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box)
