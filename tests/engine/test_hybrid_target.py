@@ -179,6 +179,15 @@ def test_long_texts_do_not_drift() -> None:
         assert drafted.generate(input_ids=prompt, sampling_params=how).output_ids == want
 
 
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_compiled_steps_give_the_same_output(algorithm: str | None) -> None:
+    with hybrid_llm("qwen3.5", algorithm, cpu_graph=True) as llm:
+        out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
+    assert out.output_ids == reference("qwen3.5", False)[0]
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 

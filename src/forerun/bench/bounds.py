@@ -48,11 +48,13 @@ class Work:
 
 
 def kv_bytes(layout: ModelLayout, masks: Sequence[LayerMask], context: int) -> int:
-    """K/V and state that one request reads, all layers; a window hides what lies before it."""
+    """K/V that one request reads, all layers; a window hides what lies before it. A recurrent
+    state is read and written.
+    """
     total = 0
     for layer, mask in zip(layout.layers, masks, strict=True):
         if isinstance(layer, RecurrentState):
-            total += layer.state_bytes
+            total += 2 * layer.state_bytes
         else:
             tokens = context if mask.window is None else min(context, mask.window)
             total += tokens * layer.token_bytes

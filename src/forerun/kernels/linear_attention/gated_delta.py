@@ -272,6 +272,7 @@ def _gated_delta_update(
         g = tl.load(g_kept + (2 * i + turn) * V_HEADS)
         s = s * tl.exp(g) + k[:, None] * delta[None, :]
     tl.store(state, s.to(state.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # all of the last pass's δ are read before any is overwritten
 
     ROW: tl.constexpr = (2 * K_HEADS) * K_DIM + V_HEADS * V_DIM
     qkv += request * NUM_TOKENS * ROW
