@@ -157,6 +157,23 @@ def test_a_cached_prefix_ends_at_a_snapshot() -> None:
         llm.engine.check()
 
 
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_a_snapshot_is_kept_where_prompts_branch_off(chunk: int) -> None:
+    """Such as after a system prompt: the third prompt finds the state that the second saved."""
+    kind, stem = ToyRecurrentForCausalLM, prompts()[0]
+    asked = [stem[:21] + [token] * 20 for token in (1, 2, 3, 4)]
+    with (
+        toy_llm(kind, page_size=16, chunked_prefill_size=chunk) as llm,
+        toy_llm(kind, disable_radix_cache=True) as plain,
+    ):
+        for prompt, cached in zip(asked, (0, 0, 16, 16), strict=True):
+            assert run(llm, prompt) == (run(plain, prompt)[0], cached)
+        # A longer prompt that continues a cached one branches off nowhere.
+        longer = asked[0] + run(llm, asked[0])[0] + [5] * 9
+        assert run(llm, longer) == (run(plain, longer)[0], 32)
+        llm.engine.check()
+
+
 @pytest.mark.parametrize("kind", list(TOY_MODELS.values()))
 def test_prompt_logprobs_with_a_cached_prefix(kind: type[ToyModel]) -> None:
     """A prefix is used as far as a snapshot before `logprob_start_len` goes."""
@@ -175,7 +192,7 @@ def test_snapshots_have_a_budget() -> None:
         assert run(llm, stem[:36])[1] == 32
         assert run(llm, stem[:20])[1] == 0  # the oldest had to go
         llm.engine.check()
-    with toy_llm(kind, page_size=16, mamba_full_memory_ratio=1e-6) as llm:
+    with toy_llm(kind, page_size=16, mamba_full_memory_ratio=1e-5) as llm:
         assert llm.explain()["state_snapshots"] in range(1, 64)
     for none in ({"max_mamba_cache_size": 32}, {"mamba_full_memory_ratio": 0.0}):
         check_no_snapshots(**none)

@@ -98,8 +98,10 @@ class Request(RequestRecord):
     cached_len: int = 0  # tokens whose K/V came from the prefix cache at the last admission
     prefill_tokens: tuple[int, ...] = ()  # prompt; after a preemption also the output
     prefill_done: int = 0  # how many of them were launched
-    snapshot_at: int = 0  # length at which prefill saves a snapshot of recurrent state; 0: none
-    snapshot: int | None = None  # its row, until the prefix cache owns it
+    # Lengths at which prefill saves snapshots of recurrent state, and those saved until the prefix
+    # cache owns them, as (length, row).
+    snapshots_at: tuple[int, ...] = ()
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
     kv_len: int = 0  # committed KV slots, as of the last result
     pending: list[int] = field(default_factory=list)  # per step in flight: tokens it may add
     pending_observe: int = 0  # last tokens, whose observe is deferred

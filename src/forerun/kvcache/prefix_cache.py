@@ -23,8 +23,9 @@ them is launched (later steps run after it), never before.
 Models with recurrent state also need the state at the end of the prefix, and that is valid at one
 length only. Such a cache keeps snapshots of it, rows of a pool on the device: a node may have one
 for its own end, and `match_prefix` goes no further than the deepest node that has one. A request
-takes a row (`allocate_snapshot`), the step that computes its prompt up to `snapshot_length` fills
-it, and it goes to the cache with the prompt (`attach_snapshot`) or back (`free_snapshot`).
+takes a row (`allocate_snapshot`), the step that computes its prompt up to `snapshot_length`, or up
+to `MatchResult.branch_length`, fills it, and it goes to the cache with the prompt
+(`attach_snapshot`) or back (`free_snapshot`).
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class MatchResult:
     length: int  # tokens: len(pages) * page_size
     node: RadixNode
     snapshot: int | None = None  # row with the recurrent state at `length`, if one is needed
+    # Tokens, whole pages, after which these go on differently than what is cached; 0: nowhere.
+    branch_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,9 +103,11 @@ class RadixCache(PrefixCache):
         self._clock += 1
         pages: list[int] = []
         node = self._walk(self._root, self.key(tokens), pages)
+        branch_length = len(pages) * self._page_size if node.children else 0
         node = self._usable(node, pages, len(tokens))
         del pages[node.end :]
-        return MatchResult(pages, len(pages) * self._page_size, node, node.snapshot)
+        length = len(pages) * self._page_size
+        return MatchResult(pages, length, node, node.snapshot, branch_length)
 
     def _usable(self, node: RadixNode, pages: list[int], num_tokens: int) -> RadixNode:
         """The deepest node on the path to `node` from which a prompt can go on."""

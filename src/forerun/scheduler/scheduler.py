@@ -385,7 +385,7 @@ class Scheduler:
     def _plan_chunk(self, step: ScheduledStep, request: Request, budget: int) -> int:
         start, total = request.prefill_done, len(request.prefill_tokens)
         # A chunk ends where a snapshot is taken: a recurrent state is kept at its end only.
-        until = request.snapshot_at if start < request.snapshot_at else total
+        until = next((at for at in request.snapshots_at if start < at), total)
         count = min(budget, until - start)
         last = start + count == total
         step.plan.prefill.append(PrefillChunk(request.slot, start, count, last))
@@ -393,7 +393,7 @@ class Scheduler:
         end = total + self.limits.kv_reserve if last else start + count
         self.windows.prefill(request, start, end, step.plan)
         request.prefill_done += count
-        if request.prefill_done == request.snapshot_at:
+        if request.prefill_done in request.snapshots_at:
             self._plan_snapshot(step.plan, request)
         request.pending.append(count)
         if last:
@@ -401,9 +401,10 @@ class Scheduler:
         return count
 
     def _plan_snapshot(self, plan: StepPlan, request: Request) -> None:
-        request.snapshot = self.prefix.allocate_snapshot()
-        if request.snapshot is not None:
-            plan.save_snapshots.append(SnapshotCopy(request.slot, request.snapshot))
+        row = self.prefix.allocate_snapshot()
+        if row is not None:
+            request.snapshots.append((request.prefill_done, row))
+            plan.save_snapshots.append(SnapshotCopy(request.slot, row))
 
     def _admit(self, plan: StepPlan, request: Request) -> bool:
         """Gives a request a slot, and pages for its tokens and one step, if available."""
@@ -425,8 +426,10 @@ class Scheduler:
         request.pending_observe = 0
         if not request.preemptions:
             request.cached_tokens = match.length
+        # Where a prompt with the same beginning has branched off, a third one may as well.
         longest = self.prefix.snapshot_length(tokens)
-        request.snapshot_at = longest if longest > match.length else 0
+        wanted = sorted({match.branch_length, longest})
+        request.snapshots_at = tuple(n for n in wanted if match.length < n <= longest)
         if match.snapshot is not None:
             plan.load_snapshots.append(SnapshotCopy(request.slot, match.snapshot))
         plan.admitted.append(self._admission(request))
@@ -519,9 +522,9 @@ class Scheduler:
         request.node = inserted.node
         self.windows.end_prefill(request)
         self.windows.share(request, request.pages[: inserted.node.end])
-        if request.snapshot is not None:
-            self.prefix.attach_snapshot(done, request.snapshot_at, request.snapshot)
-            request.snapshot = None
+        for length, row in request.snapshots:
+            self.prefix.attach_snapshot(done, length, row)
+        request.snapshots.clear()
 
     def _release(self, request: Request) -> None:
         """Releases slot and pages. K/V of returned tokens is cached, nothing past a stop."""
@@ -539,9 +542,9 @@ class Scheduler:
             self._uncleared += inserted.owned
         self.prefix.dec_lock_ref(request.node)
         self._updates = [update for update in self._updates if update.request is not request]
-        if request.snapshot is not None:
-            self.prefix.free_snapshot(request.snapshot)
-            request.snapshot = None
+        for _, row in request.snapshots:
+            self.prefix.free_snapshot(row)
+        request.snapshots.clear()
         self._free_slots.append(request.slot)
         request.slot, request.pages, request.node = -1, [], None
 
