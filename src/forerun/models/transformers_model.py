@@ -190,9 +190,11 @@ class _Interface:
     ) -> tuple[Tensor, None]:
         """q, k, v [1, heads, T, D] -> [1, T, Hq, D]."""
         assert self.calls is not None, "attention outside of a forward"
-        options = {"attention_mask": args[0] if args else None, **kwargs}
+        options = {"is_causal": vars(module).get("is_causal"), **kwargs}
+        options["attention_mask"] = args[0] if args else kwargs.get("attention_mask")
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return self.calls.attend(module.layer_idx, q, k, v, options).unsqueeze(0), None
+        out = self.calls.attend(module.layer_idx, q, k, v, options)
+        return out.contiguous().unsqueeze(0), None
 
 
 _NUMBERS = itertools.count()
