@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BertConfig,
     Cohere2Config,
     CohereConfig,
     FalconConfig,
@@ -106,6 +107,7 @@ def test_the_last_layer_is_captured_before_the_final_norm(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("of", "changes", "reason"),
     [
+        (BertConfig, {}, "not causal"),
         (FalconConfig, {}, "FalconForCausalLM"),
         (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32}, "does not make its logits"),
         (MambaConfig, {}, "0 of 3 layers|no plain language model|position_ids"),
@@ -113,7 +115,7 @@ def test_the_last_layer_is_captured_before_the_final_norm(tmp_path: Path) -> Non
         (*FAMILIES["deepseek-v3"], "one head dim"),
         (*FAMILIES["phi4-mini"], "depends on the batch"),
     ],
-    ids=["falcon", "opt", "mamba", "t5", "mla", "longrope"],
+    ids=["bert", "falcon", "opt", "mamba", "t5", "mla", "longrope"],
 )
 def test_refusals(
     of: type[PreTrainedConfig], changes: dict[str, Any], reason: str, tmp_path: Path
