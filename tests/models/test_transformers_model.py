@@ -13,6 +13,7 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     FalconConfig,
+    FalconH1Config,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -109,13 +110,14 @@ def test_the_last_layer_is_captured_before_the_final_norm(tmp_path: Path) -> Non
     [
         (BertConfig, {}, "not causal"),
         (FalconConfig, {}, "FalconForCausalLM"),
+        (FalconH1Config, {}, "recurrent state"),
         (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32}, "does not make its logits"),
-        (MambaConfig, {}, "0 of 3 layers|no plain language model|position_ids"),
+        (MambaConfig, {}, "recurrent state|no plain language model"),
         (T5Config, {"d_model": 32, "num_layers": 3}, "encoder|no plain language model"),
         (*FAMILIES["deepseek-v3"], "one head dim"),
         (*FAMILIES["phi4-mini"], "depends on the batch"),
     ],
-    ids=["bert", "falcon", "opt", "mamba", "t5", "mla", "longrope"],
+    ids=["bert", "falcon", "falcon-h1", "opt", "mamba", "t5", "mla", "longrope"],
 )
 def test_refusals(
     of: type[PreTrainedConfig], changes: dict[str, Any], reason: str, tmp_path: Path

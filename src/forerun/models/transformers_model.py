@@ -319,6 +319,8 @@ class TransformersForCausalLM(CausalLM):
 
     def _use(self, hf: Any) -> None:
         self._hf, self._base = hf, hf.base_model
+        if hf._is_stateful:  # beside K/V, such as Falcon-H1's state-space layers
+            raise ConfigError(f"model_impl transformers: {self._name} has recurrent state.")
         parameters = inspect.signature(self._base.forward).parameters
         if self._base is hf or "position_ids" not in parameters:
             raise ConfigError(f"model_impl transformers: {self._name} takes no position_ids.")
