@@ -22,6 +22,12 @@ def _torch_native() -> type[AttentionBackend]:
     return TorchNative
 
 
+def _cpu() -> type[AttentionBackend]:
+    from forerun.attention.cpu import CpuAttention
+
+    return CpuAttention
+
+
 def _triton() -> type[AttentionBackend]:
     from forerun.attention.triton import TritonAttention
 
@@ -73,6 +79,7 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
     "trtllm_mha": _trtllm_mha,
     "flashinfer": _flashinfer,
     "flashinfer_mla": _flashinfer_mla,
+    "cpu": _cpu,
     "torch_native": _torch_native,
 }
 

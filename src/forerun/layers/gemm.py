@@ -1,13 +1,15 @@
 """GEMM dispatch: who computes x Wᵀ + b for a weight, and what is fused into it.
 
-    OneDnnGemm    float32 on a CPU: the weight reordered once into oneDNN's blocked layout
+    CpuGemm       on a CPU: our kernels in C++ over a packed weight (`kernels/cpu/gemm.py`)
+    OneDnnGemm    float32 on a CPU without a C++ compiler: the weight reordered once into oneDNN's
+                  blocked layout
     SkinnyGemm    bfloat16 on a GPU: our kernels where `kernels/gemm/dispatch.py` has a
                   configuration for so few tokens, else the vendor's library
     LibraryGemm   everything else: `F.linear`
 
 `gemm_for` chooses once per weight, when the model is prepared.
 
-On a CPU in float32, the library behind `F.linear` is slow for the few tokens of a decode step;
+Without our kernels, on a CPU in float32, the library behind `F.linear` is slow for the few tokens of a decode step;
 oneDNN with reordered weights is faster at every number of tokens. Measured on 2 AVX2 cores, all
 matrices of an 8M-parameter model, 1 / 16 / 80 tokens: `F.linear` 2.9 / 9.1 / 15.0 ms, reordered
 2.5 / 4.9 / 12.0 ms.
@@ -16,12 +18,14 @@ matrices of an 8M-parameter model, 1 / 16 / 80 tokens: `F.linear` 2.9 / 9.1 / 15
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu import library as cpu_library
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import GemmConfig, uses_split_k
 from forerun.kernels.gemm.dispatch import choose_gemm, choose_gemm_silu_mul
@@ -58,6 +62,8 @@ class Gemm(ABC):
     `accepts_deferred_norm` says so. The defaults fuse nothing.
     """
 
+    packs_weight: ClassVar[bool] = False  # it keeps a copy, and does not read the plain weight
+
     @abstractmethod
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         """[T, out]."""
@@ -93,12 +99,36 @@ class LibraryGemm(Gemm):
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        assert isinstance(x, Tensor), "only where `accepts_deferred_norm`"
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(_whole(x), self.weight, self.bias)
+
+
+class CpuGemm(Gemm):
+    """Our kernels for CPUs: residual and norm, SwiGLU and argmax in the epilogue."""
+
+    packs_weight = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = cpu.pack(weight, bias)
+
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
+        return cpu.gemm(_whole(x), self.weight)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        return cpu.gemm_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps)
+
+    def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
+        return cpu.gemm_silu_mul(_whole(x), self.weight)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        return cpu.gemm_argmax(x, self.weight)
 
 
 class OneDnnGemm(Gemm):
     """The weight in oneDNN's blocked layout and, if it is small, transposed for single tokens."""
+
+    packs_weight = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         ops: Any = torch.ops.mkldnn
@@ -110,7 +140,7 @@ class OneDnnGemm(Gemm):
         self._linear_add = ops._linear_pointwise.binary
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        assert isinstance(x, Tensor), "only where `accepts_deferred_norm`"
+        x = _whole(x)
         if self.transposed is not None and x.shape[0] == 1:
             return torch.mm(x, self.transposed)
         y: Tensor = self._linear(x, self.weight, self.bias, "none", [], "")
@@ -180,8 +210,11 @@ def gemm_for(weight: Tensor, bias: Tensor | None, shared: bool = False) -> Gemm:
 
     `shared`: the plain matrix stays in use elsewhere, so that a reordered one is a second copy.
     """
-    too_large = shared and weight.numel() * weight.element_size() > MAX_SHARED_COPY
-    if onednn_serves(weight) and not too_large:
+    if shared and weight.nbytes > MAX_SHARED_COPY:
+        return plain_gemm_for(weight, bias)
+    if cpu_kernels_serve(weight):
+        return CpuGemm(weight, bias)
+    if onednn_serves(weight):
         return OneDnnGemm(weight, bias)
     return plain_gemm_for(weight, bias)
 
@@ -191,6 +224,12 @@ def plain_gemm_for(weight: Tensor, bias: Tensor | None = None) -> Gemm:
     if skinny_serves(weight):
         return SkinnyGemm(weight, bias)
     return LibraryGemm(weight, bias)
+
+
+def cpu_kernels_serve(weight: Tensor) -> bool:
+    """float32 and bfloat16 on a CPU, where a compiler is there."""
+    fits = weight.dim() == 2 and cpu.fits(weight, cpu.plain_format(weight.dtype))
+    return fits and cpu_library.serves(weight.dtype, weight.device)
 
 
 def onednn_serves(weight: Tensor) -> bool:
@@ -205,6 +244,11 @@ def onednn_serves(weight: Tensor) -> bool:
 def skinny_serves(weight: Tensor) -> bool:
     """bfloat16 on a GPU."""
     return weight.is_cuda and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
+
+
+def _whole(x: Tensor | DeferredNorm) -> Tensor:
+    assert isinstance(x, Tensor), "only where `accepts_deferred_norm`"
+    return x
 
 
 def _num_tokens(x: Tensor | DeferredNorm) -> int:

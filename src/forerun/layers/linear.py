@@ -22,7 +22,7 @@ from torch import Tensor
 from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
-from forerun.layers.gemm import Gemm, LibraryGemm, OneDnnGemm, gemm_for
+from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -106,7 +106,7 @@ class LinearBase(Module):
 
     def prepare(self) -> None:
         self.gemm = gemm_for(self.weight, self.bias, self.shared)
-        if isinstance(self.gemm, OneDnnGemm):
+        if self.gemm.packs_weight:
             self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
 

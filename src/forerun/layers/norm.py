@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import library as cpu_library
+from forerun.kernels.cpu import norm as cpu
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm, sum_split_k_ref
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
@@ -19,6 +21,7 @@ class RMSNorm(Module):
     def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
         self.weight = place.empty(size)
         self.eps = eps
+        self._cpu_kernels = False
         self._scaled_weight: Tensor | None = None
         self._floor = torch.empty(0)
 
@@ -34,11 +37,16 @@ class RMSNorm(Module):
         return {f"{prefix}weight": self.weight}
 
     def prepare(self) -> None:
-        """On a CPU in float32, derives the form with the fewest operations.
+        """On a CPU, chooses our kernels; without them, in float32, the form of fewest operations.
 
         With n = |x|: x / sqrt(n²/D + eps) = sqrt(D) · x / hypot(n, sqrt(D · eps)), and sqrt(D)
         goes into the weight. Four operations instead of seven; half the time for one token.
         """
+        self._cpu_kernels = self.weight.dim() == 1 and cpu_library.serves(
+            self.weight.dtype, self.weight.device
+        )
+        if self._cpu_kernels:
+            return
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             size = self.weight.shape[-1]
             self._scaled_weight = self.weight * math.sqrt(size)
@@ -46,6 +54,8 @@ class RMSNorm(Module):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape and dtype."""
+        if self._cpu_kernels:
+            return cpu.rms_norm(x, self.weight, self.eps)
         scaled_weight = self._scaled_weight
         if scaled_weight is not None:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -63,6 +73,9 @@ class RMSNorm(Module):
             x: [T, size], or partials of it [S, T, size].
             residual: [T, size]; left as it is.
         """
+        if self._cpu_kernels:
+            x = sum_split_k_ref(x, residual.dtype)
+            return cpu.add_rms_norm(x, residual, self.weight, self.eps)
         if self._scaled_weight is None:
             return add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + sum_split_k_ref(x, residual.dtype)

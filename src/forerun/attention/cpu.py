@@ -1,0 +1,128 @@
+"""Attention on a CPU by our own kernels in C++ (`kernels/cpu`), for every phase.
+
+A token's result does not depend on the other tokens of a forward, so prompts, decode and verify
+steps agree to the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import (
+    AttentionBatch,
+    AttentionNeed,
+    AttentionSpec,
+    Buffers,
+    KVNormRope,
+    Plan,
+    QKNormRope,
+    RopeInput,
+)
+from forerun.attention.capabilities import Capabilities, Mask
+from forerun.attention.paged import PagedBackend, SlotPlan
+from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu.attention import (
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    QueryTokens,
+    Scores,
+    kv_norm_rope_write,
+    paged_attention,
+    qk_norm_rope_write,
+)
+from forerun.kernels.elementwise.qk_norm_rope import RopePositions
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass
+class CpuPlan(SlotPlan):
+    batch: AttentionBatch
+    kv_slots: Tensor  # [T] int64
+    tokens: QueryTokens
+
+
+class CpuAttention(PagedBackend):
+    name = "cpu"
+    capabilities = Capabilities(
+        devices=frozenset({"cpu"}),
+        windows=frozenset({Mask.CAUSAL, Mask.BLOCK}),
+        head_dims=range(2, MAX_HEAD_DIM + 1, 2),
+        dtypes=DTYPES,
+        kv_dtypes=DTYPES,
+        graph=False,
+        mixed_layouts=True,
+        sinks=True,
+        logit_softcap=True,
+    )
+
+    @classmethod
+    def why_not(cls, need: AttentionNeed) -> list[str]:
+        """Compiles the kernels only where they could serve."""
+        return cls.why_unfit(need) or cls.why_missing()
+
+    @classmethod
+    def why_missing(cls) -> list[str]:
+        reason = library.why_missing()
+        return [] if reason is None else [reason]
+
+    @classmethod
+    def why_unfit(cls, need: AttentionNeed) -> list[str]:
+        reasons = super().why_unfit(need)
+        group = need.num_heads // need.num_kv_heads
+        if group > MAX_GROUP:
+            reasons.append(f"{group} query heads share a K/V head; it takes up to {MAX_GROUP}")
+        return reasons
+
+    def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> CpuPlan:
+        page, start, table = self.pools.page_size, batch.start, batch.page_table
+        if batch.q_len is not None:
+            q_len, total = batch.q_len, batch.q_len * start.shape[0]
+            kv_slots = batch.kv_slots
+            if kv_slots is None:
+                kv_slots = compute_kv_slots(table, start, None, q_len, total, page)
+            return CpuPlan(batch, kv_slots, QueryTokens(q_len, tree=batch.tree))
+        assert batch.ragged is not None
+        counts = [count for _, count in batch.ragged]
+        first = torch.tensor([0, *counts]).cumsum(0)
+        kv_slots = compute_kv_slots(table, start, first.int(), max(counts), sum(counts), page)
+        return CpuPlan(batch, kv_slots, QueryTokens(first=first))
+
+    def rope_write(
+        self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
+    ) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        return qk_norm_rope_write(
+            qkv,
+            norm_rope.heads,
+            norm_rope.norms,
+            RopePositions(rope.table, rope.positions),
+            plan.kv_slots,
+            self.pools.k(layer),
+            self.pools.v(layer),
+        )
+
+    def rope_write_layers(
+        self,
+        plan: Plan,
+        kv: Tensor,
+        norm_rope: KVNormRope,
+        rope: RopeInput,
+        num_committed: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, CpuPlan)
+        positions = RopePositions(rope.table, rope.positions)
+        kv_norm_rope_write(kv, norm_rope.norms, positions, plan.kv_slots, self.pools.dense)
+
+    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        assert isinstance(plan, CpuPlan)
+        batch, tokens, block = plan.batch, plan.tokens, spec.mask.mask is Mask.BLOCK
+        kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
+        if block and tokens.tree is not None:
+            tokens = replace(tokens, tree=None)
+        scores = Scores(spec.scale, block, spec.mask.window, spec.logit_softcap, spec.sinks)
+        return paged_attention(q, kv, tokens, scores)

@@ -1,0 +1,391 @@
+// Attention of query tokens over paged K/V: causal, block and tree masks, windows, grouped heads.
+//
+// A work item is a tile of query tokens with all heads that share a K/V head, over one part of the
+// context. K/V is read in blocks of BLOCK positions: K is transposed, so that a register holds
+// scores of LANES positions, and the softmax is kept up block by block (FlashAttention-2, arXiv
+// 2307.08691). Blocks and parts begin at multiples of their size, and a position that a token does
+// not see adds exactly nothing. So a token's result depends neither on the other tokens nor on the
+// number of threads.
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "parallel.h"
+#include "vec.h"
+
+namespace forerun {
+
+constexpr int BLOCK = 32;          // positions
+constexpr int64_t PART = 1024;     // positions of a work item
+constexpr int MAX_ROWS = 32;       // query tokens times heads of a tile
+constexpr int VECTORS = BLOCK / LANES;
+
+// In Python: `_Attention` in attention.py.
+struct Attention {
+    const void* q;        // [T, heads, D]
+    const void* k_pool;   // [pages, page_size, kv_heads, D]
+    const void* v_pool;
+    const int32_t* page_table;  // [B, page_stride]
+    const int32_t* start;       // [B]: position of the first token
+    const int64_t* first;       // [B + 1]: of each request in T; null: q_len tokens each
+    const int64_t* tree;        // [B, q_len]: bit j of token i: it sees token j; or null
+    const float* sinks;         // [heads] or null
+    void* out;                  // [T, heads, D]
+    int64_t batch, q_len, heads, kv_heads, dim, page_size, page_stride;
+    int64_t window;     // 0: none
+    float scale, softcap;  // softcap 0: none
+    int32_t block_mask;    // every token sees all tokens of its request
+    int32_t bfloat16_q, bfloat16_pool;
+};
+
+// Query tokens [token, token + tokens) of a request, and the K/V head they share.
+struct Tile {
+    int64_t request, kv_head, token, tokens, first_row;
+    int64_t start, length;  // of the request: its first position, its number of tokens
+};
+
+// The positions that a token may see: [begin, end); a tree forbids some in between.
+struct Span {
+    int64_t begin, end;
+};
+
+inline Span span_of(const Attention& a, const Tile& tile, int64_t token) {
+    const int64_t position = tile.start + token;
+    if (a.block_mask)
+        return {a.window ? std::max<int64_t>(0, tile.start - a.window) : 0,
+                tile.start + tile.length};
+    if (a.tree != nullptr) return {0, tile.start + tile.length};
+    return {a.window ? std::max<int64_t>(0, position - a.window + 1) : 0, position + 1};
+}
+
+inline bool tree_sees(const Attention& a, const Tile& tile, int64_t token, int64_t position) {
+    const int64_t other = position - tile.start;
+    return other < 0 || (a.tree[tile.request * a.q_len + token] >> other) & 1;
+}
+
+// The softmax of the rows of a tile so far. Rows are tokens, then heads of the group.
+struct State {
+    float* largest;  // [rows]
+    float* sum;      // [rows]
+    float* out;      // [rows, D], not yet divided by sum
+};
+
+template <class P>
+inline const P* at_position(const Attention& a, const void* pool, const Tile& tile, int64_t p) {
+    const int64_t page = a.page_table[tile.request * a.page_stride + p / a.page_size];
+    const int64_t slot = page * a.page_size + p % a.page_size;
+    return static_cast<const P*>(pool) + (slot * a.kv_heads + tile.kv_head) * a.dim;
+}
+
+// K of a block, transposed: [D, BLOCK]. Positions past `end` are zeros: memory there may be NaN.
+template <class P>
+void transpose_keys(const Attention& a, const Tile& tile, int64_t begin, int64_t end, float* out) {
+    const P* rows[BLOCK];
+    const int count = int(std::min<int64_t>(BLOCK, end - begin));
+    for (int i = 0; i < count; i++) rows[i] = at_position<P>(a, a.k_pool, tile, begin + i);
+    for (int i = count; i < BLOCK; i++)
+        for (int64_t d = 0; d < a.dim; d++) out[d * BLOCK + i] = 0.0f;
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+        int64_t d = 0;
+        for (; d + 8 <= a.dim; d += 8) {
+            float square[8][8];
+            for (int r = 0; r < 8; r++)
+                for (int c = 0; c < 8; c++) square[r][c] = to_float(rows[i + r][d + c]);
+            for (int c = 0; c < 8; c++)
+                for (int r = 0; r < 8; r++) out[(d + c) * BLOCK + i + r] = square[r][c];
+        }
+        for (; d < a.dim; d++)
+            for (int r = 0; r < 8; r++) out[d * BLOCK + i + r] = to_float(rows[i + r][d]);
+    }
+    for (; i < count; i++)
+        for (int64_t d = 0; d < a.dim; d++) out[d * BLOCK + i] = to_float(rows[i][d]);
+}
+
+// scores[r, BLOCK] of ROWS rows: q [rows, D] times keys [D, BLOCK].
+template <int ROWS>
+void score_rows(const float* q, const float* keys, int64_t dim, float* scores) {
+    Vec sum[ROWS][VECTORS] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        FORERUN_UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+            const Vec key = load<Vec>(keys + d * BLOCK + v * LANES);
+            FORERUN_UNROLL
+            for (int r = 0; r < ROWS; r++) sum[r][v] += key * q[r * dim + d];
+        }
+    }
+    std::memcpy(scores, sum, sizeof sum);
+}
+
+constexpr int SCORE_ROWS = LANES == 16 ? 8 : 2;  // as many as the registers hold
+
+inline void score_tile(const float* q, const float* keys, int64_t rows, int64_t dim,
+                       float* scores) {
+    int64_t r = 0;
+    for (; r + SCORE_ROWS <= rows; r += SCORE_ROWS)
+        score_rows<SCORE_ROWS>(q + r * dim, keys, dim, scores + r * BLOCK);
+    for (; r < rows; r++) score_rows<1>(q + r * dim, keys, dim, scores + r * BLOCK);
+}
+
+// Scales, caps and masks the scores of a token's row, in place.
+inline void mask_row(const Attention& a, const Tile& tile, int64_t token, int64_t begin,
+                     float* scores) {
+    for (int i = 0; i < BLOCK && a.softcap != 0; i++)
+        scores[i] = a.softcap * std::tanh(scores[i] / a.softcap);
+    const Span span = span_of(a, tile, token);
+    if (span.begin > begin || span.end < begin + BLOCK)
+        for (int i = 0; i < BLOCK; i++)
+            if (begin + i < span.begin || begin + i >= span.end) scores[i] = -INFINITY;
+    if (a.tree != nullptr && begin + BLOCK > tile.start)
+        for (int i = 0; i < BLOCK; i++)
+            if (scores[i] != -INFINITY && !tree_sees(a, tile, token, begin + i))
+                scores[i] = -INFINITY;
+}
+
+// Scores of a row become weights relative to its largest score so far; returns what the sums
+// before must be multiplied by. False: the row sees nothing of this block.
+inline bool softmax_row(float* scores, float* largest, float* sum, float* factor) {
+    Vec most = load<Vec>(scores);
+    for (int v = 1; v < VECTORS; v++) {
+        const Vec other = load<Vec>(scores + v * LANES);
+        most = most > other ? most : other;
+    }
+    float lane[LANES], largest_now = *largest;
+    store(lane, most);
+    for (int i = 0; i < LANES; i++) largest_now = std::max(largest_now, lane[i]);
+    if (largest_now == -INFINITY) return false;
+    Vec total = {};
+    for (int v = 0; v < VECTORS; v++) {
+        const Vec weight = exp_vec(load<Vec>(scores + v * LANES) - largest_now);
+        store(scores + v * LANES, weight);
+        total += weight;
+    }
+    *factor = *largest == largest_now ? 1.0f : exp_one(*largest - largest_now);
+    *sum = *sum * *factor + sum_lanes(total);
+    *largest = largest_now;
+    return true;
+}
+
+// out[ROWS, dims of one step] += weights [ROWS, BLOCK] times V.
+template <class P, int ROWS>
+void add_values(const P* const* rows, int count, const float* weights, int64_t dim, float* out) {
+    constexpr int WIDE = 24 / ROWS >= 4 ? 4 : 1;  // registers along a head
+    const auto columns = [&](int64_t d, auto width) {
+        constexpr int W = decltype(width)::value;
+        Vec sum[ROWS][W];
+        FORERUN_UNROLL
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < W; w++) sum[r][w] = load<Vec>(out + r * dim + d + w * LANES);
+        for (int i = 0; i < count; i++) {
+            Vec value[W];
+            FORERUN_UNROLL
+            for (int w = 0; w < W; w++) {
+                if constexpr (std::is_same_v<P, float>) {
+                    value[w] = load<Vec>(rows[i] + d + w * LANES);
+                } else {
+                    float lane[LANES];
+                    for (int j = 0; j < LANES; j++) lane[j] = to_float(rows[i][d + w * LANES + j]);
+                    value[w] = load<Vec>(lane);
+                }
+            }
+            FORERUN_UNROLL
+            for (int r = 0; r < ROWS; r++)
+                for (int w = 0; w < W; w++) sum[r][w] += value[w] * weights[r * BLOCK + i];
+        }
+        FORERUN_UNROLL
+        for (int r = 0; r < ROWS; r++)
+            for (int w = 0; w < W; w++) store(out + r * dim + d + w * LANES, sum[r][w]);
+    };
+    int64_t d = 0;
+    for (; d + WIDE * LANES <= dim; d += WIDE * LANES) columns(d, std::integral_constant<int, WIDE>{});
+    for (; d + LANES <= dim; d += LANES) columns(d, std::integral_constant<int, 1>{});
+    for (; d < dim; d++)
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < count; i++)
+                out[r * dim + d] += to_float(rows[i][d]) * weights[r * BLOCK + i];
+}
+
+// Positions [begin, end) of the context for all rows of a tile; q is scaled already.
+template <class P>
+void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t begin, int64_t end,
+                 State state, float* keys) {
+    const int64_t group = a.heads / a.kv_heads, rows = tile.tokens * group;
+    float scores[MAX_ROWS * BLOCK];
+    for (int64_t p = begin / BLOCK * BLOCK; p < end; p += BLOCK) {
+        const int count = int(std::min<int64_t>(BLOCK, end - p));
+        transpose_keys<P>(a, tile, p, end, keys);
+        score_tile(q, keys, rows, a.dim, scores);
+        const P* values[BLOCK];
+        for (int i = 0; i < count; i++) values[i] = at_position<P>(a, a.v_pool, tile, p + i);
+        bool seen[MAX_ROWS];
+        for (int64_t r = 0; r < rows; r++) {
+            float* row = scores + r * BLOCK;
+            float factor = 1;
+            mask_row(a, tile, tile.token + r / group, p, row);
+            seen[r] = softmax_row(row, state.largest + r, state.sum + r, &factor);
+            if (!seen[r]) std::fill(row, row + BLOCK, 0.0f);
+            if (factor != 1)
+                for (int64_t d = 0; d < a.dim; d++) state.out[r * a.dim + d] *= factor;
+        }
+        int64_t r = 0;
+        for (; r + 4 <= rows; r += 4)
+            add_values<P, 4>(values, count, scores + r * BLOCK, a.dim, state.out + r * a.dim);
+        for (; r < rows; r++)
+            add_values<P, 1>(values, count, scores + r * BLOCK, a.dim, state.out + r * a.dim);
+    }
+}
+
+// Adds a part's softmax to that of the parts before it.
+inline void merge(State total, State part, int64_t rows, int64_t dim) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float before = total.largest[r], own = part.largest[r];
+        if (own == -INFINITY) continue;  // it saw nothing
+        const float largest = std::max(before, own);
+        const float keep = before == largest ? 1.0f : exp_one(before - largest);
+        const float take = own == largest ? 1.0f : exp_one(own - largest);
+        total.largest[r] = largest;
+        total.sum[r] = total.sum[r] * keep + part.sum[r] * take;
+        for (int64_t d = r * dim; d < (r + 1) * dim; d++)
+            total.out[d] = total.out[d] * keep + part.out[d] * take;
+    }
+}
+
+// All tiles of a call. Where these are too few for the threads, parts of a tile's context are
+// work items of their own.
+template <class T, class P>
+class Work {
+   public:
+    explicit Work(const Attention& a) : a_(a), group_(a.heads / a.kv_heads) {
+        const int64_t most = std::max<int64_t>(1, MAX_ROWS / group_);  // tokens of a tile
+        for (int64_t b = 0; b < a.batch; b++) {
+            const int64_t length = a.first ? a.first[b + 1] - a.first[b] : a.q_len;
+            const int64_t first = a.first ? a.first[b] : b * a.q_len;
+            const int64_t tiles = (length + most - 1) / most;
+            for (int64_t i = 0; i < tiles * a.kv_heads; i++) {
+                const int64_t t = i % tiles, token = length * t / tiles;
+                const int64_t tokens = length * (t + 1) / tiles - token;
+                tiles_.push_back({b, i / tiles, token, tokens, first + token, a.start[b], length});
+            }
+        }
+    }
+
+    void run(int threads) {
+        const int64_t count = int64_t(tiles_.size());
+        if (count < 4 * threads && threads > 1) return run_parts(threads);
+        parallel_for(count, threads, [&](int64_t i) {
+            const Tile& tile = tiles_[size_t(i)];
+            const Span all = parts_of(tile);
+            float* memory = thread_memory(2);
+            const State total = fresh(memory, tile, true);
+            for (int64_t part = all.begin; part < all.end; part++)
+                merge(total, attend(tile, part, memory + state_size()), rows_of(tile), a_.dim);
+            write(tile, total);
+        });
+    }
+
+   private:
+    void run_parts(int threads) {
+        std::vector<std::pair<const Tile*, int64_t>> items;
+        for (const Tile& tile : tiles_)
+            for (int64_t p = parts_of(tile).begin; p < parts_of(tile).end; p++)
+                items.push_back({&tile, p});
+        std::vector<float> states(items.size() * size_t(state_size()));
+        parallel_for(int64_t(items.size()), threads, [&](int64_t i) {
+            attend(*items[size_t(i)].first, items[size_t(i)].second,
+                   states.data() + i * state_size());
+        });
+        size_t item = 0;
+        for (const Tile& tile : tiles_) {
+            const State total = fresh(thread_memory(2), tile, true);
+            for (; item < items.size() && items[item].first == &tile; item++) {
+                float* part = states.data() + item * size_t(state_size());
+                merge(total, state_in(part), rows_of(tile), a_.dim);
+            }
+            write(tile, total);
+        }
+    }
+
+    int64_t rows_of(const Tile& tile) const { return tile.tokens * group_; }
+    int64_t state_size() const { return MAX_ROWS * (a_.dim + 2); }
+    State state_in(float* at) const { return {at, at + MAX_ROWS, at + 2 * MAX_ROWS}; }
+
+    // States, then queries and keys.
+    float* thread_memory(int states) const {
+        static thread_local std::vector<float> memory;
+        const size_t needed = size_t(states * state_size() + (MAX_ROWS + BLOCK) * a_.dim);
+        if (memory.size() < needed) memory.resize(needed);
+        return memory.data();
+    }
+
+    // Of nothing but the sinks, which are scores without a value.
+    State fresh(float* at, const Tile& tile, bool with_sinks) const {
+        const State state = state_in(at);
+        const bool sinks = with_sinks && a_.sinks != nullptr;
+        for (int64_t r = 0; r < rows_of(tile); r++) {
+            state.largest[r] = sinks ? a_.sinks[tile.kv_head * group_ + r % group_] : -INFINITY;
+            state.sum[r] = sinks ? 1.0f : 0.0f;
+        }
+        std::fill(state.out, state.out + rows_of(tile) * a_.dim, 0.0f);
+        return state;
+    }
+
+    // What any token of a tile sees.
+    Span seen_by(const Tile& tile) const {
+        Span all = {tile.start + tile.length, 0};
+        for (int64_t t = tile.token; t < tile.token + tile.tokens; t++) {
+            const Span span = span_of(a_, tile, t);
+            all = {std::min(all.begin, span.begin), std::max(all.end, span.end)};
+        }
+        return all;
+    }
+
+    Span parts_of(const Tile& tile) const {
+        const Span all = seen_by(tile);
+        return {all.begin / PART, (all.end + PART - 1) / PART};
+    }
+
+    State attend(const Tile& tile, int64_t part, float* at) const {
+        const Span all = seen_by(tile);
+        const Span span = {std::max(all.begin, part * PART), std::min(all.end, (part + 1) * PART)};
+        float* q = thread_memory(2) + 2 * state_size();
+        for (int64_t r = 0; r < rows_of(tile); r++) {
+            const T* from = head_of(static_cast<const T*>(a_.q), tile, r);
+            for (int64_t d = 0; d < a_.dim; d++) q[r * a_.dim + d] = to_float(from[d]) * a_.scale;
+        }
+        const State state = fresh(at, tile, false);
+        attend_part<P>(a_, tile, q, span.begin, span.end, state, q + MAX_ROWS * a_.dim);
+        return state;
+    }
+
+    template <class E>
+    E* head_of(E* tensor, const Tile& tile, int64_t row) const {
+        const int64_t token = tile.first_row + row / group_;
+        return tensor + (token * a_.heads + tile.kv_head * group_ + row % group_) * a_.dim;
+    }
+
+    void write(const Tile& tile, State state) const {
+        for (int64_t r = 0; r < rows_of(tile); r++) {
+            T* out = head_of(static_cast<T*>(a_.out), tile, r);
+            for (int64_t d = 0; d < a_.dim; d++)
+                out[d] = from_float<T>(state.out[r * a_.dim + d] / state.sum[r]);
+        }
+    }
+
+    const Attention& a_;
+    const int64_t group_;
+    std::vector<Tile> tiles_;
+};
+
+}  // namespace forerun
+
+using namespace forerun;
+
+extern "C" void forerun_attention(const Attention* a, int32_t threads) {
+    if (a->bfloat16_q)
+        a->bfloat16_pool ? Work<BFloat16, BFloat16>(*a).run(threads)
+                         : Work<BFloat16, float>(*a).run(threads);
+    else
+        a->bfloat16_pool ? Work<float, BFloat16>(*a).run(threads)
+                         : Work<float, float>(*a).run(threads);
+}

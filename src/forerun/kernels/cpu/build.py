@@ -1,0 +1,124 @@
+"""Compiles the C++ kernels for CPUs when they are first used, and caches the library on disk.
+
+The compiler is the system's. What is compiled depends on the CPU (`-march=native`), so the cache
+key has the CPU besides sources, flags and compiler. Nothing of PyTorch is included, and calls go
+through ctypes, so that compiling takes a few seconds and needs no headers but the compiler's own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from forerun.platform.device import cpu_flags
+from forerun.platform.progress import progress
+
+FOLDER = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-Wall")
+SECONDS = 300  # that a compiler may take
+
+
+class CompileError(RuntimeError):
+    """There is no C++ compiler, or it fails."""
+
+
+def find_compiler() -> str | None:
+    """The compiler that CXX names, else the first on PATH."""
+    named = os.environ.get("CXX")
+    candidates = (named,) if named else COMPILERS
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/forerun`, by default `~/.cache/forerun`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "forerun"
+
+
+def native_flag(machine: str) -> str:
+    """The flag that compiles for this CPU; GCC and Clang spell it by architecture."""
+    return "-mcpu=native" if machine in ("aarch64", "arm64") else "-march=native"
+
+
+def compile_library(cache: Path | None = None) -> Path:
+    """The shared library for this CPU, from the cache if it is there.
+
+    Args:
+        cache: default: `cache_folder()`.
+
+    Raises:
+        CompileError: with a one-line reason.
+        OSError: the cache cannot be written.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
+        raise CompileError(f"no C++ compiler was found ({wanted}); install g++ or set CXX")
+    folder = (cache or cache_folder()) / "cpu-kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{_key(compiler)}.so"
+    if library.exists():
+        return library
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed: other processes wait, then find it
+        if not library.exists():
+            with progress("compiling CPU kernels, once for this machine"):
+                _compile(compiler, library)
+    return library
+
+
+def sources() -> list[Path]:
+    return sorted(FOLDER.glob("*.cpp"))
+
+
+def _key(compiler: str) -> str:
+    """A hash of all that the library depends on."""
+    binary = Path(compiler).resolve().stat()
+    files = sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")))
+    parts = [path.read_text(encoding="utf-8") for path in files]
+    parts += [compiler, str(binary.st_size), str(binary.st_mtime_ns), *_flags()]
+    parts += [platform.machine(), platform.processor(), *sorted(cpu_flags())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _flags() -> list[str]:
+    return [*FLAGS, native_flag(platform.machine())]
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Compiles the sources side by side, links them and moves the library into place."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as name:
+        folder = Path(name)
+        objects = [folder / f"{source.stem}.o" for source in sources()]
+        running = [
+            subprocess.Popen(
+                [compiler, *_flags(), "-c", str(source), "-o", str(target)],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for source, target in zip(sources(), objects, strict=True)
+        ]
+        for process in running:
+            _check(process)
+        linked = folder / "library.so"
+        link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]
+        _check(subprocess.Popen(link, stderr=subprocess.PIPE, text=True))
+        os.replace(linked, library)
+
+
+def _check(process: subprocess.Popen[str]) -> None:
+    try:
+        _, log = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise CompileError(f"the C++ compiler took more than {SECONDS} s") from None
+    if process.returncode != 0:
+        errors = [line for line in log.splitlines() if "error" in line] or log.splitlines() or [""]
+        raise CompileError(f"the C++ compiler failed: {errors[0].strip()}")

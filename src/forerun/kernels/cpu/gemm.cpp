@@ -1,0 +1,536 @@
+// y = x Wᵀ for tokens x [M, K] and a packed weight W [N, K], with what follows it fused in.
+//
+// W is cut into panels of PANEL rows. In a panel, the PANEL values of one k are neighbours (of two
+// or four k where one instruction multiplies so many): a register holds LANES outputs, and a tile
+// of tokens by panels reads W once, in order. Each output is the sum over k in ascending order, one
+// accumulator per output, whatever the tile: it does not depend on the number of tokens, their
+// place in the batch or the number of threads.
+//
+//   float32   float32 weights and tokens
+//   bfloat16  bfloat16 weights and tokens, products added in float32
+//   int8      weights in groups of 32 k with one scale each, tokens quantised likewise when they are
+//             read (as llama.cpp's Q8_0); products of a group are added as integers
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+#include "norm.h"
+#include "parallel.h"
+
+namespace forerun {
+
+constexpr int PANEL = 2 * LANES;
+constexpr int GROUP = 32;  // k that share a scale, int8
+
+#if FORERUN_LANES == 16 || defined(__aarch64__)
+constexpr int REGISTERS = 24;  // for accumulators
+#else
+constexpr int REGISTERS = 12;
+#endif
+
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// In Python: `_Weight` in gemm.py.
+struct Weight {
+    const void* data;
+    const BFloat16* scales;  // int8: [panels][K / GROUP][PANEL]
+    const float* bias;       // [N] or null
+    int64_t n, k;
+    int32_t kind;
+    int32_t bfloat16_tokens;  // type of x and of what is returned; 0: float32
+};
+
+// The tokens of a GEMM, as its kind reads them.
+struct Tokens {
+    const void* values;
+    int64_t stride;        // of a token, in values
+    const float* scales;   // int8: [M][K / GROUP]
+    const int32_t* sums;   // int8: of each group's values
+    int64_t groups;        // int8: K / GROUP
+};
+
+template <int KIND>
+struct Traits;
+
+template <>
+struct Traits<FLOAT32> {
+    static constexpr int ACCUMULATORS = 1;  // registers per LANES outputs
+
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     float* out) {
+        const int64_t size = w.k * PANEL;
+        const float* weights = static_cast<const float*>(w.data) + panel * size;
+        const float* x = static_cast<const float*>(tokens.values) + first * tokens.stride;
+        Vec sum[M][2 * PANELS] = {};
+        for (int64_t k = 0; k < w.k; k++) {
+            Vec value[2 * PANELS];
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++)
+                value[j] = load<Vec>(weights + (j / 2) * size + k * PANEL + (j % 2) * LANES);
+            FORERUN_UNROLL
+            for (int m = 0; m < M; m++) {
+                const Vec token = broadcast(x[m * tokens.stride + k]);
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++) sum[m][j] += value[j] * token;
+            }
+        }
+        std::memcpy(out, sum, sizeof sum);
+    }
+};
+
+template <>
+struct Traits<BFLOAT16> {
+    static constexpr int ACCUMULATORS = 1;
+
+    // Two neighbouring k per 32 bits.
+    static inline Vec multiply_add(Vec sum, BitVec pairs, uint32_t token) {
+#if defined(__AVX512BF16__) && FORERUN_LANES == 16
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, bits_as<__m512bh>(pairs),
+                                     bits_as<__m512bh>(_mm512_set1_epi32(int(token))));
+#else
+        sum += bits_as<Vec>(pairs << 16) * bits_as<float>(token << 16);
+        sum += bits_as<Vec>(pairs & 0xffff0000u) * bits_as<float>(token & 0xffff0000u);
+        return sum;
+#endif
+    }
+
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     float* out) {
+        const int64_t pairs = w.k / 2, size = pairs * PANEL;
+        const uint32_t* weights = static_cast<const uint32_t*>(w.data) + panel * size;
+        const char* x = static_cast<const char*>(tokens.values) + 2 * first * tokens.stride;
+        Vec sum[M][2 * PANELS] = {};
+        for (int64_t k = 0; k < pairs; k++) {
+            BitVec value[2 * PANELS];
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++)
+                value[j] = load<BitVec>(weights + (j / 2) * size + k * PANEL + (j % 2) * LANES);
+            FORERUN_UNROLL
+            for (int m = 0; m < M; m++) {
+                const uint32_t token = load<uint32_t>(x + 2 * m * tokens.stride + 4 * k);
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    sum[m][j] = multiply_add(sum[m][j], value[j], token);
+            }
+        }
+        std::memcpy(out, sum, sizeof sum);
+    }
+};
+
+template <>
+struct Traits<INT8> {
+    static constexpr int ACCUMULATORS = 2;  // of a group as integers, and of all in float32
+
+#if FORERUN_LANES == 16 && defined(__AVX512VNNI__)
+    static constexpr bool BIASED = true;  // the instruction multiplies weights + 128
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        return (IntVec)_mm512_dpbusd_epi32(
+            (__m512i)sum, _mm512_xor_si512((__m512i)weights, _mm512_set1_epi8(char(0x80))),
+            _mm512_set1_epi32(token));
+    }
+#elif FORERUN_LANES == 8 && defined(__AVXVNNI__)
+    static constexpr bool BIASED = true;
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        return (IntVec)_mm256_dpbusd_avx_epi32(
+            (__m256i)sum, _mm256_xor_si256((__m256i)weights, _mm256_set1_epi8(char(0x80))),
+            _mm256_set1_epi32(token));
+    }
+#elif defined(__ARM_FEATURE_DOTPROD) && FORERUN_LANES == 4
+    static constexpr bool BIASED = false;
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        return (IntVec)vdotq_s32((int32x4_t)sum, bits_as<int8x16_t>(weights),
+                                 bits_as<int8x16_t>(vdupq_n_s32(token)));
+    }
+#else
+    static constexpr bool BIASED = false;
+    static inline IntVec multiply_add(IntVec sum, IntVec weights, int32_t token) {
+        const IntVec x = IntVec{} + token;
+        sum += ((weights << 24) >> 24) * ((x << 24) >> 24);
+        sum += ((weights << 16) >> 24) * ((x << 16) >> 24);
+        sum += ((weights << 8) >> 24) * ((x << 8) >> 24);
+        return sum + (weights >> 24) * (x >> 24);
+    }
+#endif
+
+    // The scales of LANES rows, as float32.
+    static inline Vec scales_of(const BFloat16* scales) {
+        typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+        return bits_as<Vec>(__builtin_convertvector(load<Halves>(scales), BitVec) << 16);
+    }
+
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     float* out) {
+        const int64_t groups = tokens.groups, size = groups * GROUP * PANEL;
+        const char* weights = static_cast<const char*>(w.data) + panel * size;
+        const BFloat16* scales = w.scales + panel * groups * PANEL;
+        const char* x = static_cast<const char*>(tokens.values) + first * tokens.stride;
+        const float* x_scales = tokens.scales + first * groups;
+        const int32_t* x_sums = tokens.sums + first * groups;
+        Vec sum[M][2 * PANELS] = {};
+        for (int64_t g = 0; g < groups; g++) {
+            IntVec dot[M][2 * PANELS];
+            FORERUN_UNROLL
+            for (int m = 0; m < M; m++) {
+                const int32_t start = BIASED ? -128 * x_sums[m * groups + g] : 0;
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++) dot[m][j] = IntVec{} + start;
+            }
+            for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 4) {
+                IntVec value[2 * PANELS];
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    value[j] = load<IntVec>(weights + (j / 2) * size + k * PANEL +
+                                            (j % 2) * 4 * LANES);
+                FORERUN_UNROLL
+                for (int m = 0; m < M; m++) {
+                    const int32_t token = load<int32_t>(x + m * tokens.stride + k);
+                    FORERUN_UNROLL
+                    for (int j = 0; j < 2 * PANELS; j++)
+                        dot[m][j] = multiply_add(dot[m][j], value[j], token);
+                }
+            }
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++) {
+                const Vec scale = scales_of(scales + (j / 2) * groups * PANEL + g * PANEL +
+                                            (j % 2) * LANES);
+                FORERUN_UNROLL
+                for (int m = 0; m < M; m++)
+                    sum[m][j] += __builtin_convertvector(dot[m][j], Vec) *
+                                 (scale * x_scales[m * groups + g]);
+            }
+        }
+        std::memcpy(out, sum, sizeof sum);
+    }
+};
+
+using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first, float* out);
+
+// The tiles of M tokens: as many panels as the registers hold, and of a single one.
+template <int KIND, int M>
+struct Shape {
+    static constexpr int FREE = REGISTERS / (2 * M * Traits<KIND>::ACCUMULATORS);
+    static constexpr int PANELS = FREE >= 4 ? 4 : FREE >= 2 ? 2 : 1;
+    static Tile several() { return &Traits<KIND>::template tile<M, PANELS>; }
+    static Tile single() { return &Traits<KIND>::template tile<M, 1>; }
+};
+
+struct Tiles {
+    Tile several, single;
+    int panels;  // of `several`
+};
+
+template <int KIND>
+constexpr int MAX_TOKENS = REGISTERS / (2 * Traits<KIND>::ACCUMULATORS);
+
+template <int KIND, int M>
+void fill_tiles(Tiles* table) {
+    if constexpr (M > 0) {
+        using S = Shape<KIND, M>;
+        table[M] = {S::several(), S::single(), S::PANELS};
+        fill_tiles<KIND, M - 1>(table);
+    }
+}
+
+template <int KIND>
+const Tiles& tiles_of(int tokens) {
+    static const auto* table = [] {
+        auto* filled = new Tiles[MAX_TOKENS<KIND> + 1];
+        fill_tiles<KIND, MAX_TOKENS<KIND>>(filled);
+        return filled;
+    }();
+    return table[tokens];
+}
+
+// A finished part of the output: rows of M tokens by `columns` outputs.
+struct Part {
+    const float* sums;  // [M][width]
+    int64_t width, first_token, tokens, first_column, columns;
+};
+
+inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
+
+// Panels [begin, end) of tokens [first, first + count), tile by tile; sink(part) gets each.
+template <int KIND, class Sink>
+void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t count, int64_t begin,
+              int64_t end, Sink& sink) {
+    alignas(64) float sums[REGISTERS * LANES];
+    const int64_t tiles = (count + MAX_TOKENS<KIND> - 1) / MAX_TOKENS<KIND>;
+    const int64_t largest = (count + tiles - 1) / tiles;
+    const int step = tiles_of<KIND>(int(largest)).panels;
+    for (int64_t panel = begin; panel < end; panel += step) {
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t token = first + count * t / tiles;
+            const int64_t size = first + count * (t + 1) / tiles - token;
+            const Tiles& choice = tiles_of<KIND>(int(size));
+            // A smaller last tile may hold more panels than `step`.
+            const bool whole = choice.panels == step && panel + step <= end;
+            for (int64_t p = panel; p < std::min(panel + step, end); p += whole ? step : 1) {
+                (whole ? choice.several : choice.single)(w, p, tokens, token, sums);
+                const int64_t width = (whole ? step : 1) * PANEL, column = p * PANEL;
+                sink(Part{sums, width, token, size, column, std::min(width, w.n - column)});
+            }
+        }
+    }
+}
+
+constexpr int64_t TOKEN_BLOCK = 192;  // tokens for which a panel stays in the cache
+
+template <int KIND, class Sink>
+void multiply_all(const Weight& w, const Tokens& tokens, int64_t m, int threads, Sink&& sink) {
+    const int64_t panels = panels_of(w), blocks = (m + TOKEN_BLOCK - 1) / TOKEN_BLOCK;
+    int64_t share = panels;
+    if (threads > 1) share = (panels / (4 * threads) + 3) / 4 * 4;
+    share = std::max<int64_t>(share, 4);
+    const int64_t shares = (panels + share - 1) / share;
+    parallel_for(shares * blocks, threads, [&](int64_t i) {
+        const int64_t begin = i % shares * share, block = i / shares;
+        const int64_t first = m * block / blocks, end = m * (block + 1) / blocks;
+        multiply<KIND>(w, tokens, first, end - first, begin, std::min(begin + share, panels), sink);
+    });
+}
+
+// Memory for intermediate results; of the calling thread, and kept.
+template <class T, int USE>
+T* scratch(int64_t size) {
+    static thread_local std::vector<T> kept;
+    if (int64_t(kept.size()) < size) kept.resize(size);
+    return kept.data();
+}
+
+template <class T>
+void quantise_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* scales,
+                    int32_t* sums) {
+    for (int64_t g = 0; g < groups; g++) {
+        float value[GROUP] = {}, largest = 0, invalid = 0;
+        for (int i = 0; i < GROUP && g * GROUP + i < k; i++) value[i] = to_float(x[g * GROUP + i]);
+        for (int i = 0; i < GROUP; i++) {
+            largest = std::max(largest, std::fabs(value[i]));
+            invalid += value[i] * 0.0f;  // NaN if infinite or NaN
+        }
+        const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+        int32_t sum = 0;
+        for (int i = 0; i < GROUP; i++) {
+            const float scaled = value[i] * inverse + 12582912.0f;  // rounded to an integer
+            const int8_t q = int8_t(bits_as<int32_t>(scaled) - 0x4b400000);
+            out[g * GROUP + i] = q, sum += q;
+        }
+        scales[g] = largest / 127.0f + invalid, sums[g] = sum;
+    }
+}
+
+// The tokens as the weight's kind reads them.
+template <class T>
+Tokens prepare_tokens(const Weight& w, const T* x, int64_t m, int threads) {
+    if (w.kind != INT8) return {x, w.k, nullptr, nullptr, 0};
+    const int64_t groups = (w.k + GROUP - 1) / GROUP, size = groups * GROUP;
+    int8_t* values = scratch<int8_t, 0>(m * size);
+    float* scales = scratch<float, 1>(m * groups);
+    int32_t* sums = scratch<int32_t, 2>(m * groups);
+    parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
+        quantise_token(x + t * w.k, w.k, groups, values + t * size, scales + t * groups,
+                       sums + t * groups);
+    });
+    return {values, size, scales, sums, groups};
+}
+
+template <class T, class Sink>
+void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
+    const Tokens tokens = prepare_tokens(w, static_cast<const T*>(x), m, threads);
+    if (w.kind == INT8)
+        multiply_all<INT8>(w, tokens, m, threads, sink);
+    else if constexpr (std::is_same_v<T, float>)
+        multiply_all<FLOAT32>(w, tokens, m, threads, sink);
+    else
+        multiply_all<BFLOAT16>(w, tokens, m, threads, sink);
+}
+
+inline float with_bias(const Weight& w, const Part& part, int64_t t, int64_t i) {
+    const float sum = part.sums[t * part.width + i];
+    return w.bias == nullptr ? sum : sum + w.bias[part.first_column + i];
+}
+
+template <class T>
+void gemm_plain(const Weight& w, const void* x, int64_t m, void* out, int threads) {
+    gemm<T>(w, x, m, threads, [&](const Part& part) {
+        for (int64_t t = 0; t < part.tokens; t++) {
+            T* row = static_cast<T*>(out) + (part.first_token + t) * w.n + part.first_column;
+            for (int64_t i = 0; i < part.columns; i++)
+                row[i] = from_float<T>(with_bias(w, part, t, i));
+        }
+    });
+}
+
+// In Python: `_AddNorm` in gemm.py.
+struct AddNorm {
+    const void* residual;  // [M, N]
+    const void* norm_weight;
+    void* total;   // [M, N]: residual + x Wᵀ + b
+    void* normed;  // [M, N]: its RMSNorm
+    float eps;
+};
+
+template <class T>
+void gemm_add_norm(const Weight& w, const void* x, int64_t m, const AddNorm& add,
+                   int threads) {
+    T* total = static_cast<T*>(add.total);
+    gemm<T>(w, x, m, threads, [&](const Part& part) {
+        for (int64_t t = 0; t < part.tokens; t++) {
+            const int64_t at = (part.first_token + t) * w.n + part.first_column;
+            const T* residual = static_cast<const T*>(add.residual) + at;
+            for (int64_t i = 0; i < part.columns; i++)
+                total[at + i] = from_float<T>(to_float(residual[i]) + with_bias(w, part, t, i));
+        }
+    });
+    parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
+        rms_norm_row(total + t * w.n, static_cast<const T*>(add.norm_weight), w.n, add.eps,
+                     static_cast<T*>(add.normed) + t * w.n);
+    });
+}
+
+template <class T>
+void gemm_silu_mul(const Weight& w, const void* x, int64_t m, void* out,
+                   int threads) {
+    float* gate_up = scratch<float, 3>(m * w.n);
+    gemm<T>(w, x, m, threads, [&](const Part& part) {
+        for (int64_t t = 0; t < part.tokens; t++) {
+            float* row = gate_up + (part.first_token + t) * w.n + part.first_column;
+            for (int64_t i = 0; i < part.columns; i++) row[i] = with_bias(w, part, t, i);
+        }
+    });
+    const int64_t half = w.n / 2;
+    parallel_for(m, m >= 16 ? threads : 1, [&](int64_t t) {
+        const float* gate = gate_up + t * w.n;
+        silu_mul_row(gate, gate + half, half, static_cast<T*>(out) + t * half);
+    });
+}
+
+// The largest of some outputs of a token. NaN counts as infinite.
+struct Best {
+    float value;
+    int64_t id;
+    bool operator<(const Best& other) const {
+        return value < other.value || (value == other.value && id > other.id);
+    }
+};
+
+// [M] ids: the largest output, the lowest of equals; -1 if there is a NaN or +inf, or only -inf.
+template <class T>
+void gemm_argmax(const Weight& w, const void* x, int64_t m, int64_t* ids,
+                 int threads) {
+    const int64_t panels = panels_of(w);
+    const Best none = {-INFINITY, w.n};
+    Best* best = scratch<Best, 4>(m * panels);
+    std::fill(best, best + m * panels, none);
+    gemm<T>(w, x, m, threads, [&](const Part& part) {
+        for (int64_t t = 0; t < part.tokens; t++) {
+            Best found = none;
+            for (int64_t i = 0; i < part.columns; i++) {
+                const float value = to_float(from_float<T>(with_bias(w, part, t, i)));
+                const Best other = {value != value ? INFINITY : value, part.first_column + i};
+                if (found < other) found = other;
+            }
+            best[(part.first_token + t) * panels + part.first_column / PANEL] = found;
+        }
+    });
+    for (int64_t t = 0; t < m; t++) {
+        const Best found = *std::max_element(best + t * panels, best + (t + 1) * panels);
+        ids[t] = std::isfinite(found.value) ? found.id : -1;
+    }
+}
+
+// Row r of the weight to its place in the panels.
+template <class T>
+void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFloat16* scales) {
+    const int64_t panel = r / PANEL, lane = r % PANEL;
+    if (kind == FLOAT32) {
+        float* to = static_cast<float*>(data) + panel * k * PANEL + lane;
+        for (int64_t i = 0; i < k; i++) to[i * PANEL] = to_float(row[i]);
+    } else if (kind == BFLOAT16) {
+        BFloat16* to = static_cast<BFloat16*>(data) + panel * k * PANEL;
+        for (int64_t i = 0; i < k; i++)
+            to[(i / 2 * PANEL + lane) * 2 + i % 2] = from_float<BFloat16>(to_float(row[i]));
+    } else {
+        const int64_t groups = (k + GROUP - 1) / GROUP;
+        int8_t* to = static_cast<int8_t*>(data) + panel * groups * GROUP * PANEL;
+        for (int64_t g = 0; g < groups; g++) {
+            float largest = 0;
+            for (int64_t i = g * GROUP; i < std::min((g + 1) * GROUP, k); i++)
+                largest = std::max(largest, std::fabs(to_float(row[i])));
+            // Rounded up to bfloat16, so that no value exceeds 127.
+            const uint32_t bits = bits_as<uint32_t>(largest / 127.0f);
+            const BFloat16 scale = {uint16_t((bits + 0xffff) >> 16)};
+            scales[(panel * groups + g) * PANEL + lane] = scale;
+            const float step = to_float(scale);
+            for (int64_t i = g * GROUP; i < (g + 1) * GROUP; i++) {
+                const float value = i < k && step > 0 ? to_float(row[i]) / step : 0.0f;
+                to[(i / 4 * PANEL + lane) * 4 + i % 4] = int8_t(std::lrintf(value));
+            }
+        }
+    }
+}
+
+}  // namespace forerun
+
+using namespace forerun;
+
+extern "C" {
+
+int64_t forerun_panel() { return PANEL; }
+
+// Asks for large pages: reading weights then misses the TLB less often.
+void forerun_advise_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+    const uintptr_t page = 4096, begin = (uintptr_t(data) + page - 1) / page * page;
+    const int64_t rest = bytes - int64_t(begin - uintptr_t(data));
+    if (rest > 0) madvise(reinterpret_cast<void*>(begin), size_t(rest), MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+// W [n, k], float32 or bfloat16, into data and scales (zero at first).
+void forerun_pack(const void* weight, int32_t is_bfloat16, int64_t n, int64_t k, int32_t kind,
+                  void* data, void* scales, int32_t threads) {
+    parallel_for((n + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
+        for (int64_t r = panel * PANEL; r < std::min((panel + 1) * PANEL, n); r++) {
+            auto* to = static_cast<BFloat16*>(scales);
+            if (is_bfloat16)
+                pack_row(static_cast<const BFloat16*>(weight) + r * k, r, k, kind, data, to);
+            else
+                pack_row(static_cast<const float*>(weight) + r * k, r, k, kind, data, to);
+        }
+    });
+}
+
+void forerun_gemm(const Weight* w, const void* x, int64_t m, void* out,
+                  int32_t threads) {
+    (w->bfloat16_tokens ? gemm_plain<BFloat16> : gemm_plain<float>)(*w, x, m, out, threads);
+}
+
+void forerun_gemm_add_norm(const Weight* w, const void* x, int64_t m,
+                           const void* residual, const void* norm_weight, float eps, void* total,
+                           void* normed, int32_t threads) {
+    const AddNorm add = {residual, norm_weight, total, normed, eps};
+    (w->bfloat16_tokens ? gemm_add_norm<BFloat16> : gemm_add_norm<float>)(*w, x, m, add,
+                                                                          threads);
+}
+
+void forerun_gemm_silu_mul(const Weight* w, const void* x, int64_t m, void* out,
+                           int32_t threads) {
+    (w->bfloat16_tokens ? gemm_silu_mul<BFloat16> : gemm_silu_mul<float>)(*w, x, m, out,
+                                                                          threads);
+}
+
+void forerun_gemm_argmax(const Weight* w, const void* x, int64_t m, int64_t* ids,
+                         int32_t threads) {
+    (w->bfloat16_tokens ? gemm_argmax<BFloat16> : gemm_argmax<float>)(*w, x, m, ids,
+                                                                      threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,180 @@
+"""GEMMs of packed weights on a CPU, with fused epilogues: y = x Wᵀ + b for any number of tokens.
+
+A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of three formats:
+
+    FLOAT32, BFLOAT16   as the model computes
+    INT8                32 neighbouring k share a scale, and tokens are quantised likewise when they
+                        are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
+
+A token's result depends neither on the number of tokens nor on that of threads. Threads are
+PyTorch's: `torch.get_num_threads()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.cpu.library import kernels
+
+GROUP = 32  # k that share a scale in INT8
+
+
+class Format(Enum):
+    """How a packed weight is stored; the values are those of `Kind` in gemm.cpp."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` in gemm.cpp."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("kind", c_int32),
+        ("bfloat16_tokens", c_int32),
+    )
+
+
+@dataclass(eq=False)
+class PackedWeight:
+    """A weight [N, K] as the kernels read it."""
+
+    n: int
+    k: int
+    dtype: torch.dtype  # of tokens and results
+    format: Format
+    data: Tensor  # uint8
+    scales: Tensor  # INT8: bfloat16, a scale per group of 32 k
+    bias: Tensor | None  # [N] float32
+
+    def __post_init__(self) -> None:
+        self._struct = _Weight(
+            self.data.data_ptr(),
+            self.scales.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            self.n,
+            self.k,
+            self.format.value,
+            self.dtype == torch.bfloat16,
+        )
+        self.address = ctypes.addressof(self._struct)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
+
+def plain_format(dtype: torch.dtype) -> Format:
+    """The format that keeps weights of this dtype as they are."""
+    return Format.BFLOAT16 if dtype == torch.bfloat16 else Format.FLOAT32
+
+
+def fits(weight: Tensor, format: Format) -> bool:
+    """Whether a weight [N, K] can be packed: bfloat16 values are multiplied in pairs."""
+    return format is not Format.BFLOAT16 or weight.shape[1] % 2 == 0
+
+
+def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = None) -> PackedWeight:
+    """Packs weight [N, K], float32 or bfloat16, and bias [N]; `format` None: as it is.
+
+    INT8 rounds to the nearest multiple of a scale, which is the group's largest value / 127,
+    rounded up to bfloat16.
+    """
+    n, k = weight.shape
+    format = format or plain_format(weight.dtype)
+    library = kernels()
+    panel = library.forerun_panel()
+    rows = -(-n // panel) * panel
+    groups = -(-k // GROUP)
+    size = {Format.FLOAT32: 4 * k, Format.BFLOAT16: 2 * k, Format.INT8: groups * GROUP}[format]
+    data = torch.empty(rows * size, dtype=torch.uint8)
+    library.forerun_advise_huge_pages(data.data_ptr(), data.nbytes)
+    data.zero_()
+    scales = torch.zeros(rows * groups if format is Format.INT8 else 0, dtype=torch.bfloat16)
+    weight = weight.contiguous()
+    library.forerun_pack(
+        weight.data_ptr(), weight.dtype == torch.bfloat16, n, k, format.value,
+        data.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    bias = None if bias is None else bias.float().contiguous()
+    return PackedWeight(n, k, weight.dtype, format, data, scales, bias)
+
+
+def gemm(x: Tensor, w: PackedWeight) -> Tensor:
+    """x [M, K] -> x Wᵀ + b, [M, N]."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], w.n)
+    kernels().forerun_gemm(
+        w.address, x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def gemm_add_rms_norm(
+    x: Tensor, w: PackedWeight, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """total = residual [M, N] + x Wᵀ + b -> (its RMSNorm, total), new tensors."""
+    x, residual = x.contiguous(), residual.contiguous()
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    kernels().forerun_gemm_add_norm(
+        w.address, x.data_ptr(), x.shape[0], residual.data_ptr(), norm_weight.data_ptr(), eps,
+        total.data_ptr(), normed.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return normed, total
+
+
+def gemm_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
+    """W = [gate; up]: SiLU(x gateᵀ) * (x upᵀ), [M, N / 2]; computed in float32."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], w.n // 2)
+    kernels().forerun_gemm_silu_mul(
+        w.address, x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def gemm_argmax(x: Tensor, w: PackedWeight) -> Tensor:
+    """argmax over N of `gemm`, [M] int64; ties: the lowest index.
+
+    INVALID_TOKEN for rows with a NaN or +inf, or of -inf alone.
+    """
+    x = x.contiguous()
+    ids = x.new_empty(x.shape[0], dtype=torch.int64)
+    kernels().forerun_gemm_argmax(
+        w.address, x.data_ptr(), x.shape[0], ids.data_ptr(), torch.get_num_threads()
+    )
+    return ids
+
+
+def quantise_ref(x: Tensor, round_up: bool = False) -> tuple[Tensor, Tensor]:
+    """x [R, K] -> integers [R, K / 32, 32] as float32 and scales [R, K / 32, 1].
+
+    `round_up`: scales are rounded up to bfloat16, as those of weights.
+    """
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    scale = largest / 127
+    if round_up:
+        scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+        return torch.where(scale > 0, groups / scale, 0).round(), scale
+    return torch.where(largest > 0, groups * (127 / largest), 0).round(), scale
+
+
+def int8_gemm_ref(x: Tensor, weight: Tensor) -> Tensor:
+    """Reference implementation of `gemm` in INT8: x [M, K], weight [N, K] -> float32 [M, N]."""
+    values, scales = quantise_ref(x)
+    weights, weight_scales = quantise_ref(weight, round_up=True)
+    dots = torch.einsum("mgk,ngk->mng", values, weights)  # integers below 2^24: exact
+    return (dots * (scales.squeeze(-1).unsqueeze(1) * weight_scales.squeeze(-1))).sum(-1)
