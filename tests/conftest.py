@@ -48,6 +48,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain PyTorch, as on a machine without a C++ compiler."""
+    from forerun.kernels.cpu import library
+
+    monkeypatch.setattr(library, "_load", lambda: library.Loaded(None, "a test is without them"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_engines() -> Iterator[None]:
     """Engines whose methods a test has replaced are in reference cycles and keep their K/V."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.config.model_config import parse_model_config
+from forerun.kernels.cpu import library
 from forerun.kernels.gemm import dispatch
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.layers import gemm, linear, moe, norm
@@ -210,8 +211,8 @@ def test_across_ranks_the_sum_comes_before_residual_and_norm(h200: Recorder) -> 
 @pytest.mark.skipif(not gemm.onednn_serves(torch.empty(1)), reason="torch without oneDNN")
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("tokens", [1, 16, 200])
-def test_on_a_cpu_in_float32(
-    monkeypatch: pytest.MonkeyPatch, architecture: str, tokens: int
+def test_on_a_cpu_in_float32_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, without_cpu_kernels: None, architecture: str, tokens: int
 ) -> None:
     recorder = Recorder(monkeypatch)
     plain_norm = recorder.recorded("norm", norm.RMSNorm.__call__)
@@ -221,6 +222,24 @@ def test_on_a_cpu_in_float32(
     raw = QWEN3_8B | SMALL | {"architectures": [architecture]}
     got = recorder.sequence(raw, CPU_F32, tokens)
     assert got == ["norm", *(attention + mlp) * LAYERS, "onednn", "argmax"]
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, architecture: str, tokens: int
+) -> None:
+    recorder = Recorder(monkeypatch)
+    for owner in (gemm.cpu, norm.cpu):
+        for name in ("gemm", "gemm_add_rms_norm", "gemm_silu_mul", "gemm_argmax", "rms_norm"):
+            if name in vars(owner):
+                monkeypatch.setattr(owner, name, recorder.recorded(name, vars(owner)[name]))
+    layer = ["gemm", "attention", "gemm_add_rms_norm", "gemm_silu_mul", "gemm_add_rms_norm"]
+    raw = QWEN3_8B | SMALL | {"architectures": [architecture]}
+    got = recorder.sequence(raw, WeightPlacement(dtype, torch.device("cpu")), tokens)
+    assert got == ["rms_norm", *layer * LAYERS, "gemm_argmax"]
 
 
 def test_a_pending_gemm_is_read_once() -> None:

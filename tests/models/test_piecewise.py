@@ -16,6 +16,9 @@ from forerun.models.loader import load_target
 from tests.models.support import CPU, FAMILIES, Loop, family, save
 from tests.stand_in_graphs import StandInRecorder
 
+# What is recorded here are PyTorch's operations.
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
+
 BUCKET = 24
 AUX = (0, 2)
 # (start, tokens) of the chunks of each forward: a new prompt, several, their next chunks beside a

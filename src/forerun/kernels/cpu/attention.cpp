@@ -71,36 +71,36 @@ struct State {
     float* out;      // [rows, D], not yet divided by sum
 };
 
-template <class P>
-inline const P* at_position(const Attention& a, const void* pool, const Tile& tile, int64_t p) {
-    const int64_t page = a.page_table[tile.request * a.page_stride + p / a.page_size];
-    const int64_t slot = page * a.page_size + p % a.page_size;
-    return static_cast<const P*>(pool) + (slot * a.kv_heads + tile.kv_head) * a.dim;
+// Where a block's positions are in the pools: `count` offsets, in values.
+inline int find_block(const Attention& a, const Tile& tile, int64_t begin, int64_t end,
+                      int64_t* offsets) {
+    const int count = int(std::min<int64_t>(BLOCK, end - begin));
+    const int32_t* pages = a.page_table + tile.request * a.page_stride;
+    const int64_t row = a.kv_heads * a.dim;
+    int64_t page = begin / a.page_size, place = begin % a.page_size;
+    for (int i = 0; i < count; i++) {
+        offsets[i] = (pages[page] * a.page_size + place) * row + tile.kv_head * a.dim;
+        if (++place == a.page_size) page++, place = 0;
+    }
+    return count;
 }
 
-// K of a block, transposed: [D, BLOCK]. Positions past `end` are zeros: memory there may be NaN.
+// K of a block, transposed: [D, BLOCK]. Positions past `count` are zeros: memory there may be NaN.
 template <class P>
-void transpose_keys(const Attention& a, const Tile& tile, int64_t begin, int64_t end, float* out) {
-    const P* rows[BLOCK];
-    const int count = int(std::min<int64_t>(BLOCK, end - begin));
-    for (int i = 0; i < count; i++) rows[i] = at_position<P>(a, a.k_pool, tile, begin + i);
-    for (int i = count; i < BLOCK; i++)
-        for (int64_t d = 0; d < a.dim; d++) out[d * BLOCK + i] = 0.0f;
-    int i = 0;
-    for (; i + 8 <= count; i += 8) {
+void transpose_keys(const P* pool, const int64_t* offsets, int count, int64_t dim, float* out) {
+    for (int first = 0; first < BLOCK; first += LANES) {
         int64_t d = 0;
-        for (; d + 8 <= a.dim; d += 8) {
-            float square[8][8];
-            for (int r = 0; r < 8; r++)
-                for (int c = 0; c < 8; c++) square[r][c] = to_float(rows[i + r][d + c]);
-            for (int c = 0; c < 8; c++)
-                for (int r = 0; r < 8; r++) out[(d + c) * BLOCK + i + r] = square[r][c];
+        for (; d + LANES <= dim; d += LANES) {
+            Vec rows[LANES];
+            for (int i = 0; i < LANES; i++)
+                rows[i] = first + i < count ? load_floats(pool + offsets[first + i] + d) : Vec{};
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) store(out + (d + i) * BLOCK + first, rows[i]);
         }
-        for (; d < a.dim; d++)
-            for (int r = 0; r < 8; r++) out[d * BLOCK + i + r] = to_float(rows[i + r][d]);
+        for (; d < dim; d++)
+            for (int i = first; i < first + LANES; i++)
+                out[d * BLOCK + i] = i < count ? to_float(pool[offsets[i] + d]) : 0.0f;
     }
-    for (; i < count; i++)
-        for (int64_t d = 0; d < a.dim; d++) out[d * BLOCK + i] = to_float(rows[i][d]);
 }
 
 // scores[r, BLOCK] of ROWS rows: q [rows, D] times keys [D, BLOCK].
@@ -118,14 +118,14 @@ void score_rows(const float* q, const float* keys, int64_t dim, float* scores) {
     std::memcpy(scores, sum, sizeof sum);
 }
 
-constexpr int SCORE_ROWS = LANES == 16 ? 8 : 2;  // as many as the registers hold
-
-inline void score_tile(const float* q, const float* keys, int64_t rows, int64_t dim,
-                       float* scores) {
+// As many rows at once as the registers hold, so that sums do not wait for each other.
+template <int ROWS = LANES == 16 ? 8 : 2>
+void score_tile(const float* q, const float* keys, int64_t rows, int64_t dim, float* scores) {
     int64_t r = 0;
-    for (; r + SCORE_ROWS <= rows; r += SCORE_ROWS)
-        score_rows<SCORE_ROWS>(q + r * dim, keys, dim, scores + r * BLOCK);
-    for (; r < rows; r++) score_rows<1>(q + r * dim, keys, dim, scores + r * BLOCK);
+    for (; r + ROWS <= rows; r += ROWS)
+        score_rows<ROWS>(q + r * dim, keys, dim, scores + r * BLOCK);
+    if constexpr (ROWS > 1)
+        score_tile<ROWS / 2>(q + r * dim, keys, rows - r, dim, scores + r * BLOCK);
 }
 
 // Scales, caps and masks the scores of a token's row, in place.
@@ -180,15 +180,7 @@ void add_values(const P* const* rows, int count, const float* weights, int64_t d
         for (int i = 0; i < count; i++) {
             Vec value[W];
             FORERUN_UNROLL
-            for (int w = 0; w < W; w++) {
-                if constexpr (std::is_same_v<P, float>) {
-                    value[w] = load<Vec>(rows[i] + d + w * LANES);
-                } else {
-                    float lane[LANES];
-                    for (int j = 0; j < LANES; j++) lane[j] = to_float(rows[i][d + w * LANES + j]);
-                    value[w] = load<Vec>(lane);
-                }
-            }
+            for (int w = 0; w < W; w++) value[w] = load_floats(rows[i] + d + w * LANES);
             FORERUN_UNROLL
             for (int r = 0; r < ROWS; r++)
                 for (int w = 0; w < W; w++) sum[r][w] += value[w] * weights[r * BLOCK + i];
@@ -206,6 +198,16 @@ void add_values(const P* const* rows, int count, const float* weights, int64_t d
                 out[r * dim + d] += to_float(rows[i][d]) * weights[r * BLOCK + i];
 }
 
+template <class P, int ROWS>
+void add_all(const P* const* values, int count, const float* weights, int64_t rows, int64_t dim,
+             float* out) {
+    int64_t r = 0;
+    for (; r + ROWS <= rows; r += ROWS)
+        add_values<P, ROWS>(values, count, weights + r * BLOCK, dim, out + r * dim);
+    if constexpr (ROWS > 1)
+        add_all<P, ROWS / 2>(values, count, weights + r * BLOCK, rows - r, dim, out + r * dim);
+}
+
 // Positions [begin, end) of the context for all rows of a tile; q is scaled already.
 template <class P>
 void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t begin, int64_t end,
@@ -213,11 +215,12 @@ void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t b
     const int64_t group = a.heads / a.kv_heads, rows = tile.tokens * group;
     float scores[MAX_ROWS * BLOCK];
     for (int64_t p = begin / BLOCK * BLOCK; p < end; p += BLOCK) {
-        const int count = int(std::min<int64_t>(BLOCK, end - p));
-        transpose_keys<P>(a, tile, p, end, keys);
+        int64_t offsets[BLOCK];
+        const int count = find_block(a, tile, p, end, offsets);
+        transpose_keys(static_cast<const P*>(a.k_pool), offsets, count, a.dim, keys);
         score_tile(q, keys, rows, a.dim, scores);
         const P* values[BLOCK];
-        for (int i = 0; i < count; i++) values[i] = at_position<P>(a, a.v_pool, tile, p + i);
+        for (int i = 0; i < count; i++) values[i] = static_cast<const P*>(a.v_pool) + offsets[i];
         bool seen[MAX_ROWS];
         for (int64_t r = 0; r < rows; r++) {
             float* row = scores + r * BLOCK;
@@ -228,11 +231,7 @@ void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t b
             if (factor != 1)
                 for (int64_t d = 0; d < a.dim; d++) state.out[r * a.dim + d] *= factor;
         }
-        int64_t r = 0;
-        for (; r + 4 <= rows; r += 4)
-            add_values<P, 4>(values, count, scores + r * BLOCK, a.dim, state.out + r * a.dim);
-        for (; r < rows; r++)
-            add_values<P, 1>(values, count, scores + r * BLOCK, a.dim, state.out + r * a.dim);
+        add_all<P, 4>(values, count, scores, rows, a.dim, state.out);
     }
 }
 

@@ -157,12 +157,6 @@ struct Traits<INT8> {
     }
 #endif
 
-    // The scales of LANES rows, as float32.
-    static inline Vec scales_of(const BFloat16* scales) {
-        typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-        return bits_as<Vec>(__builtin_convertvector(load<Halves>(scales), BitVec) << 16);
-    }
-
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
                      float* out) {
@@ -197,8 +191,8 @@ struct Traits<INT8> {
             }
             FORERUN_UNROLL
             for (int j = 0; j < 2 * PANELS; j++) {
-                const Vec scale = scales_of(scales + (j / 2) * groups * PANEL + g * PANEL +
-                                            (j % 2) * LANES);
+                const Vec scale = load_floats(scales + (j / 2) * groups * PANEL + g * PANEL +
+                                              (j % 2) * LANES);
                 FORERUN_UNROLL
                 for (int m = 0; m < M; m++)
                     sum[m][j] += __builtin_convertvector(dot[m][j], Vec) *

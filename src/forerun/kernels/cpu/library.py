@@ -42,25 +42,27 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Loaded:
+class Loaded:
+    """The library, or why there is none."""
+
     library: ctypes.CDLL | None
     reason: str | None
 
 
 @cache
-def _load() -> _Loaded:
+def _load() -> Loaded:
     if os.environ.get(VARIABLE) == "0":
-        return _Loaded(None, f"{VARIABLE} is 0")
+        return Loaded(None, f"{VARIABLE} is 0")
     try:
         loaded = ctypes.CDLL(str(compile_library()))
     except (CompileError, OSError) as error:
         log.info("CPU kernels are not used: %s", error)
-        return _Loaded(None, str(error))
+        return Loaded(None, str(error))
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.forerun_panel.restype = c_int64
-    return _Loaded(loaded, None)
+    return Loaded(loaded, None)
 
 
 def library() -> ctypes.CDLL | None:

@@ -11,9 +11,7 @@ inline float inverse_rms(const T* x, int64_t size, float eps) {
     Vec sums = {};
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
-        float lane[LANES];
-        for (int j = 0; j < LANES; j++) lane[j] = to_float(x[i + j]);
-        const Vec v = load<Vec>(lane);
+        const Vec v = load_floats(x + i);
         sums += v * v;
     }
     float sum = sum_lanes(sums);

@@ -34,6 +34,7 @@ constexpr int LANES = FORERUN_LANES;
 typedef float Vec __attribute__((vector_size(4 * FORERUN_LANES)));
 typedef int32_t IntVec __attribute__((vector_size(4 * FORERUN_LANES)));
 typedef uint32_t BitVec __attribute__((vector_size(4 * FORERUN_LANES)));
+typedef uint16_t HalfVec __attribute__((vector_size(2 * FORERUN_LANES)));
 
 template <class V>
 inline V load(const void* from) {  // any alignment
@@ -84,6 +85,44 @@ inline BFloat16 from_float<BFloat16>(float x) {  // to the nearest, ties to even
     const uint32_t bits = bits_as<uint32_t>(x);
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return {x != x ? uint16_t(0x7fc0) : uint16_t(rounded)};
+}
+
+// LANES values as float32.
+inline Vec load_floats(const float* from) { return load<Vec>(from); }
+inline Vec load_floats(const BFloat16* from) {
+    return bits_as<Vec>(__builtin_convertvector(load<HalfVec>(from), BitVec) << 16);
+}
+
+#if FORERUN_LANES == 16
+#define FORERUN_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define FORERUN_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif FORERUN_LANES == 8
+#define FORERUN_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define FORERUN_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define FORERUN_LOW 0, 4, 1, 5
+#define FORERUN_HIGH 2, 6, 3, 7
+#endif
+#if defined(__clang__)
+#define FORERUN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FORERUN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// Rows become columns, in place. Interleaving the two halves of the rows rotates the bits of
+// (row, column) by one, and log2(LANES) times that is a transpose.
+inline void transpose(Vec (&rows)[LANES]) {
+    FORERUN_UNROLL
+    for (int step = 1; step < LANES; step *= 2) {
+        Vec next[LANES];
+        FORERUN_UNROLL
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = FORERUN_SHUFFLE(rows[i], rows[i + LANES / 2], FORERUN_LOW);
+            next[2 * i + 1] = FORERUN_SHUFFLE(rows[i], rows[i + LANES / 2], FORERUN_HIGH);
+        }
+        FORERUN_UNROLL
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
 }
 
 // exp(x) to about 2 ulp: 2^n times a polynomial of the rest (Cephes' expf). 0 below -87.

@@ -1,0 +1,134 @@
+"""GEMMs of the CPU kernels: equal to their references, and the same for any batch and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forerun.core.tokens import INVALID_TOKEN
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu.gemm import Format, PackedWeight
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+
+DTYPES = (torch.float32, torch.bfloat16)
+# N and K: whole panels, parts of one, groups of 32 with a rest, odd.
+SHAPES = ((64, 64), (100, 96), (33, 40), (7, 130), (1, 2), (513, 256))
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def operands(
+    n: int, k: int, dtype: torch.dtype, tokens: int = 40
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(n * k + tokens)
+    shapes = ((tokens, k), (n, k), (n,))
+    x, weight, bias = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    return x, weight, bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_gemm_equals_f_linear(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(n, k, dtype)
+    want = F.linear(x.double(), weight.double(), bias.double())
+    got = cpu.gemm(x, cpu.pack(weight, bias)).double()
+    assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_int8_equals_its_reference(n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, _ = operands(n, k, dtype)
+    got = cpu.gemm(x, cpu.pack(weight, None, Format.INT8)).float()
+    want = cpu.int8_gemm_ref(x, weight)
+    # bfloat16: of the result. Elsewhere single values may be rounded to the other side.
+    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-3
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * k**0.5)
+
+
+def test_int8_error_is_that_of_rounding() -> None:
+    """Beside the plain GEMM: two roundings to 1/254 of the largest value of 32, root mean square."""
+    x, weight, _ = operands(512, 512, torch.float32, tokens=64)
+    plain = x @ weight.T
+    packed = cpu.gemm(x, cpu.pack(weight, None, Format.INT8))
+    assert (packed - plain).norm() <= 0.009 * plain.norm()
+
+
+@pytest.mark.parametrize("format", Format)
+def test_a_token_is_the_same_in_any_batch_with_any_threads(format: Format) -> None:
+    dtype = torch.bfloat16 if format is Format.BFLOAT16 else torch.float32
+    x, weight, bias = operands(513, 96, dtype, tokens=230)
+    w = cpu.pack(weight, bias, format)
+    torch.set_num_threads(1)
+    whole = cpu.gemm(x, w)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for first, count in ((0, 1), (3, 2), (5, 4), (9, 7), (11, 16), (1, 32), (30, 200)):
+            assert torch.equal(cpu.gemm(x[first : first + count], w), whole[first : first + count])
+
+
+def epilogues(x: torch.Tensor, w: PackedWeight) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    residual = torch.randn(len(x), w.n, generator=draw).to(x.dtype)
+    norm = torch.rand(w.n, generator=draw).to(x.dtype)
+    both = cpu.gemm_add_rms_norm(x, w, residual, norm, 1e-6)
+    return [*both, cpu.gemm_silu_mul(x, w), cpu.gemm_argmax(x, w)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [64, 50, 520])
+@pytest.mark.parametrize("tokens", [1, 5, 130])
+def test_epilogues_equal_separate_operations(n: int, tokens: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(n, 64, dtype, tokens)
+    w = cpu.pack(weight, bias)
+    torch.set_num_threads(2)
+    normed, total, silu, ids = epilogues(x, w)
+    draw = torch.Generator().manual_seed(1)
+    residual = torch.randn(tokens, n, generator=draw).to(dtype)
+    norm = torch.rand(n, generator=draw).to(dtype)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(total.double(), residual.double() + exact, **close)
+    want = F.rms_norm(total.double(), (n,), norm.double(), 1e-6)
+    torch.testing.assert_close(normed.double(), want, **close)
+    gate, up = exact.chunk(2, 1)
+    torch.testing.assert_close(silu.double(), F.silu(gate) * up, **close)
+    assert torch.equal(ids, cpu.gemm(x, w).argmax(1))
+
+
+def test_epilogues_are_the_same_in_any_batch() -> None:
+    x, weight, bias = operands(520, 64, torch.float32, 40)
+    w = cpu.pack(weight, bias)
+    ids = cpu.gemm_argmax(x, w)
+    silu = cpu.gemm_silu_mul(x, w)
+    for i in range(0, 40, 7):
+        assert torch.equal(cpu.gemm_argmax(x[i : i + 1], w), ids[i : i + 1])
+        assert torch.equal(cpu.gemm_silu_mul(x[i : i + 3], w), silu[i : i + 3])
+
+
+def test_argmax_takes_the_lowest_of_equals_and_refuses_invalid_rows() -> None:
+    weight = torch.zeros(300, 4)
+    weight[[7, 40, 299], 0] = 1.0
+    x = torch.zeros(5, 4)
+    x[0, 0] = x[1, 0] = 1.0
+    x[2, 1], x[3, 0] = torch.nan, torch.inf
+    ids = cpu.gemm_argmax(x, cpu.pack(weight))
+    assert ids.tolist() == [7, 7, INVALID_TOKEN, INVALID_TOKEN, 0]
+
+
+def test_a_nan_survives_int8() -> None:
+    x, weight, _ = operands(64, 64, torch.float32, 3)
+    x[1, 5], x[2, 9] = torch.nan, torch.inf
+    out = cpu.gemm(x, cpu.pack(weight, None, Format.INT8))
+    assert out[0].isfinite().all() and out[1:].isnan().all()
