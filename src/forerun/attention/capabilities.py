@@ -97,6 +97,7 @@ class Capabilities:
     kv_dtypes: tuple[torch.dtype, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     graph: bool = True
+    cpu_graph: bool = False  # its kernels can be recorded on a CPU (`kernels/cpu/graph.py`)
     dense: bool = True
     mla: bool = False
     mixed_layouts: bool = False  # layers may differ in what they keep

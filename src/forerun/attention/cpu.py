@@ -54,7 +54,7 @@ class CpuAttention(PagedBackend):
         head_dims=range(2, MAX_HEAD_DIM + 1, 2),
         dtypes=DTYPES,
         kv_dtypes=DTYPES,
-        graph=False,
+        cpu_graph=True,
         mixed_layouts=True,
         sinks=True,
         logit_softcap=True,

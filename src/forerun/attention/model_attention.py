@@ -80,6 +80,11 @@ class ModelAttention:
         return any(backend.capabilities.plans_on_host for backend in self._per_step)
 
     @property
+    def records_on_cpu(self) -> bool:
+        """Whether decode steps on a CPU may be recorded."""
+        return all(backend.capabilities.cpu_graph for backend in self._per_step)
+
+    @property
     def needs_host_pages(self) -> bool:
         """Whether page ids must be known on the host, in prefill or decode."""
         return any(b.capabilities.host_page_table for b in self.backends.values())

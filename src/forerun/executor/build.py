@@ -14,6 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
 from forerun.executor.attention_setup import AttentionSetup
+from forerun.executor.cpu_graphs import CpuGraphSteps
 from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.device_executor import DeviceExecutor
@@ -263,6 +264,8 @@ class _Builder:
             return CompiledCpuSteps(step, settings.limits.max_positions)
         graphs = self._graphs(step)
         if graphs is None:
+            if CpuGraphSteps.serves(step) and not settings.config.disable_cuda_graph:
+                return CpuGraphSteps(step, settings.limits.max_positions)
             return EagerSteps(step)
         fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
         if self.piece_buckets:

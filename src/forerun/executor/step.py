@@ -116,6 +116,11 @@ class DeviceStep:
         attending = len(list(self.model.modules(KVLayer)))
         return attending == len(layout.layers) and not layout.has_recurrent_state
 
+    @property
+    def records_on_cpu(self) -> bool:
+        """Whether decode steps on a CPU may be recorded: its backends' kernels can be."""
+        return all(each.records_on_cpu for each in self._attentions)
+
     def clear_pages(self, pages: Sequence[int], windowed: bool = False) -> None:
         """Zeroes the K/V of these pages (or window pages) in the pools of target and draft."""
         index = self.tables.upload(pages, torch.int64)

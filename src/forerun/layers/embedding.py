@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import step as cpu
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import LibraryGemm
 from forerun.layers.linear import LinearBase
@@ -23,13 +25,20 @@ class VocabEmbedding(Module):
         # Rounded to the weight's dtype, as in transformers.
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._comm = place.comm
+        self._cpu_kernels = False
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
 
+    def prepare(self) -> None:
+        self._cpu_kernels = library.serves(self.weight.dtype, self.weight.device)
+
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
-        embedded = F.embedding(input_ids, self.weight)
+        if self._cpu_kernels and input_ids.dtype == torch.int64:
+            embedded = cpu.take_rows(self.weight, input_ids)
+        else:
+            embedded = F.embedding(input_ids, self.weight)
         if self._scale != 1:
             embedded = embedded * self._scale
         return self._comm.all_reduce(embedded)

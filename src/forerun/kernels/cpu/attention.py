@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.attention.paged_kv import PagedKV
-from forerun.kernels.cpu.library import kernels
+from forerun.kernels.cpu.library import call
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, RopePositions
 
 MAX_GROUP = 32  # query heads that share a K/V head
@@ -124,7 +124,7 @@ def _rope_write(
         0.0 if norms is None else norms.eps, positions.dtype == torch.int64,
         x.dtype == torch.bfloat16, k_pool.dtype == torch.bfloat16,
     )  # fmt: skip
-    kernels().forerun_rope_write(ctypes.addressof(arguments), torch.get_num_threads())
+    call("forerun_rope_write", ctypes.addressof(arguments), keep=arguments)
 
 
 @dataclass(frozen=True)
@@ -165,5 +165,5 @@ def paged_attention(q: Tensor, kv: PagedKV, tokens: QueryTokens, scores: Scores)
         scores.scale, scores.softcap or 0.0, scores.block_mask,
         q.dtype == torch.bfloat16, kv.k.dtype == torch.bfloat16,
     )  # fmt: skip
-    kernels().forerun_attention(ctypes.addressof(arguments), torch.get_num_threads())
+    call("forerun_attention", ctypes.addressof(arguments), keep=arguments)
     return out

@@ -478,7 +478,7 @@ extern "C" {
 int64_t forerun_panel() { return PANEL; }
 
 // Asks for large pages: reading weights then misses the TLB less often.
-void forerun_advise_huge_pages(void* data, int64_t bytes) {
+void forerun_advise_huge_pages(void* data, int64_t bytes, int32_t) {
 #if defined(__linux__)
     const uintptr_t page = 4096, begin = (uintptr_t(data) + page - 1) / page * page;
     const int64_t rest = bytes - int64_t(begin - uintptr_t(data));

@@ -20,7 +20,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from forerun.kernels.cpu.library import kernels
+from forerun.kernels.cpu.library import call, panel
 
 GROUP = 32  # k that share a scale in INT8
 
@@ -94,20 +94,16 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
     """
     n, k = weight.shape
     format = format or plain_format(weight.dtype)
-    library = kernels()
-    panel = library.forerun_panel()
-    rows = -(-n // panel) * panel
+    rows = -(-n // panel()) * panel()
     groups = -(-k // GROUP)
     size = {Format.FLOAT32: 4 * k, Format.BFLOAT16: 2 * k, Format.INT8: groups * GROUP}[format]
     data = torch.empty(rows * size, dtype=torch.uint8)
-    library.forerun_advise_huge_pages(data.data_ptr(), data.nbytes)
+    call("forerun_advise_huge_pages", data.data_ptr(), data.nbytes)
     data.zero_()
     scales = torch.zeros(rows * groups if format is Format.INT8 else 0, dtype=torch.bfloat16)
     weight = weight.contiguous()
-    library.forerun_pack(
-        weight.data_ptr(), weight.dtype == torch.bfloat16, n, k, format.value,
-        data.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    call("forerun_pack", weight.data_ptr(), weight.dtype == torch.bfloat16, n, k, format.value,
+        data.data_ptr(), scales.data_ptr())  # fmt: skip
     bias = None if bias is None else bias.float().contiguous()
     return PackedWeight(n, k, weight.dtype, format, data, scales, bias)
 
@@ -116,9 +112,7 @@ def gemm(x: Tensor, w: PackedWeight) -> Tensor:
     """x [M, K] -> x Wᵀ + b, [M, N]."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], w.n)
-    kernels().forerun_gemm(
-        w.address, x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads()
-    )
+    call("forerun_gemm", w.address, x.data_ptr(), x.shape[0], out.data_ptr())
     return out
 
 
@@ -128,10 +122,8 @@ def gemm_add_rms_norm(
     """total = residual [M, N] + x Wᵀ + b -> (its RMSNorm, total), new tensors."""
     x, residual = x.contiguous(), residual.contiguous()
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
-    kernels().forerun_gemm_add_norm(
-        w.address, x.data_ptr(), x.shape[0], residual.data_ptr(), norm_weight.data_ptr(), eps,
-        total.data_ptr(), normed.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    call("forerun_gemm_add_norm", w.address, x.data_ptr(), x.shape[0], residual.data_ptr(), norm_weight.data_ptr(), eps,
+        total.data_ptr(), normed.data_ptr())  # fmt: skip
     return normed, total
 
 
@@ -139,9 +131,7 @@ def gemm_silu_mul(x: Tensor, w: PackedWeight) -> Tensor:
     """W = [gate; up]: SiLU(x gateᵀ) * (x upᵀ), [M, N / 2]; computed in float32."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], w.n // 2)
-    kernels().forerun_gemm_silu_mul(
-        w.address, x.data_ptr(), x.shape[0], out.data_ptr(), torch.get_num_threads()
-    )
+    call("forerun_gemm_silu_mul", w.address, x.data_ptr(), x.shape[0], out.data_ptr())
     return out
 
 
@@ -152,9 +142,7 @@ def gemm_argmax(x: Tensor, w: PackedWeight) -> Tensor:
     """
     x = x.contiguous()
     ids = x.new_empty(x.shape[0], dtype=torch.int64)
-    kernels().forerun_gemm_argmax(
-        w.address, x.data_ptr(), x.shape[0], ids.data_ptr(), torch.get_num_threads()
-    )
+    call("forerun_gemm_argmax", w.address, x.data_ptr(), x.shape[0], ids.data_ptr())
     return ids
 
 

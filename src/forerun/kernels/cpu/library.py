@@ -9,11 +9,16 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from forerun.kernels.cpu.build import CompileError, compile_library
 
@@ -21,12 +26,9 @@ log = logging.getLogger("forerun")
 
 VARIABLE = "FORERUN_CPU_KERNELS"  # "0": plain PyTorch
 
-# Name -> argument types. Pointers are addresses; the last argument is the number of threads.
-_SIGNATURES: dict[str, tuple[type, ...]] = {
-    "forerun_pack": (
-        c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32
-    ),
-    "forerun_advise_huge_pages": (c_void_p, c_int64),
+# Name -> argument types. Pointers are addresses; the last argument is the number of threads. Those
+# that a step calls come first, in the order of `Kernel` in run.cpp.
+SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_gemm": (c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "forerun_gemm_add_norm": (
         c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_void_p, c_int32
@@ -38,6 +40,17 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     ),
     "forerun_rope_write": (c_void_p, c_int32),
     "forerun_attention": (c_void_p, c_int32),
+    "forerun_take_rows": (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int32),
+    "forerun_decode_inputs": (c_void_p, c_int32),
+    "forerun_verify_inputs": (c_void_p, c_int32),
+    "forerun_accept_commit": (c_void_p, c_int32),
+    "forerun_ring_write": (c_void_p, c_int32),
+    # Not of steps.
+    "forerun_pack": (
+        c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32
+    ),
+    "forerun_advise_huge_pages": (c_void_p, c_int64, c_int32),
+    "forerun_run": (c_void_p, c_int64, c_int32),
 }  # fmt: skip
 
 
@@ -58,7 +71,7 @@ def _load() -> Loaded:
     except (CompileError, OSError) as error:
         log.info("CPU kernels are not used: %s", error)
         return Loaded(None, str(error))
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.forerun_panel.restype = c_int64
@@ -81,8 +94,60 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return known and library() is not None
 
 
-def kernels() -> ctypes.CDLL:
-    """`library()` where `serves` has said that there is one."""
+def serves_tables(tensor: Tensor) -> bool:
+    """Whether the small kernels of a step run on tables like this one."""
+    return tensor.device.type == "cpu" and library() is not None
+
+
+class Recorder(Protocol):
+    """What is told of every call of a kernel, and makes it."""
+
+    def call(self, name: str, arguments: tuple[Any, ...], keep: object) -> None:
+        """`arguments`: as the kernel gets them, without the number of threads.
+
+        `keep`: what must live as long as the call may be made again.
+        """
+
+
+_recording = threading.local()  # recorder: Recorder of this thread, where one records
+
+
+@contextmanager
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """Calls of this thread in the block go through `recorder`."""
+    _recording.recorder = recorder
+    try:
+        yield
+    finally:
+        del _recording.recorder
+
+
+def call(name: str, *arguments: Any, keep: object = None) -> None:
+    """Runs a kernel on PyTorch's number of threads; where `serves` has said that there are some.
+
+    Tensors are passed as addresses. `keep`: a structure among the arguments, by its address.
+    """
+    recorder = vars(_recording).get("recorder")
+    if recorder is not None:
+        recorder.call(name, arguments, keep)
+    else:
+        run(name, arguments)
+
+
+def run(name: str, arguments: tuple[Any, ...]) -> None:
+    """`call` without a recorder."""
+    _functions()[name](*arguments, torch.get_num_threads())
+
+
+def panel() -> int:
+    """Rows of a weight that lie next to each other."""
     loaded = library()
     assert loaded is not None
-    return loaded
+    return int(loaded.forerun_panel())
+
+
+@cache
+def _functions() -> dict[str, Any]:
+    loaded = library()
+    assert loaded is not None
+    return {name: getattr(loaded, name) for name in SIGNATURES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.kernels.cpu.library import kernels
+from forerun.kernels.cpu.library import call
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,8 +33,6 @@ def _launch(
     out: Tensor,
 ) -> None:
     size = x.shape[-1]
-    kernels().forerun_rms_norm(
-        x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
+    call("forerun_rms_norm", x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
         x.numel() // size, size, eps, None if total is None else total.data_ptr(), out.data_ptr(),
-        x.dtype == torch.bfloat16, torch.get_num_threads(),
-    )  # fmt: skip
+        x.dtype == torch.bfloat16)  # fmt: skip

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import step as cpu
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -91,6 +93,9 @@ def accept_commit(
     Returns:
         num_committed [B] int32 and the sampled ids, INVALID_TOKEN replaced by 0, [B, W] int64.
     """
+    if not use_triton(sampled) and library.serves_tables(sampled):
+        tables = state.kv_len, state.last_token, state.history
+        return cpu.accept_commit(candidates, sampled, slots, start, tables, num_committed)
     if not use_triton(sampled):
         return accept_commit_ref(candidates, sampled, slots, start, state, num_committed)
     committed = torch.empty_like(start)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.attention.paged_kv import compute_kv_slots_ref
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import step as cpu
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, triton, use_triton
 
 MAX_BLOCK = 1024  # page ids that a CTA copies
@@ -71,6 +73,11 @@ def build_decode_inputs(
         kv_len_ub: at least every committed length + W; only the pages of so many positions are
             copied.
     """
+    if not use_triton(slots) and library.serves_tables(slots):
+        pages = min(page_table.shape[1], -(-kv_len_ub // page_size))
+        return DecodeInputs(
+            *cpu.decode_inputs(slots, kv_len, last_token, page_table, num_tokens, page_size, pages)
+        )
     if not use_triton(slots):
         return build_decode_inputs_ref(
             slots, kv_len, last_token, page_table, num_tokens, page_size, kv_len_ub

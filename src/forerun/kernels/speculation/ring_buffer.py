@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import step as cpu
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -25,6 +27,9 @@ def ring_buffer_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: 
         positions: [B] int32, >= 0.
         values: [B, C], contiguous, of the buffer's dtype.
     """
+    if not use_triton(buffer) and library.serves_tables(buffer):
+        cpu.ring_write(buffer, slots, positions, values)
+        return
     if not use_triton(buffer):
         ring_buffer_write_ref(buffer, slots, positions, values)
         return

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import step as cpu
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -47,6 +49,8 @@ def build_verify_inputs(
     Returns:
         input_ids [B, W] int64, W = K + 1; candidates [B, K] int64, -1 where nothing may match.
     """
+    if not use_triton(drafts) and library.serves_tables(drafts):
+        return cpu.verify_inputs(last_token, drafts, slots, draft_limit, depth, vocab_size)
     if not use_triton(drafts):
         return build_verify_inputs_ref(last_token, drafts, slots, draft_limit, depth, vocab_size)
     batch, num_drafts = drafts.shape

@@ -1,0 +1,132 @@
+"""Decode steps on a CPU, recorded once and run again: `kernels/cpu/graph.py`.
+
+A step of a small model is hundreds of calls of a few microseconds, and calling them from Python
+takes longer than they do. Like a CUDA graph, a step is recorded on the padding slot, per batch
+size, W and sampling operations, when it is first used. Recording takes about as long as a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.executor.step import DeviceStep
+from forerun.executor.step_inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
+from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu.graph import CpuGraph, NotRecordableError
+from forerun.kernels.runtime.jit import use_triton
+from forerun.speculative.base import Draft
+
+log = logging.getLogger("forerun")
+
+MAX_TOKENS = 32  # of a recorded step; with more, computing takes longer than calling
+MAX_BYTES = 256 << 20  # of all recorded steps' activations
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a recorded step is specialised to. Whether drafts are trees never changes."""
+
+    batch: int
+    shape: StepShape
+
+
+@dataclass
+class _Recorded:
+    graph: CpuGraph
+    slots: Tensor  # [B] int64, static
+    draft: Draft | None  # static, where drafts are proposed outside
+    output: DecodeOutput  # static
+
+
+class CpuGraphSteps:
+    """The recorded decode steps of one executor; all else runs eagerly."""
+
+    captured = False
+
+    def __init__(self, step: DeviceStep, kv_len_ub: int) -> None:
+        """`kv_len_ub`: largest number of KV slots of a request; lengths are read from tables."""
+        self.step = step
+        self._kv_len_ub = kv_len_ub
+        self._eager = EagerSteps(step)
+        self.recorded: dict[_Key, _Recorded | None] = {}  # None: runs eagerly
+
+    @classmethod
+    def serves(cls, step: DeviceStep) -> bool:
+        """Whether all that a step calls can be recorded."""
+        slots = step.tables.kv_len
+        if slots.device.type != "cpu" or use_triton(slots) or library.library() is None:
+            return False
+        return step.records_on_cpu
+
+    def measured_batches(self, largest: int) -> list[int]:
+        return self._eager.measured_batches(largest)
+
+    def decode(self, batch: DecodeBatch) -> DecodeOutput:
+        if not self._records(batch):
+            return self._eager.decode(batch)
+        draft = self._eager.propose(batch)
+        shape = StepShape(batch.num_verify_tokens, self._kv_len_ub, batch.flags)
+        key = _Key(len(batch.slots), shape)
+        if key not in self.recorded:
+            self.recorded[key] = self._record(key, draft)
+        recorded = self.recorded[key]
+        if recorded is None:
+            slots = self.step.tables.upload(batch.slots, torch.int64)
+            return self.step.decode(slots, batch.shape, draft)
+        recorded.slots.copy_(torch.tensor(batch.slots))
+        for old, new in zip(_tensors(recorded.draft), _tensors(draft), strict=True):
+            old.copy_(new)
+        recorded.graph.replay()
+        out = recorded.output  # the next step writes it again, perhaps before this one is read
+        return DecodeOutput(out.sampled.clone(), out.num_committed.clone())
+
+    def observe_deferred(self, batch: DeferredBatch) -> None:
+        self._eager.observe_deferred(batch)
+
+    def prefill(self, batch: PrefillBatch) -> PrefillTokens:
+        return self._eager.prefill(batch)
+
+    def _records(self, batch: DecodeBatch) -> bool:
+        step, width = self.step, batch.num_verify_tokens
+        if len(batch.slots) * width > MAX_TOKENS or batch.shape.edits_logits or step.timer:
+            return False
+        deferred = width == 1 and step.deferred is not None
+        return deferred or step.captures_drafts or not step.algorithm.observes
+
+    def _record(self, key: _Key, draft: Draft | None) -> _Recorded | None:
+        step, tables = self.step, self.step.tables
+        slots = tables.upload([tables.padding_slot] * key.batch, torch.int64)
+        if draft is not None:
+            parents = None if draft.parents is None else draft.parents.clone()
+            draft = Draft(draft.tokens.clone(), parents)
+        try:
+            with step.dummy_steps():
+                graph, output = CpuGraph.record(lambda: step.decode(slots, key.shape, draft))
+        except NotRecordableError as error:
+            log.info("decode %d x %d is not recorded: %s", key.batch, key.shape, error)
+            return None
+        if step.algorithm.take_error() is not None:  # the eager step raises it for its requests
+            return None
+        self._make_room(graph.nbytes)
+        return _Recorded(graph, slots, draft, output)
+
+    def _make_room(self, size: int) -> None:
+        """Drops the oldest steps where all together would take too much memory."""
+        graphs = {key: kept for key, kept in self.recorded.items() if kept is not None}
+        used = size + sum(kept.graph.nbytes for kept in graphs.values())
+        for key, kept in graphs.items():
+            if used <= MAX_BYTES:
+                return
+            used -= kept.graph.nbytes
+            del self.recorded[key]
+
+
+def _tensors(draft: Draft | None) -> list[Tensor]:
+    if draft is None:
+        return []
+    return [draft.tokens] if draft.parents is None else [draft.tokens, draft.parents]

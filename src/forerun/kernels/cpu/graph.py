@@ -1,0 +1,163 @@
+"""A step on a CPU recorded once and run again, like a CUDA graph: the host work of a step is gone.
+
+Calls of our kernels are recorded with their addresses; those in a row become one call into the
+library. Operations of PyTorch between them are run again on the tensors that they had, and their
+results are copied to where they were. So shapes and addresses must not change, and nothing in the
+step may read a tensor's values on the host. That is what a step promises anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from ctypes import c_int64
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forerun.kernels.cpu.library import SIGNATURES, recorded_by, run
+
+T = TypeVar("T")
+
+_KERNELS = {name: index for index, name in enumerate(SIGNATURES)}
+_aten = torch.ops.aten
+# Their results depend on values, or are read on the host.
+_UNRECORDABLE = (
+    _aten._local_scalar_dense.default,
+    _aten.is_nonzero.default,
+    _aten.masked_select.default,
+    _aten.nonzero.default,
+)
+_ALLOCATIONS = tuple(
+    each.default
+    for each in (
+        _aten.empty_like,
+        _aten.empty_strided,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+    )
+) + (_aten.empty.memory_format,)
+
+
+class NotRecordableError(RuntimeError):
+    """The step reads a tensor's values on the host."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` in run.cpp."""
+
+    _fields_ = (("kernel", c_int64), ("words", c_int64 * 9))
+
+
+class CpuGraph:
+    """A recorded step."""
+
+    def __init__(self, steps: list[Callable[[], object]], kept: list[Any]) -> None:
+        self._steps = steps
+        self._kept = kept  # tensors and structures whose addresses are recorded
+
+    @classmethod
+    def record(cls, body: Callable[[], T]) -> tuple[CpuGraph, T]:
+        """Runs `body`; returns the graph, and the result, whose tensors every replay overwrites.
+
+        Raises:
+            NotRecordableError: `body` reads values on the host.
+        """
+        recorder = _StepRecorder()
+        with recorded_by(recorder), recorder:
+            result = body()
+        return cls(recorder.finish(), recorder.kept), result
+
+    @property
+    def num_parts(self) -> int:
+        """Calls into the library and operations of PyTorch; 1: our kernels alone."""
+        return len(self._steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the tensors that were made while it was recorded."""
+        found = {x.untyped_storage().data_ptr(): x for x in self._kept if isinstance(x, Tensor)}
+        return sum(x.untyped_storage().nbytes() for x in found.values())
+
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+
+class _StepRecorder(TorchDispatchMode):
+    """Sees every operation of PyTorch (as a dispatch mode) and every kernel (as a `Recorder`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self._steps: list[Callable[[], object]] = []
+        self._calls: list[_Call] = []
+
+    def call(self, name: str, arguments: tuple[Any, ...], keep: object) -> None:
+        words = (c_int64 * 9)(*map(_word, arguments))
+        self._calls.append(_Call(_KERNELS[name], words))
+        self.kept.append(keep)
+        run(name, arguments)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _UNRECORDABLE:
+            raise NotRecordableError(f"{func} in a step")
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.kept += results
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func in _ALLOCATIONS:
+            return out
+        there = {x.untyped_storage().data_ptr() for x in inputs}
+        fresh = [x for x in results if x.untyped_storage().data_ptr() not in there]
+        if fresh:
+            self._flush()
+            self._steps.append(_again(func, args, kwargs, out))
+        elif func._schema.is_mutable:
+            self._flush()
+            self._steps.append(lambda: func(*args, **kwargs))
+        # Else a view: what is in its memory is written again by others.
+        return out
+
+    def finish(self) -> list[Callable[[], object]]:
+        self._flush()
+        return self._steps
+
+    def _flush(self) -> None:
+        """The calls since the last operation of PyTorch become one."""
+        if not self._calls:
+            return
+        calls = (_Call * len(self._calls))(*self._calls)
+        self.kept.append(calls)
+        arguments = ctypes.addressof(calls), len(calls)
+        self._steps.append(lambda: run("forerun_run", arguments))
+        self._calls = []
+
+
+def _word(value: Any) -> int:
+    """An argument as 8 bytes."""
+    if isinstance(value, float):
+        return int(struct.unpack("<q", struct.pack("<fi", value, 0))[0])
+    return 0 if value is None else int(value)
+
+
+def _again(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> Callable[[], object]:
+    """Runs an operation again and copies its results to where they were."""
+    if isinstance(out, Tensor):
+        return lambda: out.copy_(func(*args, **kwargs))
+    kept = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+
+    def several() -> None:
+        for old, new in zip(kept, tree_leaves(func(*args, **kwargs)), strict=True):
+            old.copy_(new)
+
+    return several

@@ -1,0 +1,75 @@
+// Recorded calls of the kernels, made again by one call from Python (graph.py).
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using In = const void*;
+using Out = void*;
+
+// In the order of `SIGNATURES` in library.py.
+enum Kernel : int64_t {
+    GEMM, GEMM_ADD_NORM, GEMM_SILU_MUL, GEMM_ARGMAX, RMS_NORM, ROPE_WRITE, ATTENTION, TAKE_ROWS,
+    DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE,
+};
+
+// In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
+struct Call {
+    int64_t kernel;
+    int64_t words[9];
+
+    In in(int i) const { return reinterpret_cast<In>(words[i]); }
+    Out out(int i) const { return reinterpret_cast<Out>(words[i]); }
+    float real(int i) const {
+        float value;
+        std::memcpy(&value, &words[i], sizeof value);
+        return value;
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+void forerun_gemm(In, In, int64_t, Out, int32_t);
+void forerun_gemm_add_norm(In, In, int64_t, In, In, float, Out, Out, int32_t);
+void forerun_gemm_silu_mul(In, In, int64_t, Out, int32_t);
+void forerun_gemm_argmax(In, In, int64_t, Out, int32_t);
+void forerun_rms_norm(In, In, In, int64_t, int64_t, float, Out, Out, int32_t, int32_t);
+void forerun_rope_write(In, int32_t);
+void forerun_attention(In, int32_t);
+void forerun_take_rows(In, In, int64_t, int64_t, int64_t, Out, int32_t);
+void forerun_decode_inputs(In, int32_t);
+void forerun_verify_inputs(In, int32_t);
+void forerun_accept_commit(In, int32_t);
+void forerun_ring_write(In, int32_t);
+
+static void run(const Call& c, int32_t threads) {
+    const int64_t* w = c.words;
+    switch (Kernel(c.kernel)) {
+        case GEMM: return forerun_gemm(c.in(0), c.in(1), w[2], c.out(3), threads);
+        case GEMM_ADD_NORM:
+            return forerun_gemm_add_norm(c.in(0), c.in(1), w[2], c.in(3), c.in(4), c.real(5),
+                                         c.out(6), c.out(7), threads);
+        case GEMM_SILU_MUL:
+            return forerun_gemm_silu_mul(c.in(0), c.in(1), w[2], c.out(3), threads);
+        case GEMM_ARGMAX: return forerun_gemm_argmax(c.in(0), c.in(1), w[2], c.out(3), threads);
+        case RMS_NORM:
+            return forerun_rms_norm(c.in(0), c.in(1), c.in(2), w[3], w[4], c.real(5), c.out(6),
+                                    c.out(7), int32_t(w[8]), threads);
+        case ROPE_WRITE: return forerun_rope_write(c.in(0), threads);
+        case ATTENTION: return forerun_attention(c.in(0), threads);
+        case TAKE_ROWS:
+            return forerun_take_rows(c.in(0), c.in(1), w[2], w[3], w[4], c.out(5), threads);
+        case DECODE_INPUTS: return forerun_decode_inputs(c.in(0), threads);
+        case VERIFY_INPUTS: return forerun_verify_inputs(c.in(0), threads);
+        case ACCEPT_COMMIT: return forerun_accept_commit(c.in(0), threads);
+        case RING_WRITE: return forerun_ring_write(c.in(0), threads);
+    }
+}
+
+void forerun_run(const Call* calls, int64_t count, int32_t threads) {
+    for (int64_t i = 0; i < count; i++) run(calls[i], threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,131 @@
+// The small kernels of a step: embedding rows, inputs of decode and verify passes, accept and
+// commit, ring buffers. Reference implementations: `*_ref` in kernels/speculation.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+
+// out[i] = table[ids[i]], rows of `bytes`. Ids outside of the table are taken as the nearest inside.
+void forerun_take_rows(const void* table, const int64_t* ids, int64_t count, int64_t rows,
+                       int64_t bytes, void* out, int32_t) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t id = std::clamp<int64_t>(ids[i], 0, rows - 1);
+        std::memcpy(static_cast<char*>(out) + i * bytes,
+                    static_cast<const char*>(table) + id * bytes, size_t(bytes));
+    }
+}
+
+// In Python: `_DecodeInputs` in step.py.
+struct DecodeInputs {
+    const int64_t* slots;
+    const int32_t* kv_len;
+    const int64_t* last_token;
+    const int32_t* page_table;
+    int32_t* start;
+    int64_t* last_token_out;
+    int32_t* positions;
+    int32_t* next_positions;
+    int64_t* kv_slots;
+    int32_t* page_table_out;
+    int64_t batch, num_tokens, page_size, page_stride, pages;
+};
+
+void forerun_decode_inputs(const DecodeInputs* a, int32_t) {
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int64_t slot = a->slots[b];
+        const int32_t start = a->kv_len[slot];
+        const int32_t* table = a->page_table + slot * a->page_stride;
+        a->start[b] = start, a->last_token_out[b] = a->last_token[slot];
+        std::copy(table, table + a->pages, a->page_table_out + b * a->pages);
+        for (int64_t i = 0; i < a->num_tokens; i++) {
+            const int64_t position = start + i, at = b * a->num_tokens + i;
+            a->positions[at] = int32_t(position), a->next_positions[at] = int32_t(position + 1);
+            a->kv_slots[at] =
+                table[position / a->page_size] * a->page_size + position % a->page_size;
+        }
+    }
+}
+
+// In Python: `_VerifyInputs` in step.py.
+struct VerifyInputs {
+    const int64_t* last_token;
+    const int64_t* drafts;  // [B, num_drafts]
+    const int64_t* slots;
+    const int32_t* draft_limit;
+    const int32_t* depth;  // [B, num_drafts] or null: a chain
+    int64_t* input_ids;    // [B, num_drafts + 1]
+    int64_t* candidates;   // [B, num_drafts]
+    int64_t batch, num_drafts, drafts_stride, depth_stride, vocab_size;
+};
+
+void forerun_verify_inputs(const VerifyInputs* a, int32_t) {
+    for (int64_t b = 0; b < a->batch; b++) {
+        int64_t* ids = a->input_ids + b * (a->num_drafts + 1);
+        ids[0] = std::clamp<int64_t>(a->last_token[b], 0, a->vocab_size - 1);
+        for (int64_t i = 0; i < a->num_drafts; i++) {
+            const int64_t draft = a->drafts[b * a->drafts_stride + i];
+            const int64_t depth = a->depth ? a->depth[b * a->depth_stride + i] : i + 1;
+            ids[i + 1] = std::clamp<int64_t>(draft, 0, a->vocab_size - 1);
+            a->candidates[b * a->num_drafts + i] = depth <= a->draft_limit[a->slots[b]] ? draft : -1;
+        }
+    }
+}
+
+// In Python: `_AcceptCommit` in step.py.
+struct AcceptCommit {
+    const int64_t* candidates;  // [B, W - 1]
+    const int64_t* sampled;     // [B, W]
+    const int64_t* slots;
+    const int32_t* start;
+    const int32_t* given;  // [B] num_committed, or null
+    int32_t* kv_len;       // [S]
+    int64_t* last_token;
+    int32_t* history;
+    int32_t* committed;  // [B]
+    int64_t* ids;        // [B, W]
+    int64_t batch, width, candidates_stride, sampled_stride, history_stride, padding_slot;
+};
+
+void forerun_accept_commit(const AcceptCommit* a, int32_t) {
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int64_t* drafts = a->candidates + b * a->candidates_stride;
+        const int64_t* sampled = a->sampled + b * a->sampled_stride;
+        const int64_t slot = a->slots[b], start = a->start[b];
+        int64_t* ids = a->ids + b * a->width;
+        int64_t count = 1;
+        if (a->given != nullptr)
+            count = a->given[b];
+        else
+            while (count < a->width && drafts[count - 1] >= 0 &&
+                   drafts[count - 1] == sampled[count - 1])
+                count++;
+        for (int64_t i = 0; i < a->width; i++) {
+            ids[i] = std::max<int64_t>(sampled[i], 0);
+            a->history[slot * a->history_stride + start + 1 + i] = int32_t(ids[i]);
+        }
+        a->committed[b] = int32_t(count);
+        a->kv_len[slot] = int32_t(start + count);
+        a->last_token[slot] = ids[count - 1];
+    }
+    a->kv_len[a->padding_slot] = 0;
+}
+
+// In Python: `_RingWrite` in step.py.
+struct RingWrite {
+    void* buffer;  // [S, capacity, ...] in rows of `bytes`
+    const int64_t* slots;
+    const int32_t* positions;
+    const void* states;
+    int64_t count, capacity, bytes, stride;  // stride of a state in bytes
+};
+
+void forerun_ring_write(const RingWrite* a, int32_t) {
+    for (int64_t i = 0; i < a->count; i++) {
+        const int64_t row = a->slots[i] * a->capacity + a->positions[i] % a->capacity;
+        std::memcpy(static_cast<char*>(a->buffer) + row * a->bytes,
+                    static_cast<const char*>(a->states) + i * a->stride, size_t(a->bytes));
+    }
+}
+
+}  // extern "C"

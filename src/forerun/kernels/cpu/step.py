@@ -1,0 +1,158 @@
+"""The small kernels of a step on a CPU; arguments and results as of those in kernels/speculation."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.cpu.library import call
+
+
+def _structure(pointers: str, integers: str) -> tuple[tuple[str, type], ...]:
+    return (
+        *((name, c_void_p) for name in pointers.split()),
+        *((name, c_int64) for name in integers.split()),
+    )
+
+
+class _DecodeInputs(ctypes.Structure):
+    """`DecodeInputs` in step.cpp."""
+
+    _fields_ = _structure(
+        "slots kv_len last_token page_table start last_token_out positions next_positions kv_slots"
+        " page_table_out",
+        "batch num_tokens page_size page_stride pages",
+    )
+
+
+class _VerifyInputs(ctypes.Structure):
+    """`VerifyInputs` in step.cpp."""
+
+    _fields_ = _structure(
+        "last_token drafts slots draft_limit depth input_ids candidates",
+        "batch num_drafts drafts_stride depth_stride vocab_size",
+    )
+
+
+class _AcceptCommit(ctypes.Structure):
+    """`AcceptCommit` in step.cpp."""
+
+    _fields_ = _structure(
+        "candidates sampled slots start given kv_len last_token history committed ids",
+        "batch width candidates_stride sampled_stride history_stride padding_slot",
+    )
+
+
+class _RingWrite(ctypes.Structure):
+    """`RingWrite` in step.cpp."""
+
+    _fields_ = _structure("buffer slots positions states", "count capacity bytes stride")
+
+
+def _run(name: str, arguments: ctypes.Structure) -> None:
+    call(name, ctypes.addressof(arguments), keep=arguments)
+
+
+def _addresses(*tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def take_rows(table: Tensor, ids: Tensor) -> Tensor:
+    """table [V, H], ids [T] int64 -> [T, H]; ids are within the table."""
+    ids = ids.contiguous()
+    out = table.new_empty(ids.shape[0], table.shape[1])
+    row_bytes = table.shape[1] * table.element_size()
+    call(
+        "forerun_take_rows", table.data_ptr(), ids.data_ptr(), ids.shape[0], table.shape[0],
+        row_bytes, out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def decode_inputs(
+    slots: Tensor,
+    kv_len: Tensor,
+    last_token: Tensor,
+    page_table: Tensor,
+    num_tokens: int,
+    page_size: int,
+    pages: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `DecodeInputs` in order; `pages`: of a request that are copied."""
+    batch = slots.shape[0]
+    total = batch * num_tokens
+    int32 = {"dtype": torch.int32}
+    start, last = slots.new_empty(batch, **int32), slots.new_empty(batch)
+    positions, following = (slots.new_empty(total, **int32) for _ in range(2))
+    kv_slots, table = slots.new_empty(total), slots.new_empty(batch, pages, **int32)
+    out = start, last, positions, following, kv_slots, table
+    _run(
+        "forerun_decode_inputs",
+        _DecodeInputs(
+            *_addresses(slots, kv_len, last_token, page_table, *out),
+            batch, num_tokens, page_size, page_table.stride(0), pages,
+        ),
+    )  # fmt: skip
+    return out
+
+
+def verify_inputs(
+    last_token: Tensor,
+    drafts: Tensor,
+    slots: Tensor,
+    draft_limit: Tensor,
+    depth: Tensor | None,
+    vocab_size: int,
+) -> tuple[Tensor, Tensor]:
+    """(input_ids [B, K + 1], candidates [B, K])."""
+    batch, num_drafts = drafts.shape
+    input_ids = drafts.new_empty(batch, num_drafts + 1)
+    candidates = drafts.new_empty(batch, num_drafts)
+    _run(
+        "forerun_verify_inputs",
+        _VerifyInputs(
+            *_addresses(last_token, drafts, slots, draft_limit, depth, input_ids, candidates),
+            batch, num_drafts, drafts.stride(0), 0 if depth is None else depth.stride(0),
+            vocab_size,
+        ),
+    )  # fmt: skip
+    return input_ids, candidates
+
+
+def accept_commit(
+    candidates: Tensor,
+    sampled: Tensor,
+    slots: Tensor,
+    start: Tensor,
+    state: tuple[Tensor, Tensor, Tensor],
+    num_committed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(num_committed [B], ids [B, W]); `state`: kv_len, last_token, history of the slots."""
+    kv_len, last_token, history = state
+    committed, ids = torch.empty_like(start), sampled.new_empty(sampled.shape)
+    _run(
+        "forerun_accept_commit",
+        _AcceptCommit(
+            *_addresses(candidates, sampled, slots, start, num_committed),
+            *_addresses(kv_len, last_token, history, committed, ids),
+            *sampled.shape, candidates.stride(0), sampled.stride(0), history.stride(0),
+            kv_len.shape[0] - 1,
+        ),
+    )  # fmt: skip
+    return committed, ids
+
+
+def ring_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
+    """buffer [S, R, C]: buffer[slot, position mod R] = value [B, C], contiguous."""
+    size = buffer.shape[2] * buffer.element_size()
+    _run(
+        "forerun_ring_write",
+        _RingWrite(
+            *_addresses(buffer, slots, positions, values),
+            values.shape[0], buffer.shape[1], size, values.stride(0) * values.element_size(),
+        ),
+    )  # fmt: skip
