@@ -21,6 +21,7 @@ from forerun.attention.select import (
 )
 from forerun.attention.torch_native import TorchNative
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu import library
 from forerun.kernels.runtime import nvrtc
 
 pytest.importorskip("triton")
@@ -107,11 +108,24 @@ def test_mla_steps_that_hoppers_own_kernel_computes_go_to_triton_before_the_libr
     assert default_order(need)[:3] == others
 
 
-def test_torch_native_is_the_default_on_a_cpu_and_selectable_on_a_gpu() -> None:
+def test_torch_native_serves_a_cpu_without_a_compiler_and_is_selectable_on_a_gpu(
+    without_cpu_kernels: None,
+) -> None:
     choice = select(replace(GPU, device="cpu"), Wanted())
     assert choice.backend.name == "torch_native"
     assert "triton: it needs an NVIDIA or AMD GPU, not cpu" in choice.explain()
     assert select(GPU, Wanted("torch_native")).backend.name == "torch_native"
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+def test_our_kernels_are_the_default_on_a_cpu() -> None:
+    need = replace(GPU, device="cpu")
+    assert select(need, Wanted()).backend.name == "cpu"
+    float8 = replace(need, kv_dtype=torch.float8_e4m3fn)
+    assert select(float8, Wanted()).backend.name == "torch_native"
+    assert survey(replace(need, num_heads=128, num_kv_heads=2))["cpu"] == [
+        "64 query heads share a K/V head; it takes up to 32"
+    ]
 
 
 def test_graphs_and_trees_need_triton() -> None:

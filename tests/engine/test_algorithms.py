@@ -207,6 +207,7 @@ def test_the_width_does_not_change_the_output(
         llm.engine.check()
 
 
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_trees_need_a_backend_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.attention.torch_native import TorchNative
 

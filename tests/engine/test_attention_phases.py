@@ -122,6 +122,7 @@ def test_a_draft_with_a_backend_of_its_own(chain_llm: Callable[..., LLM]) -> Non
     }
 
 
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_what_a_backend_cannot_serve_runs_on_the_next(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

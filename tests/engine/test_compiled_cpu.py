@@ -18,6 +18,7 @@ SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "sampling_
 
 
 @pytest.mark.timeout(900)  # compilation takes long on a busy machine
+@pytest.mark.usefixtures("without_cpu_kernels")
 @pytest.mark.parametrize(
     "algorithm", ["NGRAM", pytest.param("DFLASH", marks=pytest.mark.exhaustive)]
 )
@@ -41,6 +42,7 @@ def test_output_of_the_golden_target(algorithm: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_output_of_the_bundled_pair_equals_eager_steps(algorithm: str | None) -> None:
     prompts = ["A box holds 6 pens. Tom has 3 boxes.", "def add(a, b):"]
     got, lengths = [], []

@@ -48,6 +48,7 @@ def test_the_text_is_that_of_plain_decoding(
 
 
 @pytest.mark.parametrize("name", ["trtllm_mha", "flashinfer"])
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_draft_extend(chain_llm: Callable[..., LLM], name: str) -> None:
     """Verify and draft extend run on the decode kernel with W tokens per request."""
     ask = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}

@@ -167,6 +167,7 @@ def test_widths_and_deferred_observes() -> None:
 @pytest.mark.parametrize("name", [None, "DFLASH", "TOY-TREES", "TOY-EAGER-TREES"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.covering(1)
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_steps_captured_in_two_parts(name: str | None, overlap_depth: int) -> None:
     with bundled_llm(name, overlap_depth=overlap_depth, max_running_requests=4) as llm:
         executor = llm.engine.executor

@@ -78,6 +78,7 @@ def test_output_equals_plain_decoding(
     hold(algorithm, page_size, chunk, 1, tight, attention_backend=NAME)
 
 
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_exact_lengths_mean_no_overlap() -> None:
     with golden_llm(decode_attention_backend=NAME, overlap_depth=1, max_total_tokens=256) as llm:
         chosen = llm.explain()

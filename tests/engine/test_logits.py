@@ -177,6 +177,7 @@ class SplitSteps(CudaGraphSteps):
         ("TOY-EAGER-TREES", False),
     ],
 )
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_steps_in_two_captured_parts(name: str | None, adaptive: bool) -> None:
     with golden_llm(name, overlap_depth=1, speculative_adaptive=adaptive) as llm:
         executor = llm.engine.executor

@@ -81,6 +81,7 @@ def hold(make: Callable[[], LLM], prompts: list[list[int]], layers: int) -> None
     [*((name, None) for name in (None, "DFLASH", "NGRAM", *CHAINS)), ("DFLASH", 16)],
     ids=str,
 )
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_text_and_accept_lengths_do_not_change(
     name: str | None, window: int | None, chain_llm: Callable[..., LLM]
 ) -> None:
@@ -90,6 +91,7 @@ def test_text_and_accept_lengths_do_not_change(
 
 
 @pytest.mark.parametrize("label", ["Mistral-7B-v0.1", "Qwen3-30B-A3B", "DeepSeek-V3"])
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_windows_experts_and_latent_rows(label: str, tmp_path: Path) -> None:
     folder, draft = folders_of(tmp_path, small(label), "NGRAM")
     assert draft is None
@@ -110,6 +112,7 @@ def test_windows_experts_and_latent_rows(label: str, tmp_path: Path) -> None:
     hold(make, [[3 + i * j % 80 for j in range(5, 60)] for i in (1, 3, 7)], layers=3)
 
 
+@pytest.mark.usefixtures("without_cpu_kernels")
 def test_steps_of_more_tokens_run_eagerly() -> None:
     with golden_llm(**SEVERAL) as llm:
         executor = llm.engine.executor

@@ -24,6 +24,9 @@ from tests.golden_engine import poison_on_release
 from tests.support_cells import passed
 from tests.support_table import MODELS, Config, folders_of
 
+# Cells name `torch_native` where no other backend serves; that is so on CPUs without a compiler.
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
+
 LATENT = [label for label, config in MODELS.items() if "kv_lora_rank" in config]
 DENSE = [label for label in MODELS if label not in LATENT]
 PACKAGES = stand_ins.stand_ins()

@@ -71,9 +71,7 @@ class Pair:
 
     def ragged(self, counts: list[int]) -> AttentionBatch:
         spans = tuple(zip(self.start.tolist(), counts, strict=True))
-        return AttentionBatch(
-            self.table, self.start, max(a + b for a, b in spans), ragged=spans
-        )
+        return AttentionBatch(self.table, self.start, max(a + b for a, b in spans), ragged=spans)
 
     def queries(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, self.hq, self.dim, generator=self.draw).to(self.dtype)
@@ -182,9 +180,7 @@ def test_positions_after_the_request_may_be_nan() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_rope_writes_equal_their_references(
-    tokens: int, normed: bool, dtype: torch.dtype
-) -> None:
+def test_rope_writes_equal_their_references(tokens: int, normed: bool, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     hq, hkv, dim, layers = 4, 2, 40, 3
 
@@ -219,8 +215,6 @@ def test_norms_equal_their_references(size: int, dtype: torch.dtype) -> None:
     x, y = (torch.randn(70, size, generator=draw).to(dtype) for _ in range(2))
     weight = torch.randn(size, generator=draw).to(dtype)
     check(cpu_norm.rms_norm(x, weight, 1e-6), rms_norm_ref(x, weight, 1e-6))
-    got, want = (
-        f(x, y, weight, 1e-6) for f in (cpu_norm.add_rms_norm, add_rms_norm_ref)
-    )
+    got, want = (f(x, y, weight, 1e-6) for f in (cpu_norm.add_rms_norm, add_rms_norm_ref))
     check(got[0], want[0])
     assert torch.equal(got[1], want[1])

@@ -58,7 +58,7 @@ def test_int8_equals_its_reference(n: int, k: int, dtype: torch.dtype) -> None:
 
 
 def test_int8_error_is_that_of_rounding() -> None:
-    """Beside the plain GEMM: two roundings to 1/254 of the largest value of 32, root mean square."""
+    """Beside the plain GEMM: two roundings to 1/254 of the largest value of 32."""
     x, weight, _ = operands(512, 512, torch.float32, tokens=64)
     plain = x @ weight.T
     packed = cpu.gemm(x, cpu.pack(weight, None, Format.INT8))

@@ -56,7 +56,9 @@ def test_onednn_gemm_takes_strided_rows(without_cpu_kernels: None) -> None:
     layer = Linear.of(torch.randn(5, 8))
     x, weight = torch.randn(6, 16)[:, 4:12], layer.weight
     layer.prepare()
-    assert isinstance(layer.gemm, OneDnnGemm) and layer.weight.numel() == 0  # the plain one is freed
+    assert (
+        isinstance(layer.gemm, OneDnnGemm) and layer.weight.numel() == 0
+    )  # the plain one is freed
     torch.testing.assert_close(layer(x), F.linear(x, weight))
 
 
@@ -74,7 +76,9 @@ def test_a_large_shared_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) ->
     tied, own = LMHead(8, 16, CPU_F32, embedding), LMHead(8, 16, CPU_F32, None)
     tied.prepare()
     own.prepare()
-    assert isinstance(tied.gemm, LibraryGemm) and (own.gemm.packs_weight or not onednn_serves(own.weight))
+    assert isinstance(tied.gemm, LibraryGemm) and (
+        own.gemm.packs_weight or not onednn_serves(own.weight)
+    )
     assert tied.weights() == {} and tied.weight is embedding.weight
 
 

@@ -19,6 +19,8 @@ from forerun.layers.linear import Linear
 from forerun.models.loader import load_target
 from tests.models.support import CPU, CPU_F32, Loop, family, save
 
+pytestmark = pytest.mark.usefixtures("without_cpu_kernels")
+
 
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("name", ["qwen3-bias-sliding", "qwen2-sliding-tied"])

@@ -96,10 +96,15 @@ class CpuAttention(PagedBackend):
         self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
     ) -> Tensor:
         assert isinstance(plan, CpuPlan)
+        norms = norm_rope.norms
+        if norms is not None and norms.q.dtype != qkv.dtype:  # Gemma's in bfloat16
+            q, k, v = norm_rope.split(qkv, rope)
+            self.write(plan, layer, k, v)
+            return q
         return qk_norm_rope_write(
             qkv,
             norm_rope.heads,
-            norm_rope.norms,
+            norms,
             RopePositions(rope.table, rope.positions),
             plan.kv_slots,
             self.pools.k(layer),

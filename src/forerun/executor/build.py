@@ -35,6 +35,7 @@ from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import EagerSteps, StepExecutor
 from forerun.grammar.compiler import CompileOptions, GrammarCompiler
 from forerun.grammar.vocabulary import VocabularySource
+from forerun.kernels.cpu import library
 from forerun.kvcache.pools import PoolShape
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
@@ -258,7 +259,9 @@ class _Builder:
 
     def _steps(self, step: DeviceStep) -> StepExecutor:
         settings = self.settings
-        if settings.config.cpu_graph:
+        if settings.config.cpu_graph and library.library() is not None:
+            log.warning("cpu_graph has no effect: the CPU kernels are faster than compiled steps.")
+        elif settings.config.cpu_graph:
             from forerun.executor.compiled_cpu import CompiledCpuSteps
 
             return CompiledCpuSteps(step, settings.limits.max_positions)
@@ -280,7 +283,8 @@ class _Builder:
         if not settings.config.speculative_adaptive or len(settings.widths) == 1:
             return None
         # Steps are compiled on first use; measure eager ones instead.
-        measured = DeviceExecutor(executor.step) if settings.config.cpu_graph else executor
+        compiled = settings.config.cpu_graph and library.library() is None
+        measured = DeviceExecutor(executor.step) if compiled else executor
         with progress("measuring step costs"):
             return measure_step_costs(measured, settings.widths, settings.limits.slots)
 

@@ -93,7 +93,9 @@ class CpuGraphSteps:
 
     def _records(self, batch: DecodeBatch) -> bool:
         step, width = self.step, batch.num_verify_tokens
-        if len(batch.slots) * width > MAX_TOKENS or batch.shape.edits_logits or step.timer:
+        if len(batch.slots) * width > MAX_TOKENS or batch.shape.edits_logits:
+            return False
+        if step.timer is not None:  # it reads clocks
             return False
         deferred = width == 1 and step.deferred is not None
         return deferred or step.captures_drafts or not step.algorithm.observes

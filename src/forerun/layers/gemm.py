@@ -9,10 +9,10 @@
 
 `gemm_for` chooses once per weight, when the model is prepared.
 
-Without our kernels, on a CPU in float32, the library behind `F.linear` is slow for the few tokens of a decode step;
-oneDNN with reordered weights is faster at every number of tokens. Measured on 2 AVX2 cores, all
-matrices of an 8M-parameter model, 1 / 16 / 80 tokens: `F.linear` 2.9 / 9.1 / 15.0 ms, reordered
-2.5 / 4.9 / 12.0 ms.
+Without our kernels, on a CPU in float32, the library behind `F.linear` is slow for the few tokens
+of a decode step; oneDNN with reordered weights is faster at every number of tokens. Measured on 2
+AVX2 cores, all matrices of an 8M-parameter model, 1 / 16 / 80 tokens: `F.linear` 2.9 / 9.1 /
+15.0 ms, reordered 2.5 / 4.9 / 12.0 ms.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class CpuGemm(Gemm):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        if norm.weight.dtype != x.dtype:  # Gemma's in bfloat16
+            return norm.add(self(x), residual)
         return cpu.gemm_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:

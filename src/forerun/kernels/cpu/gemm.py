@@ -102,8 +102,10 @@ def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = Non
     data.zero_()
     scales = torch.zeros(rows * groups if format is Format.INT8 else 0, dtype=torch.bfloat16)
     weight = weight.contiguous()
-    call("forerun_pack", weight.data_ptr(), weight.dtype == torch.bfloat16, n, k, format.value,
-        data.data_ptr(), scales.data_ptr())  # fmt: skip
+    call(
+        "forerun_pack", weight.data_ptr(), weight.dtype == torch.bfloat16, n, k, format.value,
+        data.data_ptr(), scales.data_ptr(),
+    )  # fmt: skip
     bias = None if bias is None else bias.float().contiguous()
     return PackedWeight(n, k, weight.dtype, format, data, scales, bias)
 
@@ -122,8 +124,10 @@ def gemm_add_rms_norm(
     """total = residual [M, N] + x Wᵀ + b -> (its RMSNorm, total), new tensors."""
     x, residual = x.contiguous(), residual.contiguous()
     total, normed = torch.empty_like(residual), torch.empty_like(residual)
-    call("forerun_gemm_add_norm", w.address, x.data_ptr(), x.shape[0], residual.data_ptr(), norm_weight.data_ptr(), eps,
-        total.data_ptr(), normed.data_ptr())  # fmt: skip
+    call(
+        "forerun_gemm_add_norm", w.address, x.data_ptr(), x.shape[0], residual.data_ptr(),
+        norm_weight.data_ptr(), eps, total.data_ptr(), normed.data_ptr(),
+    )  # fmt: skip
     return normed, total
 
 

@@ -32,15 +32,13 @@ _UNRECORDABLE = (
     _aten.masked_select.default,
     _aten.nonzero.default,
 )
-_ALLOCATIONS = tuple(
-    each.default
-    for each in (
-        _aten.empty_like,
-        _aten.empty_strided,
-        _aten.new_empty,
-        _aten.new_empty_strided,
-    )
-) + (_aten.empty.memory_format,)
+_ALLOCATIONS = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
 
 
 class NotRecordableError(RuntimeError):
@@ -92,7 +90,7 @@ class _StepRecorder(TorchDispatchMode):
     """Sees every operation of PyTorch (as a dispatch mode) and every kernel (as a `Recorder`)."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kept: list[Any] = []
         self._steps: list[Callable[[], object]] = []
         self._calls: list[_Call] = []

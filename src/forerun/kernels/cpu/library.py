@@ -36,7 +36,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_gemm_silu_mul": (c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "forerun_gemm_argmax": (c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     "forerun_rms_norm": (
-        c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p, c_int32, c_int32
+        c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p, c_int32,
+        c_int32,
     ),
     "forerun_rope_write": (c_void_p, c_int32),
     "forerun_attention": (c_void_p, c_int32),

@@ -33,6 +33,8 @@ def _launch(
     out: Tensor,
 ) -> None:
     size = x.shape[-1]
-    call("forerun_rms_norm", x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
-        x.numel() // size, size, eps, None if total is None else total.data_ptr(), out.data_ptr(),
-        x.dtype == torch.bfloat16)  # fmt: skip
+    call(
+        "forerun_rms_norm", x.data_ptr(), None if residual is None else residual.data_ptr(),
+        weight.data_ptr(), x.numel() // size, size, eps,
+        None if total is None else total.data_ptr(), out.data_ptr(), x.dtype == torch.bfloat16,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The small kernels of a step on a CPU; arguments and results as of those in kernels/speculation."""
+"""The small kernels of a step on a CPU; arguments as of those in `kernels/speculation`."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def decode_inputs(
     """The fields of `DecodeInputs` in order; `pages`: of a request that are copied."""
     batch = slots.shape[0]
     total = batch * num_tokens
-    int32 = {"dtype": torch.int32}
-    start, last = slots.new_empty(batch, **int32), slots.new_empty(batch)
-    positions, following = (slots.new_empty(total, **int32) for _ in range(2))
-    kv_slots, table = slots.new_empty(total), slots.new_empty(batch, pages, **int32)
+    start = slots.new_empty(batch, dtype=torch.int32)
+    positions, following = (slots.new_empty(total, dtype=torch.int32) for _ in range(2))
+    table = slots.new_empty(batch, pages, dtype=torch.int32)
+    last, kv_slots = slots.new_empty(batch), slots.new_empty(total)
     out = start, last, positions, following, kv_slots, table
     _run(
         "forerun_decode_inputs",

@@ -1,0 +1,69 @@
+"""Recorded steps on a CPU give what eager steps give, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forerun import LLM
+from forerun.executor import cpu_graphs
+from forerun.executor.cpu_graphs import CpuGraphSteps
+from forerun.executor.steps import EagerSteps
+from forerun.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+
+PROMPTS = ["A box holds 6 pens. Tom has 3 boxes.", "def add(a, b):", "for i in range("]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}
+PENALIZED: dict[str, Any] = {**GREEDY, "frequency_penalty": 0.6}
+
+
+def texts(**settings: Any) -> tuple[list[list[int]], LLM]:
+    """Alone, then all together; greedy, sampled, and with penalties, which run eagerly."""
+    with LLM(dtype="float32", **settings) as llm:
+        outs = [llm.generate(PROMPTS[0], GREEDY)]
+        outs += llm.generate(PROMPTS, [GREEDY, SEEDED, PENALIZED])
+        llm.engine.check()
+        return [out.output_ids for out in outs], llm
+
+
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM", "DDTREE"])
+def test_text_is_that_of_eager_steps(algorithm: str | None) -> None:
+    eager, llm = texts(speculative_algorithm=algorithm, disable_cuda_graph=True)
+    assert isinstance(llm.engine.executor.steps, EagerSteps)  # type: ignore[attr-defined]
+    recorded, llm = texts(speculative_algorithm=algorithm)
+    steps = llm.engine.executor.steps  # type: ignore[attr-defined]
+    assert isinstance(steps, CpuGraphSteps) and any(steps.recorded.values())
+    assert recorded == eager
+
+
+def test_a_plain_greedy_step_is_a_few_calls() -> None:
+    _, llm = texts()
+    steps = llm.engine.executor.steps  # type: ignore[attr-defined]
+    greedy = [
+        kept.graph.num_parts
+        for key, kept in steps.recorded.items()
+        if kept is not None and not key.shape.flags.sampled
+    ]
+    assert greedy and max(greedy) <= 8
+
+
+def test_old_steps_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_graphs, "MAX_BYTES", 1)
+    got, llm = texts()
+    assert len(llm.engine.executor.steps.recorded) == 1  # type: ignore[attr-defined]
+    monkeypatch.undo()
+    assert got == texts()[0]
+
+
+def test_text_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = []
+    for threads in (1, 2):
+        monkeypatch.setattr(
+            "forerun.platform.cpu_threads.torch.get_num_threads", lambda n=threads: n
+        )
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        got.append(texts(speculative_algorithm="DFLASH")[0])
+    assert got[0] == got[1]

@@ -1,0 +1,116 @@
+"""Recorded calls run again on the same tensors; a step's small kernels equal their references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forerun.kernels.cpu import gemm, library, norm, step
+from forerun.kernels.cpu.graph import CpuGraph, NotRecordableError
+from forerun.kernels.speculation.accept import SlotState, accept_commit_ref
+from forerun.kernels.speculation.decode_inputs import build_decode_inputs_ref
+from forerun.kernels.speculation.ring_buffer import ring_buffer_write_ref
+from forerun.kernels.speculation.verify_inputs import build_verify_inputs_ref
+
+pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+
+
+def test_a_replay_computes_again_what_was_recorded() -> None:
+    torch.manual_seed(0)
+    first, second = gemm.pack(torch.randn(40, 24)), gemm.pack(torch.randn(24, 20))
+    weight, counts = torch.rand(24), torch.zeros(3)
+
+    def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = gemm.gemm_silu_mul(x, first)  # 20 values
+        both = gemm.gemm_add_rms_norm(hidden, second, x, weight, 1e-5)
+        half = torch.chunk(both[0], 2, 1)[1] * 2  # a view, then an operation of PyTorch
+        counts.add_(half.sum(1))  # in place, on a tensor from outside
+        low, _ = half.topk(3)
+        return norm.rms_norm(both[1], weight, 1e-5), low
+
+    x = torch.randn(3, 24)
+    graph, out = CpuGraph.record(lambda: body(x))
+    assert graph.num_parts == 6  # kernels, product, sum, addition, top-k, kernel
+    assert graph.nbytes > 0
+    for _ in range(2):
+        x.copy_(torch.randn(3, 24))
+        counts.zero_()
+        want, seen = body(x), counts.clone()
+        counts.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
+        assert torch.equal(counts, seen)
+
+
+def test_reading_on_the_host_is_refused() -> None:
+    with pytest.raises(NotRecordableError):
+        CpuGraph.record(lambda: torch.ones(3).sum().item())
+
+
+def test_a_kernel_is_called_at_once_after_recording() -> None:
+    w, x = gemm.pack(torch.eye(8)), torch.randn(2, 8)
+    graph, out = CpuGraph.record(lambda: gemm.gemm(x, w))
+    assert graph.num_parts == 1
+    assert torch.equal(gemm.gemm(x, w), out)
+
+
+SLOTS = torch.tensor([3, 0, 4])  # 4: the padding slot
+
+
+def tables(width: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(width)
+    return {
+        "kv_len": torch.tensor([7, 0, 30, 15, 0], dtype=torch.int32),
+        "last_token": torch.randint(0, 90, (5,), generator=draw),
+        "page_table": torch.randint(1, 99, (5, 12), generator=draw).int(),
+        "history": torch.zeros(5, 60, dtype=torch.int32),
+        "draft_limit": torch.tensor([2, 0, 9, 1, 9], dtype=torch.int32),
+        "drafts": torch.randint(-3, 100, (3, width + 4), generator=draw)[:, : width - 1],
+        "sampled": torch.randint(-1, 3, (3, width), generator=draw),
+    }
+
+
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_inputs_equal_their_references(width: int) -> None:
+    t = tables(width)
+    of_slots = SLOTS, t["kv_len"], t["last_token"], t["page_table"], width, 4
+    want: Any = build_decode_inputs_ref(*of_slots, 40)
+    got = step.decode_inputs(*of_slots, 10)
+    for a, b in zip(got, vars(want).values(), strict=True):
+        torch.testing.assert_close(a, b)
+    depth = (torch.arange(12).view(1, -1).expand(3, -1)[:, : width - 1] % 3 + 1).int()
+    for each in (None, depth):
+        given = t["last_token"][SLOTS], t["drafts"], SLOTS, t["draft_limit"], each, 90
+        for a, b in zip(step.verify_inputs(*given), build_verify_inputs_ref(*given), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_accept_commit_equals_its_reference(width: int, given: bool) -> None:
+    t = tables(width)
+    sampled, start = t["sampled"], t["kv_len"][SLOTS]
+    candidates = sampled[:, :-1].clone()
+    candidates[0, 1:2], candidates[1, 3:4] = 7, -1
+    count = torch.tensor([1, width, 1], dtype=torch.int32) if given else None
+    states = []
+    for run in (accept_commit_ref, step.accept_commit):
+        state = SlotState(*(t[name].clone() for name in ("kv_len", "last_token", "history")))
+        tensors = state.kv_len, state.last_token, state.history
+        kept: Any = state if run is accept_commit_ref else tensors
+        states.append((*run(candidates, sampled, SLOTS, start, kept, count), *tensors))
+    for a, b in zip(*states, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_ring_buffers(dtype: torch.dtype) -> None:
+    table, ids = torch.randn(9, 6).to(dtype), torch.tensor([8, 0, 3, 3])
+    assert torch.equal(step.take_rows(table, ids), table[ids])
+    buffers = torch.zeros(2, 5, 4, 6, dtype=dtype).unbind()
+    positions, values = torch.tensor([2, 9, 7], dtype=torch.int32), torch.randn(3, 6).to(dtype)
+    step.ring_write(buffers[0], SLOTS, positions, values)
+    ring_buffer_write_ref(buffers[1], SLOTS, positions, values)
+    assert torch.equal(*buffers) and buffers[0].any()
