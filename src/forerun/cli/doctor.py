@@ -19,6 +19,7 @@ from forerun.attention.select import survey
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kernels.cpu import library
 from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
 from forerun.kernels.runtime import nvrtc
@@ -159,15 +160,22 @@ def _need(device: torch.device, dtype: torch.dtype, ask: Ask) -> AttentionNeed:
 def _gemms(device: torch.device, shapes: list[Shape]) -> dict[str, Any]:
     """GEMM dispatch: the library or our kernels, by matrix and token count."""
     if device.type != "cuda":
-        return {
-            "library": "oneDNN, weights packed" if onednn_serves(torch.empty(1, 8)) else "plain"
-        }
+        return {"library": _cpu_gemms()}
     library = {"library": "hipBLAS" if machine.is_rocm() else "cuBLAS"}
     probe = torch.empty(1, 8, dtype=torch.bfloat16, device=device)
     if not have_triton("cuda") or not skinny_serves(probe):
         return library
     launch = bool(pdl_options(probe)["PDL"])
     return library | {"programmatic_launch": launch} | gemm_choices(gpu_of(device), shapes)
+
+
+def _cpu_gemms() -> str:
+    """What computes GEMMs on a CPU, and why not our kernels."""
+    reason = library.why_missing()
+    if reason is None:
+        return "own kernels in C++, weights packed"
+    plain = "oneDNN, weights packed" if onednn_serves(torch.empty(1, 8)) else "plain"
+    return f"{plain}; no kernels in C++: {reason}"
 
 
 def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
@@ -256,7 +264,7 @@ def _describe_threads(threads: dict[str, Any]) -> str:
 
 
 def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
-    console.print(f"  GEMMs  {gemms['library']}")
+    console.print(f"  GEMMs  {escape(gemms['library'])}", soft_wrap=True)
     if "matrices" not in gemms:
         return
     for said, on in (

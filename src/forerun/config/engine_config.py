@@ -52,6 +52,12 @@ class EngineConfig:
         "Dtype of weights; auto: the checkpoint's, or float32 where bfloat16 is slow",
         ("auto", "bfloat16", "float32"),
     )
+    quantization: str | None = _setting(
+        None,
+        "int8: the target's weights and, while they are multiplied, its activations in 8 bits, in"
+        " groups of 32 with a scale (CPUs only)",
+        ("int8",),
+    )
     kv_cache_dtype: str = _setting(
         "auto",
         "Dtype of the K/V cache, target and draft; auto: as dtype. fp8_e4m3 holds twice the tokens"

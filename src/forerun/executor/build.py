@@ -138,6 +138,7 @@ class _Builder:
                 settings.config.load_format,
                 positions,
                 settings.config.model_impl,
+                settings.config.quantization,
             )
             self.algorithm.load(
                 DraftContext(

@@ -15,6 +15,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
+from forerun.kernels.cpu import library
 from forerun.layers.communication import WeightPlacement
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.platform.cpu_threads import CpuThreads
@@ -85,6 +86,7 @@ def resolve(
         )
     if config.model_impl == TRANSFORMERS:
         config = _with_transformers(config, model_path)
+    _check_quantization(config, device)
     target = target_config(model_path, config.model_impl)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
@@ -118,6 +120,20 @@ def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
         model_path,
     )
     return replace(config, disable_cuda_graph=True)
+
+
+def _check_quantization(config: EngineConfig, device: torch.device) -> None:
+    """Refuses int8 where no kernel reads such weights."""
+    if config.quantization is None:
+        return
+    where = f"quantization {config.quantization}"
+    if config.model_impl == TRANSFORMERS:
+        raise ConfigError(f"{where} is not available with model_impl transformers; drop it.")
+    if device.type != "cpu":
+        raise ConfigError(f"{where} runs on a CPU, and this is {device}; drop it.")
+    reason = library.why_missing()
+    if reason is not None:
+        raise ConfigError(f"{where} needs the kernels in C++, and there are none: {reason}.")
 
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:

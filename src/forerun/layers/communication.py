@@ -52,6 +52,7 @@ class WeightPlacement:
     dtype: torch.dtype
     device: torch.device
     comm: Communicator = SINGLE_RANK
+    quantization: str | None = None  # "int8": of linears, when they are prepared
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised, until a loader fills it."""

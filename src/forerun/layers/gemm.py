@@ -50,6 +50,8 @@ ONEDNN_TOKENS = 32
 # it the second copy costs more memory than the faster GEMM is worth.
 MAX_SHARED_COPY = 256 << 20  # bytes
 
+INT8 = "int8"  # `EngineConfig.quantization`
+
 # Weights up to this size are also kept transposed: for one token that is 1.3 times faster than
 # oneDNN (3.2 against 4.2 ms for all matrices of an 8M-parameter model), and that is plain decoding.
 MAX_TRANSPOSED = 8 << 20  # bytes
@@ -107,8 +109,11 @@ class CpuGemm(Gemm):
 
     packs_weight = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = cpu.pack(weight, bias)
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, format: cpu.Format | None = None
+    ) -> None:
+        """`format`: of the packed weight; None: that of its dtype."""
+        self.weight = cpu.pack(weight, bias, format)
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return cpu.gemm(_whole(x), self.weight)
@@ -207,11 +212,17 @@ class SkinnyGemm(Gemm):
         return choose_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device), partials)
 
 
-def gemm_for(weight: Tensor, bias: Tensor | None, shared: bool = False) -> Gemm:
+def gemm_for(
+    weight: Tensor, bias: Tensor | None, shared: bool = False, quantization: str | None = None
+) -> Gemm:
     """The implementation for a loaded weight [out, in].
 
-    `shared`: the plain matrix stays in use elsewhere, so that a reordered one is a second copy.
+    Args:
+        shared: the plain matrix stays in use elsewhere, so that a reordered one is a second copy.
+        quantization: "int8": the GEMM reads it in 8 bits; only where `CpuGemm` serves.
     """
+    if quantization == INT8:
+        return CpuGemm(weight, bias, cpu.Format.INT8)
     if shared and weight.nbytes > MAX_SHARED_COPY:
         return plain_gemm_for(weight, bias)
     if cpu_kernels_serve(weight):

@@ -99,13 +99,14 @@ class LinearBase(Module):
         self.weight = place.empty(output_size, input_size)
         self.bias = place.empty(output_size) if bias else None
         self.gemm: Gemm = LibraryGemm(self.weight, self.bias)
+        self._quantization = place.quantization
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         weight = {f"{prefix}weight": self.weight}
         return weight if self.bias is None else weight | {f"{prefix}bias": self.bias}
 
     def prepare(self) -> None:
-        self.gemm = gemm_for(self.weight, self.bias, self.shared)
+        self.gemm = gemm_for(self.weight, self.bias, self.shared, self._quantization)
         if self.gemm.packs_weight:
             self.weight = self.weight.new_empty(0, self.weight.shape[1])
 

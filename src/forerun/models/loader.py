@@ -28,6 +28,7 @@ def load_target(
     load_format: str = "auto",
     max_positions: int | None = None,
     model_impl: str = "auto",
+    quantization: str | None = None,
 ) -> CausalLM:
     """Builds the architecture that `config.json` names and fills it.
 
@@ -37,6 +38,7 @@ def load_target(
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: length of the rotary tables; None: `max_position_embeddings`.
         model_impl: "auto": Forerun's own models; "transformers": those of transformers.
+        quantization: "int8": of linears, on a CPU.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -48,7 +50,8 @@ def load_target(
     config = load_model_config(folder)
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, fp8_blocks(config))
-    model = build(config, WeightPlacement(dtype, device), max_positions or config.max_position)
+    place = WeightPlacement(dtype, device, quantization=quantization)
+    model = build(config, place, max_positions or config.max_position)
     if checkpoint is None:
         for experts in model.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
