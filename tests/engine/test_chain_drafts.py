@@ -92,6 +92,9 @@ def oracles(drafts: dict[str, Path]) -> Oracles:
     return Oracles(drafts)
 
 
+EAGER: dict[str, Any] = {"disable_cuda_graph": True}  # `propose` runs in every step
+
+
 def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
     """Position of the last token and the proposed drafts, for every step with one request."""
     algorithm, seen = llm.engine.executor.step.algorithm.algorithm, []
@@ -204,7 +207,7 @@ def test_the_width_does_not_change_the_drafts(
     """The draft's K/V is complete after plain steps in between."""
     drafts: list[dict[int, list[int]]] = []
     for adaptive in (False, True):
-        own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive}
+        own = {"speculative_num_steps": 5, "speculative_adaptive": adaptive, **EAGER}
         with chain_llm(name, **own) as llm:
             if adaptive:
                 alternate_widths(llm, monkeypatch)

@@ -50,7 +50,7 @@ def test_logits_of_the_bundled_target() -> None:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = library.Loaded(None, "no C++ compiler was found (c++); install g++ or set CXX")
     monkeypatch.setattr(library, "_load", lambda: reason)
-    with pytest.raises(ConfigError, match="needs the kernels in C\\+\\+.*no C\\+\\+ compiler"):
+    with pytest.raises(ConfigError, match=r"needs the kernels in C\+\+.*no C\+\+ compiler"):
         LLM(device="cpu", quantization="int8")
     with pytest.raises(ConfigError, match="model_impl transformers"):
         LLM(device="cpu", quantization="int8", model_impl="transformers")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from forerun.kernels.cpu import gemm, library, norm, step
-from forerun.kernels.cpu.graph import CpuGraph, NotRecordableError
+from forerun.kernels.cpu.graph import CpuGraph, NotRecordable
 from forerun.kernels.speculation.accept import SlotState, accept_commit_ref
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs_ref
 from forerun.kernels.speculation.ring_buffer import ring_buffer_write_ref
@@ -44,9 +45,22 @@ def test_a_replay_computes_again_what_was_recorded() -> None:
         assert torch.equal(counts, seen)
 
 
-def test_reading_on_the_host_is_refused() -> None:
-    with pytest.raises(NotRecordableError):
-        CpuGraph.record(lambda: torch.ones(3).sum().item())
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: int(x[0]),
+        lambda x: bool(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: x[x > 0.5],
+        lambda x: x.nonzero(),
+    ],
+)
+def test_reading_on_the_host_is_refused(read: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(NotRecordable):
+        CpuGraph.record(lambda: read(torch.ones(3)))
+    assert torch.ones(3).tolist() == [1, 1, 1]
 
 
 def test_a_kernel_is_called_at_once_after_recording() -> None:

@@ -17,7 +17,7 @@ from forerun.executor.step import DeviceStep
 from forerun.executor.step_inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.kernels.cpu import library
-from forerun.kernels.cpu.graph import CpuGraph, NotRecordableError
+from forerun.kernels.cpu.graph import CpuGraph, NotRecordable
 from forerun.kernels.runtime.jit import use_triton
 from forerun.speculative.base import Draft
 
@@ -109,8 +109,9 @@ class CpuGraphSteps:
         try:
             with step.dummy_steps():
                 graph, output = CpuGraph.record(lambda: step.decode(slots, key.shape, draft))
-        except NotRecordableError as error:
-            log.info("decode %d x %d is not recorded: %s", key.batch, key.shape, error)
+        except NotRecordable as error:
+            width = key.shape.num_verify_tokens
+            log.info("decode %d x %d is not recorded: it reads %s", key.batch, width, error)
             return None
         if step.algorithm.take_error() is not None:  # the eager step raises it for its requests
             return None

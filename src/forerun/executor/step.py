@@ -131,11 +131,11 @@ class DeviceStep:
     @contextmanager
     def dummy_steps(self) -> Iterator[None]:
         """Steps in the block are dummy steps: profiling, capture or measurement, no requests."""
-        self._dummy = True
+        before, self._dummy = self._dummy, True
         try:
             yield
         finally:
-            self._dummy = False
+            self._dummy = before
 
     def reset_padding_slot(self) -> None:
         """Sets its length to 0, as every dummy step expects it."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,6 +33,15 @@ _UNRECORDABLE = (
     _aten.masked_select.default,
     _aten.nonzero.default,
 )
+_READS = (
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__int__,
+    Tensor.item,
+    Tensor.numpy,
+    Tensor.tolist,
+)
 _ALLOCATIONS = (
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -41,7 +51,7 @@ _ALLOCATIONS = (
 )
 
 
-class NotRecordableError(RuntimeError):
+class NotRecordable(BaseException):
     """The step reads a tensor's values on the host."""
 
 
@@ -63,10 +73,10 @@ class CpuGraph:
         """Runs `body`; returns the graph, and the result, whose tensors every replay overwrites.
 
         Raises:
-            NotRecordableError: `body` reads values on the host.
+            NotRecordable: `body` reads values on the host.
         """
         recorder = _StepRecorder()
-        with recorded_by(recorder), recorder:
+        with recorded_by(recorder), recorder, _RefuseReads():
             result = body()
         return cls(recorder.finish(), recorder.kept), result
 
@@ -84,6 +94,17 @@ class CpuGraph:
     def replay(self) -> None:
         for step in self._steps:
             step()
+
+
+class _RefuseReads(TorchFunctionMode):
+    """Sees what PyTorch reads without an operation."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS:
+            raise NotRecordable(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 class _StepRecorder(TorchDispatchMode):
@@ -104,8 +125,8 @@ class _StepRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _UNRECORDABLE:
-            raise NotRecordableError(f"{func} in a step")
+        if func in _UNRECORDABLE or (func is _aten.index.Tensor and _has_mask(args[1])):
+            raise NotRecordable(str(func))
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
@@ -137,6 +158,10 @@ class _StepRecorder(TorchDispatchMode):
         arguments = ctypes.addressof(calls), len(calls)
         self._steps.append(lambda: run("forerun_run", arguments))
         self._calls = []
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(x is not None and x.dtype == torch.bool for x in indices)
 
 
 def _word(value: Any) -> int:
