@@ -127,6 +127,13 @@ def test_argmax_takes_the_lowest_of_equals_and_refuses_invalid_rows() -> None:
     assert ids.tolist() == [7, 7, INVALID_TOKEN, INVALID_TOKEN, 0]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_packed_weight_are_those_of_the_plain_one(dtype: torch.dtype) -> None:
+    _, weight, _ = operands(100, 24, dtype)
+    ids = torch.tensor([99, 0, 31, 32, 33, 0])
+    assert torch.equal(cpu.take_packed_rows(cpu.pack(weight), ids), weight[ids])
+
+
 def test_a_nan_survives_int8() -> None:
     x, weight, _ = operands(64, 64, torch.float32, 3)
     x[1, 5], x[2, 9] = torch.nan, torch.inf

@@ -70,7 +70,9 @@ def test_bfloat16_stays_plain_on_a_cpu_without_kernels(without_cpu_kernels: None
     assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
-def test_a_large_shared_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_shared_weight_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch, without_cpu_kernels: None
+) -> None:
     monkeypatch.setattr(gemm, "MAX_SHARED_COPY", 8 * 16 * 4 - 1)
     embedding = VocabEmbedding(8, 16, CPU_F32)
     tied, own = LMHead(8, 16, CPU_F32, embedding), LMHead(8, 16, CPU_F32, None)

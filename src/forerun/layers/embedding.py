@@ -8,8 +8,9 @@ from torch import Tensor
 
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu import step as cpu
+from forerun.kernels.cpu.gemm import PackedWeight, take_packed_rows
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.gemm import LibraryGemm
+from forerun.layers.gemm import CpuGemm, LibraryGemm
 from forerun.layers.linear import LinearBase
 from forerun.layers.module import Module
 
@@ -26,6 +27,7 @@ class VocabEmbedding(Module):
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._comm = place.comm
         self._cpu_kernels = False
+        self._packed: PackedWeight | None = None
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
@@ -33,9 +35,15 @@ class VocabEmbedding(Module):
     def prepare(self) -> None:
         self._cpu_kernels = library.serves(self.weight.dtype, self.weight.device)
 
+    def read_packed(self, packed: PackedWeight) -> None:
+        """Reads the LM head's packed weight from now on, instead of one of its own."""
+        self._packed, self.weight = packed, self.weight.new_empty(0, self.weight.shape[1])
+
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
-        if self._cpu_kernels and input_ids.dtype == torch.int64:
+        if self._packed is not None:
+            embedded = take_packed_rows(self._packed, input_ids.long())
+        elif self._cpu_kernels and input_ids.dtype == torch.int64:
             embedded = cpu.take_rows(self.weight, input_ids)
         else:
             embedded = F.embedding(input_ids, self.weight)
@@ -51,10 +59,15 @@ class LMHead(LinearBase):
         self, vocab_size: int, hidden_size: int, place: WeightPlacement, tied: VocabEmbedding | None
     ) -> None:
         super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, place)
-        self._comm = place.comm
+        self._comm, self._tied = place.comm, tied
         if tied is not None:
             self.weight, self.shared = tied.weight, True
             self.gemm = LibraryGemm(self.weight, None)
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self._tied is not None and isinstance(self.gemm, CpuGemm) and self.gemm.is_plain:
+            self._tied.read_packed(self.gemm.weight)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """A tied head is loaded as the embedding."""

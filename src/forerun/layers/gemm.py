@@ -115,6 +115,11 @@ class CpuGemm(Gemm):
         """`format`: of the packed weight; None: that of its dtype."""
         self.weight = cpu.pack(weight, bias, format)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the packed weight has the values of the plain one."""
+        return self.weight.format is not cpu.Format.INT8
+
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return cpu.gemm(_whole(x), self.weight)
 
@@ -223,10 +228,10 @@ def gemm_for(
     """
     if quantization == INT8:
         return CpuGemm(weight, bias, cpu.Format.INT8)
-    if shared and weight.nbytes > MAX_SHARED_COPY:
-        return plain_gemm_for(weight, bias)
     if cpu_kernels_serve(weight):
         return CpuGemm(weight, bias)
+    if shared and weight.nbytes > MAX_SHARED_COPY:
+        return plain_gemm_for(weight, bias)
     if onednn_serves(weight):
         return OneDnnGemm(weight, bias)
     return plain_gemm_for(weight, bias)

@@ -502,6 +502,23 @@ void forerun_pack(const void* weight, int32_t is_bfloat16, int64_t n, int64_t k,
     });
 }
 
+// Rows ids[i] of a plain weight: float32 or bfloat16, as its tokens. Ids are within W.
+void forerun_take_packed_rows(const Weight* w, const int64_t* ids, int64_t count, void* out,
+                              int32_t) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t panel = ids[i] / PANEL, lane = ids[i] % PANEL;
+        if (w->kind == FLOAT32) {
+            const float* from = static_cast<const float*>(w->data) + panel * w->k * PANEL + lane;
+            float* to = static_cast<float*>(out) + i * w->k;
+            for (int64_t k = 0; k < w->k; k++) to[k] = from[k * PANEL];
+        } else {
+            const auto* from = static_cast<const BFloat16*>(w->data) + panel * w->k * PANEL;
+            BFloat16* to = static_cast<BFloat16*>(out) + i * w->k;
+            for (int64_t k = 0; k < w->k; k++) to[k] = from[(k / 2 * PANEL + lane) * 2 + k % 2];
+        }
+    }
+}
+
 void forerun_gemm(const Weight* w, const void* x, int64_t m, void* out,
                   int32_t threads) {
     (w->bfloat16_tokens ? gemm_plain<BFloat16> : gemm_plain<float>)(*w, x, m, out, threads);

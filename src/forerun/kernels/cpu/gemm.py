@@ -150,6 +150,14 @@ def gemm_argmax(x: Tensor, w: PackedWeight) -> Tensor:
     return ids
 
 
+def take_packed_rows(w: PackedWeight, ids: Tensor) -> Tensor:
+    """Rows of W at ids [T] int64, as they were packed: [T, K]; not of INT8."""
+    ids = ids.contiguous()
+    out = torch.empty(ids.shape[0], w.k, dtype=w.dtype)
+    call("forerun_take_packed_rows", w.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
+    return out
+
+
 def quantise_ref(x: Tensor, round_up: bool = False) -> tuple[Tensor, Tensor]:
     """x [R, K] -> integers [R, K / 32, 32] as float32 and scales [R, K / 32, 1].
 

@@ -46,6 +46,7 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_verify_inputs": (c_void_p, c_int32),
     "forerun_accept_commit": (c_void_p, c_int32),
     "forerun_ring_write": (c_void_p, c_int32),
+    "forerun_take_packed_rows": (c_void_p, c_void_p, c_int64, c_void_p, c_int32),
     # Not of steps.
     "forerun_pack": (
         c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32

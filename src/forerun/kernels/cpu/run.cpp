@@ -10,7 +10,7 @@ using Out = void*;
 // In the order of `SIGNATURES` in library.py.
 enum Kernel : int64_t {
     GEMM, GEMM_ADD_NORM, GEMM_SILU_MUL, GEMM_ARGMAX, RMS_NORM, ROPE_WRITE, ATTENTION, TAKE_ROWS,
-    DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE,
+    DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -43,6 +43,7 @@ void forerun_decode_inputs(In, int32_t);
 void forerun_verify_inputs(In, int32_t);
 void forerun_accept_commit(In, int32_t);
 void forerun_ring_write(In, int32_t);
+void forerun_take_packed_rows(In, In, int64_t, Out, int32_t);
 
 static void run(const Call& c, int32_t threads) {
     const int64_t* w = c.words;
@@ -65,6 +66,8 @@ static void run(const Call& c, int32_t threads) {
         case VERIFY_INPUTS: return forerun_verify_inputs(c.in(0), threads);
         case ACCEPT_COMMIT: return forerun_accept_commit(c.in(0), threads);
         case RING_WRITE: return forerun_ring_write(c.in(0), threads);
+        case TAKE_PACKED_ROWS:
+            return forerun_take_packed_rows(c.in(0), c.in(1), w[2], c.out(3), threads);
     }
 }
 
