@@ -105,20 +105,26 @@ def _compile(compiler: str, library: Path) -> None:
             )
             for source, target in zip(sources(), objects, strict=True)
         ]
-        for process in running:
-            _check(process)
+        _wait_for(running)
         linked = folder / "library.so"
         link = [compiler, "-shared", "-pthread", *map(str, objects), "-o", str(linked)]
-        _check(subprocess.Popen(link, stderr=subprocess.PIPE, text=True))
+        _wait_for([subprocess.Popen(link, stderr=subprocess.PIPE, text=True)])
         os.replace(linked, library)
 
 
-def _check(process: subprocess.Popen[str]) -> None:
+def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
+    """Raises CompileError if one of them fails or takes too long; none is left running."""
+    logs = []
     try:
-        _, log = process.communicate(timeout=SECONDS)
+        logs = [process.communicate(timeout=SECONDS)[1] for process in processes]
     except subprocess.TimeoutExpired:
-        process.kill()
         raise CompileError(f"the C++ compiler took more than {SECONDS} s") from None
-    if process.returncode != 0:
-        errors = [line for line in log.splitlines() if "error" in line] or log.splitlines() or [""]
-        raise CompileError(f"the C++ compiler failed: {errors[0].strip()}")
+    finally:
+        for process in processes[len(logs) :]:
+            process.kill()
+            process.wait()
+    for process, log in zip(processes, logs, strict=True):
+        if process.returncode != 0:
+            lines = log.splitlines() or ["no reason given"]
+            error = next((line for line in lines if "error" in line), lines[0])
+            raise CompileError(f"the C++ compiler failed: {error.strip()}")
