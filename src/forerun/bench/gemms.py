@@ -4,8 +4,8 @@ Library GEMMs (cuBLAS, oneDNN) pass PyTorch's dispatcher, where a `TorchDispatch
 operands; composite operators (`linear`, `matmul`, `einsum`) are decomposed into `mm`, `addmm` and
 `bmm` first. Our own kernels bypass the dispatcher, but all are launched by one function,
 `kernels.gemm.gemm._launch`, which is wrapped while recording. So are that of the GEMMs per head
-(MLA) and the functions of the experts of a mixture; which of them are read depends on the tokens,
-and their expected number is counted (`touched_experts`); shared ones always are.
+(MLA), those on a CPU and the functions of the experts of a mixture; which experts are read depends
+on the tokens, and their expected number is counted (`touched_experts`); shared ones always are.
 
 Only GEMMs with a weight count: one operand must have existed before recording began. Attention is
 not counted: recording pauses while a backend runs it.
@@ -28,6 +28,8 @@ from forerun.attention.base import AttentionContext
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
 from forerun.executor.step_inputs import StepShape
+from forerun.kernels.cpu import gemm as cpu
+from forerun.kernels.cpu.gemm import PackedWeight
 from forerun.kernels.gemm import gemm as own_kernels
 from forerun.kernels.gemm import head_gemm
 from forerun.kernels.gemm.arguments import GemmArguments
@@ -84,6 +86,10 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(router, "router_partials", mode.watch_router),
         _wrapped(router, "route_sm90", mode.watch_router),
         _wrapped(moe, "expert_partials", mode.watch_experts),
+        _wrapped(cpu, "gemm", mode.watch_cpu),
+        _wrapped(cpu, "gemm_add_rms_norm", mode.watch_cpu),
+        _wrapped(cpu, "gemm_silu_mul", mode.watch_cpu),
+        _wrapped(cpu, "gemm_argmax", mode.watch_cpu),
         _wrapped(AttentionContext, "run", _unwatched),
         _wrapped(AttentionContext, "attend_latent", _unwatched),
         mode,
@@ -137,6 +143,13 @@ class _Recorder(TorchDispatchMode):
         def watched(x: Tensor, weight: Tensor, out: Tensor) -> None:
             self._add(x.transpose(0, 1), weight.mT)
             launch(x, weight, out)
+
+        return watched
+
+    def watch_cpu(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, weight: PackedWeight, *rest: Any) -> Any:
+            self.gemms.append(Gemm(weight.n, weight.k, weight.dtype, x.shape[-2]))
+            return run(x, weight, *rest)
 
         return watched
 
