@@ -127,6 +127,17 @@ MODELS |= {
         "sliding_window_pattern": 2,  # 6; both kinds are among the few layers here
     },
     "Qwen3.5-9B": preset("qwen3.5-9b"),
+    "gpt-oss-20b": _DENSE
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
     "OLMo-3-7B": _DENSE | {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4096},
 }
 # Architectures whose attention is that of another row.

@@ -143,3 +143,25 @@ def test_plan_and_run_do_not_synchronize() -> None:
 
 def _chunks(table: torch.Tensor, start: torch.Tensor) -> AttentionBatch:
     return AttentionBatch(table, start, 3, ragged=((0, 1), (0, 2), (0, 3)))
+
+
+def test_sinks(device: torch.device) -> None:
+    """gpt-oss: in a prompt's chunk and in verify steps, one split and several."""
+    pair, table = backends(16, device), tables(16, device)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0], device=device)
+    for spans, q_len in ((((0, 40), (0, 3)), None), (((40, 2), (3, 2)), 2)):
+        start = torch.tensor([s for s, _ in spans], dtype=torch.int32, device=device)
+        ragged = spans if q_len is None else None
+        batch = AttentionBatch(table[:2], start, 42, q_len=q_len, ragged=ragged)
+        q, k, v = qkv(sum(n for _, n in spans), device, 5)
+        for mask in MASKS[:2]:
+            outputs = []
+            for backend in pair:
+                plan = backend.plan(batch)
+                backend.write(plan, 0, k, v)
+                spec = AttentionSpec(mask, DIM**-0.5, sinks=sinks)
+                outputs.append(backend.attend(plan, 0, spec, q))
+            torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(
+                outputs[0], run(pair[0], pair[0].plan(batch), 0, mask, q, k, v)
+            )

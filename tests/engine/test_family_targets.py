@@ -2,7 +2,8 @@
 
 What is new in a kind: windows in some layers with a RoPE of their own, (1 + w) norms and caps on
 logits (Gemma); norms after attention and MLP (OLMo 3); a window in all layers with a partial,
-scaled RoPE (Phi-3); routing besides partial RoPE (GLM-4-MoE); multipliers (Granite).
+scaled RoPE (Phi-3); routing besides partial RoPE (GLM-4-MoE); multipliers (Granite); attention
+sinks, experts with biases (gpt-oss).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": SLIDING,
     "gemma3-linear-softcap": SLIDING,
     "glm4-moe": {},
+    "gpt-oss": SLIDING,
     "granite": {},
     "olmo3": SLIDING,
     "phi4-mini": {"sliding_window": 9},

@@ -44,6 +44,7 @@ SMALL: Config = {
 ALSO: Config = {  # where a config has them
     "moe_intermediate_size": 16,
     "num_experts": 8,
+    "num_local_experts": 8,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "n_group": 2,

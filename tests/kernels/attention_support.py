@@ -47,7 +47,10 @@ class Paged:
             for token in range(count):
                 seen = attended(position, start, count, token, mask, self._bits(t))
                 s = torch.einsum("hd,nhd->hn", self.q[t].double(), k[seen]) * self.scale
-                out.append(torch.einsum("hn,nhd->hd", s.softmax(1), v[seen]))
+                if mask.sinks is not None:  # a score whose value is zero
+                    s = torch.cat((s, mask.sinks.double()[:, None]), 1)
+                weights = s.softmax(1)[:, : len(v[seen])]
+                out.append(torch.einsum("hn,nhd->hd", weights, v[seen]))
                 t += 1
         return torch.stack(out)
 

@@ -32,6 +32,7 @@ GPUS = {  # targets that share their tiles
     ", RDNA": (("gfx1100",), RDNA),
 }
 ONE = ("sm_90", "gfx942")
+SOME = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def _on_each(
@@ -75,6 +76,7 @@ def decode(
     group: int = 4,
     splits: bool = True,
     targets: tuple[str, ...] = TARGETS,
+    sinks: bool = False,
     **more: int,
 ) -> list[Case]:
     kv = kv or dtype
@@ -85,10 +87,12 @@ def decode(
     )
     kinds = [q, pool, pool, "*fp32" if splits else q, "*fp32", "*i32", "*i32", "*i64", "fp32"]
     plain = dict(zip(names.split(), [*kinds, "i32", "i32", "i32"], strict=True))
+    plain |= {"sinks_ptr": "*fp32"} if sinks else {}
     own = {
         **_common(dim, page, group, kv),
         "Q_LEN": q_len,
         "SPLIT_KV": splits,
+        **({} if sinks else {"sinks_ptr": None}),
         **more,
     }
 
@@ -126,6 +130,7 @@ def prefill(
     page: int = 16,
     group: int = 4,
     targets: tuple[str, ...] = TARGETS,
+    sinks: bool = False,
     **more: int,
 ) -> list[Case]:
     q = f"*{NAMES[dtype]}"
@@ -135,6 +140,8 @@ def prefill(
     )
     kinds = [q, q, q, q, "*i32", "*i32", "*i32", "fp32", "i32", "i32", "i32"]
     signature = dict(zip(names.split(), kinds, strict=True))
+    signature |= {"sinks_ptr": "*fp32"} if sinks else {}
+    absent: dict[str, Any] = {} if sinks else {"sinks_ptr": None}
 
     def make(name: str, targets: tuple[str, ...], gpu: GpuInfo) -> Case:
         blocks, options = _tiles(prefill_tile_config(gpu, dim, dtype))
@@ -143,7 +150,7 @@ def prefill(
             name,
             _prefill_attention_kernel,
             signature,
-            _common(dim, page, group, dtype) | tokens | blocks | more,
+            _common(dim, page, group, dtype) | tokens | blocks | absent | more,
             options,
             targets=targets,
             multiples=("q_token_stride", "q_head_stride"),
@@ -170,23 +177,40 @@ CASES = [
     *decode("decode, float8", kv=torch.uint8, targets=("sm_80", "gfx942")),
     *decode("decode, float8", kv=torch.uint8, FP8=2, targets=("sm_90", "sm_100")),
     *decode("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
+    *decode("decode, sinks", dim=64, group=8, sinks=True, splits=False, targets=SOME),
+    *decode(
+        "verify, sinks, window",
+        dim=64,
+        group=8,
+        q_len=8,
+        page=64,
+        WINDOW=128,
+        sinks=True,
+        targets=("sm_90", "sm_100"),
+    ),
     *prefill("prefill"),
+    *prefill("prefill, sinks", dim=64, group=8, sinks=True, targets=SOME),
     *prefill("prefill, window", page=64, WINDOW=512, targets=ONE),
     *prefill("prefill, head dim 64", dim=64, group=2, targets=ONE),
     *prefill("prefill, head dim 256", dim=256, targets=(*ONE, "gfx1100")),
     *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
-    Case(
-        "combine splits",
-        combine_splits,
-        {
-            "partial_ptr": "*fp32",
-            "lse_ptr": "*fp32",
-            "out_ptr": "*bf16",
-            "rows": "i32",
-            "num_splits": "i32",
-        },
-        {"DIM": 128, "BLOCK_ROWS": 2, "BLOCK_SPLITS": 16, "BLOCK_D": 128},
-        targets=ONE,
+    *(
+        Case(
+            f"combine splits{name}",
+            combine_splits,
+            {
+                "partial_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "out_ptr": "*bf16",
+                "rows": "i32",
+                "num_splits": "i32",
+                **sinks,
+            },
+            {"NUM_HEADS": 64, "DIM": 128, "BLOCK_ROWS": 2, "BLOCK_SPLITS": 16, "BLOCK_D": 128}
+            | ({} if sinks else {"sinks_ptr": None}),
+            targets=ONE,
+        )
+        for name, sinks in (("", {}), (", sinks", {"sinks_ptr": "*fp32"}))
     ),
     Case(
         "KV slots",

@@ -75,15 +75,24 @@ def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
     return cases
 
 
-def gemms(name: str, tokens: int, out: str, shared: bool = False, even: bool = True) -> list[Case]:
+def gemms(
+    name: str,
+    tokens: int,
+    out: str,
+    shared: bool = False,
+    even: bool = True,
+    biases: bool = False,
+) -> list[Case]:
     """Both grouped GEMMs with the tiles of so many tokens."""
     return [
-        case for target in TARGETS for case in _gemms_on(target, name, tokens, out, shared, even)
+        case
+        for target in TARGETS
+        for case in _gemms_on(target, name, tokens, out, shared, even, biases)
     ]
 
 
 def _gemms_on(
-    target: str, name: str, tokens: int, out: str, shared: bool, even: bool
+    target: str, name: str, tokens: int, out: str, shared: bool, even: bool, biases: bool
 ) -> list[Case]:
     rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
     nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target])
@@ -95,9 +104,14 @@ def _gemms_on(
     down = {"act": B16, "w2": B16, "out": out, "weights": F32, **pairs, **sizes, "T": "i32"}
     down |= {"prefetch_k": "i32", **({"shared": B16} if shared else {})}
     absent = {} if shared else {"shared": None}
+    of_gate_up: dict[str, Any] = {"ALPHA": 1.702, "LIMIT": 7.0}
+    if biases:
+        gate_up, down = gate_up | {"b13": B16}, down | {"b2": B16}
+    else:
+        of_gate_up, absent = of_gate_up | {"b13": None}, absent | {"b2": None}
     cases = []
     for kernel, label, signature, config, more in (
-        (experts._gate_up, "gate/up", gate_up, tiles.gate_up, {}),
+        (experts._gate_up, "gate/up", gate_up, tiles.gate_up, of_gate_up),
         (experts._down, "down", down, tiles.down, absent),
     ):
         constants = {"TOP_K": TOP_K, "EVEN_K": even, "BLOCK_M": tiles.block_m, **more}
@@ -143,6 +157,8 @@ CASES = [
     *gemms("1 token", 1, F32),
     *gemms("512 tokens and shared experts", 512, B16, shared=True),
     *gemms("8192 tokens", 8192, B16),
+    *gemms("1 token, gpt-oss", 1, F32, biases=True),
+    *gemms("8192 tokens, gpt-oss", 8192, B16, biases=True),
     *gemms("multiples of 8", 1, F32, even=False),
     Case(
         "combine",

@@ -101,6 +101,21 @@ def test_splits_do_not_change_the_result(num_splits: int, device: torch.device) 
     assert relative_error(out, case.reference(mask)) < 2e-6
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_sinks(mask: MaskSpec, num_splits: int, device: torch.device) -> None:
+    """Small, large and larger than any score; once, however many splits there are."""
+    case = make_paged(spans([1, 41, 0], 3), 4, 2, 64, 16, device=device)
+    sinks = torch.tensor([-30.0, 0.5, 4.0, 60.0], device=device)
+    mask = replace(mask, sinks=sinks)
+    expected = case.reference(mask)
+    assert relative_error(run(case, mask, num_splits, TileConfig(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(reference(case, mask), expected) < 2e-6
+    without = case.reference(replace(mask, sinks=None))
+    assert relative_error(expected[:, 0], without[:, 0]) < 1e-6  # a sink of e^-30
+    assert expected[:, 3].abs().max() < 1e-9
+
+
 def test_default_tiles(device: torch.device) -> None:
     case = make_paged(spans([3, 140], 16), 4, 1, 64, 16, device=device)
     for mask in (MaskSpec(), MaskSpec(BLOCK, 20)):

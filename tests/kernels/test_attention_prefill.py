@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,6 +62,15 @@ def test_kernel_and_reference_match_the_definition(
 ) -> None:
     spans = [(0, 1), (0, 25), (47, 6)]
     case = make_paged(spans, heads, kv_heads, dim, page_size, device=device)
+    expected = case.reference(mask)
+    assert relative_error(run(case, mask, TileConfig(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(reference(case, mask), expected) < 2e-6
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_sinks(mask: MaskSpec, device: torch.device) -> None:
+    case = make_paged([(0, 1), (0, 25), (47, 6)], 4, 2, 64, 16, device=device)
+    mask = replace(mask, sinks=torch.tensor([-30.0, 0.5, 4.0, 60.0], device=device))
     expected = case.reference(mask)
     assert relative_error(run(case, mask, TileConfig(16, 16, 4, 1)), expected) < 2e-6
     assert relative_error(reference(case, mask), expected) < 2e-6

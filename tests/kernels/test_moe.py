@@ -14,6 +14,7 @@ from forerun.kernels.moe import align as align_module
 from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import choose_moe, max_tiles, router_slice
 from forerun.kernels.moe.experts import (
+    ClampedSwiglu,
     combine,
     combine_ref,
     expert_partials,
@@ -248,6 +249,42 @@ def test_experts(
     error = (got.cpu().float() - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < (1e-5 if dtype == torch.float32 else 2e-3)
     torch.testing.assert_close(combine(got, dtype).cpu(), combine_ref(got.cpu(), dtype))
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 32, 40), (7, 72, 24), (131, 32, 24)])
+def test_biases_and_clamped_swiglu(
+    tokens: int, hidden: int, width: int, device: torch.device
+) -> None:
+    """gpt-oss: kernels and reference against the definition, with a router's bias."""
+    routing = Routing(6, 2, norm_topk_prob=True, float32_logits=False)
+    x, gate = random(tokens, hidden, seed=1), random(6, hidden, seed=2)
+    w13, w2 = random(6, 2 * width, hidden, seed=3), random(6, hidden, width, seed=4)
+    b13, b2, bias = random(6, 2 * width, seed=5), random(6, hidden, seed=6), random(6, seed=7)
+    logits, chosen = (x @ gate.T + bias).topk(2)
+    weights = logits.softmax(1)
+    want = torch.empty(2, tokens, hidden)
+    for t, (experts, of) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for j, e in enumerate(experts):
+            glu, up = (w13[e] @ x[t] + b13[e]).chunk(2)
+            glu, up = glu.clamp(max=1.5), up.clamp(-1.5, 1.5)
+            act = (up + 1) * glu * torch.sigmoid(1.702 * glu)
+            want[j, t] = (w2[e] @ act + b2[e]) * of[j]
+
+    def outcome(device: torch.device) -> tuple[Routed, Tensor]:
+        a, b, c, d, e, f, g = (t.to(device) for t in (x, gate, w13, w2, b13, b2, bias))
+        routed = route(a, b, None, routing, new_counts(routing, device), g)
+        swiglu = ClampedSwiglu(e, f, 1.702, 1.5)
+        return routed, expert_partials(a, c, d, routed, swiglu=swiglu).float().cpu()
+
+    routed, got = outcome(device)
+    assert torch.equal(routed.experts.cpu().long(), chosen)
+    torch.testing.assert_close(routed.weights.cpu(), weights, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    swiglu = ClampedSwiglu(b13, b2, 1.702, 1.5)
+    plain = Routed(weights, chosen.to(torch.int32))
+    torch.testing.assert_close(
+        expert_partials_ref(x, w13, w2, plain, None, swiglu), want, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_the_order_of_tokens_does_not_matter(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -208,6 +209,18 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "glm4-moe": (
         Glm4MoeConfig,
         {**_MOE, "head_dim": 16, "use_qk_norm": True, "attention_bias": True, "n_group": 2},
+    ),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.7,  # so that something is clamped
+            "rope_parameters": {**_YARN, "truncate": False},
+            "experts_implementation": "eager",
+        },
     ),
     "granite": (
         GraniteConfig,

@@ -1,4 +1,4 @@
-"""FP8 blocks: a loaded model equals one whose weights were dequantised by a plain formula."""
+"""FP8 blocks and MXFP4: a loaded model equals one whose weights were dequantised before."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forerun.core.errors import ConfigError
 from forerun.models.loader import load_target
-from forerun.models.quantization import Fp8Blocks
-from tests.models.support import CPU, Loop, family, save
+from forerun.models.quantization import Fp8Blocks, Mxfp4
+from tests.models.support import CPU, Loop, family, random_hf, save
 
 BLOCK = (24, 10)  # neither divides the sizes: ragged last blocks
 PLAIN = ("norm", "embed", "lm_head", ".gate.", "bias", "eh_proj")
@@ -71,3 +72,55 @@ def test_experts_in_one_tensor_are_scaled_matrix_by_matrix() -> None:
     stored, scale, meant = (torch.stack(parts) for parts in zip(*made, strict=True))
     assert blocks.scale_shape(tuple(stored.shape)) == tuple(scale.shape) == (3, 3, 4)
     assert torch.equal(blocks.dequantise(stored, scale), meant)
+
+
+def packed(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Random MXFP4 blocks and scales of `shape`[:-1] + (K,): every code, scales around 2^-3."""
+    generator = torch.Generator().manual_seed(seed)
+    *rows, k = shape
+    blocks = torch.randint(0, 256, (*rows, k // 32, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(122, 126, (*rows, k // 32), dtype=torch.uint8, generator=generator)
+    return blocks, scales
+
+
+def test_mxfp4_is_dequantised_as_in_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = packed((3, 10, 96), seed=1)
+    want = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, K, N]
+    got = Mxfp4().dequantise(blocks, scales)
+    assert torch.equal(got, want.transpose(1, 2))
+    assert len(got.unique()) > 20 and got.min() < 0 < got.max()
+
+
+def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are packed; everything else is as in the checkpoint without."""
+    hf = family("gpt-oss")  # hidden size 32, expert width 48
+    config = {**hf.config.to_dict(), "intermediate_size": 64}
+    hf = random_hf(type(hf.config)(**config, experts_implementation="eager"))
+    folder = save(hf, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    experts = [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]
+    assert len(experts) == 6
+    for seed, name in enumerate(experts):
+        e, k, n = tensors.pop(name).shape
+        blocks, scales = packed((e, n, k), seed)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        weight = Mxfp4().dequantise(blocks, scales).transpose(1, 2)
+        hf.get_parameter(name).data.copy_(weight)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+    model = load_target(folder, torch.float32, CPU)
+    ids = torch.arange(20)
+    with torch.no_grad():
+        want = hf(ids[None]).logits[0]
+    got = model.compute_logits(Loop.of_model(model).ragged([(0, ids)])[0])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+    first = f"{experts[0]}_scales"
+    save_file({**tensors, first: tensors[first][:, 1:].contiguous()}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{first} has shape .*, expected"):
+        load_target(folder, torch.float32, CPU)

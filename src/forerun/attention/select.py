@@ -162,11 +162,11 @@ def _sm90_kernel_serves(need: AttentionNeed) -> bool:
     """Whether `triton` has a kernel for Hopper that is as fast as the libraries' in this phase.
 
     Prefill over K and V: `prefill_sm90.py`, where pages hold whole blocks of 64 tokens; with
-    smaller pages it issues more loads. Decode, verify and draft extend over latent rows:
-    `mla_sm90.py`, with pages of 64, and for up to 16 rows the Triton kernel.
+    smaller pages it issues more loads, and it has no sinks. Decode, verify and draft extend over
+    latent rows: `mla_sm90.py`, with pages of 64, and for up to 16 rows the Triton kernel.
     """
     stored, sizes = need.kv_dtype or need.dtype, need.page_sizes
-    if need.arch != "sm_90" or need.mla == (need.phase is Phase.PREFILL):
+    if need.arch != "sm_90" or need.sinks or need.mla == (need.phase is Phase.PREFILL):
         return False
     if need.mla:
         rope_dim = need.head_dim - need.latent_dim

@@ -86,6 +86,7 @@ class TritonAttention(PagedBackend):
         dtypes=DTYPES,
         kv_dtypes=(*DTYPES, FP8),
         mla=True,
+        sinks=True,
     )
 
     @classmethod
@@ -98,6 +99,8 @@ class TritonAttention(PagedBackend):
                 else f"it needs an NVIDIA or AMD GPU, not {need.device}"
             )
             reasons.insert(0, missing)
+        if need.mla and need.sinks:
+            reasons.append("its latent (MLA) attention has no attention sinks")
         rope_dim = need.head_dim - need.latent_dim
         if need.mla and not need.dense and (need.latent_dim > MAX_LATENT or rope_dim > MAX_ROPE):
             reasons.append(
@@ -231,5 +234,5 @@ class TritonAttention(PagedBackend):
 
 def _mask(plan: TritonPlan, spec: AttentionSpec) -> MaskSpec:
     if plan.tree is not None:
-        return MaskSpec(TREE, spec.mask.window, plan.tree)
-    return MaskSpec(MASKS[spec.mask.mask], spec.mask.window)
+        return MaskSpec(TREE, spec.mask.window, plan.tree, spec.sinks)
+    return MaskSpec(MASKS[spec.mask.mask], spec.mask.window, sinks=spec.sinks)

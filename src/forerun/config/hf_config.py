@@ -124,6 +124,11 @@ def _glm_moe(raw: Raw) -> Raw:
     return _glm(_with(defaults, raw))
 
 
+def _gpt_oss(raw: Raw) -> Raw:
+    defaults = {"attention_bias": True, "head_dim": 64, "sliding_window": 128, "rms_norm_eps": 1e-5}
+    return _layer_types(_with(defaults, raw), 2)
+
+
 def _seed_oss(raw: Raw) -> Raw:
     return _with({"attention_bias": True, "attention_out_bias": False, "head_dim": 128}, raw)
 
@@ -162,6 +167,7 @@ FAMILIES: dict[str, Callable[[Raw], Raw]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Glm4ForCausalLM": _glm,
     "Glm4MoeForCausalLM": _glm_moe,
+    "GptOssForCausalLM": _gpt_oss,
     "Olmo3ForCausalLM": _olmo3,
     "Qwen3NextForCausalLM": _hybrid,
     "Qwen3_5ForCausalLM": _hybrid,

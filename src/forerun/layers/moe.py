@@ -14,6 +14,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +48,11 @@ ALIGNMENT = 8  # of hidden size and expert width: 16 bytes of bfloat16
 class Router(Module):
     """`weight` [E, H] and, for some models, `e_score_correction_bias` [E] float32."""
 
+    has_bias: ClassVar[bool] = False  # of the logits
+
     def __init__(self, hidden_size: int, routing: Routing, place: WeightPlacement) -> None:
         self.routing = routing
+        self.bias = place.empty(routing.num_experts) if self.has_bias else None
         self.weight = place.empty(routing.num_experts, hidden_size)
         # Rounded to bfloat16, it would change which experts are chosen.
         self.e_score_correction_bias = (
@@ -60,6 +64,8 @@ class Router(Module):
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         out = {f"{prefix}weight": self.weight}
+        if self.bias is not None:
+            out[f"{prefix}bias"] = self.bias
         if self.e_score_correction_bias is not None:
             out[f"{prefix}e_score_correction_bias"] = self.e_score_correction_bias
         return out
@@ -69,8 +75,8 @@ class Router(Module):
 
     def __call__(self, x: Tensor) -> Routed:
         """x [T, H] -> experts and weights of T tokens."""
-        bias = self.e_score_correction_bias
-        return route(x, self.weight, bias, self.routing, self._counts)
+        correction = self.e_score_correction_bias
+        return route(x, self.weight, correction, self.routing, self._counts, self.bias)
 
 
 class Experts(Module):
@@ -149,12 +155,15 @@ class Experts(Module):
 class SparseMoE(Module):
     """`gate` and `experts` of one layer."""
 
+    router_type: ClassVar[type[Router]] = Router
+    experts_type: ClassVar[type[Experts]] = Experts
+
     def __init__(
         self, hidden_size: int, intermediate_size: int, routing: Routing, place: WeightPlacement
     ) -> None:
         """`intermediate_size`: of one expert."""
-        self.gate = Router(hidden_size, routing, place)
-        self.experts = Experts(
+        self.gate = self.router_type(hidden_size, routing, place)
+        self.experts = self.experts_type(
             routing.num_experts, hidden_size, intermediate_size, place, routing.num_shared
         )
         self._comm = place.comm

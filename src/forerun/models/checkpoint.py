@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
-from forerun.models.quantization import E4M3, SCALE, Fp8Blocks
+from forerun.models.quantization import BLOCKS, E4M3, SCALE, SCALES, Fp8Blocks, Mxfp4
 from forerun.platform.progress import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,13 +55,15 @@ class Header:
 class Checkpoint:
     """The tensors of a folder, by name; data stays on disk until `read_into`."""
 
-    def __init__(self, folder: Path, blocks: Fp8Blocks | None = None) -> None:
-        """`blocks`: how matrices may be quantised; they are dequantised while they are read.
+    def __init__(self, folder: Path, weight_format: Fp8Blocks | Mxfp4 | None = None) -> None:
+        """`weight_format`: of what is quantised; it is dequantised while it is read.
 
         Raises:
             ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
         """
-        self.folder, self.blocks = folder, blocks
+        self.folder = folder
+        self.blocks = weight_format if isinstance(weight_format, Fp8Blocks) else None
+        self.mxfp4 = weight_format if isinstance(weight_format, Mxfp4) else None
         self.headers: dict[str, Header] = {}
         for file in _files(folder):
             self.headers |= _read_headers(file)
@@ -102,12 +104,44 @@ class Checkpoint:
         Raises:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
         """
-        scales = self._scales(views)
-        self._check(views, scales, tuple(harmless), hint)
-        total = sum(self.headers[name].bytes for name in views)
+        packed = {n: v for n, v in views.items() if self.mxfp4 and n + BLOCKS in self.headers}
+        plain = {name: view for name, view in views.items() if name not in packed}
+        scales = self._scales(plain)
+        stored = self._stored_as_mxfp4(packed)
+        self._check({**plain, **stored}, scales, tuple(harmless), hint)
+        total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
             self._copy({n + SCALE: scale for n, scale in scales.items()}, {}, lambda _: None)
-            self._copy(views, scales, stage.advance)
+            self._copy(plain, scales, stage.advance)
+            for name, view in packed.items():
+                self._copy_mxfp4(name, view, stage.advance)
+
+    def _stored_as_mxfp4(self, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors in the files that these views are made of, without data."""
+        out: dict[str, Tensor] = {}
+        for name, view in packed.items():
+            assert self.mxfp4 is not None
+            for suffix, shape in zip((BLOCKS, SCALES), self.mxfp4.shapes(view), strict=True):
+                out[name + suffix] = torch.empty(shape, dtype=torch.uint8, device="meta")
+        return out
+
+    def _copy_mxfp4(self, name: str, view: Tensor, advance: Callable[[float], None]) -> None:
+        """Expert by expert, on the view's device."""
+        assert self.mxfp4 is not None
+        blocks, scales = self.headers[name + BLOCKS], self.headers[name + SCALES]
+        device = str(view.device)
+        with (
+            _readable(blocks.file),
+            safe_open(blocks.file, framework="pt", device=device) as of_blocks,
+            _readable(scales.file),
+            safe_open(scales.file, framework="pt", device=device) as of_scales,
+        ):
+            all_blocks = of_blocks.get_slice(blocks.stored_as)
+            all_scales = of_scales.get_slice(scales.stored_as)
+            for i, expert in enumerate(view):
+                rows = self.mxfp4.dequantise(all_blocks[i], all_scales[i])  # [N, K]
+                expert.copy_(rows.T.reshape(expert.shape))
+        advance(blocks.bytes + scales.bytes)
 
     def _scales(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """For every tensor that is stored in FP8 blocks, room for its scales."""

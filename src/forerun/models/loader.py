@@ -13,7 +13,7 @@ from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
-from forerun.models.quantization import fp8_blocks
+from forerun.models.quantization import weight_format
 from forerun.models.registry import TRANSFORMERS, model_class
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 
@@ -49,7 +49,7 @@ def load_target(
         return _load_transformers(folder, WeightPlacement(dtype, device), load_format)
     config = load_model_config(folder)
     build = model_class(config)
-    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, fp8_blocks(config))
+    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, weight_format(config))
     place = WeightPlacement(dtype, device, quantization=quantization)
     model = build(config, place, max_positions or config.max_position)
     if checkpoint is None:

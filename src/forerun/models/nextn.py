@@ -32,7 +32,7 @@ from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.further_layers import COUNT, count_layers, prefix_of, prefixes_to_rename
-from forerun.models.quantization import fp8_blocks
+from forerun.models.quantization import weight_format
 from forerun.models.registry import model_class
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
@@ -144,7 +144,7 @@ def load_nextn(
             experts.fused = True  # thousands of tensors fewer
         fill_dummy(draft.weights(), load_format)
     else:
-        checkpoint = Checkpoint(folder, fp8_blocks(config.model))
+        checkpoint = Checkpoint(folder, weight_format(config.model))
         checkpoint.rename(prefixes_to_rename(config.model))
         checkpoint.keep(lambda name: name.startswith(config.prefix))
         choose_expert_layout(draft, checkpoint.headers)

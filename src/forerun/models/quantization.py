@@ -1,9 +1,15 @@
-"""Quantised weights that are read: FP8 in blocks, as DeepSeek-V3 stores them.
+"""Quantised weights that are read: FP8 in blocks (DeepSeek-V3) and MXFP4 experts (gpt-oss).
 
-A matrix [N, K] is `weight`, e4m3, and `weight_scale_inv` [⌈N / rows⌉, ⌈K / columns⌉]: their
-product, block by block, is the weight (despite the name). It is dequantised while it is loaded.
-Norms, router, embedding and LM head are stored plain, and often the MTP layer: each tensor's own
-dtype says which. (DeepSeek-V3's inference/fp8_cast_bf16.py; its README_WEIGHTS, section FP8.)
+Both are dequantised while they are loaded.
+
+FP8: a matrix [N, K] is `weight`, e4m3, and `weight_scale_inv` [⌈N / rows⌉, ⌈K / columns⌉]: their
+product, block by block, is the weight (despite the name). Norms, router, embedding and LM head are
+stored plain, and often the MTP layer: each tensor's own dtype says which. (DeepSeek-V3's
+inference/fp8_cast_bf16.py; its README_WEIGHTS, section FP8.)
+
+MXFP4: runs of 32 values of a row share a scale, a power of two, and have four bits each (OCP
+Microscaling Formats, version 1.0). A tensor `x` [E, K, N] of a model is `x_blocks`
+[E, N, K / 32, 16] and `x_scales` [E, N, K / 32], both uint8.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forerun.config.model_config import ModelConfig
@@ -39,7 +46,32 @@ class Fp8Blocks:
         return weight.float() * whole.repeat_interleave(self.columns, -1)[..., :k]
 
 
-def fp8_blocks(config: ModelConfig) -> Fp8Blocks | None:
+MXFP4_RUN = 32  # values with one scale
+BLOCKS, SCALES = "_blocks", "_scales"  # appended to the name of the tensor
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Mxfp4:
+    """Tensors [E, K, N], of which the runs are along K."""
+
+    def shapes(self, view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of blocks and scales of a tensor that fills `view` [E, K, ...]."""
+        experts, k = view.shape[:2]
+        n = view.numel() // (experts * k)
+        return (experts, n, k // MXFP4_RUN, MXFP4_RUN // 2), (experts, n, k // MXFP4_RUN)
+
+    def dequantise(self, blocks: Tensor, scales: Tensor) -> Tensor:
+        """blocks [..., N, R, 16] and scales [..., N, R], uint8 -> [..., N, 32 R] float32.
+
+        A byte has two values, the first in its low bits: a sign and the index into `_E2M1`.
+        """
+        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+        table = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=blocks.device)
+        exponents = scales.int().unsqueeze(-1) - 127
+        return torch.ldexp(table[codes], exponents).flatten(-2)
+
+
+def weight_format(config: ModelConfig) -> Fp8Blocks | Mxfp4 | None:
     """How the checkpoint's matrices are quantised; None: not at all.
 
     Raises:
@@ -49,6 +81,8 @@ def fp8_blocks(config: ModelConfig) -> Fp8Blocks | None:
     if not raw:
         return None
     spec: dict[str, Any] = dict(raw)
+    if spec.get("quant_method") == "mxfp4":
+        return Mxfp4()
     method: Any = spec.get("quant_method", "unknown")
     block: Any = spec.get("weight_block_size")
     if method == "fp8" and spec.get("fmt", "e4m3") != "e4m3":

@@ -13,12 +13,13 @@ from forerun.models.deepseek import DeepseekForCausalLM
 from forerun.models.gemma import GemmaForCausalLM
 from forerun.models.glm4 import Glm4ForCausalLM
 from forerun.models.glm4_moe import Glm4MoeForCausalLM
+from forerun.models.gpt_oss import GptOssForCausalLM
 from forerun.models.granite import GraniteForCausalLM
 from forerun.models.llama import LlamaForCausalLM
 from forerun.models.mixtral import MixtralForCausalLM
 from forerun.models.olmo2 import Olmo2ForCausalLM
 from forerun.models.phi3 import Phi3ForCausalLM
-from forerun.models.quantization import fp8_blocks
+from forerun.models.quantization import weight_format
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 from forerun.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
@@ -36,6 +37,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "Gemma3ForCausalLM": GemmaForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
@@ -98,7 +100,7 @@ def check_layers(config: ModelConfig, family: type[CausalLM] = CausalLM) -> None
         raise ConfigError(
             f"hidden_act {activation!r} is not supported; Forerun has {family.activations[0]} only."
         )
-    fp8_blocks(config)  # refuses other quantizations
+    weight_format(config)  # refuses other quantizations
     if config.rotary_dim % 2:
         name = "qk_rope_head_dim" if raw.get("qk_rope_head_dim") else "head_dim"
         raise ConfigError(f"{name} {config.rotary_dim} is odd; rotary embedding needs an even one.")

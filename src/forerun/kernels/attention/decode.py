@@ -37,12 +37,14 @@ class MaskSpec:
 
     CAUSAL: a token at p attends to (p - window, p]. BLOCK: to the last `window` positions before
     `start` and to all query tokens of the request. TREE: to all positions before `start`, and to
-    the query tokens whose bits are set.
+    the query tokens whose bits are set. Besides, every token of a head attends to the head's sink,
+    a score without a value (gpt-oss).
     """
 
     mask: int = CAUSAL
     window: int | None = None
     tree: Tensor | None = None  # [B * q_len] int64, bit j: attends to token j; q_len <= 64
+    sinks: Tensor | None = None  # [Hq] float32, not scaled
 
     @property
     def window_constant(self) -> int:
@@ -99,7 +101,7 @@ def paged_attention(
         _tma_descriptor(kv.k, config) if tma else None,
         _tma_descriptor(kv.v, config) if tma else None,
         partial, lse, kv.page_table, kv.start, q if mask.tree is None else mask.tree,
-        scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        mask.sinks, scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
         GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, DIM=dim, PAGE_SIZE=kv.page_size,
         MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=num_splits > 1,
         FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
@@ -108,7 +110,7 @@ def paged_attention(
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:
-        combine(partial, lse, out)
+        combine(partial, lse, out, mask.sinks)
     return out
 
 
@@ -134,17 +136,17 @@ def _tma_descriptor(pool: Tensor, config: TileConfig) -> Any:
     return TensorDescriptor.from_tensor(pool.flatten(2), block)
 
 
-def combine(partial: Tensor, lse: Tensor, out: Tensor) -> None:
-    """partial [T, Hq, S, D], lse [T, Hq, S] float32 -> out [T, Hq, D]."""
+def combine(partial: Tensor, lse: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+    """partial [T, Hq, S, D], lse [T, Hq, S], sinks [Hq] float32 -> out [T, Hq, D]."""
     total, heads, num_splits, dim = partial.shape
     rows, padded = total * heads, triton.next_power_of_2(num_splits)
     most = max(1, COMBINE_SIZE // (padded * triton.next_power_of_2(dim)))
     fill = triton.next_power_of_2(triton.cdiv(rows, 2 * gpu_of(out.device).num_sms))
     block_rows = min(most, fill)
     combine_splits[(triton.cdiv(rows, block_rows),)](
-        partial, lse, out, rows, num_splits,
-        DIM=dim, BLOCK_ROWS=block_rows, BLOCK_SPLITS=padded,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **pdl_options(out),
+        partial, lse, out, sinks, rows, num_splits,
+        NUM_HEADS=1 if sinks is None else heads,
+        DIM=dim, BLOCK_ROWS=block_rows, BLOCK_SPLITS=padded, BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **pdl_options(out),
     )  # fmt: skip
 
 
@@ -169,7 +171,13 @@ def paged_attention_ref(q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scal
     k, v = k.where(reached, 0.0), v.where(reached, 0.0)
     scores = torch.einsum("bwhgd,blhd->bhgwl", tile, k) * scale
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    out = torch.einsum("bhgwl,blhd->bwhgd", scores.softmax(-1), v)
+    if mask.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = mask.sinks.to(exact).view(1, kv.num_kv_heads, -1, 1, 1)
+        joined = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+        weights = joined.softmax(-1)[..., :-1]
+    out = torch.einsum("bhgwl,blhd->bwhgd", weights, v)
     return out.reshape(total, heads, dim).to(q.dtype)
 
 

@@ -98,6 +98,18 @@ def online_softmax_step(s, v, qk_scale, row_max, row_sum, acc):
 
 
 @jit
+def begin_softmax(sinks_ptr, head, BLOCK_M: tl.constexpr):
+    """(row_max, row_sum) [M] before the first block: of the heads' sinks [M], or of nothing."""
+    if sinks_ptr is None:
+        row_max = tl.full([BLOCK_M], -1e38, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        row_max = tl.load(sinks_ptr + head) * 1.4426950408889634  # log2(e)
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    return row_max, row_sum
+
+
+@jit
 def prefetch_kv(
     k_ptr, v_ptr, table, first, high,
     PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
@@ -120,7 +132,7 @@ def prefetch_kv(
 @jit
 def decode_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor, out_ptr, lse_ptr, page_table, start_ptr,
-    tree_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride,
+    tree_ptr, sinks_ptr, qk_scale, q_token_stride, q_head_stride, page_table_stride,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, PREFETCH_LEN: tl.constexpr,
@@ -179,8 +191,8 @@ def decode_attention_kernel(
     if TMA or not PDL:
         q = cast_q(tl.load(q_ptr, mask=q_mask, other=0), dtype)
 
-    row_max = tl.full([BLOCK_M], -1e38, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # With splits, `combine_splits` adds the sinks.
+    row_max, row_sum = begin_softmax(None if SPLIT_KV else sinks_ptr, head, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(begin, end, BLOCK_N):
         origin = first  # position of the block's first K/V
@@ -228,11 +240,14 @@ def decode_attention_kernel(
 
 @jit
 def combine_splits(
-    partial_ptr, lse_ptr, out_ptr, rows, num_splits,
+    partial_ptr, lse_ptr, out_ptr, sinks_ptr, rows, num_splits, NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """One CTA per BLOCK_ROWS of T * Hq: combines the splits by their log-sum-exp."""
+    """One CTA per BLOCK_ROWS of T * Hq: combines the splits by their log-sum-exp.
+
+    The sinks [Hq] count once, here.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -247,8 +262,13 @@ def combine_splits(
         other=0.0,
     )
     row_max = tl.max(lse, 1)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % NUM_HEADS) * 1.4426950408889634  # log2(e)
+        row_max = tl.maximum(row_max, sink)
     weight = tl.exp2(lse - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
     row_sum = tl.sum(weight, 1)
+    if sinks_ptr is not None:
+        row_sum += tl.exp2(sink - row_max)
     out = tl.sum(partial * weight[:, :, None], 1)
     out = out / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     mask = (row < rows)[:, None] & (d < DIM)[None, :]

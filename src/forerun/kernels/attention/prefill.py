@@ -27,6 +27,7 @@ from forerun.kernels.attention.decode import (
 )
 from forerun.kernels.attention.decode_kernels import (
     attends,
+    begin_softmax,
     cast_q,
     kv_slots_of,
     load_kv,
@@ -71,7 +72,7 @@ def prefill_attention(
     gpu, rows = gpu_of(q.device), tile_map.tokens_per_tile * (heads // kv.num_kv_heads)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     need = gpu, q.dtype, kv.k.dtype, dim, kv.page_size
-    if config is None and prefill_sm90.why_unfit(*need) is None:
+    if config is None and mask.sinks is None and prefill_sm90.why_unfit(*need) is None:
         assert rows <= prefill_sm90.BLOCK_M, "a tile has no room for its heads"
         prefill_sm90.launch(q, kv, tile_map, mask, scale, out)
         return out
@@ -79,7 +80,7 @@ def prefill_attention(
     assert rows <= config.block_m, "a tile has no room for its heads"
     _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](
         q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
-        scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        mask.sinks, scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
         TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
         KV_HEADS=kv.num_kv_heads, DIM=dim, PAGE_SIZE=kv.page_size,
         MASK=mask.mask, WINDOW=mask.window_constant,
@@ -92,7 +93,7 @@ def prefill_attention(
 
 @jit
 def _prefill_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, page_table, start_ptr, tile_map, qk_scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, page_table, start_ptr, tile_map, sinks_ptr, qk_scale,
     q_token_stride, q_head_stride, page_table_stride,
     TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
@@ -134,8 +135,7 @@ def _prefill_attention_kernel(
 
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
-    row_max = tl.full([BLOCK_M], -1e38, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max, row_sum = begin_softmax(sinks_ptr, head, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     base = low // BLOCK_N * BLOCK_N
     page = load_page_ids(table, base, low, high, PAGE_SIZE, BLOCK_N)

@@ -14,11 +14,15 @@ on which other tokens are in the batch, within the ranges of `choose_moe`.
 
 On Hopper, up to `MAX_DECODE_TOKENS` tokens have one kernel for both (`experts_sm90.py`).
 
+gpt-oss's experts have biases and another activation (`ClampedSwiglu`), on the Triton kernels.
+
 Tiles of one expert have neighbouring CTAs with the same block of columns, so that its weights are
 read from memory once. CTAs beyond the tiles in use return at once.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,8 +46,32 @@ PREFETCH_K = 512  # columns of its w2 tile that a CTA prefetches into L2 (PDL)
 COMBINE_BLOCK = 1024
 
 
+@dataclass(frozen=True, eq=False)
+class ClampedSwiglu:
+    """Of gpt-oss's experts: biases, and (up + 1) · gate · sigmoid(alpha · gate).
+
+    gate is clamped to at most `limit`, up to within ±limit.
+    """
+
+    b13: Tensor  # [E, 2I]
+    b2: Tensor  # [E, H]: weighted with the expert's output
+    alpha: float
+    limit: float
+
+    def act(self, gate_up: Tensor) -> Tensor:
+        """Reference implementation: [..., 2I], gate first -> [..., I], rounded once."""
+        gate, up = gate_up.float().chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(gate_up.dtype)
+
+
 def expert_partials_ref(
-    x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, shared: Tensor | None = None
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    routed: Routed,
+    shared: Tensor | None = None,
+    swiglu: ClampedSwiglu | None = None,
 ) -> Tensor:
     """Reference implementation of `expert_partials`: one GEMM per expert, none on the host."""
     (tokens, top_k), num_experts = routed.experts.shape, len(w13)
@@ -52,8 +80,13 @@ def expert_partials_ref(
     expert = torch.arange(num_experts, device=ids.device).unsqueeze(1)
     ends = (ids <= expert).sum(1, dtype=torch.int32)  # [E], where each expert's pairs end
     gate_up = torch._grouped_mm(x[order // top_k], w13.transpose(1, 2), offs=ends)
-    act = silu_mul_ref(gate_up, x.dtype)
+    if swiglu is None:
+        act = silu_mul_ref(gate_up, x.dtype)
+    else:
+        act = swiglu.act(gate_up + swiglu.b13[ids[order]])
     by_expert = torch._grouped_mm(act, w2.transpose(1, 2), offs=ends)
+    if swiglu is not None:
+        by_expert = by_expert + swiglu.b2[ids[order]]
     out = by_expert[order.argsort()].view(tokens, top_k, -1).transpose(0, 1).float()
     out = out * routed.weights.t().unsqueeze(-1)
     return out if shared is None else torch.cat((out[:1] + shared.float(), out[1:]))
@@ -66,6 +99,7 @@ def expert_partials(
     routed: Routed,
     shared: Tensor | None = None,
     config: MoeConfig | None = None,
+    swiglu: ClampedSwiglu | None = None,
 ) -> Tensor:
     """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
 
@@ -75,13 +109,15 @@ def expert_partials(
         routed: of `route` for the same x, with its tiles.
         shared: [T, H], added to the first choice; served by Triton.
         config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
+        swiglu: biases and activation; None: SiLU without biases.
     """
     if not use_triton(x):
-        return expert_partials_ref(x, w13, w2, routed, shared)
+        return expert_partials_ref(x, w13, w2, routed, shared, swiglu)
     tokens, (_, hidden, width) = x.shape[0], w2.shape
     tiles, gpu = routed.tiles, gpu_of(x.device)
     assert tiles is not None
-    if config is None and shared is None and tiles.progress is not None:
+    plain = shared is None and swiglu is None
+    if config is None and plain and tiles.progress is not None:
         sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
         if sm90 is not None:
             return expert_partials_sm90(x, w13, w2, routed, sm90)
@@ -91,15 +127,18 @@ def expert_partials(
     assert hidden % 8 == 0 and width % 8 == 0 and routed.experts.shape[0] == tokens
     top_k = routed.experts.shape[1]
     act = x.new_empty(tokens * top_k, width)
+    b13, b2 = (None, None) if swiglu is None else (swiglu.b13, swiglu.b2)
+    alpha, limit = (0.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
     _gate_up[_grid(tiles, width, config.gate_up)](
-        x, w13, act, tiles.pairs, tiles.tiles,
+        x, w13, b13, act, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], hidden // 8, width // 8,
-        TOP_K=top_k, **_constants(tiles, config.gate_up, hidden), **pdl_options(x),
+        TOP_K=top_k, ALPHA=alpha, LIMIT=limit,
+        **_constants(tiles, config.gate_up, hidden), **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
     out = torch.empty(top_k, tokens, hidden, dtype=dtype, device=x.device)
     _down[_grid(tiles, hidden, config.down)](
-        act, w2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
+        act, w2, b2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // 8, width // 8,
         PREFETCH_K if width % 64 == 0 else 0,
         TOP_K=top_k, NUM_THREADS=32 * config.down.num_warps,
@@ -145,6 +184,7 @@ def combine(partials: Tensor, dtype: torch.dtype) -> Tensor:
 def _gate_up(
     x,  # [T, H]
     w13,  # [E, 2I, H]
+    b13,  # [E, 2I] or None
     act,  # [T * k, I]
     pairs,
     tiles,  # [3, max_tiles]
@@ -152,6 +192,8 @@ def _gate_up(
     h_vectors,  # H / 8
     i_vectors,  # I / 8
     TOP_K: tl.constexpr,
+    ALPHA: tl.constexpr,  # of `ClampedSwiglu`, with b13
+    LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -189,10 +231,19 @@ def _gate_up(
                 ups = tl.load(up_tile + first, mask=k_mask, other=0.0)
             gate = tl.dot(xs, tl.trans(gates), gate, input_precision="ieee")
             up = tl.dot(xs, tl.trans(ups), up, input_precision="ieee")
+        if b13 is not None:
+            bias = b13 + expert * 2 * I + tl.minimum(n, I - 1)
+            gate += tl.load(bias).to(tl.float32)[None, :]
+            up += tl.load(bias + I).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, before the activation.
         gate = gate.to(act.dtype.element_ty).to(tl.float32)
         up = up.to(act.dtype.element_ty).to(tl.float32)
-        out = gate * tl.sigmoid(gate) * up
+        if b13 is None:
+            out = gate * tl.sigmoid(gate) * up
+        else:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            out = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
         address = act + pair.to(tl.int64)[:, None] * I + n[None, :]
         mask = m_mask[:, None] & (n[None, :] < I)
         tl.store(address, out.to(act.dtype.element_ty), mask=mask)
@@ -202,6 +253,7 @@ def _gate_up(
 def _down(
     act,  # [T * k, I]
     w2,  # [E, H, I]
+    b2,  # [E, H] or None
     out,  # [k, T, H]
     weights,  # [T, k] float32
     shared,  # [T, H] or None
@@ -250,6 +302,8 @@ def _down(
                 xs = tl.load(act_tile + first, mask=m_mask[:, None] & k_mask, other=0.0)
                 ws = tl.load(w_tile + first, mask=k_mask, other=0.0)
             acc = tl.dot(xs, tl.trans(ws), acc, input_precision="ieee")
+        if b2 is not None:
+            acc += tl.load(b2 + expert * H + tl.minimum(n, H - 1)).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, then weighted in float32.
         acc = acc.to(act.dtype.element_ty).to(tl.float32)
         acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]

@@ -62,22 +62,36 @@ def new_counts(routing: Routing, device: torch.device) -> Tensor:
 
 
 def route(
-    x: Tensor, weight: Tensor, correction_bias: Tensor | None, routing: Routing, counts: Tensor
+    x: Tensor,
+    weight: Tensor,
+    correction_bias: Tensor | None,
+    routing: Routing,
+    counts: Tensor,
+    bias: Tensor | None = None,
 ) -> Routed:
-    """The experts of tokens x [T, H]; weight [E, H] of x's dtype, correction_bias [E] float32."""
+    """The experts of tokens x [T, H].
+
+    Args:
+        weight: [E, H] of x's dtype.
+        correction_bias: [E] float32.
+        counts: of `new_counts`.
+        bias: [E] of x's dtype, of the logits (gpt-oss).
+    """
     if not use_triton(x):
         if routing.float32_logits:
-            logits = F.linear(x.float(), weight.float())
+            logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
         else:
-            logits = F.linear(x, weight)
+            logits = F.linear(x, weight, bias)
         return route_ref(logits, correction_bias, routing)
     (tokens, hidden), groups = x.shape, routing.groups[0]
     sm90 = choose_router_sm90(
         tokens, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
     )
-    if sm90 is not None:
+    if sm90 is not None and bias is None:
         return route_sm90(x, weight, correction_bias, routing, counts, sm90)
     partials = router_partials(x, weight)
+    if bias is not None:
+        partials[0] += bias
     rounded_like = None if routing.float32_logits else weight
     return top_k(partials, correction_bias, routing, counts, rounded_like)
 

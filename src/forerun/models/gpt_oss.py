@@ -1,0 +1,144 @@
+"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases.
+
+Experts clamp what goes into their SwiGLU. In checkpoints they are MXFP4 (`quantization.py`), and are
+dequantised while they are loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext, LayerMask, RopeInput
+from forerun.config.model_config import ModelConfig
+from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
+from forerun.layers.attention import Attention
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
+from forerun.layers.module import Module
+from forerun.layers.moe import Experts, Routed, Router, Routing, SparseMoE
+from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.models.base import DecoderLayer
+from forerun.models.decoder import DecoderForCausalLM
+
+
+class GptOssAttention(Module):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        hidden_size = config.hidden_size
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
+        self.sinks = place.empty(heads)  # a logit per head, without a value
+        self.attn = Attention(layer_id, mask, heads, kv_heads, dim)
+        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return super().weights(prefix) | {f"{prefix}sinks": self.sinks}
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.attn.spec = replace(self.attn.spec, sinks=self.sinks.float())
+
+    def __call__(
+        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
+    ) -> PendingGemm:
+        qkv = self.qkv_proj(x)
+        return self.o_proj(self.attn(qkv, rope, ctx))
+
+
+class GptOssRouter(Router):
+    has_bias = True
+
+
+class GptOssExperts(Experts):
+    """With biases, and named as whole tensors; gate and up alternate in checkpoints."""
+
+    alpha, limit = 1.702, 7.0  # of `ClampedSwiglu`; a config may have others
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        place: WeightPlacement,
+        num_shared: int = 0,
+    ) -> None:
+        super().__init__(num_experts, hidden_size, intermediate_size, place, num_shared)
+        self.b13 = place.empty(num_experts, 2 * intermediate_size)
+        self.b2 = place.empty(num_experts, hidden_size)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """Views of gate_up_proj [E, H, I, 2] and down_proj [E, I, H], and of their biases."""
+        pairs = self.w13.unflatten(1, (2, -1))  # [E, 2, I, H]
+        return {
+            f"{prefix}gate_up_proj": pairs.permute(0, 3, 2, 1),
+            f"{prefix}gate_up_proj_bias": self.b13.unflatten(1, (2, -1)).transpose(1, 2),
+            f"{prefix}down_proj": self.w2.transpose(1, 2),
+            f"{prefix}down_proj_bias": self.b2,
+        }
+
+    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+        swiglu = ClampedSwiglu(self.b13, self.b2, self.alpha, self.limit)
+        return expert_partials(x, self.w13, self.w2, routed, swiglu=swiglu)
+
+
+class GptOssMoE(SparseMoE):
+    """The router is named `router`."""
+
+    router_type = GptOssRouter
+    experts_type = GptOssExperts
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        gate, router = f"{prefix}gate.", f"{prefix}router."
+        found = super().weights(prefix).items()
+        return {name.replace(gate, router): view for name, view in found}
+
+
+class GptOssDecoderLayer(DecoderLayer):
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        # A softmax over the k best logits is one over all, divided by the sum of the k best.
+        routing = Routing(
+            num_experts=config.need("num_local_experts"),
+            top_k=config.need("num_experts_per_tok"),
+            norm_topk_prob=True,
+            float32_logits=False,
+        )
+        self.layer_id = layer_id
+        self.self_attn = GptOssAttention(config, layer_id, mask, place)
+        self.mlp = GptOssMoE(hidden_size, config.intermediate_size, routing, place)
+        experts = self.mlp.experts
+        assert isinstance(experts, GptOssExperts)
+        experts.alpha = float(config.raw.get("swiglu_alpha") or experts.alpha)
+        experts.limit = float(config.raw.get("swiglu_limit") or experts.limit)
+        self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
+        self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.input_layernorm.link(self.self_attn.qkv_proj)
+
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        aux.capture(self.layer_id, residual)
+        x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
+        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.mlp(x)
+        return x, residual
+
+
+class GptOssForCausalLM(DecoderForCausalLM):
+    decoder_layer = GptOssDecoderLayer
+    has_attention_sinks = True
