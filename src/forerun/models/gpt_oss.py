@@ -1,6 +1,6 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases.
 
-Experts clamp what goes into their SwiGLU. In checkpoints they are MXFP4 (`quantization.py`), and are
+Experts clamp what goes into their SwiGLU. In checkpoints they are MXFP4 (`quantization.py`), and
 dequantised while they are loaded.
 """
 
@@ -14,11 +14,12 @@ from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
+from forerun.kernels.moe.routing import Routed
 from forerun.layers.attention import Attention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.module import Module
-from forerun.layers.moe import Experts, Routed, Router, Routing, SparseMoE
+from forerun.layers.moe import Experts, Router, Routing, SparseMoE
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM

@@ -146,7 +146,8 @@ def combine(partial: Tensor, lse: Tensor, out: Tensor, sinks: Tensor | None = No
     combine_splits[(triton.cdiv(rows, block_rows),)](
         partial, lse, out, sinks, rows, num_splits,
         NUM_HEADS=1 if sinks is None else heads,
-        DIM=dim, BLOCK_ROWS=block_rows, BLOCK_SPLITS=padded, BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **pdl_options(out),
+        DIM=dim, BLOCK_ROWS=block_rows, BLOCK_SPLITS=padded,
+        BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **pdl_options(out),
     )  # fmt: skip
 
 
