@@ -147,7 +147,10 @@ def test_graphs_and_trees_need_triton() -> None:
             replace(GPU, mla=True, dense=False, head_dim=1088, latent_dim=1024),
             "latent rows of 1024",
         ),
-        (replace(GPU, sinks=True), "sinks"),
+        (
+            replace(GPU, mla=True, dense=False, head_dim=576, latent_dim=512, sinks=True),
+            "has no attention sinks",
+        ),
         (replace(GPU, logit_softcap=True), "soft-cap"),
         (replace(GPU, kv_scales=True), "K/V scales"),
         (replace(GPU, uniform=False), "one shape in all layers"),

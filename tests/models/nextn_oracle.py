@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+from transformers.models.glm4_moe import modeling_glm4_moe as glm4_moe
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
@@ -23,6 +24,7 @@ FAMILIES = {
     "qwen3_5_moe_text": ("Qwen3_5Moe", qwen3_5_moe),
     "qwen3_5_text": ("Qwen3_5", qwen3_5),
     "qwen3_next": ("Qwen3Next", qwen3_next),
+    "glm4_moe": ("Glm4Moe", glm4_moe),
     "deepseek_v2": ("DeepseekV2", deepseek_v2),
     "deepseek_v3": ("DeepseekV3", deepseek_v3),
 }
@@ -41,9 +43,11 @@ class Oracle:
         self.make_norm = names[f"{name}RMSNorm"]
         rope = f"{name}RotaryEmbedding"
         self.rope = names[rope if rope in names else f"{name}TextRotaryEmbedding"](self.config)
-        # The number says whether a DeepSeek layer has experts, and a hybrid's last has attention.
+        # The number says whether a layer of DeepSeek's or GLM's has experts, and a hybrid's last
+        # has attention.
         layers, kind = self.config.num_hidden_layers, self.config.model_type
-        layer_idx = layers if "deepseek" in kind else layers - 1 if kind in HYBRIDS else 0
+        dense_first = "first_k_dense_replace" in self.config.to_dict()
+        layer_idx = layers if dense_first else layers - 1 if kind in HYBRIDS else 0
         self.layer = names[f"{name}DecoderLayer"](self.config, layer_idx).eval()
         self.layer.load_state_dict({key: self.weight(key) for key in self.layer.state_dict()})
         self.table = self.weights["model.embed_tokens.weight"]

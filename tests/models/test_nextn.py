@@ -30,6 +30,7 @@ NAMES = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "glm4-moe",
 ]
 MTP_NAMES = {  # of hybrids, in this order
     "eh_proj.": "mtp.fc.",
