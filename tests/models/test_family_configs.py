@@ -20,7 +20,7 @@ from forerun.config.rope_config import RopeConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import RecurrentState
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.rope import Rope, frequencies, rotary_order
+from forerun.layers.rope import Rope, amplitude, frequencies, rotary_order
 from forerun.models.further_layers import count_layers
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
@@ -137,6 +137,28 @@ def test_olmo3_scales_rope_where_attention_is_full() -> None:
     ]
     three, full = [("default", 4096)] * 3, ("yarn", None)
     assert kinds == [*three, full, *three]
+
+
+def test_gpt_oss_as_on_the_hub() -> None:
+    scaling = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    config = parsed(
+        "GptOssForCausalLM", num_local_experts=8, num_experts_per_tok=4, experts_per_token=4,
+        rope_theta=150000, rope_scaling=scaling, quantization_config={"quant_method": "mxfp4"},
+    )  # fmt: skip
+    assert config.windows == (128, None, 128, None, 128, None, 128) and config.head_dim == 64
+    assert config.qkv_bias and config.o_bias
+    yarn = config.rope.yarn
+    assert yarn is not None and not yarn.truncate
+    assert abs(amplitude(config.rope) - 1.34657) < 1e-5
+    model = model_class(config)(config, META, 1)
+    assert model.has_attention_sinks
+    names = model.weights()
+    assert names["model.layers.0.self_attn.sinks"].shape == (4,)
+    assert names["model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 64, 48, 2)
+    assert names["model.layers.0.mlp.router.bias"].shape == (8,)
 
 
 def test_layers_without_rope() -> None:
