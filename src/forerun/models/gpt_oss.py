@@ -81,9 +81,9 @@ class GptOssExperts(Experts):
             f"{prefix}down_proj_bias": self.b2,
         }
 
-    def __call__(self, x: Tensor, routed: Routed) -> Tensor:
+    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
         swiglu = ClampedSwiglu(self.b13, self.b2, self.alpha, self.limit)
-        return expert_partials(x, self.w13, self.w2, routed, swiglu=swiglu)
+        return expert_partials(x, self.w13, self.w2, routed, shared, swiglu=swiglu)
 
 
 class GptOssMoE(SparseMoE):
