@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks, use_kernels
-from forerun.kernels.runtime.jit import jit, tl, triton
+from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
+from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 MAX_KERNEL_SIZE = 4  # of the Triton kernels
@@ -43,7 +43,7 @@ def causal_conv_update(x: Tensor, weight: Tensor, state: ConvState) -> Tensor:
     Returns:
         [B · q_len, C].
     """
-    if not use_kernels(x):
+    if not use_triton(x):
         return causal_conv_update_ref(x, weight, state)
     batch, (channels, size) = len(state.slots), weight.shape
     assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1
@@ -74,7 +74,7 @@ def causal_conv_prefill(
     x: Tensor, weight: Tensor, state: ConvState, prompts: PromptChunks
 ) -> Tensor:
     """Prefill chunks of B requests, nothing pending: x [T, C], any row stride -> [T, C]."""
-    if not use_kernels(x):
+    if not use_triton(x):
         return causal_conv_prefill_ref(x, weight, state, prompts)
     channels, size = weight.shape
     assert size <= MAX_KERNEL_SIZE and x.stride(1) == 1

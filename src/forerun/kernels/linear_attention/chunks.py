@@ -8,17 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.runtime.jit import use_triton
-
-# Whether the Triton kernels run on GPUs, or the reference implementations: until the kernels have
-# passed their tests on one.
-KERNELS_ON_GPUS = False
 CHUNK = 64  # tokens whose outputs are computed at once (Gated DeltaNet's chunks)
-
-
-def use_kernels(tensor: Tensor) -> bool:
-    """Whether Triton kernels run on this tensor."""
-    return use_triton(tensor) and (KERNELS_ON_GPUS or not tensor.is_cuda)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks, use_kernels
-from forerun.kernels.runtime.jit import jit, tl, triton
+from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
+from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 BLOCK_V, PREFILL_BLOCK_V = 8, 32  # columns of a state that a CTA has in registers
@@ -65,7 +65,7 @@ def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Ten
     Returns:
         o [B · q_len, HV, Dv], in qkv's dtype.
     """
-    if not use_kernels(qkv):
+    if not use_triton(qkv):
         return gated_delta_update_ref(qkv, gates, state)
     batch, (_, v_heads, k_dim, v_dim) = len(state.slots), state.state.shape
     width, _, k_heads, _ = state.k.shape[1:]
@@ -112,7 +112,7 @@ def gated_delta_prefill(
     Returns:
         o [T, HV, Dv], in qkv's dtype.
     """
-    if not use_kernels(qkv):
+    if not use_triton(qkv):
         return gated_delta_prefill_ref(qkv, gates, state, prompts)
     (tokens, v_heads), (_, _, k_dim, v_dim) = gates.a.shape, state.state.shape
     k_heads, block_k = state.k.shape[3], max(16, triton.next_power_of_2(k_dim))

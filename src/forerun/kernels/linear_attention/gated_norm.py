@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.linear_attention.chunks import use_kernels
-from forerun.kernels.runtime.jit import jit, tl, triton
+from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 GROUP = 4  # heads of a CTA
@@ -25,7 +24,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [T, H · D], in x's dtype.
     """
-    if not use_kernels(x):
+    if not use_triton(x):
         return gated_rms_norm_ref(x, z, weight, eps)
     tokens, heads, dim = x.shape
     assert x.is_contiguous() and z.stride(1) == 1
