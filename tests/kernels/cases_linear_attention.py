@@ -66,7 +66,8 @@ def prefill() -> list[Case]:
             gated_delta._invert_systems,
             gates | {"chunks": I32} | strides,
             sizes,
-            {"num_warps": 4},
+            {"num_warps": gated_delta.PREFILL_WARPS},
+            hip_options={"num_warps": gated_delta.HIP_PREFILL_WARPS},
             matrix=True,
         ),
         Case(
@@ -74,9 +75,10 @@ def prefill() -> list[Case]:
             gated_delta._gated_delta_prefill,
             gates | {"slots": I64, "requests": I32, "state": F32, "out_ptr": B16} | strides,
             {**sizes, "BLOCK_V": gated_delta.PREFILL_BLOCK_V},
-            {"num_warps": 4, "num_stages": 1},
+            {"num_warps": gated_delta.PREFILL_WARPS, "num_stages": 1},
+            hip_options={"num_warps": gated_delta.HIP_PREFILL_WARPS},
             matrix=True,
-            spill_bytes=8,
+            spill_bytes=40,
         ),
     ]
 

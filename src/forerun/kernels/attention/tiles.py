@@ -15,7 +15,7 @@ from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, next_power_of_2
 
 MAX_SPLITS = 64
 MIN_SPLIT_LEN = 64  # K/V positions that are worth a split of their own
-MAX_SHORT_SPLITS = 24  # below LONG_CONTEXT: what combining more takes is not earned back
+MAX_SHORT_SPLITS = 20  # below LONG_CONTEXT: what combining more takes is not earned back
 LONG_CONTEXT = 4096  # positions from which on reading K/V outweighs the cost of splits
 # Of `mla_sm90.py`: values of a latent row, positions of a page, query rows of a CTA and of a
 # prefill tile (a cluster of two CTAs).

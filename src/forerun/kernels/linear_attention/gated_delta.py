@@ -26,7 +26,9 @@ from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-BLOCK_V, PREFILL_BLOCK_V = 8, 32  # columns of a state that a CTA has in registers
+BLOCK_V, PREFILL_BLOCK_V = 8, 16  # columns of a state that a CTA has in registers
+# On NVIDIA no wgmma, which needs four warps: with it Triton 3.6 gets operands of 32 columns wrong.
+PREFILL_WARPS, HIP_PREFILL_WARPS = 2, 4
 EPS = 1e-6  # of the normalisation of q and k
 
 
@@ -118,10 +120,12 @@ def gated_delta_prefill(
     k_heads, block_k = state.k.shape[3], max(16, triton.next_power_of_2(k_dim))
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     inverses = torch.empty(tokens, v_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
+    warps = PREFILL_WARPS if torch.version.hip is None else HIP_PREFILL_WARPS
     heads = {"K_HEADS": k_heads, "V_HEADS": v_heads, "K_DIM": k_dim, "V_DIM": v_dim, "EPS": EPS}
     _invert_systems[(len(prompts.chunks), v_heads)](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias, prompts.chunks, inverses,
-        gates.a.stride(0), gates.b.stride(0), **heads, CHUNK=CHUNK, BLOCK_K=block_k, num_warps=4,
+        gates.a.stride(0), gates.b.stride(0), **heads, CHUNK=CHUNK, BLOCK_K=block_k,
+        num_warps=warps,
     )  # fmt: skip
     out = torch.empty(tokens, v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
     grid = len(state.slots) * v_heads, triton.cdiv(v_dim, PREFILL_BLOCK_V)
@@ -129,7 +133,7 @@ def gated_delta_prefill(
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias, inverses,
         state.slots, prompts.requests, state.state, out, gates.a.stride(0), gates.b.stride(0),
         **heads, CHUNK=CHUNK, BLOCK_K=block_k, BLOCK_V=PREFILL_BLOCK_V,
-        num_warps=4, num_stages=1,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out
 
