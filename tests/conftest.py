@@ -48,6 +48,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def with_cpu_kernels() -> Iterator[None]:
+    """As with FORERUN_CPU_KERNELS=1."""
+    from forerun.kernels.cpu import library
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_load", library.compiled)
+        yield
+
+
 @pytest.fixture
 def without_cpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain PyTorch, as on a machine without a C++ compiler."""

@@ -12,7 +12,10 @@ from forerun.executor.cpu_graphs import CpuGraphSteps
 from forerun.executor.steps import EagerSteps
 from forerun.kernels.cpu import library
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("with_cpu_kernels"),
+]
 
 PROMPTS = ["A box holds 6 pens. Tom has 3 boxes.", "def add(a, b):", "for i in range("]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}

@@ -14,7 +14,8 @@ from forerun.llm.bundled import bundled
 from forerun.models.loader import load_target
 from tests.models.support import Loop
 
-needs_kernels = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("with_cpu_kernels")
+needs_kernels = pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler")
 
 PROMPTS = ["A box holds 6 pens. Tom has 3 boxes.", "def add(a, b):", "for i in range("]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}

@@ -26,7 +26,10 @@ from forerun.kernels.elementwise.rms_norm import add_rms_norm_ref, rms_norm_ref
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("with_cpu_kernels"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 CPU = torch.device("cpu")

@@ -13,7 +13,10 @@ from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu.gemm import Format, PackedWeight
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("with_cpu_kernels"),
+]
 
 DTYPES = (torch.float32, torch.bfloat16)
 # N and K: whole panels, parts of one, groups of 32 with a rest, odd.

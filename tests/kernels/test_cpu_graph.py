@@ -15,7 +15,10 @@ from forerun.kernels.speculation.decode_inputs import build_decode_inputs_ref
 from forerun.kernels.speculation.ring_buffer import ring_buffer_write_ref
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs_ref
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("with_cpu_kernels"),
+]
 
 
 def test_a_replay_computes_again_what_was_recorded() -> None:

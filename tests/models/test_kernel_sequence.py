@@ -224,7 +224,8 @@ def test_on_a_cpu_in_float32_without_kernels(
     assert got == ["norm", *(attention + mlp) * LAYERS, "onednn", "argmax"]
 
 
-@pytest.mark.skipif(library.library() is None, reason="no C++ compiler")
+@pytest.mark.usefixtures("with_cpu_kernels")
+@pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("tokens", [1, 16, 200])
