@@ -31,6 +31,7 @@ LATENT = [label for label, config in MODELS.items() if "kv_lora_rank" in config]
 DENSE = [label for label in MODELS if label not in LATENT]
 PACKAGES = stand_ins.stand_ins()
 NEW = 10
+REFUSALS = ("cannot serve", "has recurrent layers: their state follows one path")
 SMALL: Config = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -140,7 +141,7 @@ def hold(label: str, algorithm: str, backend: str) -> None:
         try:
             texts(label, algorithm, name, record=True, setting=setting)
         except ConfigError as error:
-            assert "cannot serve" in str(error)
+            assert any(reason in str(error) for reason in REFUSALS)
             pytest.skip(str(error))
 
 
