@@ -64,6 +64,8 @@ def small(label: str) -> Config:
         del config["head_dim"]
         config["num_key_value_heads"] = config["num_attention_heads"]
     config.pop("layer_types", None)
+    if "linear_num_key_heads" in config:
+        config["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
     return config
 
 

@@ -207,7 +207,7 @@ class _Builder:
             shape = PoolShape(pages, limits.page_size, rows, width, budget.num_snapshots, windowed)
             return setup.build(shape, settings.device)
 
-        target, *draft = map(build, settings.attention)
+        target, *draft = [build(setup) for setup in settings.attention]
         draft_attention = draft[0] if draft else None
         return DeviceStep(
             model, self.algorithm, self.settings.caps, tables, target, draft_attention

@@ -88,8 +88,7 @@ class ModelPools:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
-        return next(iter(self.paged.values())).device
+        return self.num_pending.device
 
     @property
     def page_size(self) -> int:
