@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,21 @@ def modules() -> Iterator[rules.Module]:
         yield rules.Module(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
 
 
+@cache
+def findings() -> tuple[dict[str, list[str]], set[str]]:
+    """What breaks each rule, and the host reads. Every file is parsed once."""
+    broken: dict[str, list[str]] = {rule.__name__: [] for rule in rules.RULES}
+    host_reads: set[str] = set()
+    for module in modules():
+        for rule in rules.RULES:
+            broken[rule.__name__] += rule(module)
+        host_reads |= {where for where, *_ in rules.host_syncs(module)}
+    return broken, host_reads
+
+
 @pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
 def test_rule(rule) -> None:
-    broken = [line for module in modules() for line in rule(module)]
+    broken = findings()[0][rule.__name__]
     assert not broken, f"{rule.__doc__}\n" + "\n".join(broken)
 
 
@@ -114,7 +127,7 @@ def test_every_rule_has_a_snippet_it_refuses() -> None:
 
 @pytest.mark.parametrize("name", rules.HOST_READS)
 def test_every_host_read_that_is_allowed_exists(name: str) -> None:
-    found = {where for module in modules() for where, *_ in rules.host_syncs(module)}
+    found = findings()[1]
     assert name in found
 
 

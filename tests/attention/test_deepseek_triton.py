@@ -14,6 +14,7 @@ from forerun.models.loader import load_target
 from tests.models.support import CPU, Loop, family, save
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels do not run on a CPU then")
 def test_forwards_equal_the_plain_backend(tmp_path: Path) -> None:
     """A prompt (expanded), a short chunk (absorbed), a verify pass; norm and RoPE in one kernel."""

@@ -235,6 +235,7 @@ def test_rows_that_the_kernels_cannot_take() -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_the_engine_on_deepseeks_sizes(device: torch.device) -> None:
     """The trained toy of `tests/golden`, with its MTP layer: expanded prefill, verify, drafts."""
     folder = Path(__file__).parents[1] / "golden" / "deepseek-toy"

@@ -44,7 +44,7 @@ def oracle(plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Oracle, "answers", known)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": 
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 5}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # compilation takes long on a busy machine
 @pytest.mark.usefixtures("without_cpu_kernels")
-@pytest.mark.parametrize(
-    "algorithm", ["NGRAM", pytest.param("DFLASH", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH"])
 def test_output_of_the_golden_target(algorithm: str) -> None:
     """Compiles a single step: batch size 1, greedy. Without a draft model that is quicker."""
     case = CASES[1]

@@ -32,7 +32,10 @@ def texts(**settings: Any) -> tuple[list[list[int]], LLM]:
         return [out.output_ids for out in outs], llm
 
 
-@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM", "DDTREE"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [None, "DFLASH", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("NGRAM", "DDTREE"))],
+)
 def test_text_is_that_of_eager_steps(algorithm: str | None) -> None:
     eager, llm = texts(speculative_algorithm=algorithm, disable_cuda_graph=True)
     assert isinstance(llm.engine.executor.steps, EagerSteps)  # type: ignore[attr-defined]
@@ -61,6 +64,7 @@ def test_old_steps_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got == texts()[0]
 
 
+@pytest.mark.exhaustive
 def test_text_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     got = []
     for threads in (1, 2):

@@ -38,7 +38,7 @@ def total(outs: list[Any]) -> Acceptance:
     return Acceptance.total(Acceptance.of(out.meta_info) for out in outs)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 512)])
@@ -60,8 +60,8 @@ def test_a_tree_accepts_more_than_a_chain() -> None:
     [
         ({"speculative_ddtree_budget": 1}, 1),
         ({"speculative_ddtree_budget": 5}, 5),
-        ({"speculative_ddtree_budget": 63}, 63),
-        ({"speculative_dflash_block_size": 2}, 32),
+        pytest.param({"speculative_ddtree_budget": 63}, 63, marks=pytest.mark.exhaustive),
+        pytest.param({"speculative_dflash_block_size": 2}, 32, marks=pytest.mark.exhaustive),
         ({"speculative_draft_window_size": 16}, 32),
     ],
 )

@@ -116,7 +116,7 @@ def reference() -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [5, 512])
@@ -164,7 +164,14 @@ def test_widths_and_deferred_observes() -> None:
         assert run(llm) == reference()
 
 
-@pytest.mark.parametrize("name", [None, "DFLASH", "TOY-TREES", "TOY-EAGER-TREES"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DFLASH",
+        "TOY-EAGER-TREES",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (None, "TOY-TREES")),
+    ],
+)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("without_cpu_kernels")
@@ -179,6 +186,7 @@ def test_steps_captured_in_two_parts(name: str | None, overlap_depth: int) -> No
         llm.engine.check()
 
 
+@pytest.mark.exhaustive
 def test_an_executor_in_another_process() -> None:
     with remote_engine() as engine:
         requests = [

@@ -66,6 +66,7 @@ def nan_weight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM", "DFLASH", "DDTREE", "EAGLE3"])
@@ -112,6 +113,7 @@ def nan_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("token") / "target", change)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 def test_the_tokens_before_stay_and_other_requests_go_on(

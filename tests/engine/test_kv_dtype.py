@@ -42,8 +42,8 @@ def plain(kv: str) -> list[list[int]]:
     [
         ("fp8_e4m3", None, 16, 16),
         ("fp8_e4m3", "DFLASH", 8, 1),
-        ("fp8_e4m3", "DFLASH", 512, 16),
-        ("fp8_e4m3", "NGRAM", 16, 16),
+        pytest.param("fp8_e4m3", "DFLASH", 512, 16, marks=pytest.mark.exhaustive),
+        pytest.param("fp8_e4m3", "NGRAM", 16, 16, marks=pytest.mark.exhaustive),
         ("bfloat16", "DFLASH", 16, 1),
     ],
 )

@@ -50,7 +50,7 @@ def tight(request: pytest.FixtureRequest) -> Iterator[bool]:
     yield request.param
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("page_size", [1, 16, 256])

@@ -163,7 +163,7 @@ def plain() -> tuple[list[list[int]], list[dict[int, list[Token]]]]:
     return texts, [seen[tuple(prompt[:KEY])] for prompt in PROMPTS]
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("deferred", [False, True], ids=["at-once", "deferred"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])

@@ -78,7 +78,14 @@ def hold(make: Callable[[], LLM], prompts: list[list[int]], layers: int) -> None
 
 @pytest.mark.parametrize(
     ("name", "window"),
-    [*((name, None) for name in (None, "DFLASH", "NGRAM", *CHAINS)), ("DFLASH", 16)],
+    [
+        (None, None),
+        ("DFLASH", 16),
+        *(
+            pytest.param(n, None, marks=pytest.mark.exhaustive)
+            for n in ("DFLASH", "NGRAM", *CHAINS)
+        ),
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("without_cpu_kernels")

@@ -75,7 +75,13 @@ def answers(engine: Engine) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "overlap_depth"), [(None, 1), ("DFLASH", 1), ("NGRAM", 0)], ids=str
+    ("algorithm", "overlap_depth"),
+    [
+        ("DFLASH", 1),
+        pytest.param(None, 1, marks=pytest.mark.exhaustive),
+        pytest.param("NGRAM", 0, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 def test_output_equals_an_executor_in_this_process(
     algorithm: str | None, overlap_depth: int

@@ -35,6 +35,7 @@ def wanted() -> list[list[int]]:
         ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
 @pytest.mark.parametrize(
     "settings",

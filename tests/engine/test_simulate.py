@@ -8,7 +8,9 @@ from forerun.core.errors import ConfigError
 from tests.golden_engine import CASES, golden_llm
 
 
-@pytest.mark.parametrize("mean", [1.0, 1.2, 3.0, 6.5, 10.0])
+@pytest.mark.parametrize(
+    "mean", [1.2, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1.0, 3.0, 6.5, 10.0))]
+)
 def test_the_mean_accept_length(mean: float) -> None:
     with golden_llm("DFLASH", speculative_simulate_accept_length=mean) as llm:
         params = {"temperature": 0.0, "max_new_tokens": 200, "ignore_eos": True}

@@ -61,7 +61,7 @@ def keep_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_setup, "_window", lambda masks: None)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 4)])

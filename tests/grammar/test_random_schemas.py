@@ -11,9 +11,10 @@ pytest.importorskip("xgrammar")
 from tests.grammar.random_schemas import run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("algorithm", "count"),
-    [("DFLASH", 48), pytest.param("DDTREE", 400, marks=pytest.mark.exhaustive)],
+    [("DFLASH", 48), ("DDTREE", 400)],
 )
 def test_outputs_parse_and_validate(algorithm: str, count: int) -> None:
     settings = {"constrained_json_disable_any_whitespace": True, "max_running_requests": 24}

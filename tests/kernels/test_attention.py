@@ -59,6 +59,7 @@ def spans(starts: list[int], q_len: int) -> list[tuple[int, int]]:
     return [(start, q_len) for start in starts]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(
     ("page_size", "heads", "kv_heads", "dim", "q_len", "num_splits"),
@@ -101,6 +102,7 @@ def test_splits_do_not_change_the_result(num_splits: int, device: torch.device) 
     assert relative_error(out, case.reference(mask)) < 2e-6
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_sinks(mask: MaskSpec, num_splits: int, device: torch.device) -> None:

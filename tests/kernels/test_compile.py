@@ -42,6 +42,7 @@ def test_compiles_for_every_target(family: str) -> None:
     check(family)
 
 
+@pytest.mark.exhaustive
 def test_compiles_for_one_target() -> None:
     """A part of it that takes seconds: each family for another target."""
     check(*(f"{family}:{target}" for family, target in zip(FAMILIES, cycle(TARGETS), strict=False)))

@@ -53,6 +53,7 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         compile_library(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_text_without_a_compiler() -> None:
     """The engine's first command, on a machine that has none."""
     code = (

@@ -70,6 +70,7 @@ def assert_compiles_well(source: str) -> str:
     return log
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cluster_size", [1, 2])
 def test_sm90_mla_compiles(cluster_size: int) -> None:
     assert_compiles_well(mla_sm90.cuda_source(cluster_size))

@@ -178,6 +178,7 @@ def check_update(
             close(start_of(kept, slot), after[i][committed], 1e-4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("function", PREFILLS)
 @pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize("counts", [(1, 3, 2), (63, 65, 64), (130, 1, 17)])

@@ -175,7 +175,9 @@ print(status("VmHWM") - before, all((slot == 2).all() for slot in slots.values()
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "stored", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)]
+)
 def test_a_load_holds_one_shard_at_a_time(stored: torch.dtype, tmp_path: Path) -> None:
     """The peak includes mapped pages: four shards at once, or a copy of one, would exceed it."""
     shards, each, rows = 4, 4, 2048  # float32: 4 tensors of 8 MiB a shard

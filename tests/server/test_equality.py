@@ -100,6 +100,7 @@ def hold(live: LiveServer, want: Answered) -> None:
         assert state["spec_decode_num_accepted_tokens"] > len(asked)
 
 
+@pytest.mark.exhaustive
 def test_some_pairs_of_options(server: LiveServer) -> None:
     assert ENGINE["speculative_algorithm"] == "DFLASH"
     with LiveServer(*flags(**PLAIN)) as live:

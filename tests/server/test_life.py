@@ -137,6 +137,7 @@ def test_a_second_signal_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None
     assert list(tmp_path.glob("forerun-*")) == []
 
 
+@pytest.mark.exhaustive
 def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
     server = LiveServer(*SMALL, TMPDIR=str(tmp_path))
     wait_for(lambda: list(tmp_path.glob("forerun-*/*-out")), 30)  # the engine is being built
@@ -219,6 +220,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(
         assert "choose another --port" in forerun("serve", "--port", port).error
 
 
+@pytest.mark.exhaustive
 def test_what_the_engine_refuses_is_one_line() -> None:
     """Found in the engine's process, told by the server's."""
     assert "triton" in refusal("--device", "cpu", "--attention-backend", "triton")

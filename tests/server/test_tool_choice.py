@@ -186,7 +186,9 @@ LIVE: Any = {
 }
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
+@pytest.mark.parametrize(
+    "choice", ["required", pytest.param(NAMED, marks=pytest.mark.exhaustive)], ids=str
+)
 def test_the_bundled_model_calls_functions(server: LiveServer, choice: Any) -> None:
     """Its template shows no functions: what it writes comes from the grammar alone."""
     call: Any = {"model": "bundled", "messages": ASK, "tools": [LIVE], "tool_choice": choice}
