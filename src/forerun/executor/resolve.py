@@ -75,10 +75,6 @@ def resolve(
     overlap_depth: int | None,
 ) -> Settings:
     device = resolve_device(config.device)
-    if config.cpu_graph:
-        from forerun.executor.compiled_cpu import check_usable
-
-        check_usable(device)
     if config.enable_piecewise_cuda_graph and not captures_graphs(config, device):
         raise ConfigError(
             f"enable_piecewise_cuda_graph captures prefills on a GPU, and this is {device};"
@@ -101,6 +97,10 @@ def resolve(
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits)
+    if config.cpu_graph:  # last: it takes seconds
+        from forerun.executor.compiled_cpu import check_usable
+
+        check_usable(device)
     threads = None
     if device.type == "cpu":
         threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
