@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.models.loader import load_target
 from forerun.models.quantization import Fp8Blocks, Mxfp4
 from tests.models.support import CPU, Loop, family, random_hf, save
@@ -70,7 +72,7 @@ def test_experts_in_one_tensor_are_scaled_matrix_by_matrix() -> None:
     blocks = Fp8Blocks(*BLOCK)
     made = [quantise(torch.randn(50, 33)) for _ in range(3)]
     stored, scale, meant = (torch.stack(parts) for parts in zip(*made, strict=True))
-    assert blocks.scale_shape(tuple(stored.shape)) == tuple(scale.shape) == (3, 3, 4)
+    assert blocks.scale_shapes((3, 50, 33)) == [tuple(scale.shape)] == [(3, 3, 4)]
     assert torch.equal(blocks.dequantise(stored, scale), meant)
 
 
@@ -124,3 +126,77 @@ def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
     save_file({**tensors, first: tensors[first][:, 1:].contiguous()}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"{first} has shape .*, expected"):
         load_target(folder, torch.float32, CPU)
+
+
+ROW_SPECS: list[dict[str, Any]] = [
+    {"quant_method": "fp8", "activation_scheme": "static"},
+    {"quant_method": "modelopt", "quant_algo": "FP8"},
+    {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("shape", [(-1, 1), (1,), ()], ids=str)
+def test_scales_of_rows_and_of_whole_matrices(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """q, k and v are one matrix here, and have scales of their own; Phi-4's are stored as one."""
+    model = family("qwen3")
+    quantised, plain = save(model, tmp_path / "fp8"), save(model, tmp_path / "plain")
+    weights = load_file(plain / "model.safetensors")
+    fp8: dict[str, Tensor] = {}
+    for key, weight in dict(weights).items():
+        if any(part in key for part in PLAIN):
+            fp8[key] = weight
+            continue
+        size = weight.abs().amax(1, keepdim=True) if shape == (-1, 1) else weight.abs().max()
+        fp8[key] = (weight / (size / 448)).to(torch.float8_e4m3fn)
+        fp8[f"{key}_scale"] = (size / 448).reshape(shape).bfloat16()
+        fp8[key.replace("weight", "input_scale")] = torch.ones(())
+        weights[key] = fp8[key].float() * (size / 448).bfloat16().float()
+    save_file(fp8, quantised / "model.safetensors")
+    save_file(weights, plain / "model.safetensors")
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"] = ROW_SPECS[len(shape)]
+    (quantised / "config.json").write_text(json.dumps(config))
+    ids = torch.arange(20)
+    got, want = (
+        Loop.of_model(load_target(folder, torch.float32, CPU)).ragged([(0, ids)])[0]
+        for folder in (quantised, plain)
+    )
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("group", [None, 16])
+def test_quantised_values_are_the_nearest(group: int | None) -> None:
+    weight = torch.randn(6, 40)
+    weight[2] = 0
+    fp8 = Fp8Weight.empty(6, 40, CPU, group)
+    fp8.quantise_(weight)
+    got = fp8.dequantise()
+    size = weight.abs() if group else weight.abs().amax(1, keepdim=True)
+    assert torch.equal(got[2], weight[2])
+    assert ((got - weight).abs() <= size / 16 + weight.abs().max() / 448 / 512).all()
+    assert (got - weight).norm() < 0.04 * weight.norm()
+
+
+def test_fp8_of_a_plain_checkpoint(tmp_path: Path) -> None:
+    """Every linear is rounded row by row, and nothing else is."""
+    model = family("qwen3")
+    plain, rounded = save(model, tmp_path / "plain"), save(model, tmp_path / "rounded")
+    weights = load_file(rounded / "model.safetensors")
+    for key, weight in weights.items():
+        if not any(part in key for part in PLAIN):
+            fp8 = Fp8Weight.empty(*weight.shape, CPU, group=None)
+            fp8.quantise_(weight)
+            weights[key] = fp8.dequantise()
+    save_file(weights, rounded / "model.safetensors")
+    ids = torch.arange(20)
+    got, want = (
+        Loop.of_model(load_target(folder, torch.float32, CPU, quantization=q)).ragged([(0, ids)])[0]
+        for folder, q in ((plain, "fp8"), (rounded, None))
+    )
+    assert torch.equal(got, want)

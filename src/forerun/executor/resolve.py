@@ -123,12 +123,14 @@ def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
 
 
 def _check_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuses int8 where no kernel reads such weights."""
+    """Refuses int8 where no kernel reads such weights. FP8 is dequantised there."""
     if config.quantization is None:
         return
     where = f"quantization {config.quantization}"
     if config.model_impl == TRANSFORMERS:
         raise ConfigError(f"{where} is not available with model_impl transformers; drop it.")
+    if config.quantization == "fp8":
+        return
     if device.type != "cpu":
         raise ConfigError(f"{where} runs on a CPU, and this is {device}; drop it.")
     reason = library.why_missing()

@@ -53,7 +53,13 @@ class WeightPlacement:
     device: torch.device
     comm: Communicator = SINGLE_RANK
     quantization: str | None = None  # "int8": of linears, when they are prepared
+    allocate: bool = True  # False: those of linears later, when it is known how they are stored
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised, until a loader fills it."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def empty_weight(self, n: int, k: int) -> Tensor:
+        """Of a linear: without memory until `LinearBase.allocate` if not `allocate`."""
+        device = self.device if self.allocate else torch.device("meta")
+        return torch.empty(n, k, dtype=self.dtype, device=device)

@@ -55,6 +55,8 @@ class VocabEmbedding(Module):
 class LMHead(LinearBase):
     """`weight` [V, H], its own or tied to the embedding (vLLM, SGLang: ParallelLMHead)."""
 
+    quantizable = False  # as in nearly all quantised checkpoints
+
     def __init__(
         self, vocab_size: int, hidden_size: int, place: WeightPlacement, tied: VocabEmbedding | None
     ) -> None:

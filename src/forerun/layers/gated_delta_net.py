@@ -108,8 +108,8 @@ class GatedDeltaNet(KVLayer):
 
     def prepare(self) -> None:
         if self._row_order is not None:
-            weight = self.in_proj.weight
-            weight.copy_(weight[self._row_order.to(weight.device)])
+            order = self._row_order
+            self.in_proj.map_rows(lambda rows: rows.copy_(rows[order.to(rows.device)]))
         super().prepare()
         self._decay = self._a_log.exp()
 

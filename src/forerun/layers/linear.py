@@ -15,14 +15,18 @@ activation, runs it with itself fused in, if the implementation of the GEMM can 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
-from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for
+from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for, quantized_gemm_for
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -80,6 +84,8 @@ class PendingGemm(Pending):
         return x
 
 
+Rows = Callable[[Tensor], Tensor]  # selects or reorders along dimension 0
+
 # What a layer hands on: a tensor, an output for the next norm to compute, or a norm for the next
 # GEMM.
 Hidden = Tensor | DeferredNorm | Pending
@@ -88,27 +94,64 @@ Hidden = Tensor | DeferredNorm | Pending
 class LinearBase(Module):
     """`weight` [out, in] and `bias` [out] or None, uninitialised until loaded.
 
-    `prepare` may replace the plain weight by a packed one; then `weight` is empty.
+    `quantized` takes the place of `weight`, which is empty then. So it is once `prepare` has
+    replaced the plain weight by a packed one.
     """
 
     shared = False  # the plain weight stays in use elsewhere
+    quantizable = True  # whether `quantize` may be called: only GEMMs read the weight
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool, place: WeightPlacement
     ) -> None:
-        self.weight = place.empty(output_size, input_size)
+        self.weight = place.empty_weight(output_size, input_size)
+        self.quantized: QuantizedWeight | None = None
         self.bias = place.empty(output_size) if bias else None
         self.gemm: Gemm = LibraryGemm(self.weight, self.bias)
-        self._quantization = place.quantization
+        self._device, self._quantization = place.device, place.quantization
+
+    def allocate(self) -> None:
+        """Memory for a plain weight, if there is none yet."""
+        if self.weight.device != self._device:
+            self.weight = torch.empty_like(self.weight, device=self._device)
+
+    def quantize(self, empty: Callable[[int, int, torch.device], QuantizedWeight]) -> None:
+        """Before it is loaded: the weight is kept as `empty(out, in, device)`."""
+        n, k = self.weight.shape
+        self.quantized = empty(n, k, self._device)
+        self.weight = self.weight.new_empty(0, k, device=self._device)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        weight = {f"{prefix}weight": self.weight}
-        return weight if self.bias is None else weight | {f"{prefix}bias": self.bias}
+        plain = {} if self.quantized is not None else {"weight": self.weight}
+        kinds = plain if self.bias is None else plain | {"bias": self.bias}
+        named = self._rows(prefix).items()
+        return {f"{n}{kind}": rows(t) for kind, t in kinds.items() for n, rows in named}
+
+    def quantized_weights(self, prefix: str = "") -> dict[str, QuantizedWeight]:
+        """Those that `weights` lacks: a checkpoint fills them in ways of its own."""
+        if self.quantized is None:
+            return {}
+        return {f"{n}weight": self.quantized.map(rows) for n, rows in self._rows(prefix).items()}
 
     def prepare(self) -> None:
+        if self.quantized is not None:
+            self.gemm = quantized_gemm_for(self.quantized, self.bias, self.weight.dtype)
+            self.quantized = None
+            return
         self.gemm = gemm_for(self.weight, self.bias, self.shared, self._quantization)
         if self.gemm.packs_weight:
             self.weight = self.weight.new_empty(0, self.weight.shape[1])
+
+    def map_rows(self, change: Rows) -> None:
+        """Changes rows of the weight in place, before `prepare`: `change` works on [out, ...]."""
+        if self.quantized is None:
+            change(self.weight)
+        else:
+            self.quantized.map(change)
+
+    def _rows(self, prefix: str) -> dict[str, Rows]:
+        """Path in checkpoints, ending with a dot -> which rows of weight and bias it has."""
+        return {prefix: lambda tensor: tensor}
 
 
 class Linear(LinearBase):
@@ -136,18 +179,19 @@ class MergedBase(LinearBase):
         self.parts = dict(parts)
         self.fused = False  # whether checkpoints have the parts as one matrix, too (Phi-3)
 
-    def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """Weights of the parts, under their own names next to this module's."""
+    def _rows(self, prefix: str) -> dict[str, Rows]:
+        """The parts, under their own names next to this module's."""
         if self.fused:
-            return super().weights(prefix)
+            return super()._rows(prefix)
         above = prefix[: prefix.rfind(".", 0, -1) + 1]
-        out: dict[str, Tensor] = {}
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None:
-                views = tensor.split_with_sizes(list(self.parts.values()))
-                named = zip(self.parts, views, strict=True)
-                out |= {f"{above}{name}.{kind}": view for name, view in named}
-        return out
+        ends = accumulate(self.parts.values())
+        slices = [
+            slice(end - size, end) for size, end in zip(self.parts.values(), ends, strict=True)
+        ]
+        return {
+            f"{above}{name}.": itemgetter(rows)
+            for name, rows in zip(self.parts, slices, strict=True)
+        }
 
 
 class QKVLinear(MergedBase):
@@ -172,11 +216,16 @@ class QKVLinear(MergedBase):
 
         For `prepare` of an attention, before that of this linear.
         """
-        for tensor in (self.weight, self.bias):
-            if tensor is not None:
-                rows = self.parts["q_proj"] + self.parts["k_proj"]
-                heads = tensor[:rows].unflatten(0, (-1, self.head_dim))
-                heads.copy_(heads.index_select(1, order.to(tensor.device)))
+        rows = self.parts["q_proj"] + self.parts["k_proj"]
+
+        def reorder(tensor: Tensor) -> Tensor:
+            heads = tensor[:rows].unflatten(0, (-1, self.head_dim))
+            heads.copy_(heads[:, order.to(tensor.device)])
+            return tensor
+
+        if self.bias is not None:
+            reorder(self.bias)
+        self.map_rows(reorder)
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         """x [T, in] -> [T, (Hq + 2 Hkv) · D]."""
@@ -202,19 +251,20 @@ class GatedQKVLinear(QKVLinear):
         MergedBase.__init__(self, input_size, parts, bias, place)
         self.num_heads, self.head_dim = num_heads, head_dim
 
-    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+    def _rows(self, prefix: str) -> dict[str, Rows]:
         """The view of q_proj is [Hq, 2, D, in]: the first row of a gate is that of its query and
         all rows between q and the gates further.
         """
-        out = {n: view for n, view in super().weights(prefix).items() if ".gate." not in n}
+
+        def q_and_gate(tensor: Tensor) -> Tensor:
+            row, between = tensor.stride(0), len(tensor) - self.parts["gate"]
+            shape = (self.num_heads, 2, self.head_dim, *tensor.shape[1:])
+            strides = (self.head_dim * row, between * row, *tensor.stride())
+            return tensor.as_strided(shape, strides)
+
         above = prefix[: prefix.rfind(".", 0, -1) + 1]
-        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
-            if tensor is not None:
-                row, between = tensor.stride(0), len(tensor) - self.parts["gate"]
-                shape = (self.num_heads, 2, self.head_dim, *tensor.shape[1:])
-                strides = (self.head_dim * row, between * row, *tensor.stride())
-                out[f"{above}q_proj.{kind}"] = tensor.as_strided(shape, strides)
-        return out
+        parts = {n: rows for n, rows in super()._rows(prefix).items() if n != f"{above}gate."}
+        return parts | {f"{above}q_proj.": q_and_gate}
 
 
 class MergedLinear(MergedBase):

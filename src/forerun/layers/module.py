@@ -32,6 +32,13 @@ class Module:
                 yield child
             yield from child.modules(kind)
 
+    def named_modules(self, kind: type[T], prefix: str = "") -> Iterator[tuple[str, T]]:
+        """The same with their paths, which end with a dot."""
+        for name, child in self.children():
+            if isinstance(child, kind):
+                yield f"{prefix}{name}.", child
+            yield from child.named_modules(kind, f"{prefix}{name}.")
+
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Checkpoint name -> the view it is copied into; fused matrices have a view per part."""
         out: dict[str, Tensor] = {}

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,25 @@ from torch import Tensor
 
 from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
-from forerun.models.quantization import BLOCKS, E4M3, SCALE, SCALES, Fp8Blocks, Mxfp4
+from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
+from forerun.models.quantization import (
+    BLOCKS,
+    E4M3,
+    SCALE_NAMES,
+    SCALES,
+    UNUSED_SCALES,
+    Fp8Format,
+    Mxfp4,
+    WeightFormat,
+)
 from forerun.platform.progress import progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 FIX_FILE = "Download it again"
 FIX_FOLDER = "give the path of a Hugging Face model folder, or org/name of one on the Hub"
+
+View = Tensor | QuantizedWeight  # what a tensor of a checkpoint is copied into
 
 _FLOATS = {"BF16", "F16", "F32", "F64"}
 _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
@@ -46,23 +59,20 @@ class Header:
 
     @property
     def bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * _SIZES.get(self.dtype, 1)
+        return math.prod(self.shape) * _SIZES.get(self.dtype, 1)
 
 
 class Checkpoint:
     """The tensors of a folder, by name; data stays on disk until `read_into`."""
 
-    def __init__(self, folder: Path, weight_format: Fp8Blocks | Mxfp4 | None = None) -> None:
-        """`weight_format`: of what is quantised; it is dequantised while it is read.
+    def __init__(self, folder: Path, weight_format: WeightFormat | None = None) -> None:
+        """`weight_format`: of what is quantised; what fills a plain view is dequantised.
 
         Raises:
             ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
         """
         self.folder = folder
-        self.blocks = weight_format if isinstance(weight_format, Fp8Blocks) else None
+        self.fp8 = weight_format if isinstance(weight_format, Fp8Format) else None
         self.mxfp4 = weight_format if isinstance(weight_format, Mxfp4) else None
         self.headers: dict[str, Header] = {}
         for file in _files(folder):
@@ -88,8 +98,12 @@ class Checkpoint:
         """Forgets the tensors whose names are not wanted, where others read these."""
         self.headers = {name: header for name, header in self.headers.items() if wanted(name)}
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor is there, and stored in the checkpoint's FP8 format."""
+        return self.fp8 is not None and name in self.headers and self.headers[name].dtype == E4M3
+
     def read_into(
-        self, views: Mapping[str, Tensor], harmless: Collection[str] = (), hint: str = ""
+        self, views: Mapping[str, View], harmless: Collection[str] = (), hint: str = ""
     ) -> None:
         """Copies every tensor named in `views` into its view, one at a time, converting floats.
 
@@ -97,21 +111,26 @@ class Checkpoint:
         unmapped before the next is opened. So at most one tensor is held twice.
 
         Args:
-            views: name -> destination view.
+            views: name -> destination view; plain tensors are quantised for a quantised one.
             harmless: endings of names that may be in the files without a view.
             hint: a sentence added when a tensor is missing or unexpected.
 
         Raises:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
         """
-        packed = {n: v for n, v in views.items() if self.mxfp4 and n + BLOCKS in self.headers}
+        packed = {
+            name: view
+            for name, view in views.items()
+            if self.mxfp4 and isinstance(view, Tensor) and name + BLOCKS in self.headers
+        }
         plain = {name: view for name, view in views.items() if name not in packed}
         scales = self._scales(plain)
         stored = self._stored_as_mxfp4(packed)
-        self._check({**plain, **stored}, scales, tuple(harmless), hint)
+        unused = UNUSED_SCALES if self.fp8 is not None else ()
+        self._check({**plain, **stored}, scales, (*harmless, *unused), hint)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
-            self._copy({n + SCALE: scale for n, scale in scales.items()}, {}, lambda _: None)
+            self._copy({self._scale_name(n): t for n, t in scales.items()}, {}, lambda _: None)
             self._copy(plain, scales, stage.advance)
             for name, view in packed.items():
                 self._copy_mxfp4(name, view, stage.advance)
@@ -143,24 +162,29 @@ class Checkpoint:
                 expert.copy_(rows.T.reshape(expert.shape))
         advance(blocks.bytes + scales.bytes)
 
-    def _scales(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """For every tensor that is stored in FP8 blocks, room for its scales."""
-        if self.blocks is None:
-            return {}
-        quantised = [n for n in views if n in self.headers and self.headers[n].dtype == E4M3]
-        shapes = {name: self.blocks.scale_shape(self.shape(name)) for name in quantised}
-        return {
-            name: torch.empty(shape, dtype=torch.float32, device=views[name].device)
-            for name, shape in shapes.items()
-        }
+    def _scales(self, views: Mapping[str, View]) -> dict[str, Tensor]:
+        """For every tensor that is stored in FP8, room for its scales."""
+        out: dict[str, Tensor] = {}
+        for name in filter(self.is_fp8, views):
+            assert self.fp8 is not None
+            shapes, scale = self.fp8.scale_shapes(self.shape(name)), self._scale_name(name)
+            known = scale in self.headers and self.shape(scale) in shapes
+            shape = self.shape(scale) if known else shapes[0]
+            out[name] = torch.empty(shape, dtype=torch.float32, device=views[name].device)
+        return out
+
+    def _scale_name(self, name: str) -> str:
+        """Of the scales of an FP8 tensor."""
+        names = [name + ending for ending in SCALE_NAMES]
+        return next((each for each in names if each in self.headers), names[0])
 
     def _copy(
         self,
-        views: Mapping[str, Tensor],
+        views: Mapping[str, View],
         scales: Mapping[str, Tensor],
         advance: Callable[[float], None],
     ) -> None:
-        """File by file; what has `scales` is dequantised."""
+        """File by file; what has `scales` is FP8."""
         by_file: dict[Path, list[str]] = {}
         for name in views:
             by_file.setdefault(self.headers[name].file, []).append(name)
@@ -169,20 +193,22 @@ class Checkpoint:
             with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
                 for name in names:
                     data = tensors.get_tensor(self.headers[name].stored_as)
+                    fp8 = None
                     if name in scales:
-                        assert self.blocks is not None
-                        data = self.blocks.dequantise(data, scales[name])
-                    views[name].copy_(data.reshape(views[name].shape))
+                        assert self.fp8 is not None
+                        fp8 = self.fp8.read(data, scales[name])
+                    _fill(views[name], data, fp8)
                     advance(self.headers[name].bytes)
 
     def _check(
         self,
-        views: Mapping[str, Tensor],
+        views: Mapping[str, View],
         scales: Mapping[str, Tensor],
         harmless: tuple[str, ...],
         hint: str,
     ) -> None:
-        wanted = {**views, **{name + SCALE: scale for name, scale in scales.items()}}
+        named = {self._scale_name(name): scale for name, scale in scales.items()}
+        wanted: dict[str, View] = {**views, **named}
         missing = [name for name in wanted if name not in self.headers]
         if missing:
             raise ConfigError(f"{self.folder} lacks {_listing(missing)}. {hint}".rstrip())
@@ -201,12 +227,24 @@ class Checkpoint:
                     f" {' or '.join(map(str, map(list, shapes)))} from config.json. The two do not"
                     " belong together."
                 )
-            if view.is_floating_point() != (header.dtype in _FLOATS) and name not in scales:
+            floats = isinstance(view, QuantizedWeight) or view.is_floating_point()
+            if floats != (header.dtype in _FLOATS) and name not in scales:
                 raise ConfigError(
                     f"{header.file}: {name} is {header.dtype}, expected"
-                    f" {'BF16, F16 or F32' if view.is_floating_point() else 'integers'}."
+                    f" {'BF16, F16 or F32' if floats else 'integers'}."
                     " Quantized checkpoints are not supported; use the bfloat16 one."
                 )
+
+
+def _fill(view: View, data: Tensor, fp8: Fp8Weight | None) -> None:
+    """From a tensor as it is stored; `fp8`: with the scales that belong to it."""
+    if isinstance(view, QuantizedWeight):
+        if fp8 is None:
+            view.quantise_(data)
+        else:
+            view.copy_(fp8)
+    else:
+        view.copy_((data if fp8 is None else fp8.dequantise()).reshape(view.shape))
 
 
 def _stored_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -334,7 +372,7 @@ def _listing(names: list[str], noun: str = "tensor") -> str:
 DUMMY_FORMATS = ("dummy", "dummy_normal")
 
 
-def fill_dummy(views: Mapping[str, Tensor], load_format: str, seed: int = 0) -> None:
+def fill_dummy(views: Mapping[str, View], load_format: str, seed: int = 0) -> None:
     """Random weights from a fixed seed.
 
     Args:
@@ -346,8 +384,13 @@ def fill_dummy(views: Mapping[str, Tensor], load_format: str, seed: int = 0) -> 
     if not views:
         return
     generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed)
+    seeds = count(seed + 1)  # of quantised weights
     for name, view in views.items():
-        if load_format == "dummy":
+        if isinstance(view, QuantizedWeight):
+            plain = torch.empty(view.shape, device=view.device)
+            fill_dummy({name: plain}, load_format, seed=next(seeds))
+            view.quantise_(plain)
+        elif load_format == "dummy":
             view.uniform_(-1e-3, 1e-3, generator=generator)
         elif name.endswith("norm.weight"):
             view.fill_(1)

@@ -132,11 +132,22 @@ class DeepseekAttention(Module):
 
     def prepare(self) -> None:
         dims = self.kv_b_proj.dims
-        q_a, kv_a = self.qkv_a_proj.weight.split_with_sizes(self.sizes)
-        q = q_a if self.q_b_proj is None else self.q_b_proj.weight
-        if self.interleaved:
+
+        def reorder_q(q: Tensor) -> Tensor:
             deinterleave(q.view(-1, dims.qk, q.shape[1])[:, dims.nope :])
+            return q
+
+        def reorder_a(qkv_a: Tensor) -> Tensor:
+            q, kv_a = qkv_a.split_with_sizes(self.sizes)
+            if self.q_b_proj is None:
+                reorder_q(q)
             deinterleave(kv_a[dims.latent :])
+            return qkv_a
+
+        if self.interleaved:
+            self.qkv_a_proj.map_rows(reorder_a)
+            if self.q_b_proj is not None:
+                self.q_b_proj.map_rows(reorder_q)
         super().prepare()
 
     def __call__(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import FP8, INT8
+from forerun.layers.linear import LinearBase
+from forerun.layers.module import Module
 from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
@@ -38,7 +43,7 @@ def load_target(
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: length of the rotary tables; None: `max_position_embeddings`.
         model_impl: "auto": Forerun's own models; "transformers": those of transformers.
-        quantization: "int8": of linears, on a CPU.
+        quantization: of linears: "int8", on a CPU; "fp8": e4m3 with a scale per output.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -50,12 +55,13 @@ def load_target(
     config = load_model_config(folder)
     build = model_class(config)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, weight_format(config))
-    place = WeightPlacement(dtype, device, quantization=quantization)
+    place = WeightPlacement(dtype, device, quantization=quantization, allocate=False)
     model = build(config, place, max_positions or config.max_position)
+    quantized = allocate_linears(model, checkpoint, quantization)
     if checkpoint is None:
         for experts in model.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
-        fill_dummy(model.weights(), load_format)
+        fill_dummy({**model.weights(), **quantized}, load_format)
     else:
         checkpoint.rename(further_layers.prefixes_to_rename(config))
         further = _further_layers(config)
@@ -63,12 +69,37 @@ def load_target(
         choose_expert_layout(model, checkpoint.headers)
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
-            model.weights(),
+            {**model.weights(), **quantized},
             (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
         )
     model.prepare()
     return model
+
+
+def allocate_linears(
+    model: Module, checkpoint: Checkpoint | None, quantization: str | None
+) -> dict[str, QuantizedWeight]:
+    """Memory for the weights of a model's linears. Those that the checkpoint has in FP8, and with
+    `quantization` "fp8" all, are kept so.
+
+    Returns:
+        The views of the quantised ones by name, which `model.weights()` lacks.
+    """
+    views: dict[str, QuantizedWeight] = {}
+    for prefix, linear in model.named_modules(LinearBase):
+        names = [name for name in linear.weights(prefix) if name.endswith("weight")]
+        if not linear.quantizable or quantization == INT8:
+            linear.allocate()
+        elif checkpoint is not None and names and all(map(checkpoint.is_fp8, names)):
+            assert checkpoint.fp8 is not None
+            linear.quantize(partial(Fp8Weight.empty, group=checkpoint.fp8.group))
+        elif quantization == FP8:
+            linear.quantize(partial(Fp8Weight.empty, group=None))
+        else:
+            linear.allocate()
+        views |= linear.quantized_weights(prefix)
+    return views
 
 
 def _load_transformers(folder: Path, place: WeightPlacement, load_format: str) -> CausalLM:

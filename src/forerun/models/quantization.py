@@ -1,20 +1,19 @@
-"""Quantised weights that are read: FP8 in blocks (DeepSeek-V3) and MXFP4 experts (gpt-oss).
+"""How checkpoints store quantised weights: FP8, and MXFP4 experts (gpt-oss).
 
-Both are dequantised while they are loaded.
-
-FP8: a matrix [N, K] is `weight`, e4m3, and `weight_scale_inv` [⌈N / rows⌉, ⌈K / columns⌉]: their
-product, block by block, is the weight (despite the name). Norms, router, embedding and LM head are
-stored plain, and often the MTP layer: each tensor's own dtype says which. (DeepSeek-V3's
-inference/fp8_cast_bf16.py; its README_WEIGHTS, section FP8.)
+FP8: a matrix [N, K] is `weight`, e4m3, and scales; their product is the weight. The scales are one
+per block (`weight_scale_inv`, despite the name; DeepSeek-V3's inference/fp8_cast_bf16.py), per row,
+or one of the whole matrix (`weight_scale`; compressed-tensors, ModelOpt). Norms, router, embedding
+and LM head are stored plain, and often the MTP layer: each tensor's own dtype says which. Linears
+keep the e4m3 values (`Fp8Weight`); everything else is dequantised while it is loaded.
 
 MXFP4: runs of 32 values of a row share a scale, a power of two, and have four bits each (OCP
 Microscaling Formats, version 1.0). A tensor `x` [E, K, N] of a model is `x_blocks`
-[E, N, K / 32, 16] and `x_scales` [E, N, K / 32], both uint8.
+[E, N, K / 32, 16] and `x_scales` [E, N, K / 32], both uint8. It is dequantised while it is loaded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -22,28 +21,64 @@ from torch import Tensor
 
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.quantized import Fp8Weight
 
-SCALE = "_scale_inv"  # appended to the name of the tensor that it scales
+SCALE_NAMES = ("_scale_inv", "_scale")  # appended to the name of the tensor that is scaled
 E4M3 = "F8_E4M3"  # as safetensors names it
+# Beside FP8 weights: scales of activations, which are not quantised or get scales of their own.
+UNUSED_SCALES = (".input_scale", ".activation_scale", ".weight_shape")
 
 
-@dataclass(frozen=True)
-class Fp8Blocks:
-    """Size of a block; the last ones of a matrix may be smaller."""
+class Fp8Format(ABC):
+    """e4m3 tensors [..., N, K] and their scales."""
 
-    rows: int
-    columns: int
+    group: int | None  # columns that share a scale; None: all
 
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the scales of a tensor [..., N, K]."""
-        *outer, n, k = shape
-        return (*outer, -(-n // self.rows), -(-k // self.columns))
+    @abstractmethod
+    def scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Those that the scales of a tensor of this shape may have, the usual one first."""
+
+    @abstractmethod
+    def row_scales(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Stored scales -> [..., N, G] float32, of every row."""
+
+    def read(self, weight: Tensor, scale: Tensor) -> Fp8Weight:
+        """[..., N, K] e4m3 and its scales, as stored."""
+        group = weight.shape[-1] if self.group is None else self.group
+        return Fp8Weight(weight, self.row_scales(scale, tuple(weight.shape)), group)
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
         """[..., N, K] e4m3 and its scales -> [..., N, K] float32."""
-        n, k = weight.shape[-2:]
-        whole = scale.float().repeat_interleave(self.rows, -2)[..., :n, :]
-        return weight.float() * whole.repeat_interleave(self.columns, -1)[..., :k]
+        return self.read(weight, scale).dequantise()
+
+
+class Fp8Blocks(Fp8Format):
+    """A scale per block of `rows` × `columns`; the last ones of a matrix may be smaller."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.group = rows, columns
+        self.columns = columns
+
+    def scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        *outer, n, k = shape
+        return [(*outer, -(-n // self.rows), -(-k // self.columns))]
+
+    def row_scales(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return scale.float().repeat_interleave(self.rows, -2)[..., : shape[-2], :]
+
+
+class Fp8Rows(Fp8Format):
+    """A scale per row, or one of the matrix."""
+
+    group = None
+
+    def scale_shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        *outer, n, _ = shape
+        whole: list[tuple[int, ...]] = [] if outer else [(1,), (), (1, 1)]
+        return [(*outer, n, 1), (*outer, n), *whole]
+
+    def row_scales(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return scale.float().reshape(*shape[:-2], -1, 1).expand(*shape[:-1], 1)
 
 
 MXFP4_RUN = 32  # values with one scale
@@ -71,7 +106,10 @@ class Mxfp4:
         return torch.ldexp(table[codes], exponents).flatten(-2)
 
 
-def weight_format(config: ModelConfig) -> Fp8Blocks | Mxfp4 | None:
+WeightFormat = Fp8Blocks | Fp8Rows | Mxfp4
+
+
+def weight_format(config: ModelConfig) -> WeightFormat | None:
     """How the checkpoint's matrices are quantised; None: not at all.
 
     Raises:
@@ -81,22 +119,35 @@ def weight_format(config: ModelConfig) -> Fp8Blocks | Mxfp4 | None:
     if not raw:
         return None
     spec: dict[str, Any] = dict(raw)
-    if spec.get("quant_method") == "mxfp4":
+    method = spec.get("quant_method", "unknown")
+    if method == "mxfp4":
         return Mxfp4()
-    method: Any = spec.get("quant_method", "unknown")
-    block: Any = spec.get("weight_block_size")
-    if method == "fp8" and spec.get("fmt", "e4m3") != "e4m3":
-        method = f"fp8 {spec['fmt']}"
-    elif method == "fp8" and block is None:
-        method = "fp8 without weight_block_size"
-    elif method == "fp8":
-        pair = isinstance(block, list) and len(block) == 2
-        if not pair or not all(isinstance(size, int) and size > 0 for size in block):
-            raise ConfigError(
-                f"weight_block_size {block} is not two positive integers; correct it."
-            )
-        return Fp8Blocks(*block)
+    if method == "fp8" and spec.get("fmt", "e4m3") == "e4m3":
+        return _fp8(spec.get("weight_block_size"))
+    if method == "fbgemm_fp8" or (method == "modelopt" and spec.get("quant_algo") == "FP8"):
+        return Fp8Rows()
+    weights = _compressed_weights(spec) if method == "compressed-tensors" else {}
+    if weights.get("type") == "float" and weights.get("num_bits") == 8:
+        return _fp8(weights.get("block_structure"))
+    details = [f"{k} {spec[k]}" for k in ("fmt", "format", "quant_algo", "bits") if k in spec]
     raise ConfigError(
-        f"The checkpoint is quantized ({method}); use the bfloat16 or float32 checkpoint, or one in"
-        " FP8 blocks (quant_method fp8 with weight_block_size)."
+        f"The checkpoint is quantized ({', '.join([str(method), *details])}); use the bfloat16 or"
+        " float32 checkpoint, or one in FP8 (quant_method fp8, compressed-tensors"
+        " float-quantized)."
     )
+
+
+def _fp8(block: Any) -> Fp8Blocks | Fp8Rows:
+    if block is None:
+        return Fp8Rows()
+    pair = isinstance(block, list) and len(block) == 2
+    if not pair or not all(isinstance(size, int) and size > 0 for size in block):
+        raise ConfigError(f"weight_block_size {block} is not two positive integers; correct it.")
+    return Fp8Blocks(*block)
+
+
+def _compressed_weights(spec: dict[str, Any]) -> dict[str, Any]:
+    """How compressed-tensors quantised the weights; {}: not all in one way."""
+    groups = spec.get("config_groups") or {}
+    found = [dict(group.get("weights") or {}) for group in groups.values()]
+    return found[0] if found and all(each == found[0] for each in found) else {}

@@ -1,0 +1,98 @@
+"""Quantised weights of GEMMs: how they are kept, and what they mean.
+
+A quantised weight [N, K] is some tensors of which the first dimension is N, so that whatever
+selects or reorders rows of a weight does the same to each of them (`map`). `dequantise` is the
+reference: a GEMM over the weight computes the same as one over the result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.runtime.fp8 import E4M3_MAX, FP8
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(ABC):
+    """A weight [N, K], packed; or some of its rows, [..., K], which may share its memory."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """Of the weight that it stands for."""
+
+    @abstractmethod
+    def dequantise(self) -> Tensor:
+        """[..., K] float32."""
+
+    @abstractmethod
+    def quantise_(self, weight: Tensor) -> None:
+        """Takes the values of a plain weight [N, K], rounded. As many rows as this has."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._tensors().values())).device
+
+    @property
+    def nbytes(self) -> int:
+        """What a GEMM reads of it."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def map(self, select: Callable[[Tensor], Tensor]) -> Self:
+        """The same of other rows: `select` works on dimension 0 of a tensor [N, ...]."""
+        return replace(self, **{name: select(t) for name, t in self._tensors().items()})
+
+    def copy_(self, other: Self) -> None:
+        """Overwrites all rows; leading dimensions may be split otherwise."""
+        theirs = other._tensors()
+        for name, tensor in self._tensors().items():
+            tensor.copy_(theirs[name].reshape(tensor.shape))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Weight(QuantizedWeight):
+    """e4m3 values with a scale per row, or per row and group of K: w = value · scale.
+
+    One scale for a whole matrix is repeated for its rows, and that of a block of 128 × 128 for the
+    block's rows: then matrices with scales of their own can be the parts of one.
+    """
+
+    values: Tensor  # [..., N, K] float8_e4m3fn
+    scales: Tensor  # [..., N, G] float32
+    group: int  # columns that share a scale; the last group may be smaller
+
+    @classmethod
+    def empty(cls, n: int, k: int, device: torch.device, group: int | None) -> Fp8Weight:
+        """Uninitialised. `group` None: one scale per row."""
+        group = k if group is None else group
+        values = torch.empty(n, k, dtype=FP8, device=device)
+        return cls(values, torch.empty(n, -(-k // group), device=device), group)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantise(self) -> Tensor:
+        whole = self.scales.repeat_interleave(self.group, -1)
+        return self.values.float() * whole[..., : self.values.shape[-1]]
+
+    def quantise_(self, weight: Tensor) -> None:
+        """A scale is its group's largest value / 448; that of a group of zeros is 1."""
+        k = self.values.shape[-1]
+        padded = torch.nn.functional.pad(weight.float(), (0, -k % self.group))
+        groups = padded.unflatten(-1, (-1, self.group))
+        scales = groups.abs().amax(-1) / E4M3_MAX
+        scales = torch.where(scales > 0, scales, 1.0)
+        values = (groups / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
+        self.scales.copy_(scales.reshape(self.scales.shape))
+        self.values.copy_(values.flatten(-2)[..., :k].reshape(self.values.shape))
