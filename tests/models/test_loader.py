@@ -276,15 +276,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "quantized": (
         config(quantization_config={"quant_method": "gptq"}),
-        r"quantized \(gptq\).*FP8 blocks",
-    ),
-    "fp8 per tensor": (
-        config(quantization_config={"quant_method": "fp8"}),
-        r"quantized \(fp8 without weight_block_size\)",
+        r"quantized \(gptq\).*one in FP8",
     ),
     "other fp8": (
         config(quantization_config={**FP8, "fmt": "e5m2"}),
-        r"quantized \(fp8 e5m2\)",
+        r"quantized \(fp8, fmt e5m2\)",
     ),
     "fp8 blocks of nothing": (
         config(quantization_config={**FP8, "weight_block_size": [128]}),
