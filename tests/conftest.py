@@ -77,18 +77,23 @@ def _free_engines() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a matrix marked `covering` all cells but a covering set become `exhaustive`.
 
-    Tests marked `gpu` are skipped where there is none.
+    With a second strength, only cells that cover this one become `exhaustive`; the others are
+    dropped. Tests marked `gpu` are skipped where there is none.
     """
     matrices = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("covering")
         if mark is not None and isinstance(item, pytest.Function):
-            matrices[item.parent, item.originalname, *mark.args].append(item)
-    for (_, _, strength), cells in matrices.items():
+            matrices[item.parent, item.originalname, mark.args].append(item)
+    dropped: set[pytest.Item] = set()
+    for (_, _, (strength, *more)), cells in matrices.items():
         named = [{k: repr(v) for k, v in cell.callspec.params.items()} for cell in cells]
-        kept = covering(named, strength)
-        for i in set(range(len(cells))) - kept:
+        rest = set(range(len(cells))) - covering(named, strength)
+        for i in rest:
             cells[i].add_marker(pytest.mark.exhaustive)
+        if more:
+            dropped.update(cells[i] for i in rest - covering(named, *more))
+    items[:] = [item for item in items if item not in dropped]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpu():
         for item in marked:

@@ -101,7 +101,7 @@ def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
     assert output == ids[len(prompt) :]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
