@@ -41,7 +41,7 @@ TUNED: dict[int, dict[tuple[int, int], dict[int, GemmChoice]]] = {
             128: Sm90GemmConfig(96, consumer_warpgroups=1, cluster_m=2),
         },
         (4096, 4096): {  # o_proj
-            16: TritonGemmConfig(64, 128, 128, num_stages=6, swap_ab=True, early_launch=False),
+            16: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
             32: Sm90GemmConfig(64, consumer_warpgroups=1, split_k=2),
             64: Sm90GemmConfig(32, consumer_warpgroups=1),
             128: Sm90GemmConfig(128, consumer_warpgroups=1, cluster_m=2, split_k=2),

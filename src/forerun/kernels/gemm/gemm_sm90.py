@@ -35,7 +35,7 @@ SOURCE = Path(__file__).with_name("gemm_sm90.cu")
 MAX_DEFERRED_NORM_M = 512  # tokens whose 1 / rms fit into shared memory
 EPILOGUE_STRIDE = 40  # floats per staged row of 32 columns, padded to avoid bank conflicts
 MAX_SMEM_BYTES = 227 << 10  # per CTA
-MAX_STAGES = 12  # more do not help
+MAX_STAGES = 14  # more do not help
 
 
 @dataclass(frozen=True)
