@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
+from typing import Any
+
+import pytest
 
 
 def covering(cells: Sequence[Mapping[str, str]], strength: int) -> set[int]:
@@ -22,3 +25,11 @@ def covering(cells: Sequence[Mapping[str, str]], strength: int) -> set[int]:
         for combos in missing:
             combos -= found
     return chosen
+
+
+def covering_cells(strength: int, axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+    """Cells of the matrix in which any `strength` values occur together; no others exist."""
+    cells = list(product(*axes.values()))
+    named = [dict(zip(axes, map(repr, cell), strict=True)) for cell in cells]
+    chosen = [cells[i] for i in sorted(covering(named, strength))]
+    return pytest.mark.parametrize(list(axes), chosen, ids=str)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.kernels.attention import mla_sm90, prefill_sm90
+from forerun.kernels.attention import decode_sm90, mla_sm90, prefill_sm90
 from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, TUNED
 from forerun.kernels.gemm.gemm_sm90 import (
@@ -77,6 +77,12 @@ def test_sm90_mla_compiles(cluster_size: int) -> None:
     assert mla_sm90.SMEM_BYTES <= MAX_SMEM_BYTES
 
 
+def test_sm90_decode_compiles() -> None:
+    assert_compiles_well(decode_sm90.cuda_source())
+    assert decode_sm90.EARLY_STAGES <= decode_sm90.STAGES
+    assert decode_sm90.smem_bytes() <= MAX_SMEM_BYTES
+
+
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)], ids=str
 )
@@ -135,11 +141,12 @@ def test_sm90_router_compiles(name: str) -> None:
     [
         (SOURCE, cuda_source(CONFIGS[0], Sm90Variant())),
         (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16)),
+        (decode_sm90.SOURCE, decode_sm90.cuda_source()),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
         (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS)),
         (router_sm90.SOURCE, router_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, bias=False)),
     ],
-    ids=["gemm", "prefill", "mla", "experts", "router"],
+    ids=["gemm", "prefill", "decode", "mla", "experts", "router"],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""

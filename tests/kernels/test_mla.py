@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +39,7 @@ from forerun.kernels.attention.tiles import (
 )
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
-from tests.covering import covering
+from tests.covering import covering_cells
 from tests.kernels.attention_support import (
     Paged,
     make_paged,
@@ -324,14 +321,6 @@ def test_expanded_attention_on_gpu(
 
 
 GPU_MASKS = [MaskSpec(), MaskSpec(BLOCK), MaskSpec(TREE), MaskSpec(CAUSAL, 100)]
-
-
-def covering_cells(strength: int, axes: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
-    """Cells of the matrix in which any `strength` values occur together; no others exist."""
-    cells = list(itertools.product(*axes.values()))
-    named = [dict(zip(axes, map(repr, cell), strict=True)) for cell in cells]
-    chosen = [cells[i] for i in sorted(covering(named, strength))]
-    return pytest.mark.parametrize(list(axes), chosen, ids=str)
 
 
 @pytest.mark.gpu

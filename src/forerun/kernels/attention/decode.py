@@ -17,17 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.kernels.attention import decode_sm90
 from forerun.kernels.attention.decode_kernels import combine_splits, decode_attention_kernel
+from forerun.kernels.attention.decode_sm90 import DecodeArguments
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tiles import TileConfig, decode_tile_config, uses_tma
 from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
-from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 CAUSAL, BLOCK, TREE = 0, 1, 2  # the masks, as kernels know them
 LOG2E = math.log2(math.e)
 PREFETCH_LEN = 128  # positions whose K/V a CTA prefetches into L2 while it waits
+MIN_SM90_CONTEXT = 16384  # positions that a request may have, from which on `decode_sm90.py` serves
 COMBINE_SIZE = 4096  # elements of partial results that a CTA combines at once
 
 
@@ -87,14 +90,20 @@ def paged_attention(
         return paged_attention_ref(q, kv, q_len, mask, scale)
     total, heads, dim = q.shape
     group, batch = heads // kv.num_kv_heads, kv.start.shape[0]
-    if config is None:
-        config = _tuned_config(q, kv, q_len, num_splits)
-    num_tiles = triton.cdiv(group * q_len, config.block_m)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     partial, lse = out, out
     if num_splits > 1:
         partial = torch.empty((total, heads, num_splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((total, heads, num_splits), dtype=torch.float32, device=q.device)
+    if config is None and why_not_decode_sm90(gpu_of(q.device), q, kv, q_len, num_splits) is None:
+        causal, scale = mask.mask == CAUSAL, scale * LOG2E
+        args = DecodeArguments(q, kv, partial, lse, q_len, scale, causal, mask.window, mask.tree)
+        decode_sm90.launch(args)
+        combine(partial, lse, out, mask.sinks)
+        return out
+    if config is None:
+        config = _tuned_config(q, kv, q_len, num_splits)
+    num_tiles = triton.cdiv(group * q_len, config.block_m)
     tma = uses_tma(gpu_of(q.device), kv.page_size, config.block_n, dim, kv.k.dtype)
     decode_attention_kernel[(kv.num_kv_heads * num_tiles, num_splits, batch)](
         q, as_bits(kv.k), as_bits(kv.v),
@@ -114,13 +123,39 @@ def paged_attention(
     return out
 
 
+def why_not_decode_sm90(
+    gpu: GpuInfo, q: Tensor, kv: PagedKV, q_len: int, num_splits: int
+) -> str | None:
+    """Why `decode_sm90.py` cannot serve, or should not; None: it does.
+
+    Up to 16 rows, the Triton kernel's tile of 16 takes less time to compute than to read. What
+    counts is the longest context that the page table has room for, which a captured step knows.
+    """
+    group = q.shape[1] // kv.num_kv_heads
+    if gpu.amd or gpu.interpreted or gpu.capability != 90:
+        return "it is for Hopper GPUs"
+    if group * q_len <= 16:
+        return "the Triton kernel is as fast up to 16 rows"
+    if kv.page_table.shape[1] * kv.page_size < MIN_SM90_CONTEXT:
+        return "contexts are short"
+    if num_splits == 1:
+        return "it leaves partial results, of at least two splits"
+    if _num_ctas(q, kv, q_len, num_splits) > gpu.num_sms:
+        return "it has one CTA per SM"
+    return decode_sm90.why_unfit(q.dtype, kv.k.dtype, q.shape[2], kv.page_size, group)
+
+
+def _num_ctas(q: Tensor, kv: PagedKV, q_len: int, num_splits: int) -> int:
+    """Of tiles of 64 rows."""
+    q_rows = q.shape[1] // kv.num_kv_heads * q_len
+    return -(-q_rows // 64) * kv.num_kv_heads * num_splits * kv.start.shape[0]
+
+
 def _tuned_config(q: Tensor, kv: PagedKV, q_len: int, num_splits: int) -> TileConfig:
     gpu, (_, heads, dim) = gpu_of(q.device), q.shape
     q_rows = heads // kv.num_kv_heads * q_len
-    num_ctas = -(-q_rows // 64) * kv.num_kv_heads * num_splits * kv.start.shape[0]
-    return decode_tile_config(
-        gpu, q_rows, dim, q.dtype, kv.k.dtype, kv.page_size, num_ctas <= gpu.num_sms
-    )
+    one_cta_per_sm = _num_ctas(q, kv, q_len, num_splits) <= gpu.num_sms
+    return decode_tile_config(gpu, q_rows, dim, q.dtype, kv.k.dtype, kv.page_size, one_cta_per_sm)
 
 
 def needs_int64_offsets(pool: Tensor) -> bool:

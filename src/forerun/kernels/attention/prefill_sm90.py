@@ -133,7 +133,7 @@ def launch(
         min(num_work, gpu_of(device).num_sms),
         NUM_THREADS,
         (
-            nvrtc.tma_descriptor(_aligned(q), (tile_map.tokens_per_tile, group, 64)),
+            nvrtc.tma_descriptor(nvrtc.aligned_for_tma(q), (tile_map.tokens_per_tile, group, 64)),
             _kv_descriptor(kv.k, rows), _kv_descriptor(kv.v, rows),
             out, kv.page_table, kv.start, tile_map.entries, tile_map.next_work,
             scale * LOG2E, kv.page_table.stride(0), kv.page_size, rows,
@@ -142,12 +142,6 @@ def launch(
         ),
         device,
     )  # fmt: skip
-
-
-def _aligned(q: Tensor) -> Tensor:
-    """`q`, or a copy where TMA cannot read it: it needs rows aligned to 16 bytes."""
-    fits = q.stride(2) == 1 and q.stride(1) % 8 == 0 and q.stride(0) % 8 == 0
-    return q if fits and q.data_ptr() % 16 == 0 else q.clone(memory_format=torch.contiguous_format)
 
 
 def _kv_descriptor(pool: Tensor, rows: int) -> Any:

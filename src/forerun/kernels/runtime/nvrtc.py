@@ -169,6 +169,12 @@ def tma_descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
     return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box)
 
 
+def aligned_for_tma(x: Tensor) -> Tensor:
+    """A 16-bit tensor [A, B, C], or a copy where TMA cannot read it: its rows need 16 bytes."""
+    fits = x.stride(2) == 1 and x.stride(1) % 8 == 0 and x.stride(0) % 8 == 0
+    return x if fits and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
 @lru_cache(maxsize=1 << 14)  # weights do not move, and the allocator reuses addresses
 def _tma_descriptor(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]

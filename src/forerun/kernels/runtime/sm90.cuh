@@ -191,6 +191,9 @@ __device__ inline u64 mn_major_descriptor(u32 smem, u32 block_bytes) {
   "%" #tens "0, %" #tens "1, %" #tens "2, %" #tens "3, %" #tens "4, %" #tens "5, %" #tens \
   "6, %" #tens "7, %" #tens "8, %" #tens "9, "
 #define WGMMA_REGISTERS_32 WGMMA_DIGITS() WGMMA_DIGITS(1) WGMMA_DIGITS(2) "%30, %31"
+#define WGMMA_REGISTERS_64                                                                \
+  WGMMA_DIGITS() WGMMA_DIGITS(1) WGMMA_DIGITS(2) WGMMA_DIGITS(3) WGMMA_DIGITS(4)          \
+  WGMMA_DIGITS(5) "%60, %61, %62, %63"
 #define WGMMA_REGISTERS_128                                                               \
   WGMMA_DIGITS() WGMMA_DIGITS(1) WGMMA_DIGITS(2) WGMMA_DIGITS(3) WGMMA_DIGITS(4)          \
   WGMMA_DIGITS(5) WGMMA_DIGITS(6) WGMMA_DIGITS(7) WGMMA_DIGITS(8) WGMMA_DIGITS(9)         \
@@ -201,6 +204,7 @@ __device__ inline u64 mn_major_descriptor(u32 smem, u32 block_bytes) {
       WGMMA_OPERANDS_4(x, i + 12)
 #define WGMMA_OPERANDS_32_AT(x, i) WGMMA_OPERANDS_16(x, i), WGMMA_OPERANDS_16(x, i + 16)
 #define WGMMA_OPERANDS_32(x) WGMMA_OPERANDS_32_AT(x, 0)
+#define WGMMA_OPERANDS_64(x) WGMMA_OPERANDS_32_AT(x, 0), WGMMA_OPERANDS_32_AT(x, 32)
 #define WGMMA_OPERANDS_128(x)                                                             \
   WGMMA_OPERANDS_32_AT(x, 0), WGMMA_OPERANDS_32_AT(x, 32), WGMMA_OPERANDS_32_AT(x, 64),   \
       WGMMA_OPERANDS_32_AT(x, 96)
