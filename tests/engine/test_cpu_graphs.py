@@ -74,3 +74,22 @@ def test_text_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
         got.append(texts(speculative_algorithm="DFLASH")[0])
     assert got[0] == got[1]
+
+
+def drafts_after_plain_steps(**settings: Any) -> tuple[list[int], LLM]:
+    """Accept lengths of a conversation whose first answer is decoded without drafts."""
+    own = {"speculative_algorithm": "DFLASH", "speculative_adaptive": False, "dtype": "float32"}
+    with LLM(**own, **settings) as llm:
+        first = llm.generate(PROMPTS[0], {**GREEDY, "max_new_tokens": 40, "speculative": False})
+        ids = [*llm.tokenizer.encode(PROMPTS[0]), *first.output_ids]
+        second = llm.generate(input_ids=ids, sampling_params=GREEDY)
+        return second.meta_info["spec_accept_lengths"], llm
+
+
+@pytest.mark.exhaustive
+def test_deferred_observes_are_recorded() -> None:
+    """The second prompt is a prefix hit: the draft's K/V of it are those of deferred observes."""
+    want, _ = drafts_after_plain_steps(disable_cuda_graph=True)
+    got, llm = drafts_after_plain_steps()
+    assert any(llm.engine.executor.steps.observes.values())  # type: ignore[attr-defined]
+    assert got == want and max(got) > 1

@@ -68,6 +68,15 @@ def test_int8_error_is_that_of_rounding() -> None:
     assert (packed - plain).norm() <= 0.009 * plain.norm()
 
 
+@pytest.mark.parametrize(("n", "k"), ((64, 64), (33, 40), (7, 130)))
+def test_float32_tokens_of_a_bfloat16_weight_are_rounded(n: int, k: int) -> None:
+    x, weight, bias = operands(n, k, torch.float32)
+    want = cpu.gemm(x.bfloat16().float(), cpu.pack(weight.bfloat16().float(), bias))
+    w = cpu.pack(weight, bias, Format.BFLOAT16)
+    assert not cpu.is_plain(w)
+    torch.testing.assert_close(cpu.gemm(x, w), want, rtol=1e-5, atol=1e-5 * k**0.5)
+
+
 @pytest.mark.parametrize("format", Format)
 def test_a_token_is_the_same_in_any_batch_with_any_threads(format: Format) -> None:
     dtype = torch.bfloat16 if format is Format.BFLOAT16 else torch.float32

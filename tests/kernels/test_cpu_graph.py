@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from forerun.kernels.attention.paged_kv import compute_kv_slots_ref
 from forerun.kernels.cpu import gemm, library, norm, step
 from forerun.kernels.cpu.graph import CpuGraph, NotRecordable
 from forerun.kernels.speculation.accept import SlotState, accept_commit_ref
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs_ref
-from forerun.kernels.speculation.ring_buffer import ring_buffer_write_ref
+from forerun.kernels.speculation.ring_buffer import ring_buffer_read_ref, ring_buffer_write_ref
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs_ref
 
 pytestmark = [
@@ -64,6 +65,16 @@ def test_reading_on_the_host_is_refused(read: Callable[[torch.Tensor], Any]) -> 
     with pytest.raises(NotRecordable):
         CpuGraph.record(lambda: read(torch.ones(3)))
     assert torch.ones(3).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_matrices_are_concatenated_by_kernels(dim: int) -> None:
+    x = torch.randn(3, 8)
+    graph, out = CpuGraph.record(lambda: torch.cat([x[:, :4], x[:, 4:]], dim))
+    assert graph.num_parts == 1
+    x.copy_(torch.randn(3, 8))
+    graph.replay()
+    assert torch.equal(out, torch.cat([x[:, :4], x[:, 4:]], dim))
 
 
 def test_a_kernel_is_called_at_once_after_recording() -> None:
@@ -131,3 +142,14 @@ def test_rows_and_ring_buffers(dtype: torch.dtype) -> None:
     step.ring_write(buffers[0], SLOTS, positions, values)
     ring_buffer_write_ref(buffers[1], SLOTS, positions, values)
     assert torch.equal(*buffers) and buffers[0].any()
+    at, empty = torch.arange(15).view(3, 5) + 2, torch.arange(15).view(3, 5) % 4 == 1
+    read = step.ring_read(buffers[0], SLOTS, at, empty)
+    assert torch.equal(read, ring_buffer_read_ref(buffers[0], SLOTS, at, empty)) and read.any()
+
+
+@pytest.mark.parametrize("width", [1, 9])
+def test_kv_slots_equal_their_reference(width: int) -> None:
+    table = torch.randperm(30).view(3, 10).int()[:, :8]
+    start = torch.tensor([0, 5, 14], dtype=torch.int32)
+    want = compute_kv_slots_ref(table, start, None, width, 3 * width, 4)
+    assert torch.equal(step.kv_slots(table, start, width, 4), want)

@@ -160,6 +160,27 @@ def test_a_new_request_is_drafted_soon_after_a_beginning_without_acceptance() ->
     assert policy.chosen[1] < 40 + 25
 
 
+def test_a_new_request_is_drafted_soon_after_requests_without_acceptance() -> None:
+    """Short requests, as a CPU serves them; drafts of the last one are all accepted."""
+    policy = AdaptiveWidth(WIDTHS, {1: [0.7, 1.4, 1.6, 2.3]})
+
+    def serve(acceptance: int) -> None:
+        policy.chosen.clear()
+        r = Request("r", (1,), SamplingParams(max_new_tokens=128), 0, frozenset())
+        at = 0
+        while at < 90:
+            width = policy.choose([r])
+            accepted = min(acceptance, width - 1)
+            policy.record_outcomes([VerifyOutcome(r, width - 1, accepted)])
+            at += accepted + 1
+
+    for _ in range(4):
+        serve(0)
+    assert policy.chosen[1] >= 88  # at most two steps of exploration
+    serve(15)
+    assert policy.chosen[1] < 4
+
+
 def test_measured_costs_are_corrected_while_running() -> None:
     policy = AdaptiveWidth(WIDTHS, COSTS)
     for _ in range(200):

@@ -24,6 +24,7 @@ from forerun.speculative.base import Draft
 log = logging.getLogger("forerun")
 
 MAX_TOKENS = 32  # of a recorded step; with more, computing takes longer than calling
+MAX_DEFERRED = 2  # requests of a recorded deferred observe, for the same reason
 MAX_BYTES = 256 << 20  # of all recorded steps' activations
 
 
@@ -33,6 +34,13 @@ class _Key:
 
     batch: int
     shape: StepShape
+
+
+@dataclass
+class _RecordedObserve:
+    graph: CpuGraph
+    slots: Tensor  # [B] int64, static
+    counts: Tensor  # [B] int32, static
 
 
 @dataclass
@@ -54,6 +62,7 @@ class CpuGraphSteps:
         self._kv_len_ub = kv_len_ub
         self._eager = EagerSteps(step)
         self.recorded: dict[_Key, _Recorded | None] = {}  # None: runs eagerly
+        self.observes: dict[int, _RecordedObserve | None] = {}  # by batch size
 
     @classmethod
     def serves(cls, step: DeviceStep) -> bool:
@@ -86,7 +95,17 @@ class CpuGraphSteps:
         return DecodeOutput(out.sampled.clone(), out.num_committed.clone())
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
-        self._eager.observe_deferred(batch)
+        size = len(batch.slots)
+        if size > MAX_DEFERRED:
+            return self._eager.observe_deferred(batch)
+        if size not in self.observes:
+            self.observes[size] = self._record_observe(size)
+        recorded = self.observes[size]
+        if recorded is None:
+            return self._eager.observe_deferred(batch)
+        recorded.slots.copy_(torch.tensor(batch.slots))
+        recorded.counts.copy_(torch.tensor(batch.counts))
+        recorded.graph.replay()
 
     def prefill(self, batch: PrefillBatch) -> PrefillTokens:
         return self._eager.prefill(batch)
@@ -117,6 +136,22 @@ class CpuGraphSteps:
             return None
         self._make_room(graph.nbytes)
         return _Recorded(graph, slots, draft, output)
+
+    def _record_observe(self, size: int) -> _RecordedObserve | None:
+        step, tables = self.step, self.step.tables
+        slots = tables.upload([tables.padding_slot] * size, torch.int64)
+        counts = tables.upload([0] * size, torch.int32)
+        try:
+            with step.dummy_steps():
+                graph, _ = CpuGraph.record(
+                    lambda: step.observe_deferred(slots, counts, self._kv_len_ub)
+                )
+        except NotRecordable as error:
+            log.info("deferred observe of %d is not recorded: it reads %s", size, error)
+            return None
+        if step.algorithm.take_error() is not None:
+            return None
+        return _RecordedObserve(graph, slots, counts)
 
     def _make_room(self, size: int) -> None:
         """Drops the oldest steps where all together would take too much memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.kernels.speculation.ring_buffer import ring_buffer_write
+from forerun.kernels.speculation.ring_buffer import ring_buffer_read, ring_buffer_write
 
 
 class DeferredObserve:
@@ -49,8 +49,7 @@ class DeferredObserve:
         """
 
         def read(kept: Tensor) -> Tensor:
-            states = kept[slots.unsqueeze(1), positions % self.capacity]
-            return states.masked_fill(empty.unsqueeze(2), 0).flatten(0, 1)
+            return ring_buffer_read(kept, slots, positions, empty).flatten(0, 1)
 
         aux = None if self.aux_hidden_states is None else read(self.aux_hidden_states)
         return read(self.hidden_states), aux

@@ -52,7 +52,8 @@ class WeightPlacement:
     dtype: torch.dtype
     device: torch.device
     comm: Communicator = SINGLE_RANK
-    quantization: str | None = None  # "int8": of linears, when they are prepared
+    # Of linears, when they are prepared: "int8", or "bfloat16" where that is faster than `dtype`.
+    quantization: str | None = None
     allocate: bool = True  # False: those of linears later, when it is known how they are stored
 
     def empty(self, *shape: int) -> Tensor:

@@ -42,6 +42,7 @@ from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.norm import RMSNorm
+from forerun.platform.device import fast_bf16
 
 # The number of tokens that oneDNN is asked to lay a weight out for. Hints of 32 and more serve 1
 # to 256 tokens alike; hints of 1 to 16 make some other number up to three times slower.
@@ -52,6 +53,7 @@ ONEDNN_TOKENS = 32
 MAX_SHARED_COPY = 256 << 20  # bytes
 
 INT8, FP8 = "int8", "fp8"  # `EngineConfig.quantization`
+BFLOAT16 = "bfloat16"  # of drafts
 
 # Weights up to this size are also kept transposed: for one token that is 1.3 times faster than
 # oneDNN (3.2 against 4.2 ms for all matrices of an 8M-parameter model), and that is plain decoding.
@@ -119,7 +121,7 @@ class CpuGemm(Gemm):
     @property
     def is_plain(self) -> bool:
         """Whether the packed weight has the values of the plain one."""
-        return self.weight.format is not cpu.Format.INT8
+        return cpu.is_plain(self.weight)
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return cpu.gemm(_whole(x), self.weight)
@@ -225,10 +227,13 @@ def gemm_for(
 
     Args:
         shared: the plain matrix stays in use elsewhere, so that a reordered one is a second copy.
-        quantization: "int8": the GEMM reads it in 8 bits; only where `CpuGemm` serves.
+        quantization: "int8": the GEMM reads it in 8 bits; only where `CpuGemm` serves. "bfloat16":
+            it multiplies in bfloat16, where `CpuGemm` serves and that is faster.
     """
     if quantization == INT8:
         return CpuGemm(weight, bias, cpu.Format.INT8)
+    if quantization == BFLOAT16 and bfloat16_serves(weight):
+        return CpuGemm(weight, bias, cpu.Format.BFLOAT16)
     if cpu_kernels_serve(weight):
         return CpuGemm(weight, bias)
     if shared and weight.nbytes > MAX_SHARED_COPY:
@@ -257,6 +262,12 @@ def cpu_kernels_serve(weight: Tensor) -> bool:
     """float32 and bfloat16 on a CPU, where a compiler is there."""
     fits = weight.dim() == 2 and cpu.fits(weight, cpu.plain_format(weight.dtype))
     return fits and cpu_library.serves(weight.dtype, weight.device)
+
+
+def bfloat16_serves(weight: Tensor) -> bool:
+    """A CPU with bfloat16 instructions, whatever the weight's dtype."""
+    served = cpu_kernels_serve(weight) and cpu.fits(weight, cpu.Format.BFLOAT16)
+    return served and fast_bf16(weight.device)
 
 
 def onednn_serves(weight: Tensor) -> bool:

@@ -158,9 +158,12 @@ class Linear(LinearBase):
     """y = x Wᵀ + b."""
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, quantization: str | None = None
+    ) -> Linear:
         """Over an existing matrix [out, in], not prepared."""
-        linear = cls(0, 0, False, WeightPlacement(weight.dtype, weight.device))
+        place = WeightPlacement(weight.dtype, weight.device, quantization=quantization)
+        linear = cls(0, 0, False, place)
         linear.weight, linear.bias, linear.gemm = weight, bias, LibraryGemm(weight, bias)
         return linear
 

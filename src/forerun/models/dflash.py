@@ -56,6 +56,7 @@ class DFlashDraft(DraftModel):
         sizes = model.vocab_size, config.draft_vocab_size, model.hidden_size
         super().__init__(DraftVocab(*sizes, own), target, place)
         self.config, self.layer_masks = config, config.layer_masks(window)
+        self._quantization = place.quantization
         self.fc = Linear(config.aux_hidden_size, model.hidden_size, bias=False, place=place)
         self.hidden_norm = RMSNorm(model.hidden_size, eps, place)
         self.layers = [
@@ -105,7 +106,7 @@ class DFlashDraft(DraftModel):
             )
 
         bias = stacked("bias") if self.config.model.qkv_bias else None
-        self._context_kv = Linear.of(stacked("weight"), bias)
+        self._context_kv = Linear.of(stacked("weight"), bias, self._quantization)
         self._context_kv.prepare()
         q_norm = self.layers[0].self_attn.q_norm
         k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])

@@ -39,6 +39,8 @@ REMEASURE_INTERVAL = 50  # consecutive steps with drafts before that
 
 # Exploration: steps with drafts although plain ones are expected to be faster.
 EXPLORATION_SHARE = 0.0025  # of the time of plain steps
+NEW_REQUEST_SHARE = 0.005  # of the first plain steps of a new request that is alone, in addition
+NEW_REQUEST_STEPS = 128  # at most so many
 MAX_EXPLORATION_SCALE = 16.0  # largest factor on that share, after drafts that paid off
 MIN_EXPLORATION_COST = 0.1  # of the step's time, whatever loss is expected
 
@@ -139,18 +141,25 @@ class AdaptiveWidth(WidthPolicy):
             uncertain = throughput[best] < UNCERTAIN_GAIN * throughput[0]
             if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
                 return self.widths[best]
-        elif self._explore(costs, throughput):
+        elif self._explore(requests, costs, throughput):
             return self.widths[1]
         self._steps_since_plain = 0
         return 1
 
-    def _explore(self, costs: Sequence[float], throughput: Sequence[float]) -> bool:
+    def _explore(
+        self, requests: Sequence[Request], costs: Sequence[float], throughput: Sequence[float]
+    ) -> bool:
         """Whether this step drafts although plain decoding is expected to be faster.
 
         Plain steps say nothing about acceptance, and texts change. So a fixed share of their time
         is spent on steps of the smallest width with drafts; one that paid off is repeated at once.
+        A request that is alone may be unlike those before it: its share is granted as it begins.
         """
-        self._exploration_budget += self._exploration_scale * EXPLORATION_SHARE * costs[0]
+        granted = self._exploration_scale * EXPLORATION_SHARE
+        if len(requests) == 1 and requests[0].acceptance is None:
+            requests[0].acceptance = AcceptanceStats(self._max_accepted, REQUEST_WINDOW)
+            granted += NEW_REQUEST_SHARE * min(requests[0].params.max_new_tokens, NEW_REQUEST_STEPS)
+        self._exploration_budget += granted * costs[0]
         loss = 1 - throughput[1] / throughput[0]  # expected, of the time of the step
         cost = costs[1] * max(loss, MIN_EXPLORATION_COST)
         if not self._paid_off and self._exploration_budget < cost:

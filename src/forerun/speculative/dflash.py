@@ -19,6 +19,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import BFLOAT16
 from forerun.models.dflash import load_dflash
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.speculative.base import (
@@ -73,7 +74,8 @@ class DFlash(SpeculativeAlgorithm):
         folder, config = _read(ctx.config)
         self._draft = load_dflash(
             folder,
-            WeightPlacement(ctx.dtype, ctx.device),
+            # Also in a float32 engine, since the target alone decides what is accepted.
+            WeightPlacement(ctx.dtype, ctx.device, quantization=BFLOAT16),
             ctx.max_positions,
             ctx.target,
             ctx.config.speculative_draft_window_size,

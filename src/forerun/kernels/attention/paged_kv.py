@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.cpu import library
+from forerun.kernels.cpu import step as cpu
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3, encode_e4m3_ref
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 
@@ -55,6 +57,8 @@ def compute_kv_slots(
         num_tokens: of the batch.
         page_size: tokens per page.
     """
+    if not use_triton(start) and cu_q_lens is None and library.serves_tables(start):
+        return cpu.kv_slots(page_table, start, max_q_len, page_size)
     if not use_triton(start):
         return compute_kv_slots_ref(page_table, start, cu_q_lens, max_q_len, num_tokens, page_size)
     kv_slots = torch.empty(num_tokens, dtype=torch.int64, device=start.device)

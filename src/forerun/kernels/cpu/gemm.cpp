@@ -7,7 +7,7 @@
 // place in the batch or the number of threads.
 //
 //   float32   float32 weights and tokens
-//   bfloat16  bfloat16 weights and tokens, products added in float32
+//   bfloat16  bfloat16 weights and tokens, products added in float32; float32 tokens are rounded
 //   int8      weights in groups of 32 k with one scale each, tokens quantised likewise when they are
 //             read (as llama.cpp's Q8_0); products of a group are added as integers
 #if defined(__linux__)
@@ -52,6 +52,41 @@ struct Tokens {
     int64_t groups;        // int8: K / GROUP
 };
 
+// What a tile reads for its successors while it computes: the weights that the next tiles multiply,
+// or a half of them. Hardware follows a stream too late for tiles of several tokens.
+struct Ahead {
+    const char* data;
+    int64_t panel_bytes;
+    bool whole;  // else the half that begins at `data`, and as much of every following panel
+};
+
+// `step`: of the tile's loop, which multiplies two registers of every panel.
+// Inlined at once, else GCC takes it for a function without effect.
+template <int PANELS>
+__attribute__((always_inline)) inline void prefetch(const Ahead& ahead, int64_t step) {
+    constexpr int64_t REGISTER = 4 * LANES;
+    FORERUN_UNROLL
+    for (int p = 0; p < PANELS; p++) {
+        const char* panel = ahead.data + p * ahead.panel_bytes;
+        if (ahead.whole) {
+            __builtin_prefetch(panel + 2 * step * REGISTER);
+            if (REGISTER >= 64) __builtin_prefetch(panel + (2 * step + 1) * REGISTER);
+        } else {
+            __builtin_prefetch(panel + step * REGISTER);
+        }
+    }
+}
+
+// body(m, j) for all m and j, unrolled, so that arrays which it indexes are registers.
+template <int M, int N, class Body>
+__attribute__((always_inline)) inline void each(Body&& body) {
+    FORERUN_UNROLL
+    for (int m = 0; m < M; m++) {
+        FORERUN_UNROLL
+        for (int j = 0; j < N; j++) body(m, j);
+    }
+}
+
 template <int KIND>
 struct Traits;
 
@@ -61,12 +96,14 @@ struct Traits<FLOAT32> {
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
-                     float* out) {
+                     const Ahead& ahead, float* out) {
         const int64_t size = w.k * PANEL;
         const float* weights = static_cast<const float*>(w.data) + panel * size;
         const float* x = static_cast<const float*>(tokens.values) + first * tokens.stride;
-        Vec sum[M][2 * PANELS] = {};
+        Vec sum[M][2 * PANELS];
+        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
         for (int64_t k = 0; k < w.k; k++) {
+            if (M > 1) prefetch<PANELS>(ahead, k);
             Vec value[2 * PANELS];
             FORERUN_UNROLL
             for (int j = 0; j < 2 * PANELS; j++)
@@ -78,7 +115,8 @@ struct Traits<FLOAT32> {
                 for (int j = 0; j < 2 * PANELS; j++) sum[m][j] += value[j] * token;
             }
         }
-        std::memcpy(out, sum, sizeof sum);
+        each<M, 2 * PANELS>(
+            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
     }
 };
 
@@ -100,12 +138,14 @@ struct Traits<BFLOAT16> {
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
-                     float* out) {
+                     const Ahead& ahead, float* out) {
         const int64_t pairs = w.k / 2, size = pairs * PANEL;
         const uint32_t* weights = static_cast<const uint32_t*>(w.data) + panel * size;
         const char* x = static_cast<const char*>(tokens.values) + 2 * first * tokens.stride;
-        Vec sum[M][2 * PANELS] = {};
+        Vec sum[M][2 * PANELS];
+        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
         for (int64_t k = 0; k < pairs; k++) {
+            if (M > 1) prefetch<PANELS>(ahead, k);
             BitVec value[2 * PANELS];
             FORERUN_UNROLL
             for (int j = 0; j < 2 * PANELS; j++)
@@ -118,7 +158,8 @@ struct Traits<BFLOAT16> {
                     sum[m][j] = multiply_add(sum[m][j], value[j], token);
             }
         }
-        std::memcpy(out, sum, sizeof sum);
+        each<M, 2 * PANELS>(
+            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
     }
 };
 
@@ -159,14 +200,15 @@ struct Traits<INT8> {
 
     template <int M, int PANELS>
     static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
-                     float* out) {
+                     const Ahead& ahead, float* out) {
         const int64_t groups = tokens.groups, size = groups * GROUP * PANEL;
         const char* weights = static_cast<const char*>(w.data) + panel * size;
         const BFloat16* scales = w.scales + panel * groups * PANEL;
         const char* x = static_cast<const char*>(tokens.values) + first * tokens.stride;
         const float* x_scales = tokens.scales + first * groups;
         const int32_t* x_sums = tokens.sums + first * groups;
-        Vec sum[M][2 * PANELS] = {};
+        Vec sum[M][2 * PANELS];
+        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
         for (int64_t g = 0; g < groups; g++) {
             IntVec dot[M][2 * PANELS];
             FORERUN_UNROLL
@@ -176,6 +218,7 @@ struct Traits<INT8> {
                 for (int j = 0; j < 2 * PANELS; j++) dot[m][j] = IntVec{} + start;
             }
             for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 4) {
+                if (M > 1) prefetch<PANELS>(ahead, k / 4);
                 IntVec value[2 * PANELS];
                 FORERUN_UNROLL
                 for (int j = 0; j < 2 * PANELS; j++)
@@ -199,11 +242,13 @@ struct Traits<INT8> {
                                  (scale * x_scales[m * groups + g]);
             }
         }
-        std::memcpy(out, sum, sizeof sum);
+        each<M, 2 * PANELS>(
+            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
     }
 };
 
-using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first, float* out);
+using Tile = void (*)(const Weight&, int64_t panel, const Tokens&, int64_t first, const Ahead&,
+                      float* out);
 
 // The tiles of M tokens: as many panels as the registers hold, and of a single one.
 template <int KIND, int M>
@@ -245,32 +290,55 @@ const Tiles& tiles_of(int tokens) {
 struct Part {
     const float* sums;  // [M][width]
     int64_t width, first_token, tokens, first_column, columns;
+    int64_t share;  // of the panels, by `share_of`
 };
 
 inline int64_t panels_of(const Weight& w) { return (w.n + PANEL - 1) / PANEL; }
 
+// The weight of the GEMM after this one, where that is known.
+thread_local const Weight* next_gemm = nullptr;
+
+template <int KIND>
+int64_t panel_bytes(const Weight& w) {
+    if (KIND == INT8) return (w.k + GROUP - 1) / GROUP * GROUP * PANEL;
+    return w.k * PANEL * (KIND == FLOAT32 ? 4 : 2);
+}
+
 // Panels [begin, end) of tokens [first, first + count), tile by tile; sink(part) gets each.
 template <int KIND, class Sink>
 void multiply(const Weight& w, const Tokens& tokens, int64_t first, int64_t count, int64_t begin,
-              int64_t end, Sink& sink) {
+              int64_t end, int64_t share, Sink& sink) {
     alignas(64) float sums[REGISTERS * LANES];
     const int64_t tiles = (count + MAX_TOKENS<KIND> - 1) / MAX_TOKENS<KIND>;
     const int64_t largest = (count + tiles - 1) / tiles;
     const int step = tiles_of<KIND>(int(largest)).panels;
+    const int64_t bytes = panel_bytes<KIND>(w);
+    const char* data = static_cast<const char*>(w.data);
+    const char* after = next_gemm == nullptr ? data : static_cast<const char*>(next_gemm->data);
     for (int64_t panel = begin; panel < end; panel += step) {
+        const char* next = panel + step < end ? data + (panel + step) * bytes : after;
         for (int64_t t = 0; t < tiles; t++) {
+            // A single tile reads all of the next panels ahead, or the first two a half each.
+            const Ahead ahead = {t == 1 ? next + bytes / 2 : next, bytes, tiles == 1};
             const int64_t token = first + count * t / tiles;
             const int64_t size = first + count * (t + 1) / tiles - token;
             const Tiles& choice = tiles_of<KIND>(int(size));
             // A smaller last tile may hold more panels than `step`.
             const bool whole = choice.panels == step && panel + step <= end;
             for (int64_t p = panel; p < std::min(panel + step, end); p += whole ? step : 1) {
-                (whole ? choice.several : choice.single)(w, p, tokens, token, sums);
+                (whole ? choice.several : choice.single)(w, p, tokens, token, ahead, sums);
                 const int64_t width = (whole ? step : 1) * PANEL, column = p * PANEL;
-                sink(Part{sums, width, token, size, column, std::min(width, w.n - column)});
+                sink(Part{sums, width, token, size, column, std::min(width, w.n - column), share});
             }
         }
     }
+}
+
+// Panels that one thread takes at a time.
+inline int64_t share_of(const Weight& w, int threads) {
+    const int64_t panels = panels_of(w);
+    const int64_t share = threads > 1 ? (panels / (4 * threads) + 3) / 4 * 4 : panels;
+    return std::max<int64_t>(share, 4);
 }
 
 constexpr int64_t TOKEN_BLOCK = 192;  // tokens for which a panel stays in the cache
@@ -278,21 +346,26 @@ constexpr int64_t TOKEN_BLOCK = 192;  // tokens for which a panel stays in the c
 template <int KIND, class Sink>
 void multiply_all(const Weight& w, const Tokens& tokens, int64_t m, int threads, Sink&& sink) {
     const int64_t panels = panels_of(w), blocks = (m + TOKEN_BLOCK - 1) / TOKEN_BLOCK;
-    int64_t share = panels;
-    if (threads > 1) share = (panels / (4 * threads) + 3) / 4 * 4;
-    share = std::max<int64_t>(share, 4);
+    const int64_t share = share_of(w, threads);
     const int64_t shares = (panels + share - 1) / share;
     parallel_for(shares * blocks, threads, [&](int64_t i) {
         const int64_t begin = i % shares * share, block = i / shares;
         const int64_t first = m * block / blocks, end = m * (block + 1) / blocks;
-        multiply<KIND>(w, tokens, first, end - first, begin, std::min(begin + share, panels), sink);
+        multiply<KIND>(w, tokens, first, end - first, begin, std::min(begin + share, panels),
+                       i % shares, sink);
     });
 }
 
 // Memory for intermediate results; of the calling thread, and kept.
 template <class T, int USE>
-T* scratch(int64_t size) {
+std::vector<T>& kept_scratch() {
     static thread_local std::vector<T> kept;
+    return kept;
+}
+
+template <class T, int USE>
+T* scratch(int64_t size) {
+    std::vector<T>& kept = kept_scratch<T, USE>();
     if (int64_t(kept.size()) < size) kept.resize(size);
     return kept.data();
 }
@@ -321,6 +394,14 @@ void quantise_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* s
 // The tokens as the weight's kind reads them.
 template <class T>
 Tokens prepare_tokens(const Weight& w, const T* x, int64_t m, int threads) {
+    if (w.kind == BFLOAT16 && std::is_same_v<T, float>) {
+        BFloat16* values = scratch<BFloat16, 5>(m * w.k);
+        parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
+            for (int64_t i = t * w.k; i < (t + 1) * w.k; i++)
+                values[i] = from_float<BFloat16>(to_float(x[i]));
+        });
+        return {values, w.k, nullptr, nullptr, 0};
+    }
     if (w.kind != INT8) return {x, w.k, nullptr, nullptr, 0};
     const int64_t groups = (w.k + GROUP - 1) / GROUP, size = groups * GROUP;
     int8_t* values = scratch<int8_t, 0>(m * size);
@@ -338,10 +419,10 @@ void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
     const Tokens tokens = prepare_tokens(w, static_cast<const T*>(x), m, threads);
     if (w.kind == INT8)
         multiply_all<INT8>(w, tokens, m, threads, sink);
+    else if (w.kind == BFLOAT16)
+        multiply_all<BFLOAT16>(w, tokens, m, threads, sink);
     else if constexpr (std::is_same_v<T, float>)
         multiply_all<FLOAT32>(w, tokens, m, threads, sink);
-    else
-        multiply_all<BFLOAT16>(w, tokens, m, threads, sink);
 }
 
 inline float with_bias(const Weight& w, const Part& part, int64_t t, int64_t i) {
@@ -404,37 +485,54 @@ void gemm_silu_mul(const Weight& w, const void* x, int64_t m, void* out,
     });
 }
 
-// The largest of some outputs of a token. NaN counts as infinite.
+// The largest outputs of a token so far, one per lane. NaN counts as infinite.
 struct Best {
-    float value;
-    int64_t id;
-    bool operator<(const Best& other) const {
-        return value < other.value || (value == other.value && id > other.id);
-    }
+    Vec value;
+    IntVec id;
 };
 
 // [M] ids: the largest output, the lowest of equals; -1 if there is a NaN or +inf, or only -inf.
 template <class T>
 void gemm_argmax(const Weight& w, const void* x, int64_t m, int64_t* ids,
                  int threads) {
-    const int64_t panels = panels_of(w);
-    const Best none = {-INFINITY, w.n};
-    Best* best = scratch<Best, 4>(m * panels);
-    std::fill(best, best + m * panels, none);
+    const int64_t shares = (panels_of(w) + share_of(w, threads) - 1) / share_of(w, threads);
+    IntVec lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    const Best none = {broadcast(-INFINITY), IntVec{} + int32_t(w.n)};
+    std::vector<Best>& best = kept_scratch<Best, 4>();
+    best.assign(size_t(m * shares), none);
     gemm<T>(w, x, m, threads, [&](const Part& part) {
         for (int64_t t = 0; t < part.tokens; t++) {
-            Best found = none;
-            for (int64_t i = 0; i < part.columns; i++) {
-                const float value = to_float(from_float<T>(with_bias(w, part, t, i)));
-                const Best other = {value != value ? INFINITY : value, part.first_column + i};
-                if (found < other) found = other;
+            Best& kept = best[size_t((part.first_token + t) * shares + part.share)];
+            Best found = kept;
+            for (int64_t i = 0; i < part.columns; i += LANES) {
+                float rounded[LANES];
+                for (int l = 0; l < LANES; l++) {
+                    const bool inside = i + l < part.columns;
+                    const float value = inside ? with_bias(w, part, t, i + l) : -INFINITY;
+                    rounded[l] = to_float(from_float<T>(value));
+                }
+                const Vec value = load<Vec>(rounded);
+                const Vec ordered = value != value ? broadcast(INFINITY) : value;
+                const IntVec larger = ordered > found.value;
+                found.value = larger ? ordered : found.value;
+                found.id = larger ? lane + int32_t(part.first_column + i) : found.id;
             }
-            best[(part.first_token + t) * panels + part.first_column / PANEL] = found;
+            kept = found;
         }
     });
     for (int64_t t = 0; t < m; t++) {
-        const Best found = *std::max_element(best + t * panels, best + (t + 1) * panels);
-        ids[t] = std::isfinite(found.value) ? found.id : -1;
+        float largest = -INFINITY;
+        int64_t id = -1;
+        for (int64_t s = 0; s < shares; s++) {
+            const Best& found = best[size_t(t * shares + s)];
+            for (int l = 0; l < LANES; l++) {
+                const bool earlier = found.value[l] == largest && found.id[l] < id;
+                if (found.value[l] > largest || earlier)
+                    largest = found.value[l], id = found.id[l];
+            }
+        }
+        ids[t] = std::isfinite(largest) ? id : -1;
     }
 }
 
@@ -474,6 +572,8 @@ void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFlo
 using namespace forerun;
 
 extern "C" {
+
+void forerun_announce_gemm(const Weight* w) { next_gemm = w; }
 
 int64_t forerun_panel() { return PANEL; }
 

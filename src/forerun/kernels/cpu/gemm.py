@@ -2,7 +2,7 @@
 
 A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of three formats:
 
-    FLOAT32, BFLOAT16   as the model computes
+    FLOAT32, BFLOAT16   as the model computes; float32 tokens of a BFLOAT16 weight are rounded
     INT8                32 neighbouring k share a scale, and tokens are quantised likewise when they
                         are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
 
@@ -81,6 +81,11 @@ def plain_format(dtype: torch.dtype) -> Format:
     return Format.BFLOAT16 if dtype == torch.bfloat16 else Format.FLOAT32
 
 
+def is_plain(weight: PackedWeight) -> bool:
+    """Whether it has the values of the weight that was packed."""
+    return weight.format is plain_format(weight.dtype)
+
+
 def fits(weight: Tensor, format: Format) -> bool:
     """Whether a weight [N, K] can be packed: bfloat16 values are multiplied in pairs."""
     return format is not Format.BFLOAT16 or weight.shape[1] % 2 == 0
@@ -151,7 +156,7 @@ def gemm_argmax(x: Tensor, w: PackedWeight) -> Tensor:
 
 
 def take_packed_rows(w: PackedWeight, ids: Tensor) -> Tensor:
-    """Rows of W at ids [T] int64, as they were packed: [T, K]; not of INT8."""
+    """Rows of W at ids [T] int64, as they were packed: [T, K]; of an `is_plain` weight."""
     ids = ids.contiguous()
     out = torch.empty(ids.shape[0], w.k, dtype=w.dtype)
     call("forerun_take_packed_rows", w.address, ids.data_ptr(), ids.shape[0], out.data_ptr())

@@ -10,7 +10,8 @@ using Out = void*;
 // In the order of `SIGNATURES` in library.py.
 enum Kernel : int64_t {
     GEMM, GEMM_ADD_NORM, GEMM_SILU_MUL, GEMM_ARGMAX, RMS_NORM, ROPE_WRITE, ATTENTION, TAKE_ROWS,
-    DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS,
+    DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS, KV_SLOTS,
+    COPY_ROWS, RING_READ,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -31,6 +32,7 @@ struct Call {
 
 extern "C" {
 
+void forerun_announce_gemm(In);
 void forerun_gemm(In, In, int64_t, Out, int32_t);
 void forerun_gemm_add_norm(In, In, int64_t, In, In, float, Out, Out, int32_t);
 void forerun_gemm_silu_mul(In, In, int64_t, Out, int32_t);
@@ -44,6 +46,9 @@ void forerun_verify_inputs(In, int32_t);
 void forerun_accept_commit(In, int32_t);
 void forerun_ring_write(In, int32_t);
 void forerun_take_packed_rows(In, In, int64_t, Out, int32_t);
+void forerun_kv_slots(In, int32_t);
+void forerun_ring_read(In, int32_t);
+void forerun_copy_rows(In, int64_t, int64_t, int64_t, Out, int64_t, int32_t);
 
 static void run(const Call& c, int32_t threads) {
     const int64_t* w = c.words;
@@ -68,11 +73,23 @@ static void run(const Call& c, int32_t threads) {
         case RING_WRITE: return forerun_ring_write(c.in(0), threads);
         case TAKE_PACKED_ROWS:
             return forerun_take_packed_rows(c.in(0), c.in(1), w[2], c.out(3), threads);
+        case KV_SLOTS: return forerun_kv_slots(c.in(0), threads);
+        case RING_READ: return forerun_ring_read(c.in(0), threads);
+        case COPY_ROWS:
+            return forerun_copy_rows(c.in(0), w[1], w[2], w[3], c.out(4), w[5], threads);
     }
 }
 
 void forerun_run(const Call* calls, int64_t count, int32_t threads) {
-    for (int64_t i = 0; i < count; i++) run(calls[i], threads);
+    for (int64_t i = 0; i < count; i++) {
+        if (calls[i].kernel <= GEMM_ARGMAX) {
+            int64_t next = i + 1;
+            while (next < count && calls[next].kernel > GEMM_ARGMAX) next++;
+            forerun_announce_gemm(next < count ? calls[next].in(0) : nullptr);
+        }
+        run(calls[i], threads);
+    }
+    forerun_announce_gemm(nullptr);
 }
 
 }  // extern "C"

@@ -47,6 +47,33 @@ void forerun_decode_inputs(const DecodeInputs* a, int32_t) {
     }
 }
 
+// In Python: `_KvSlots` in step.py. Every request has `num_tokens`.
+struct KvSlots {
+    const int32_t* page_table;
+    const int32_t* start;
+    int64_t* kv_slots;
+    int64_t batch, num_tokens, page_size, page_stride;
+};
+
+void forerun_kv_slots(const KvSlots* a, int32_t) {
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int32_t* table = a->page_table + b * a->page_stride;
+        for (int64_t i = 0; i < a->num_tokens; i++) {
+            const int64_t position = a->start[b] + i;
+            a->kv_slots[b * a->num_tokens + i] =
+                table[position / a->page_size] * a->page_size + position % a->page_size;
+        }
+    }
+}
+
+// `count` rows of `bytes`, between tensors whose rows begin at these strides (in bytes).
+void forerun_copy_rows(const void* from, int64_t from_stride, int64_t count, int64_t bytes,
+                       void* to, int64_t to_stride, int32_t) {
+    for (int64_t i = 0; i < count; i++)
+        std::memcpy(static_cast<char*>(to) + i * to_stride,
+                    static_cast<const char*>(from) + i * from_stride, size_t(bytes));
+}
+
 // In Python: `_VerifyInputs` in step.py.
 struct VerifyInputs {
     const int64_t* last_token;
@@ -125,6 +152,28 @@ void forerun_ring_write(const RingWrite* a, int32_t) {
         const int64_t row = a->slots[i] * a->capacity + a->positions[i] % a->capacity;
         std::memcpy(static_cast<char*>(a->buffer) + row * a->bytes,
                     static_cast<const char*>(a->states) + i * a->stride, size_t(a->bytes));
+    }
+}
+
+// In Python: `_RingRead` in step.py.
+struct RingRead {
+    const void* buffer;  // [S, capacity, ...] in rows of `bytes`
+    const int64_t* slots;
+    const int64_t* positions;  // [B, width]
+    const bool* empty;         // [B, width]: zeros there
+    void* states;              // [B, width, ...]
+    int64_t batch, width, capacity, bytes;
+};
+
+void forerun_ring_read(const RingRead* a, int32_t) {
+    for (int64_t i = 0; i < a->batch * a->width; i++) {
+        char* to = static_cast<char*>(a->states) + i * a->bytes;
+        if (a->empty[i]) {
+            std::memset(to, 0, size_t(a->bytes));
+            continue;
+        }
+        const int64_t row = a->slots[i / a->width] * a->capacity + a->positions[i] % a->capacity;
+        std::memcpy(to, static_cast<const char*>(a->buffer) + row * a->bytes, size_t(a->bytes));
     }
 }
 

@@ -29,6 +29,12 @@ class _DecodeInputs(ctypes.Structure):
     )
 
 
+class _KvSlots(ctypes.Structure):
+    """`KvSlots` in step.cpp."""
+
+    _fields_ = _structure("page_table start kv_slots", "batch num_tokens page_size page_stride")
+
+
 class _VerifyInputs(ctypes.Structure):
     """`VerifyInputs` in step.cpp."""
 
@@ -51,6 +57,12 @@ class _RingWrite(ctypes.Structure):
     """`RingWrite` in step.cpp."""
 
     _fields_ = _structure("buffer slots positions states", "count capacity bytes stride")
+
+
+class _RingRead(ctypes.Structure):
+    """`RingRead` in step.cpp."""
+
+    _fields_ = _structure("buffer slots positions empty states", "batch width capacity bytes")
 
 
 def _run(name: str, arguments: ctypes.Structure) -> None:
@@ -98,6 +110,29 @@ def decode_inputs(
         ),
     )  # fmt: skip
     return out
+
+
+def kv_slots(page_table: Tensor, start: Tensor, num_tokens: int, page_size: int) -> Tensor:
+    """KV slots [B * num_tokens] int64 of `num_tokens` tokens per request from `start` [B] on."""
+    batch = start.shape[0]
+    out = start.new_empty(batch * num_tokens, dtype=torch.int64)
+    _run(
+        "forerun_kv_slots",
+        _KvSlots(
+            *_addresses(page_table, start, out),
+            batch, num_tokens, page_size, page_table.stride(0),
+        ),
+    )  # fmt: skip
+    return out
+
+
+def copy_rows(source: Tensor, target: Tensor) -> None:
+    """source -> target [R, C], of one dtype; elements of a row are contiguous in both."""
+    size = source.element_size()
+    call(
+        "forerun_copy_rows", source.data_ptr(), source.stride(0) * size, source.shape[0],
+        source.shape[1] * size, target.data_ptr(), target.stride(0) * size,
+    )  # fmt: skip
 
 
 def verify_inputs(
@@ -156,3 +191,17 @@ def ring_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor)
             values.shape[0], buffer.shape[1], size, values.stride(0) * values.element_size(),
         ),
     )  # fmt: skip
+
+
+def ring_read(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -> Tensor:
+    """buffer [S, R, C] -> [B, W, C] at positions [B, W] int64; zeros where empty [B, W]."""
+    batch, width = positions.shape
+    out = buffer.new_empty(batch, width, buffer.shape[2])
+    _run(
+        "forerun_ring_read",
+        _RingRead(
+            *_addresses(buffer, slots, positions.contiguous(), empty.contiguous(), out),
+            batch, width, buffer.shape[1], buffer.shape[2] * buffer.element_size(),
+        ),
+    )  # fmt: skip
+    return out

@@ -56,7 +56,7 @@ inline To bits_as(From from) {
     return to;
 }
 
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // x + 0 is an addition: of -0
 
 // The sum of all lanes, always added in the same order.
 inline float sum_lanes(Vec v) {

@@ -18,6 +18,26 @@ def ring_buffer_write_ref(buffer: Tensor, slots: Tensor, positions: Tensor, valu
     buffer[slots, positions.long() % buffer.shape[1]] = values
 
 
+def ring_buffer_read_ref(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -> Tensor:
+    """Reference implementation of `ring_buffer_read`, and on GPUs."""
+    states = buffer[slots.unsqueeze(1), positions % buffer.shape[1]]
+    return states.masked_fill(empty.unsqueeze(2), 0)
+
+
+def ring_buffer_read(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -> Tensor:
+    """buffer[slot, position mod R], several vectors per request, [B, W, C].
+
+    Args:
+        buffer: [S, R, C], any dtype.
+        slots: [B] int64.
+        positions: [B, W] int64, >= 0 but where `empty`.
+        empty: [B, W] bool: zeros there.
+    """
+    if not use_triton(buffer) and library.serves_tables(buffer):
+        return cpu.ring_read(buffer, slots, positions, empty)
+    return ring_buffer_read_ref(buffer, slots, positions, empty)
+
+
 def ring_buffer_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
     """buffer[slot, position mod R] = value, one vector per request.
 
