@@ -7,20 +7,25 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from forerun_train.generate import causal_layers
 from forerun_train.regen import Samples
 
 
 def target_aux_hidden_states(
-    target: Qwen3ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]
+    target: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ...]
 ) -> Tensor:
     """``[b, s, K·H]``: the outputs of the target's layers ``layer_ids``, concatenated.
 
-    Hugging Face's ``hidden_states`` has the output of layer l at l + 1.
+    Hugging Face's ``hidden_states`` has the output of layer l at l + 1, except that of the last
+    layer, which it gives normalized: families other than Qwen3 cannot be read there.
     """
-    outputs = list(causal_layers(target, ids))
+    if isinstance(target, Qwen3ForCausalLM):
+        outputs = list(causal_layers(target, ids))
+    else:
+        hidden_states = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        outputs = list(hidden_states[1:-1])
     return torch.cat([outputs[layer] for layer in layer_ids], dim=-1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from forerun_train.accept import Guess
 from forerun_train.anchors import Mixture, accept_means, block_labels, target_aux_hidden_states
@@ -37,7 +37,7 @@ def block_inputs(ids: Tensor, anchors: Tensor, block: int, mask_token: int) -> T
 
 
 def draft_logits(
-    draft: Draft, target: Qwen3ForCausalLM, ids: Tensor, aux_hidden_states: Tensor, anchors: Tensor
+    draft: Draft, target: PreTrainedModel, ids: Tensor, aux_hidden_states: Tensor, anchors: Tensor
 ) -> Tensor:
     """``[b, n, block - 1, V]`` through the target's embedding and head."""
     s, (b, n) = draft.shape, anchors.shape
@@ -60,7 +60,7 @@ def position_weights(losses: Tensor, inside: Tensor, run: DraftRun) -> Tensor:
     return torch.exp(-place / run.gamma) * inside
 
 
-def block_guesses(draft: Draft, target: Qwen3ForCausalLM) -> Guess:
+def block_guesses(draft: Draft, target: PreTrainedModel) -> Guess:
     """The draft's tokens at anchors of a text."""
 
     def guess(ids: Tensor, anchors: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def block_guesses(draft: Draft, target: Qwen3ForCausalLM) -> Guess:
 
 def train_draft(
     draft: Draft,
-    target: Qwen3ForCausalLM,
+    target: PreTrainedModel,
     samples: Sequence[Samples],
     run: DraftRun,
     log: Path,
