@@ -189,10 +189,20 @@ def test_accept_length_is_that_of_the_reference(
 @pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("with_cpu_kernels")
 def test_recorded_steps_accept_the_same() -> None:
-    with toy() as llm:
-        for _ in range(2):  # recorded, then run again; cold, warm
-            hold(llm, PROMPTS, GREEDY, TEXTS, MATCHES)
-        assert isinstance(llm.engine.executor.steps, CpuGraphSteps)  # type: ignore[attr-defined]
+    """As the same kernels eagerly. They take the draft's weights and activations in bfloat16."""
+    lengths = []
+    for eager in (True, False):
+        with toy(disable_cuda_graph=eager) as llm:
+            for _ in range(2):  # recorded, then run again; cold, warm
+                how = [params(GREEDY, i) for i in range(len(PROMPTS))]
+                outs = llm.generate(input_ids=PROMPTS, sampling_params=how)
+                assert [out.output_ids for out in outs] == TEXTS
+                lengths.append([out.meta_info["spec_accept_lengths"] for out in outs])
+            steps = llm.engine.executor.steps  # type: ignore[attr-defined]
+            assert isinstance(steps, CpuGraphSteps) != eager
+    assert all(each == lengths[0] for each in lengths)
+    flat = [n for each in lengths[0] for n in each]
+    assert sum(flat) / len(flat) >= 2.5
 
 
 @pytest.mark.exhaustive
