@@ -9,11 +9,11 @@ import torch
 from forerun.bench.kernels import gemm_chain
 from forerun.kernels.gemm import gemm_triton, head_gemm
 from forerun.kernels.runtime.gpu import GpuInfo
-from tests.kernels.compiled import PDL_TARGETS, SMEM_LIMIT, TARGETS, Case
+from tests.kernels.compiled import CUDA, HIP, PDL_TARGETS, SMEM_LIMIT, TARGETS, Case
 
 OPERANDS = {"x": "*bf16", "w": "*bf16", "semaphores": "*i32"}
 OPTIONAL = (
-    "bias", "sum_of_squares", "residual", "norm_weight", "out", "norm_out", "sum_of_squares_out",
+    "scales", "bias", "sum_of_squares", "residual", "norm_weight", "out", "norm_out", "sum_of_squares_out",
     "tile_max", "tile_argmax", "partials",
 )  # fmt: skip
 SCALARS = dict.fromkeys(
@@ -36,7 +36,7 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
     defaults = {
         "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "MAX_SPLIT": 1, "EARLY_LAUNCH": True,
         "SWAP_AB": False, "SILU_MUL": False, "WRITE_PARTIALS": False, "EVEN_K": True,
-        "NUM_THREADS": 128,
+        "NUM_THREADS": 128, "FP8": 0, "GROUP": 0,
     }  # fmt: skip
     absent = {name: None for name in OPTIONAL if name not in tensors}
     return Case(
@@ -50,6 +50,15 @@ def case(name: str, tensors: dict[str, str], **constants: int | bool) -> Case:
         multiples=("N", "K", "stride_x", "prefetch_k"),
         matrix=True,
     )
+
+
+def fp8(name: str, tensors: dict[str, str], **constants: int | bool) -> list[Case]:
+    """With an e4m3 weight; it is decoded in different ways."""
+    tensors = tensors | {"w": "*u8", "scales": "*fp32"}
+    return [
+        replace(case(name, tensors, FP8=mode, **constants), targets=targets)
+        for mode, targets in ((1, HIP), (2, CUDA))
+    ]
 
 
 def heads(
@@ -96,6 +105,9 @@ CASES = [
     case("gemm, deferred norm in, argmax", NORM_IN | ARGMAX, BLOCK_M=64),
     case("gemm, swapped operands", OUT, SWAP_AB=True),
     replace(case("gemm, late launch of dependents", OUT, EARLY_LAUNCH=False), targets=PDL_TARGETS),
+    *fp8("gemm, e4m3", OUT),
+    *fp8("gemm, e4m3, swapped operands", OUT, SWAP_AB=True, BLOCK_M=32),
+    *fp8("gemm, e4m3, groups, deferred norm in, SiLU-mul", OUT | NORM_IN, SILU_MUL=True, GROUP=128),
     *heads("16 heads, absorb", (16, 128, 512)),
     *heads("16 heads, project_v", (16, 512, 128)),
     *heads("32 heads, absorb", (32, 128, 512)),

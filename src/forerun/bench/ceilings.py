@@ -62,7 +62,8 @@ def gemm_seconds(gemms: Sequence[Gemm], device: torch.device) -> float:
     On a GPU all run in one graph. Weights are slices of one random buffer, as large as all of them
     together but at most `ROTATED_BYTES`, so that they are read from memory as in a step.
     """
-    dtype, gemms = gemms[0].dtype, [p for gemm in gemms for p in gemm.per_matrix()]
+    gemms = [p for gemm in gemms for p in gemm.per_matrix()]
+    dtype = max((p.dtype for p in gemms), key=lambda dtype: dtype.itemsize)  # as of activations
     sizes = [p.n * p.k for p in gemms]
     length = max(max(sizes), min(sum(sizes), ROTATED_BYTES // dtype.itemsize))
     buffer = torch.empty(length, dtype=dtype, device=device).normal_()

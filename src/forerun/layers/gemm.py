@@ -26,9 +26,10 @@ from torch import Tensor
 
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
+from forerun.kernels.elementwise.quantize_fp8 import quantize_tokens
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import GemmConfig, uses_split_k
-from forerun.kernels.gemm.dispatch import choose_gemm, choose_gemm_silu_mul
+from forerun.kernels.gemm.dispatch import choose_fp8_gemm, choose_gemm, choose_gemm_silu_mul
 from forerun.kernels.gemm.gemm import (
     DeferredNorm,
     GemmWeight,
@@ -38,7 +39,7 @@ from forerun.kernels.gemm.gemm import (
     gemm_partials,
     gemm_silu_mul,
 )
-from forerun.kernels.gemm.quantized import QuantizedWeight
+from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.norm import RMSNorm
@@ -206,8 +207,7 @@ class SkinnyGemm(Gemm):
         return norm.add(gemm(x, self.weight, config), residual)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
-        n, k = self.weight.weight.shape
-        config = choose_gemm_silu_mul(n, k, _num_tokens(x), gpu_of(self.weight.weight.device))
+        config = self._silu_mul_config(_num_tokens(x))
         return super().silu_and_mul(x) if config is None else gemm_silu_mul(x, self.weight, config)
 
     def argmax(self, x: Tensor) -> Tensor:
@@ -218,6 +218,58 @@ class SkinnyGemm(Gemm):
         """Of our kernel; None: the library is faster. `partials`: the norm can add them up."""
         n, k = self.weight.weight.shape
         return choose_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device), partials)
+
+    def _silu_mul_config(self, num_tokens: int) -> GemmConfig | None:
+        n, k = self.weight.weight.shape
+        return choose_gemm_silu_mul(n, k, num_tokens, gpu_of(self.weight.weight.device))
+
+
+class Fp8Gemm(SkinnyGemm):
+    """An e4m3 weight. Few tokens are multiplied in bfloat16 (W8A16): the kernels read the values
+    once and convert them in registers. So nothing but the weights is rounded, and norms and
+    activations stay fused.
+    """
+
+    packs_weight = True
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        self.weight = GemmWeight.from_fp8(weight, bias)
+        self._library = Fp8LibraryGemm(weight, bias)
+
+    def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
+        (n, k), gpu = self.weight.weight.shape, gpu_of(self.weight.weight.device)
+        return choose_fp8_gemm(n, k, num_tokens, gpu, self.weight.group, partials)
+
+    def _silu_mul_config(self, num_tokens: int) -> GemmConfig | None:
+        return self._config(num_tokens)
+
+
+class Fp8LibraryGemm(Gemm):
+    """Many tokens. With a scale per row, where the GPU has FP8 tensor cores, tokens are quantised
+    too (W8A8, a scale per token); else the weight is dequantised for every call.
+    """
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self._scaled_mm = _scaled_mm_serves(weight)
+        self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
+
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
+        x = _whole(x)
+        if not self._scaled_mm:
+            return F.linear(x, self.weight.dequantise().to(x.dtype), self.bias)
+        values, scales = quantize_tokens(x)
+        weight = self.weight.values.t()
+        y: Tensor = torch._scaled_mm(
+            values, weight, scales, self._scales, bias=self.bias, out_dtype=x.dtype
+        )
+        return y
+
+
+def _scaled_mm_serves(weight: Fp8Weight) -> bool:
+    gpu, (n, k) = gpu_of(weight.device), weight.shape
+    fp8_cores = not gpu.amd and gpu.capability >= 90
+    return fp8_cores and weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
 
 
 def gemm_for(
@@ -255,6 +307,8 @@ def quantized_gemm_for(weight: QuantizedWeight, bias: Tensor | None, dtype: torc
 
     Where no kernel reads it, it is dequantised once and kept so.
     """
+    if isinstance(weight, Fp8Weight) and weight.device.type == "cuda" and dtype == torch.bfloat16:
+        return Fp8Gemm(weight, bias)
     return gemm_for(weight.dequantise().to(dtype), bias)
 
 

@@ -16,7 +16,7 @@ class GemmArguments:
     """
 
     x: Tensor  # [M, K] bfloat16
-    weight: Tensor  # [N, K] bfloat16
+    weight: Tensor  # [N, K] bfloat16; or float8_e4m3fn, with `scales`
     bias: Tensor | None = None  # [N] bfloat16
     sum_of_squares: Tensor | None = None  # [P, M] float32: finish x's deferred RMSNorm
     eps: float = 0.0  # of that RMSNorm
@@ -28,6 +28,10 @@ class GemmArguments:
     sum_of_squares_out: Tensor | None = None  # [N tiles, M] float32
     tile_max: Tensor | None = None  # [M, N tiles] float32: each tile's largest output
     tile_argmax: Tensor | None = None  # [M, N tiles] int32: its index in N
+    scales: Tensor | None = (
+        None  # [N, G] float32: of every row, or of its groups of `group` columns
+    )
+    group: int = 0  # 0: G is 1
     partials: Tensor | None = None  # [split_k, M, N] float32: split-K partials, to be summed
 
     @property

@@ -22,6 +22,7 @@ from forerun.kernels.runtime.gpu import GpuInfo
 
 MAX_DEFAULT_M = 32  # largest M for the untuned Triton configuration
 MAX_DEFAULT_M_SM90 = 128
+MAX_FP8_M = 128
 MIN_BLOCK_N_SM90 = 32  # rows of W: of the narrowest tile that the default for Hopper takes
 # Gate/up with SiLU-mul for M >= LARGE_M on Hopper. With fewer tokens, its tiles may leave too many
 # SMs idle in the last wave.
@@ -94,6 +95,21 @@ def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo, partials: bool = False) ->
     if hopper and bucket <= MAX_DEFAULT_M_SM90:
         return default_sm90_config(n, k, bucket, gpu, partials)
     return default_triton_config(bucket, gpu) if bucket <= MAX_DEFAULT_M else None
+
+
+def choose_fp8_gemm(
+    n: int, k: int, m: int, gpu: GpuInfo, group: int = 0, partials: bool = False
+) -> GemmChoice:
+    """`choose_gemm` for an e4m3 weight; `group`: columns that share a scale, 0: all."""
+    bucket = m_bucket(m)
+    if bucket > MAX_FP8_M:
+        return None
+    block_k = 64 if gpu.amd else 128
+    if group % block_k:
+        return None
+    hopper = gpu.capability == 90 and not gpu.amd
+    stages = 2 if gpu.amd else 4
+    return TritonGemmConfig(64, block_k, 2 * gpu.num_sms, 4, stages, swap_ab=hopper)
 
 
 def choose_gemm_silu_mul(n: int, k: int, m: int, gpu: GpuInfo) -> GemmChoice:

@@ -29,6 +29,7 @@ from torch import Tensor
 from forerun.kernels.gemm import gemm_sm90, gemm_triton
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig, num_tiles
+from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.argmax import argmax_ref
 
@@ -51,20 +52,34 @@ class DeferredNorm:
 class GemmWeight:
     """The constant operands of a GEMM. Two GEMMs with the same object must not run at once."""
 
-    weight: Tensor  # [N, K]
+    weight: Tensor  # [N, K]; e4m3 values if there are scales
     bias: Tensor | None  # [N]
     semaphores: Tensor  # [>= tiles] int32, zero; every GEMM leaves them zero
+    scales: Tensor | None = None  # [N, G] float32
+    group: int = 0  # columns that share a scale; 0: G is 1
 
     @classmethod
     def from_tensor(cls, weight: Tensor, bias: Tensor | None = None) -> GemmWeight:
         return cls(weight, bias, gemm_triton.new_semaphores(weight))
 
+    @classmethod
+    def from_fp8(cls, weight: Fp8Weight, bias: Tensor | None = None) -> GemmWeight:
+        group = weight.group if weight.scales.shape[1] > 1 else 0
+        semaphores = gemm_triton.new_semaphores(weight.values)
+        return cls(weight.values, bias, semaphores, weight.scales, group)
+
+    def plain(self) -> Tensor:
+        """[N, K] float32, for reference implementations."""
+        if self.scales is None:
+            return self.weight.float()
+        return Fp8Weight(self.weight, self.scales, self.group or self.weight.shape[1]).dequantise()
+
 
 def gemm(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -> Tensor:
     """x [M, K] -> x Wᵀ + b, [M, N]."""
     if not use_triton(w.weight):
-        return _gemm_ref(x, w).to(w.weight.dtype)
-    out = w.weight.new_empty(_input(x).shape[0], w.weight.shape[0])
+        return _gemm_ref(x, w).to(_input(x).dtype)
+    out = _input(x).new_empty(_input(x).shape[0], w.weight.shape[0])
     _launch(config, w, _arguments(x, w, out=out))
     return out
 
@@ -114,8 +129,8 @@ def gemm_silu_mul(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -
     """W = [gate; up]: SiLU(x gateᵀ) * (x upᵀ), [M, N / 2]."""
     if not use_triton(w.weight):
         gate, up = _gemm_ref(x, w).chunk(2, -1)
-        return (F.silu(gate) * up).to(w.weight.dtype)
-    out = w.weight.new_empty(_input(x).shape[0], w.weight.shape[0] // 2)
+        return (F.silu(gate) * up).to(_input(x).dtype)
+    out = _input(x).new_empty(_input(x).shape[0], w.weight.shape[0] // 2)
     _launch(config, w, _arguments(x, w, out=out, silu_mul=True))
     return out
 
@@ -146,10 +161,14 @@ def gemm_partials(x: Tensor, w: GemmWeight, config: GemmConfig) -> Tensor:
         split_k, rest = divmod(config.num_ctas, num_tiles(m, n, config))
     assert rest == 0 and split_k > 0
     if not use_triton(w.weight):
-        slices = zip(x.tensor_split(split_k, 1), w.weight.tensor_split(split_k, 1), strict=True)
-        return torch.stack([F.linear(a.float(), b.float()) for a, b in slices])
+        slices = zip(x.tensor_split(split_k, 1), w.plain().tensor_split(split_k, 1), strict=True)
+        return torch.stack([F.linear(a.float(), b) for a, b in slices])
     partials = torch.empty(split_k, m, n, dtype=torch.float32, device=x.device)
-    _launch(config, w, GemmArguments(x, w.weight, partials=partials))
+    _launch(
+        config,
+        w,
+        GemmArguments(x, w.weight, None, scales=w.scales, group=w.group, partials=partials),
+    )
     return partials
 
 
@@ -159,6 +178,7 @@ def _input(x: Tensor | DeferredNorm) -> Tensor:
 
 def _arguments(x: Tensor | DeferredNorm, w: GemmWeight, **epilogue: Any) -> GemmArguments:
     """The operands, with the other fields of `GemmArguments`."""
+    epilogue |= {"scales": w.scales, "group": w.group}
     if isinstance(x, DeferredNorm):
         return GemmArguments(x.x, w.weight, w.bias, x.sum_of_squares, x.eps, **epilogue)
     return GemmArguments(x, w.weight, w.bias, **epilogue)
@@ -166,7 +186,7 @@ def _arguments(x: Tensor | DeferredNorm, w: GemmWeight, **epilogue: Any) -> Gemm
 
 def _gemm_ref(x: Tensor | DeferredNorm, w: GemmWeight) -> Tensor:
     """x Wᵀ + b in float32."""
-    y = F.linear(_input(x).float(), w.weight.float())
+    y = F.linear(_input(x).float(), w.plain())
     if isinstance(x, DeferredNorm):
         y = y * x.inv_rms()
     return y if w.bias is None else y + w.bias.float()

@@ -20,6 +20,9 @@ from torch import Tensor
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import TritonGemmConfig, m_bucket, num_tiles
+from forerun.kernels.runtime.fp8 import FP8 as FP8_DTYPE
+from forerun.kernels.runtime.fp8 import as_bits, decode_e4m3
+from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -39,6 +42,7 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
     bucket, tiles = m_bucket(m), num_tiles(m, weight_rows, config)
     assert m <= MAX_M and tiles <= len(semaphores)
     assert weight.is_contiguous() and x.stride(1) == 1
+    assert args.group % config.block_k == 0
     block_m, iters_per_tile = min(config.block_m, bucket), -(-k // config.block_k)
     num_ctas = min(config.num_ctas, tiles * iters_per_tile)
     max_split = max_splits(num_ctas, tiles, iters_per_tile)
@@ -47,19 +51,28 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
         size = (2 * num_ctas, block_m, config.block_n)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     gemm_kernel[(num_ctas,)](
-        x, weight, args.bias, args.sum_of_squares, args.residual, args.norm_weight,
+        x, as_bits(weight), args.scales, args.bias, args.sum_of_squares, args.residual, args.norm_weight,
         args.out, args.norm_out, args.sum_of_squares_out, args.tile_max, args.tile_argmax,
         partials, semaphores,
         m, weight_rows // (2 if args.silu_mul else 1), k, x.stride(0), args.norm_tiles,
         args.eps, bucket // block_m, tiles * iters_per_tile,
-        config.prefetch_k if k % 64 == 0 else 0,
+        config.prefetch_k if k * weight.itemsize % 128 == 0 else 0,
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         MAX_SPLIT=max_split, EARLY_LAUNCH=config.early_launch, SWAP_AB=config.swap_ab,
         SILU_MUL=args.silu_mul, WRITE_PARTIALS=args.partials is not None,
+        FP8=_fp8_mode(weight), GROUP=args.group,
         EVEN_K=k % config.block_k == 0,
         NUM_THREADS=32 * config.num_warps,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x),
     )  # fmt: skip
+
+
+def _fp8_mode(weight: Tensor) -> int:
+    """0: not e4m3; 1: decoded by shifts in Triton; 2: by PTX, four at once."""
+    if weight.dtype != FP8_DTYPE:
+        return 0
+    gpu = gpu_of(weight.device)
+    return 1 if gpu.amd or gpu.interpreted else 2
 
 
 def max_splits(num_ctas: int, tiles: int, iters_per_tile: int) -> int:
@@ -88,7 +101,8 @@ def reduce_argmax(tile_max: Tensor, tile_argmax: Tensor) -> Tensor:
 @jit_no_specialize("M", "norm_tiles", "total_iters", "tiles_m")
 def gemm_kernel(
     x,  # [M, K], stride_x
-    w,  # [N, K]; with SILU_MUL [2N, K], gate before up
+    w,  # [N, K]; with SILU_MUL [2N, K], gate before up; with FP8 e4m3 bits
+    scales,  # [N, G] float32 of w; with SILU_MUL [2N, G]; or None
     bias,  # [N], with SILU_MUL [2N], or None
     sum_of_squares,  # [norm_tiles, M] float32: finish x's deferred RMSNorm; or None
     residual,  # [M, N] or None
@@ -119,6 +133,8 @@ def gemm_kernel(
     WRITE_PARTIALS: tl.constexpr,
     EVEN_K: tl.constexpr,
     NUM_THREADS: tl.constexpr,
+    FP8: tl.constexpr,  # how w is decoded: 0: it is not e4m3
+    GROUP: tl.constexpr,  # columns that share a scale, a multiple of BLOCK_K; 0: all
     PDL: tl.constexpr,
 ):
     iters_per_tile = tl.cdiv(K, BLOCK_K)
@@ -133,8 +149,9 @@ def gemm_kernel(
             column = first * BLOCK_K
             count = tl.minimum(tl.minimum(K - column, (end - begin) * BLOCK_K), prefetch_k)
             prefetch_weight(
-                w, first_tile // tiles_m, column, count, N, K, BLOCK_N, SILU_MUL, NUM_THREADS
-            )
+                w, first_tile // tiles_m, column, count, N, K, BLOCK_N, SILU_MUL, NUM_THREADS,
+                1 if FP8 else 2,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
 
     k = tl.arange(0, BLOCK_K)
@@ -156,12 +173,23 @@ def gemm_kernel(
                 k_mask = offset + k[None, :] < K
                 xs = tl.load(x_tile + offset, mask=m_mask & k_mask, other=0.0)
                 ws = tl.load(w_tile + offset, mask=k_mask, other=0.0)
-            acc = tl.dot(ws, tl.trans(xs), acc) if SWAP_AB else tl.dot(xs, tl.trans(ws), acc)
+            if FP8:
+                ws = _decode(ws, xs.dtype, FP8)
+            if GROUP:
+                scale = tl.load(scales + row * tl.cdiv(K, GROUP) + offset // GROUP)
+                if SWAP_AB:
+                    acc += tl.dot(ws, tl.trans(xs)) * scale[:, None]
+                else:
+                    acc += tl.dot(xs, tl.trans(ws)) * scale[None, :]
+            else:
+                acc = tl.dot(ws, tl.trans(xs), acc) if SWAP_AB else tl.dot(xs, tl.trans(ws), acc)
         if PDL and not EARLY_LAUNCH:  # noqa: SIM102  a constexpr
             if start + iters_per_tile >= end:
                 tl.extra.cuda.gdc_launch_dependents()
         if SWAP_AB:
             acc = tl.trans(acc)
+        if FP8 and GROUP == 0:
+            acc *= tl.load(scales + row)[None, :]
 
         first_cta = _cta_of_iter(start, num_ctas, total_iters)
         others = _cta_of_iter(start + iters_per_tile - 1, num_ctas, total_iters) - first_cta
@@ -192,7 +220,7 @@ def gemm_kernel(
                     acc, tile_n, m, bias, sum_of_squares, residual, norm_weight,
                     out, norm_out, sum_of_squares_out, tile_max, tile_argmax,
                     M, N, K, norm_tiles, eps,
-                    w.dtype.element_ty, BLOCK_M, BLOCK_N, SILU_MUL,
+                    x.dtype.element_ty, BLOCK_M, BLOCK_N, SILU_MUL,
                 )  # fmt: skip
 
 
@@ -241,7 +269,7 @@ def _weight_rows(tile, i, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
 def _epilogue(
     acc, tile, m, bias, sum_of_squares, residual, norm_weight,
     out, norm_out, sum_of_squares_out, tile_max, tile_argmax, M, N, K, norm_tiles, eps,
-    w_type: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr,
+    x_type: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr,
 ):  # fmt: skip
     """Accumulators [BLOCK_M, BLOCK_N] float32 -> the output of tile `tile` along N."""
     m_mask = m[:, None] < M
@@ -272,7 +300,7 @@ def _epilogue(
     mask = m_mask & n_mask[None, :]
     offset = m[:, None] * N + n[None, :]
     if tile_max is not None:
-        logits = acc.to(w_type).to(tl.float32)
+        logits = acc.to(x_type).to(tl.float32)
         logits = tl.where(logits == logits, logits, float("inf"))  # NaN is as invalid as +inf
         logits = tl.where(n_mask[None, :], logits, float("-inf"))
         value, index = tl.max(logits, 1, return_indices=True)
@@ -292,9 +320,43 @@ def _epilogue(
 
 
 @jit
+def _decode(bits, dtype: tl.constexpr, FP8: tl.constexpr):
+    """e4m3 bits (uint8) -> bfloat16 (float32 in tests), exact but for NaN.
+
+    In bfloat16's fields a value is 2^-120 of the true one: the exponent biases are 7 and 127.
+    Multiplying by 2^120 also normalises subnormals.
+    """
+    if FP8 == 1:
+        return decode_e4m3(bits).to(dtype)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, scale, zero;
+        mov.b32 scale, 0x7b807b80;
+        mov.b32 zero, 0x80008000;
+        prmt.b32 a, $2, 0, 0x1404;
+        prmt.b32 b, $2, 0, 0x3424;
+        shr.b32 c, a, 4;
+        lop3.b32 c, c, 0x07f007f0, 0, 0xc0;
+        lop3.b32 a, a, 0x80008000, c, 0xea;
+        fma.rn.bf16x2 $0, a, scale, zero;
+        shr.b32 c, b, 4;
+        lop3.b32 c, c, 0x07f007f0, 0, 0xc0;
+        lop3.b32 b, b, 0x80008000, c, 0xea;
+        fma.rn.bf16x2 $1, b, scale, zero;
+        }""",
+        "=r,=r,r",
+        [bits],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@jit
 def prefetch_weight(
     w, tile, first, count, N, K,
     BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr, NUM_THREADS: tl.constexpr,
+    ITEM_BYTES: tl.constexpr = 2,
 ):  # fmt: skip
     """Prefetches `count` columns of a tile's rows of W into L2; one bulk prefetch per thread."""
     THREADS_PER_ROW: tl.constexpr = max(NUM_THREADS // BLOCK_N, 1)
@@ -302,7 +364,7 @@ def prefetch_weight(
     row = _weight_rows(tile, i // THREADS_PER_ROW, N, BLOCK_N, SILU_MUL)
     length = count // THREADS_PER_ROW
     address = (w + row * K + first + i % THREADS_PER_ROW * length).to(tl.int64)
-    size = i * 0 + length * 2
+    size = i * 0 + length * ITEM_BYTES
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
         "=r,l,r",
