@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.elementwise import gelu_mul
+from forerun.kernels.elementwise import gelu_mul, quantize_fp8
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
@@ -58,6 +58,14 @@ def silu(name: str, x: str, parts: int) -> Case:
     return case(
         name, activation._silu_mul, pointers, "inner* split_stride* row_stride*", constants, 8
     )
+
+
+def quantize(name: str, **absent: None) -> Case:
+    pointers = {"x_ptr": B16, "out_ptr": "*u8", "scales_ptr": F32, "order_ptr": I64}
+    for tensor in absent:
+        del pointers[tensor]
+    kernel = quantize_fp8._quantize_tokens
+    return case(name, kernel, pointers, "k* row_stride*", {"BLOCK": 1024, **absent}, 4)
 
 
 def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
@@ -141,6 +149,8 @@ _CASES = [
     norms("norm of 5120", B16, 8192),
     norms("add and norm, float32 weight", B16, weight=F32),
     silu("silu", B16, 1),
+    quantize("quantize tokens", order_ptr=None),
+    quantize("quantize tokens, reordered"),
     silu("silu of split-K partials", F32, 4),
     case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
          {"BLOCK": 2048}, 8),

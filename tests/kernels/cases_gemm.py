@@ -13,8 +13,8 @@ from tests.kernels.compiled import CUDA, HIP, PDL_TARGETS, SMEM_LIMIT, TARGETS, 
 
 OPERANDS = {"x": "*bf16", "w": "*bf16", "semaphores": "*i32"}
 OPTIONAL = (
-    "scales", "bias", "sum_of_squares", "residual", "norm_weight", "out", "norm_out", "sum_of_squares_out",
-    "tile_max", "tile_argmax", "partials",
+    "scales", "bias", "sum_of_squares", "residual", "norm_weight", "out", "norm_out",
+    "sum_of_squares_out", "tile_max", "tile_argmax", "partials",
 )  # fmt: skip
 SCALARS = dict.fromkeys(
     ("M", "N", "K", "stride_x", "norm_tiles", "tiles_m", "total_iters", "prefetch_k"), "i32"

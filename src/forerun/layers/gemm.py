@@ -18,6 +18,7 @@ AVX2 cores, all matrices of an 8M-parameter model, 1 / 16 / 80 tokens: `F.linear
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,12 @@ from forerun.kernels.cpu import library as cpu_library
 from forerun.kernels.elementwise.quantize_fp8 import quantize_tokens
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import GemmConfig, uses_split_k
-from forerun.kernels.gemm.dispatch import choose_fp8_gemm, choose_gemm, choose_gemm_silu_mul
+from forerun.kernels.gemm.dispatch import (
+    choose_fp8_gemm,
+    choose_gemm,
+    choose_gemm_silu_mul,
+    fp8_sm90_serves,
+)
 from forerun.kernels.gemm.gemm import (
     DeferredNorm,
     GemmWeight,
@@ -39,6 +45,7 @@ from forerun.kernels.gemm.gemm import (
     gemm_partials,
     gemm_silu_mul,
 )
+from forerun.kernels.gemm.gemm_fp8_sm90 import column_order, interleave_k
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
@@ -225,8 +232,8 @@ class SkinnyGemm(Gemm):
 
 
 class Fp8Gemm(SkinnyGemm):
-    """An e4m3 weight. Few tokens are multiplied in bfloat16 (W8A16): the kernels read the values
-    once and convert them in registers. So nothing but the weights is rounded, and norms and
+    """An e4m3 weight. Up to 128 tokens are multiplied in bfloat16 (W8A16): the kernels read the
+    values once and convert them in registers. So nothing but the weights is rounded, and norms and
     activations stay fused.
     """
 
@@ -234,7 +241,13 @@ class Fp8Gemm(SkinnyGemm):
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
         self.weight = GemmWeight.from_fp8(weight, bias)
-        self._library = Fp8LibraryGemm(weight, bias)
+        (n, k), gpu = weight.shape, gpu_of(weight.device)
+        order: Tensor | None = None
+        if fp8_sm90_serves(n, k, gpu, self.weight.group):
+            order = column_order(k).to(weight.device)
+            weight = replace(weight, values=interleave_k(weight.values))
+            self.weight = replace(self.weight, weight=weight.values)
+        self._library = Fp8LibraryGemm(weight, bias, order)
 
     def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
         (n, k), gpu = self.weight.weight.shape, gpu_of(self.weight.weight.device)
@@ -243,27 +256,41 @@ class Fp8Gemm(SkinnyGemm):
     def _silu_mul_config(self, num_tokens: int) -> GemmConfig | None:
         return self._config(num_tokens)
 
+    def argmax(self, x: Tensor) -> Tensor:
+        return argmax(self(x))
+
 
 class Fp8LibraryGemm(Gemm):
     """Many tokens. With a scale per row, where the GPU has FP8 tensor cores, tokens are quantised
     too (W8A8, a scale per token); else the weight is dequantised for every call.
     """
 
-    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, order: Tensor | None) -> None:
+        """`order` [K]: which column is stored where; None: each at its place."""
+        self.weight, self.bias, self._order = weight, bias, order
         self._scaled_mm = _scaled_mm_serves(weight)
         self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         x = _whole(x)
         if not self._scaled_mm:
-            return F.linear(x, self.weight.dequantise().to(x.dtype), self.bias)
-        values, scales = quantize_tokens(x)
+            return F.linear(x, self._dequantised(x.dtype), self.bias)
+        values, scales = quantize_tokens(x, self._order)
         weight = self.weight.values.t()
         y: Tensor = torch._scaled_mm(
             values, weight, scales, self._scales, bias=self.bias, out_dtype=x.dtype
         )
         return y
+
+    def _dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], for one call."""
+        weight = self.weight
+        if self._order is not None:
+            place = self._order.argsort()
+            weight = replace(
+                weight, values=weight.values.view(torch.uint8)[:, place].view(weight.values.dtype)
+            )
+        return weight.dequantise().to(dtype)
 
 
 def _scaled_mm_serves(weight: Fp8Weight) -> bool:

@@ -13,34 +13,37 @@ from forerun.kernels.runtime.pdl import pdl_options
 BLOCK = 1024  # elements per iteration
 
 
-def quantize_tokens_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tokens_ref(x: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Reference implementation of `quantize_tokens`."""
+    x = x if order is None else x[:, order]
     scale = x.float().abs().amax(1, keepdim=True) / E4M3_MAX
     scale = torch.where(scale > 0, scale, 1.0)
     return encode_e4m3_ref(x.float() / scale), scale
 
 
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [T, K] -> (e4m3 [T, K], scales [T, 1] float32): x = e4m3 · scale, rounded.
+
+    `order` [K] int64: column i of the result is column order[i] of x.
 
     A scale is the token's largest absolute value / 448, or 1 for a token of zeros. A NaN or an
     infinity makes the scale NaN or infinite, and the token's results NaN.
     """
     if not use_triton(x):
-        return quantize_tokens_ref(x)
+        return quantize_tokens_ref(x, order)
     assert x.stride(1) == 1
     tokens, k = x.shape
     out = torch.empty(tokens, k, dtype=FP8, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     _quantize_tokens[(tokens,)](
-        x, as_bits(out), scales, k, x.stride(0), BLOCK=BLOCK, num_warps=4, **pdl_options(x)
+        x, as_bits(out), scales, order, k, x.stride(0), BLOCK=BLOCK, num_warps=4, **pdl_options(x)
     )
     return out, scales
 
 
 @jit
 def _quantize_tokens(
-    x_ptr, out_ptr, scales_ptr, k, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, order_ptr, k, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One CTA per token; the second pass over the token finds it in L1."""
     if PDL:
@@ -58,5 +61,8 @@ def _quantize_tokens(
     tl.store(scales_ptr + row, scale)
     for first in range(0, k, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * row_stride + at, mask=at < k, other=0.0).to(tl.float32)
+        column = at
+        if order_ptr is not None:
+            column = tl.load(order_ptr + at, mask=at < k, other=0)
+        x = tl.load(x_ptr + row * row_stride + column, mask=at < k, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * k + at, encode_e4m3(x / scale), mask=at < k)

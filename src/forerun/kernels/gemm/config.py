@@ -40,7 +40,22 @@ class Sm90GemmConfig:
         return 64 * self.consumer_warpgroups
 
 
-GemmConfig = TritonGemmConfig | Sm90GemmConfig
+@dataclass(frozen=True, order=True)
+class Sm90Fp8GemmConfig:
+    """Tiling of the kernel for e4m3 weights on Hopper (`gemm_fp8_sm90.py`), up to 128 tokens."""
+
+    row_groups: int  # 1 to 3 warpgroups along N, 64 rows of W each
+    k_groups: int = 1  # 1 or 2 warpgroups that share the blocks of K
+    split_k: int = 1  # CTAs per tile along K; more than 1 leaves partials to the next kernel
+
+    block_m = 128  # all tokens
+
+    @property
+    def block_n(self) -> int:
+        return 64 * self.row_groups
+
+
+GemmConfig = TritonGemmConfig | Sm90GemmConfig | Sm90Fp8GemmConfig
 
 
 def m_bucket(m: int) -> int:
@@ -56,6 +71,6 @@ def num_tiles(m: int, n: int, config: GemmConfig) -> int:
 
 def uses_split_k(config: GemmConfig) -> bool:
     """Whether split-K partials are left to the next kernel, if it can sum them."""
-    if isinstance(config, Sm90GemmConfig):
+    if isinstance(config, Sm90GemmConfig | Sm90Fp8GemmConfig):
         return config.split_k > 1
     return config.keep_partials

@@ -13,6 +13,7 @@ from functools import cache
 from forerun.kernels.gemm.config import (
     BLOCK_K_SM90,
     GemmConfig,
+    Sm90Fp8GemmConfig,
     Sm90GemmConfig,
     TritonGemmConfig,
     m_bucket,
@@ -101,15 +102,47 @@ def choose_fp8_gemm(
     n: int, k: int, m: int, gpu: GpuInfo, group: int = 0, partials: bool = False
 ) -> GemmChoice:
     """`choose_gemm` for an e4m3 weight; `group`: columns that share a scale, 0: all."""
-    bucket = m_bucket(m)
-    if bucket > MAX_FP8_M:
+    if m > MAX_FP8_M:
         return None
+    if fp8_sm90_serves(n, k, gpu, group):
+        return choose_fp8_sm90(n, k, m, gpu, group, partials)
     block_k = 64 if gpu.amd else 128
     if group % block_k:
         return None
     hopper = gpu.capability == 90 and not gpu.amd
-    stages = 2 if gpu.amd else 4
-    return TritonGemmConfig(64, block_k, 2 * gpu.num_sms, 4, stages, swap_ab=hopper)
+    return TritonGemmConfig(64, block_k, 2 * gpu.num_sms, 4, 2 if gpu.amd else 4, swap_ab=hopper)
+
+
+def fp8_sm90_serves(n: int, k: int, gpu: GpuInfo, group: int) -> bool:
+    """Whether the kernel for e4m3 weights on Hopper computes all GEMMs of up to 128 tokens."""
+    return _has_sm90(gpu) and n % 8 == 0 and k % 128 == 0 and group in (0, 128)
+
+
+@cache
+def choose_fp8_sm90(
+    n: int, k: int, m: int, gpu: GpuInfo, group: int = 0, partials: bool = False
+) -> Sm90Fp8GemmConfig:
+    """How sums are added up (`k_groups`, `split_k`) depends on the shape alone, so results do not
+    depend on the number of tokens. Few tiles: K is split, among CTAs if the next kernel adds up
+    the partials, else between two warpgroups. Many: as many rows per CTA as fill the SMs.
+    """
+    tiles = -(-n // 64)
+    if tiles <= gpu.num_sms:
+        if not partials:
+            return Sm90Fp8GemmConfig(1, k_groups=2)
+        splits = [
+            s for s in (1, 2, 4, 8) if k % (128 * s) == 0 and -(-tiles // 2) * s <= gpu.num_sms
+        ]
+        return Sm90Fp8GemmConfig(2, split_k=max(splits))
+    spills = group > 0 and m > 64
+    options = [Sm90Fp8GemmConfig(rows) for rows in ((1, 2) if spills else (1, 2, 3))]
+    busy = {c: _utilization(-(-n // c.block_n), gpu) for c in options}
+    return max(c for c in options if busy[c] > 0.91 * max(busy.values()))
+
+
+def _utilization(ctas: int, gpu: GpuInfo) -> float:
+    """Of the SMs, over all waves."""
+    return ctas / -(-ctas // gpu.num_sms) / gpu.num_sms
 
 
 def choose_gemm_silu_mul(n: int, k: int, m: int, gpu: GpuInfo) -> GemmChoice:

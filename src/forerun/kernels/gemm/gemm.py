@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.gemm import gemm_sm90, gemm_triton
+from forerun.kernels.gemm import gemm_fp8_sm90, gemm_sm90, gemm_triton
 from forerun.kernels.gemm.arguments import GemmArguments
-from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig, num_tiles
+from forerun.kernels.gemm.config import GemmConfig, Sm90Fp8GemmConfig, Sm90GemmConfig, num_tiles
 from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.argmax import argmax_ref
@@ -155,7 +155,7 @@ def gemm_partials(x: Tensor, w: GemmWeight, config: GemmConfig) -> Tensor:
     S is `config.split_k`; in Triton, `config.num_ctas` must be S times the number of tiles.
     """
     m, n = x.shape[0], w.weight.shape[0]
-    if isinstance(config, Sm90GemmConfig):
+    if isinstance(config, Sm90GemmConfig | Sm90Fp8GemmConfig):
         split_k, rest = config.split_k, 0
     else:
         split_k, rest = divmod(config.num_ctas, num_tiles(m, n, config))
@@ -195,5 +195,7 @@ def _gemm_ref(x: Tensor | DeferredNorm, w: GemmWeight) -> Tensor:
 def _launch(config: GemmConfig, w: GemmWeight, args: GemmArguments) -> None:
     if isinstance(config, Sm90GemmConfig):
         gemm_sm90.launch(config, args)
+    elif isinstance(config, Sm90Fp8GemmConfig):
+        gemm_fp8_sm90.launch(config, args)
     else:
         gemm_triton.launch(config, args, w.semaphores)

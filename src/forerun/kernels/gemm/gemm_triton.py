@@ -51,8 +51,9 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
         size = (2 * num_ctas, block_m, config.block_n)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     gemm_kernel[(num_ctas,)](
-        x, as_bits(weight), args.scales, args.bias, args.sum_of_squares, args.residual, args.norm_weight,
-        args.out, args.norm_out, args.sum_of_squares_out, args.tile_max, args.tile_argmax,
+        x, as_bits(weight), args.scales, args.bias, args.sum_of_squares, args.residual,
+        args.norm_weight, args.out, args.norm_out, args.sum_of_squares_out,
+        args.tile_max, args.tile_argmax,
         partials, semaphores,
         m, weight_rows // (2 if args.silu_mul else 1), k, x.stride(0), args.norm_tiles,
         args.eps, bucket // block_m, tiles * iters_per_tile,

@@ -128,6 +128,13 @@ __device__ inline void cp_async_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+__device__ inline uint4 load_shared_16(u32 smem) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem) : "memory");
+  return v;
+}
+
 // --- TMA -----------------------------------------------------------------------------------------
 
 // Loads one box of a tensor into this CTA, or with CTAS > 1 into all CTAs of a cluster of as many.
@@ -232,6 +239,12 @@ __device__ inline u32 pack_bf16x2(float low, float high) {
   u32 packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+// Both halves times those of `factors`.
+__device__ inline u32 scale_bf16x2(u32 values, u32 factors) {
+  u32 scaled;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(values), "r"(factors));
+  return scaled;
 }
 __device__ inline float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
 __device__ inline float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
