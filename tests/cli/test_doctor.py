@@ -11,7 +11,7 @@ from rich.console import Console
 
 from forerun.attention.select import BACKENDS
 from forerun.cli.doctor import TOKENS, _show_gemms, gemm_choices, model_shapes
-from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
+from forerun.kernels.gemm.dispatch import TUNED, choose_fp8_gemm, choose_gemm
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.llm.bundled import preset
 from forerun.platform import device as machine
@@ -88,6 +88,8 @@ def test_choices_are_those_of_the_table(gpu: GpuInfo) -> None:
         for tokens in TOKENS:
             mine = choose_gemm(n, k, tokens, gpu) is not None
             assert (entry["choices"][str(tokens)] is not None) == mine
+            fp8 = choose_fp8_gemm(n, k, tokens, gpu) is not None
+            assert (entry["fp8_choices"][str(tokens)] is not None) == fp8 == (tokens <= 128)
     screen = Console(file=io.StringIO(), width=100)
     _show_gemms({"library": "cuBLAS", "programmatic_launch": True, **found}, screen)
     assert isinstance(screen.file, io.StringIO)

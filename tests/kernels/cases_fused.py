@@ -68,6 +68,14 @@ def quantize(name: str, **absent: None) -> Case:
     return case(name, kernel, pointers, "k* row_stride*", {"BLOCK": 1024, **absent}, 4)
 
 
+def dequantise(name: str, **absent: None) -> Case:
+    pointers = {"values": "*u8", "scales": F32, "place_ptr": I64, "out": B16}
+    for tensor in absent:
+        del pointers[tensor]
+    kernel, numbers = quantize_fp8._dequantise_weight, "k* group* num_groups"
+    return case(name, kernel, pointers, numbers, {"BLOCK": 1024, **absent}, 4, wide=False)
+
+
 def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
     pointers = {
         "x_ptr": x, "q_norm": B16, "k_norm": B16, "table": B16, "positions": I32, "kv_slots": I64,
@@ -151,6 +159,8 @@ _CASES = [
     silu("silu", B16, 1),
     quantize("quantize tokens", order_ptr=None),
     quantize("quantize tokens, reordered"),
+    dequantise("dequantise a weight", place_ptr=None),
+    dequantise("dequantise a weight, reordered"),
     silu("silu of split-K partials", F32, 4),
     case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
          {"BLOCK": 2048}, 8),

@@ -143,7 +143,7 @@ ROW_SPECS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("shape", [(-1, 1), (1,), ()], ids=str)
 def test_scales_of_rows_and_of_whole_matrices(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """q, k and v are one matrix here, and have scales of their own; Phi-4's are stored as one."""
+    """q, k and v are one matrix here, and have scales of their own."""
     model = family("qwen3")
     quantised, plain = save(model, tmp_path / "fp8"), save(model, tmp_path / "plain")
     weights = load_file(plain / "model.safetensors")
@@ -155,7 +155,8 @@ def test_scales_of_rows_and_of_whole_matrices(shape: tuple[int, ...], tmp_path: 
         size = weight.abs().amax(1, keepdim=True) if shape == (-1, 1) else weight.abs().max()
         fp8[key] = (weight / (size / 448)).to(torch.float8_e4m3fn)
         fp8[f"{key}_scale"] = (size / 448).reshape(shape).bfloat16()
-        fp8[key.replace("weight", "input_scale")] = torch.ones(())
+        for unused in ("input_scale", "k_scale"):
+            fp8[key.replace("weight", unused)] = torch.ones(())
         weights[key] = fp8[key].float() * (size / 448).bfloat16().float()
     save_file(fp8, quantised / "model.safetensors")
     save_file(weights, plain / "model.safetensors")

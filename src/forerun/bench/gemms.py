@@ -56,10 +56,11 @@ class Gemm:
     dtype: torch.dtype
     tokens: int  # of all experts together: k per token
     matrices: float = 1.0  # weights that are read: the expected number of touched experts
+    scale_bytes: int = 0  # of a quantised weight
 
     @property
     def weight_bytes(self) -> int:
-        return round(self.matrices * self.n * self.k * self.dtype.itemsize)
+        return round(self.matrices * self.n * self.k * self.dtype.itemsize) + self.scale_bytes
 
     def per_matrix(self) -> list[Gemm]:
         """One GEMM per touched expert, equally many tokens in each."""
@@ -135,6 +136,8 @@ class _Recorder(TorchDispatchMode):
     def watch(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def watched(config: GemmConfig, w: GemmWeight, args: GemmArguments) -> None:
             self._add(args.x, args.weight)
+            if args.scales is not None:
+                self.gemms[-1] = replace(self.gemms[-1], scale_bytes=args.scales.nbytes)
             launch(config, w, args)
 
         return watched

@@ -20,8 +20,8 @@ from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.cpu import library
-from forerun.kernels.gemm.config import GemmConfig, Sm90GemmConfig
-from forerun.kernels.gemm.dispatch import TUNED, choose_gemm
+from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
+from forerun.kernels.gemm.dispatch import TUNED, choose_fp8_gemm, choose_gemm
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -185,12 +185,16 @@ def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
     for n, k in dict.fromkeys((*shapes, *tuned)):
         chosen = {tokens: choose_gemm(n, k, tokens, gpu) for tokens in TOKENS}
         choices = {str(tokens): _choice(c) if c else None for tokens, c in chosen.items()}
-        out.append({"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices})
+        fp8 = {tokens: choose_fp8_gemm(n, k, tokens, gpu) for tokens in TOKENS}
+        fp8_choices = {str(tokens): _choice(c) if c else None for tokens, c in fp8.items()}
+        entry = {"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices}
+        out.append(entry | {"fp8_choices": fp8_choices})
     return {"cuda": nvrtc.available(), "matrices": out}
 
 
 def _choice(config: GemmConfig) -> dict[str, Any]:
-    return {"kernel": "cuda" if isinstance(config, Sm90GemmConfig) else "triton", **asdict(config)}
+    kernel = "triton" if isinstance(config, TritonGemmConfig) else "cuda"
+    return {"kernel": kernel, **asdict(config)}
 
 
 def _bundled() -> dict[str, Any]:
@@ -278,8 +282,10 @@ def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
     for entry in gemms["matrices"]:
         shape = f"{entry['n']} x {entry['k']}"
         table.add_row(shape, *(_who(c, entry["tuned"]) for c in entry["choices"].values()))
+        table.add_row("  in FP8", *(_who(c, False) for c in entry["fp8_choices"].values()))
     console.print(table)
     console.print("  own: a kernel tuned for this matrix; default: untuned; +C++: that for Hopper")
+    console.print("  in FP8: the weight in 8 bits; the library then quantises tokens too")
 
 
 def _who(config: dict[str, Any] | None, tuned: bool) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
-from forerun.kernels.elementwise.quantize_fp8 import quantize_tokens
+from forerun.kernels.elementwise.quantize_fp8 import dequantise_weight, quantize_tokens
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import GemmConfig, uses_split_k
 from forerun.kernels.gemm.dispatch import (
@@ -268,29 +268,20 @@ class Fp8LibraryGemm(Gemm):
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, order: Tensor | None) -> None:
         """`order` [K]: which column is stored where; None: each at its place."""
         self.weight, self.bias, self._order = weight, bias, order
+        self._place = None if order is None else order.argsort()
         self._scaled_mm = _scaled_mm_serves(weight)
         self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         x = _whole(x)
         if not self._scaled_mm:
-            return F.linear(x, self._dequantised(x.dtype), self.bias)
+            return F.linear(x, dequantise_weight(self.weight, x.dtype, self._place), self.bias)
         values, scales = quantize_tokens(x, self._order)
         weight = self.weight.values.t()
         y: Tensor = torch._scaled_mm(
             values, weight, scales, self._scales, bias=self.bias, out_dtype=x.dtype
         )
         return y
-
-    def _dequantised(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], for one call."""
-        weight = self.weight
-        if self._order is not None:
-            place = self._order.argsort()
-            weight = replace(
-                weight, values=weight.values.view(torch.uint8)[:, place].view(weight.values.dtype)
-            )
-        return weight.dequantise().to(dtype)
 
 
 def _scaled_mm_serves(weight: Fp8Weight) -> bool:

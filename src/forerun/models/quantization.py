@@ -25,8 +25,9 @@ from forerun.kernels.gemm.quantized import Fp8Weight
 
 SCALE_NAMES = ("_scale_inv", "_scale")  # appended to the name of the tensor that is scaled
 E4M3 = "F8_E4M3"  # as safetensors names it
-# Beside FP8 weights: scales of activations, which are not quantised or get scales of their own.
-UNUSED_SCALES = (".input_scale", ".activation_scale", ".weight_shape")
+# Beside FP8 weights: scales of activations, which are not quantised or get scales of their own, and
+# of K/V, which is stored with a scale of 1.
+UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 class Fp8Format(ABC):

@@ -1,12 +1,22 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Activations in e4m3 with a scale per token, for GEMMs of many tokens on FP8 tensor cores."""
+"""For GEMMs of many tokens: activations in e4m3 with a scale per token, and weights out of e4m3."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from forerun.kernels.runtime.fp8 import E4M3_MAX, FP8, as_bits, encode_e4m3, encode_e4m3_ref
+from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.kernels.runtime.fp8 import (
+    E4M3_MAX,
+    FP8,
+    as_bits,
+    decode_e4m3,
+    encode_e4m3,
+    encode_e4m3_ref,
+)
 from forerun.kernels.runtime.jit import jit, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -66,3 +76,45 @@ def _quantize_tokens(
             column = tl.load(order_ptr + at, mask=at < k, other=0)
         x = tl.load(x_ptr + row * row_stride + column, mask=at < k, other=0.0).to(tl.float32)
         tl.store(out_ptr + row * k + at, encode_e4m3(x / scale), mask=at < k)
+
+
+def dequantise_weight_ref(
+    weight: Fp8Weight, dtype: torch.dtype, place: Tensor | None = None
+) -> Tensor:
+    """Reference implementation of `dequantise_weight`."""
+    if place is not None:
+        weight = replace(weight, values=weight.values.view(torch.uint8)[:, place].view(FP8))
+    return weight.dequantise().to(dtype)
+
+
+def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
+    """[N, K] in `dtype`. `place` [K] int64: column i of the weight is stored at place[i]."""
+    if not use_triton(weight.values):
+        return dequantise_weight_ref(weight, dtype, place)
+    n, k = weight.shape
+    out = torch.empty(n, k, dtype=dtype, device=weight.device)
+    _dequantise_weight[(n, -(-k // BLOCK))](
+        as_bits(weight.values), weight.scales, place, out, k, weight.group,
+        weight.scales.shape[1], BLOCK=BLOCK, num_warps=4, **pdl_options(out),
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _dequantise_weight(
+    values, scales, place_ptr, out, k, group, num_groups, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """One CTA per BLOCK columns of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    stored = at
+    if place_ptr is not None:
+        stored = tl.load(place_ptr + at, mask=at < k, other=0)
+    scale = tl.load(scales + row * num_groups + at // group, mask=at < k, other=0.0)
+    value = decode_e4m3(tl.load(values + row * k + stored, mask=at < k, other=0))
+    tl.store(
+        out + row * k + at, (value.to(tl.float32) * scale).to(out.dtype.element_ty), mask=at < k
+    )
