@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -37,6 +38,7 @@ from forerun.grammar.compiler import CompileOptions, GrammarCompiler
 from forerun.grammar.vocabulary import VocabularySource
 from forerun.kernels.cpu import library
 from forerun.kvcache.pools import PoolShape
+from forerun.layers.linear import LinearBase
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from forerun.platform.device import dtype_name, running_on
@@ -101,6 +103,8 @@ class _Builder:
         executor.grammars = self._grammars(model_path)
         memory = self.memory.report(profiled)
         explain = _explain(settings, budget, self.piece_buckets, memory)
+        kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
+        explain["quantized_weights"] = {kind: count for kind, count in kinds.items() if kind}
         log.info("engine: %s", explain)
         executor.info = ExecutorInfo(
             limits=limits,

@@ -5,9 +5,11 @@
                   blocked layout
     SkinnyGemm    bfloat16 on a GPU: our kernels where `kernels/gemm/dispatch.py` has a
                   configuration for so few tokens, else the vendor's library
+    Fp8Gemm       e4m3 weights on a GPU, in a bfloat16 model: our kernels up to 128 tokens, else FP8
+                  tensor cores through the library, or the weight dequantised
     LibraryGemm   everything else: `F.linear`
 
-`gemm_for` chooses once per weight, when the model is prepared.
+`gemm_for` and `quantized_gemm_for` choose once per weight, when the model is prepared.
 
 Without our kernels, on a CPU in float32, the library behind `F.linear` is slow for the few tokens
 of a decode step; oneDNN with reordered weights is faster at every number of tokens. Measured on 2
@@ -29,8 +31,9 @@ from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
 from forerun.kernels.elementwise.quantize_fp8 import dequantise_weight, quantize_tokens
 from forerun.kernels.elementwise.silu_mul import silu_mul
-from forerun.kernels.gemm.config import GemmConfig, uses_split_k
+from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig, uses_split_k
 from forerun.kernels.gemm.dispatch import (
+    MAX_FP8_M,
     choose_fp8_gemm,
     choose_gemm,
     choose_gemm_silu_mul,
@@ -76,6 +79,10 @@ class Gemm(ABC):
     """
 
     packs_weight: ClassVar[bool] = False  # it keeps a copy, and does not read the plain weight
+
+    def describe_quantized(self) -> str | None:
+        """What computes with a quantised weight, by tokens; None: it is not kept quantised."""
+        return None
 
     @abstractmethod
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
@@ -249,6 +256,11 @@ class Fp8Gemm(SkinnyGemm):
             self.weight = replace(self.weight, weight=weight.values)
         self._library = Fp8LibraryGemm(weight, bias, order)
 
+    def describe_quantized(self) -> str | None:
+        language = "Triton" if isinstance(self._config(1), TritonGemmConfig) else "CUDA C++"
+        few = f"up to {MAX_FP8_M} tokens W8A16 in {language}, more " if self._config(1) else ""
+        return f"fp8: {few}{self._library.describe_quantized()}"
+
     def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
         (n, k), gpu = self.weight.weight.shape, gpu_of(self.weight.weight.device)
         return choose_fp8_gemm(n, k, num_tokens, gpu, self.weight.group, partials)
@@ -271,6 +283,9 @@ class Fp8LibraryGemm(Gemm):
         self._place = None if order is None else order.argsort()
         self._scaled_mm = _scaled_mm_serves(weight)
         self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
+
+    def describe_quantized(self) -> str:
+        return "W8A8 in the library" if self._scaled_mm else "dequantised for every GEMM"
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         x = _whole(x)

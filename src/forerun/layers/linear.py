@@ -106,6 +106,7 @@ class LinearBase(Module):
     ) -> None:
         self.weight = place.empty_weight(output_size, input_size)
         self.quantized: QuantizedWeight | None = None
+        self.quantized_gemm: str | None = None  # what computes with it, once it is prepared
         self.bias = place.empty(output_size) if bias else None
         self.gemm: Gemm = LibraryGemm(self.weight, self.bias)
         self._device, self._quantization = place.device, place.quantization
@@ -136,6 +137,7 @@ class LinearBase(Module):
     def prepare(self) -> None:
         if self.quantized is not None:
             self.gemm = quantized_gemm_for(self.quantized, self.bias, self.weight.dtype)
+            self.quantized_gemm = self.gemm.describe_quantized() or "dequantised when loaded"
             self.quantized = None
             return
         self.gemm = gemm_for(self.weight, self.bias, self.shared, self._quantization)
