@@ -60,20 +60,16 @@ def silu(name: str, x: str, parts: int) -> Case:
     )
 
 
-def quantize(name: str, **absent: None) -> Case:
-    pointers = {"x_ptr": B16, "out_ptr": "*u8", "scales_ptr": F32, "order_ptr": I64}
-    for tensor in absent:
-        del pointers[tensor]
-    kernel = quantize_fp8._quantize_tokens
-    return case(name, kernel, pointers, "k* row_stride*", {"BLOCK": 1024, **absent}, 4)
+def quantize(name: str, interleaved: bool) -> Case:
+    pointers = {"x_ptr": B16, "out_ptr": "*u8", "scales_ptr": F32}
+    constants = {"INTERLEAVED": interleaved, "BLOCK": 1024}
+    return case(name, quantize_fp8._quantize_tokens, pointers, "k* row_stride*", constants, 4)
 
 
-def dequantise(name: str, **absent: None) -> Case:
-    pointers = {"values": "*u8", "scales": F32, "place_ptr": I64, "out": B16}
-    for tensor in absent:
-        del pointers[tensor]
-    kernel, numbers = quantize_fp8._dequantise_weight, "k* group* num_groups"
-    return case(name, kernel, pointers, numbers, {"BLOCK": 1024, **absent}, 4, wide=False)
+def dequantise(name: str, interleaved: bool) -> Case:
+    pointers = {"values": "*u8", "scales": F32, "out": B16}
+    numbers, constants = "k* group* num_groups", {"INTERLEAVED": interleaved, "BLOCK": 1024}
+    return case(name, quantize_fp8._dequantise_weight, pointers, numbers, constants, 4, wide=False)
 
 
 def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
@@ -157,10 +153,10 @@ _CASES = [
     norms("norm of 5120", B16, 8192),
     norms("add and norm, float32 weight", B16, weight=F32),
     silu("silu", B16, 1),
-    quantize("quantize tokens", order_ptr=None),
-    quantize("quantize tokens, reordered"),
-    dequantise("dequantise a weight", place_ptr=None),
-    dequantise("dequantise a weight, reordered"),
+    quantize("quantize tokens", False),
+    quantize("quantize tokens, interleaved", True),
+    dequantise("dequantise a weight", False),
+    dequantise("dequantise a weight, interleaved", True),
     silu("silu of split-K partials", F32, 4),
     case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
          {"BLOCK": 2048}, 8),

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.elementwise.quantize_fp8 import (
+    deinterleave,
     dequantise_weight,
     dequantise_weight_ref,
+    interleave,
     quantize_tokens,
     quantize_tokens_ref,
 )
@@ -22,9 +24,7 @@ from forerun.kernels.gemm.dispatch import choose_fp8_gemm, choose_fp8_sm90
 from forerun.kernels.gemm.gemm import GemmWeight
 from forerun.kernels.gemm.gemm_fp8_sm90 import (
     Fp8Variant,
-    column_order,
     cuda_source,
-    interleave_k,
     num_stages,
     smem_bytes,
 )
@@ -64,7 +64,7 @@ class Fp8Problem(Problem):
 
     def pack(self) -> None:
         """For the kernel on Hopper."""
-        values = interleave_k(self.fp8.values)
+        values = interleave(self.fp8.values)
         self.w = GemmWeight.from_fp8(replace(self.fp8, values=values), self.w.bias)
 
 
@@ -86,15 +86,15 @@ def test_triton_in_the_interpreter(
 
 
 def test_columns_are_reordered_within_128() -> None:
-    order = column_order(384)
-    assert torch.equal(order.sort().values, torch.arange(384))
-    assert torch.equal(order // 128, torch.arange(384) // 128)
-    # Thread 1 of step 2 in the second half, bytes 0 to 3 (PTX ISA, wgmma's register fragment of A:
-    # a thread t has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of 16).
+    columns = (torch.arange(384) % 251).to(torch.uint8).unsqueeze(0)
+    order = torch.arange(384).unsqueeze(0)
+    found = interleave(columns)
+    assert torch.equal(deinterleave(found), columns)
+    assert torch.equal(found[0, 128:256].sort().values, columns[0, 128:256].sort().values)
+    # Thread 1 of step 2 in the second half of the first 128.
     at = 32 * 1 + 16 * 1 + 4 * 2
-    assert order[at : at + 4].tolist() == [64 + 32 + c for c in (10, 2, 11, 3)]
-    values = torch.randn(5, 256).to(torch.float8_e4m3fn)
-    assert torch.equal(interleave_k(values).float(), values.float()[:, column_order(256)])
+    want = [64 + 16 * 2 + c for c in (2, 10, 3, 11)]
+    assert found[0, at : at + 4].tolist() == columns[0, order[0, want]].tolist()
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -136,17 +136,15 @@ def test_sm90_compiles(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> None:
     assert num_stages(config, variant) > 2 and smem_bytes(config, variant) <= MAX_SMEM_BYTES
 
 
-@pytest.mark.parametrize("order", [None, torch.randperm(1500)], ids=["plain", "reordered"])
-def test_tokens_are_quantised_by_their_largest_value(order: Tensor | None) -> None:
-    device = torch.device("cuda", 0) if GPU else CPU
-    x = torch.randn(4, 1500, device=device)
+@pytest.mark.parametrize(("k", "interleaved"), [(1500, False), (1536, True)])
+def test_tokens_are_quantised_by_their_largest_value(k: int, interleaved: bool) -> None:
+    x = torch.randn(4, k, device="cuda" if GPU else "cpu")
     x[2] = 0
-    order = None if order is None else order.to(device)
-    (values, scales), want = quantize_tokens(x, order), quantize_tokens_ref(x, order)
+    (values, scales), want = quantize_tokens(x, interleaved), quantize_tokens_ref(x, interleaved)
     assert torch.equal(scales, want[1]) and torch.equal(values.float(), want[0].float())
-    columns = x if order is None else x[:, order]
-    error = (values.float() * scales - columns).abs()
-    assert (error <= columns.abs() / 16 + scales / 512).all()
+    values = deinterleave(values) if interleaved else values
+    error = (values.float() * scales - x).abs()
+    assert (error <= x.abs() / 16 + scales / 512).all()
     x[1, 1400], x[3, 3] = float("nan"), float("inf")
     bad = quantize_tokens(x)[1].isfinite().squeeze(1)
     assert bad.tolist() == [True, False, True, False]
@@ -157,11 +155,11 @@ def test_weights_are_dequantised_where_columns_belong(group: int) -> None:
     device = torch.device("cuda", 0) if GPU else CPU
     fp8 = Fp8Weight.empty(7, 1280, device, group or None)
     fp8.quantise_(torch.randn(7, 1280, device=device))
-    place = column_order(1280).to(device).argsort()
-    stored = replace(fp8, values=interleave_k(fp8.values))
-    for weight, where in ((fp8, None), (stored, place)):
-        assert torch.equal(dequantise_weight(weight, torch.float32, where), fp8.dequantise())
-        assert torch.equal(dequantise_weight_ref(weight, torch.float32, where), fp8.dequantise())
+    stored = replace(fp8, values=interleave(fp8.values))
+    for weight, interleaved in ((fp8, False), (stored, True)):
+        for dequantise in (dequantise_weight, dequantise_weight_ref):
+            got = dequantise(weight, torch.float32, interleaved)
+            assert torch.equal(got, fp8.dequantise())
 
 
 def check_layer(problem: Fp8Problem, limit: float) -> None:

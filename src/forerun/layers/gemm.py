@@ -29,7 +29,11 @@ from torch import Tensor
 
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
-from forerun.kernels.elementwise.quantize_fp8 import dequantise_weight, quantize_tokens
+from forerun.kernels.elementwise.quantize_fp8 import (
+    dequantise_weight,
+    interleave,
+    quantize_tokens,
+)
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig, uses_split_k
 from forerun.kernels.gemm.dispatch import (
@@ -48,7 +52,6 @@ from forerun.kernels.gemm.gemm import (
     gemm_partials,
     gemm_silu_mul,
 )
-from forerun.kernels.gemm.gemm_fp8_sm90 import column_order, interleave_k
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
@@ -249,12 +252,11 @@ class Fp8Gemm(SkinnyGemm):
     def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
         self.weight = GemmWeight.from_fp8(weight, bias)
         (n, k), gpu = weight.shape, gpu_of(weight.device)
-        order: Tensor | None = None
-        if fp8_sm90_serves(n, k, gpu, self.weight.group):
-            order = column_order(k).to(weight.device)
-            weight = replace(weight, values=interleave_k(weight.values))
+        interleaved = fp8_sm90_serves(n, k, gpu, self.weight.group)
+        if interleaved:
+            weight = replace(weight, values=interleave(weight.values))
             self.weight = replace(self.weight, weight=weight.values)
-        self._library = Fp8LibraryGemm(weight, bias, order)
+        self._library = Fp8LibraryGemm(weight, bias, interleaved)
 
     def describe_quantized(self) -> str | None:
         language = "Triton" if isinstance(self._config(1), TritonGemmConfig) else "CUDA C++"
@@ -277,10 +279,9 @@ class Fp8LibraryGemm(Gemm):
     too (W8A8, a scale per token); else the weight is dequantised for every call.
     """
 
-    def __init__(self, weight: Fp8Weight, bias: Tensor | None, order: Tensor | None) -> None:
-        """`order` [K]: which column is stored where; None: each at its place."""
-        self.weight, self.bias, self._order = weight, bias, order
-        self._place = None if order is None else order.argsort()
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None, interleaved: bool) -> None:
+        """`interleaved`: the weight's values are stored so."""
+        self.weight, self.bias, self._interleaved = weight, bias, interleaved
         self._scaled_mm = _scaled_mm_serves(weight)
         self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
 
@@ -290,8 +291,10 @@ class Fp8LibraryGemm(Gemm):
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         x = _whole(x)
         if not self._scaled_mm:
-            return F.linear(x, dequantise_weight(self.weight, x.dtype, self._place), self.bias)
-        values, scales = quantize_tokens(x, self._order)
+            return F.linear(
+                x, dequantise_weight(self.weight, x.dtype, self._interleaved), self.bias
+            )
+        values, scales = quantize_tokens(x, self._interleaved)
         weight = self.weight.values.t()
         y: Tensor = torch._scaled_mm(
             values, weight, scales, self._scales, bias=self.bias, out_dtype=x.dtype

@@ -23,37 +23,57 @@ from forerun.kernels.runtime.pdl import pdl_options
 BLOCK = 1024  # elements per iteration
 
 
-def quantize_tokens_ref(x: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def interleave(values: Tensor) -> Tensor:
+    """[R, K] with columns reordered within every 128, as `gemm_fp8_sm90.cu` reads a weight.
+
+    Byte 32 t + 16 h + 4 s + 2 v + u is column 64 h + 16 s + 8 u + 2 t + v: in step s of half h,
+    thread t of four has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of 16 (PTX ISA, wgmma's register
+    fragments).
+    """
+    columns = values.view(torch.uint8).unflatten(1, (-1, 2, 4, 2, 4, 2))  # h, s, u, t, v
+    return columns.permute(0, 1, 5, 2, 3, 6, 4).flatten(1).contiguous().view(values.dtype)
+
+
+def deinterleave(values: Tensor) -> Tensor:
+    """The inverse of `interleave`."""
+    columns = values.view(torch.uint8).unflatten(1, (-1, 4, 2, 4, 2, 2))  # t, h, s, v, u
+    return columns.permute(0, 1, 3, 4, 6, 2, 5).flatten(1).contiguous().view(values.dtype)
+
+
+def quantize_tokens_ref(x: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Reference implementation of `quantize_tokens`."""
-    x = x if order is None else x[:, order]
     scale = x.float().abs().amax(1, keepdim=True) / E4M3_MAX
     scale = torch.where(scale > 0, scale, 1.0)
-    return encode_e4m3_ref(x.float() / scale), scale
+    values = encode_e4m3_ref(x.float() / scale)
+    return interleave(values) if interleaved else values, scale
 
 
-def quantize_tokens(x: Tensor, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, K] -> (e4m3 [T, K], scales [T, 1] float32): x = e4m3 · scale, rounded.
-
-    `order` [K] int64: column i of the result is column order[i] of x.
 
     A scale is the token's largest absolute value / 448, or 1 for a token of zeros. A NaN or an
     infinity makes the scale NaN or infinite, and the token's results NaN.
+
+    Args:
+        interleaved: columns are reordered by `interleave`; K is a multiple of 128.
     """
     if not use_triton(x):
-        return quantize_tokens_ref(x, order)
-    assert x.stride(1) == 1
+        return quantize_tokens_ref(x, interleaved)
+    assert x.stride(1) == 1 and (x.shape[1] % 128 == 0 or not interleaved)
     tokens, k = x.shape
     out = torch.empty(tokens, k, dtype=FP8, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     _quantize_tokens[(tokens,)](
-        x, as_bits(out), scales, order, k, x.stride(0), BLOCK=BLOCK, num_warps=4, **pdl_options(x)
-    )
+        x, as_bits(out), scales, k, x.stride(0),
+        INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4, **pdl_options(x),
+    )  # fmt: skip
     return out, scales
 
 
 @jit
 def _quantize_tokens(
-    x_ptr, out_ptr, scales_ptr, order_ptr, k, row_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, k, row_stride,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per token; the second pass over the token finds it in L1."""
     if PDL:
@@ -71,38 +91,40 @@ def _quantize_tokens(
     tl.store(scales_ptr + row, scale)
     for first in range(0, k, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        column = at
-        if order_ptr is not None:
-            column = tl.load(order_ptr + at, mask=at < k, other=0)
-        x = tl.load(x_ptr + row * row_stride + column, mask=at < k, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * k + at, encode_e4m3(x / scale), mask=at < k)
+        x = tl.load(x_ptr + row * row_stride + at, mask=at < k, other=0.0).to(tl.float32)
+        bits = encode_e4m3(x / scale)
+        if INTERLEAVED:
+            bits = tl.reshape(bits, (BLOCK // 128, 2, 4, 2, 4, 2))  # h, s, u, t, v
+            bits = tl.reshape(tl.permute(bits, (0, 4, 1, 2, 5, 3)), (BLOCK,))
+        tl.store(out_ptr + row * k + at, bits, mask=at < k)
 
 
 def dequantise_weight_ref(
-    weight: Fp8Weight, dtype: torch.dtype, place: Tensor | None = None
+    weight: Fp8Weight, dtype: torch.dtype, interleaved: bool = False
 ) -> Tensor:
     """Reference implementation of `dequantise_weight`."""
-    if place is not None:
-        weight = replace(weight, values=weight.values.view(torch.uint8)[:, place].view(FP8))
+    if interleaved:
+        weight = replace(weight, values=deinterleave(weight.values))
     return weight.dequantise().to(dtype)
 
 
-def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype, place: Tensor | None = None) -> Tensor:
-    """[N, K] in `dtype`. `place` [K] int64: column i of the weight is stored at place[i]."""
+def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype, interleaved: bool = False) -> Tensor:
+    """[N, K] in `dtype`; `interleaved`: the values are stored by `interleave`."""
     if not use_triton(weight.values):
-        return dequantise_weight_ref(weight, dtype, place)
+        return dequantise_weight_ref(weight, dtype, interleaved)
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
     _dequantise_weight[(n, -(-k // BLOCK))](
-        as_bits(weight.values), weight.scales, place, out, k, weight.group,
-        weight.scales.shape[1], BLOCK=BLOCK, num_warps=4, **pdl_options(out),
+        as_bits(weight.values), weight.scales, out, k, weight.group, weight.scales.shape[1],
+        INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4, **pdl_options(out),
     )  # fmt: skip
     return out
 
 
 @jit
 def _dequantise_weight(
-    values, scales, place_ptr, out, k, group, num_groups, BLOCK: tl.constexpr, PDL: tl.constexpr
+    values, scales, out, k, group, num_groups,
+    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per BLOCK columns of a row."""
     if PDL:
@@ -110,11 +132,10 @@ def _dequantise_weight(
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    stored = at
-    if place_ptr is not None:
-        stored = tl.load(place_ptr + at, mask=at < k, other=0)
+    bits = tl.load(values + row * k + at, mask=at < k, other=0)
+    if INTERLEAVED:
+        bits = tl.reshape(bits, (BLOCK // 128, 4, 2, 4, 2, 2))  # t, h, s, v, u
+        bits = tl.reshape(tl.permute(bits, (0, 2, 3, 5, 1, 4)), (BLOCK,))
     scale = tl.load(scales + row * num_groups + at // group, mask=at < k, other=0.0)
-    value = decode_e4m3(tl.load(values + row * k + stored, mask=at < k, other=0))
-    tl.store(
-        out + row * k + at, (value.to(tl.float32) * scale).to(out.dtype.element_ty), mask=at < k
-    )
+    value = decode_e4m3(bits).to(tl.float32) * scale
+    tl.store(out + row * k + at, value.to(out.dtype.element_ty), mask=at < k)

@@ -185,8 +185,8 @@ __device__ void multiply(float (&acc)[NUM_ACC], u32 (&fragments)[4][4], const ui
 #pragma unroll
     for (int row = 0; row < 2; row++) {
       u32 word = words[row][k];
-      fragments[k][row] = decode(word >> 4, word);
-      fragments[k][2 + row] = decode(word << 4, word << 8);
+      fragments[k][row] = decode(word << 4, word << 8);
+      fragments[k][2 + row] = decode(word >> 4, word);
     }
   u64 x = k_major_descriptor(x_smem);
   wgmma_fence();

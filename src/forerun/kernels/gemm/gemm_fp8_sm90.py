@@ -7,7 +7,7 @@ instructions of integer arithmetic and a multiplication for two values. Scales a
 sums, in float32: in the epilogue, or after every 128 columns of K.
 
 So that 16 consecutive bytes of a row are what a thread of wgmma needs, columns are reordered within
-every 128 of K, once, when the weight is prepared (`interleave_k`). x stays as it is.
+every 128 of K, once, when the weight is prepared (`quantize_fp8.interleave`). x stays as it is.
 
 A CTA computes 64, 128 or 192 rows of W, 64 per warpgroup; or 64 rows with two warpgroups that take
 turns at the blocks of K. An element of the output is summed up in the same order whatever the
@@ -22,7 +22,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import Sm90Fp8GemmConfig, m_bucket
@@ -43,23 +42,6 @@ class Fp8Variant:
     block_m: int  # tokens
     epilogue: Sm90Variant
     grouped: bool = False  # scales of 128 columns each
-
-
-def column_order(k: int) -> Tensor:
-    """[K] int64: which column of a weight is stored where; K is a multiple of 128.
-
-    Byte 32 t + 16 h + 4 s + b of 128 is for thread t of four and step s of half h. Bytes 1 and 3
-    are columns 2t and 2t + 1 of the step's 16, bytes 0 and 2 those 8 further.
-    """
-    t, h, s, b = torch.meshgrid(*map(torch.arange, (4, 2, 4, 4)), indexing="ij")
-    block = (64 * h + 16 * s + 8 * (1 - b % 2) + 2 * t + b // 2).flatten()
-    return (torch.arange(0, k, BLOCK_K).unsqueeze(1) + block).flatten()
-
-
-def interleave_k(values: Tensor) -> Tensor:
-    """A weight [N, K], e4m3, as the kernel reads it."""
-    order = column_order(values.shape[1]).to(values.device)
-    return values.view(torch.uint8).index_select(1, order).view(values.dtype)
 
 
 def num_stages(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> int:
@@ -113,7 +95,7 @@ def cuda_source(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> str:
 
 
 def launch(config: Sm90Fp8GemmConfig, args: GemmArguments) -> None:
-    """Runs one GEMM; `args.weight` as `interleave_k` returns it. `config.split_k` is used only if
+    """Runs one GEMM; `args.weight` as `interleave` returns it. `config.split_k` is used only if
     `args.partials` is the output.
     """
     x, weight, scales = args.x, args.weight, args.scales
