@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -380,21 +379,27 @@ def fill_dummy(views: Mapping[str, View], load_format: str, seed: int = 0) -> No
             then add little to the embedding, and the tokens of a block are nearly equal, which a
             GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
             matrices N(0, 0.02²), like an untrained model; tokens differ as those of text do.
+            Quantised weights are the plain ones of the same seed and order, rounded.
     """
     if not views:
         return
     generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed)
-    seeds = count(seed + 1)  # of quantised weights
+    dtype = next(view.dtype for view in views.values() if isinstance(view, Tensor))
     for name, view in views.items():
         if isinstance(view, QuantizedWeight):
-            plain = torch.empty(view.shape, device=view.device)
-            fill_dummy({name: plain}, load_format, seed=next(seeds))
+            plain = torch.empty(view.shape, dtype=dtype, device=view.device)
+            _fill_dummy(name, plain, load_format, generator)
             view.quantise_(plain)
-        elif load_format == "dummy":
-            view.uniform_(-1e-3, 1e-3, generator=generator)
-        elif name.endswith("norm.weight"):
-            view.fill_(1)
-        elif name.endswith("bias"):
-            view.zero_()
         else:
-            view.normal_(0, 0.02, generator=generator)
+            _fill_dummy(name, view, load_format, generator)
+
+
+def _fill_dummy(name: str, view: Tensor, load_format: str, generator: torch.Generator) -> None:
+    if load_format == "dummy":
+        view.uniform_(-1e-3, 1e-3, generator=generator)
+    elif name.endswith("norm.weight"):
+        view.fill_(1)
+    elif name.endswith("bias"):
+        view.zero_()
+    else:
+        view.normal_(0, 0.02, generator=generator)

@@ -57,16 +57,19 @@ def load_target(
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, weight_format(config))
     place = WeightPlacement(dtype, device, quantization=quantization, allocate=False)
     model = build(config, place, max_positions or config.max_position)
-    quantized = allocate_linears(model, checkpoint, quantization)
     if checkpoint is None:
         for experts in model.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
-        fill_dummy({**model.weights(), **quantized}, load_format)
+        order = list(model.weights())
+        quantized = allocate_linears(model, None, quantization)
+        views = {**model.weights(), **quantized}
+        fill_dummy({name: views[name] for name in order}, load_format)
     else:
         checkpoint.rename(further_layers.prefixes_to_rename(config))
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
         choose_expert_layout(model, checkpoint.headers)
+        quantized = allocate_linears(model, checkpoint, quantization)
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
             {**model.weights(), **quantized},
