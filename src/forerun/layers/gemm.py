@@ -199,7 +199,7 @@ class SkinnyGemm(Gemm):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = GemmWeight.from_tensor(weight, bias)
-        self._library = LibraryGemm(weight, bias)
+        self._library: Gemm = LibraryGemm(weight, bias)
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         config = self._config(_num_tokens(x))

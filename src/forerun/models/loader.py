@@ -17,7 +17,7 @@ from forerun.layers.module import Module
 from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
-from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, View, fill_dummy
 from forerun.models.quantization import weight_format
 from forerun.models.registry import TRANSFORMERS, model_class
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
@@ -62,7 +62,7 @@ def load_target(
             experts.fused = True  # thousands of tensors fewer
         order = list(model.weights())
         quantized = allocate_linears(model, None, quantization)
-        views = {**model.weights(), **quantized}
+        views: dict[str, View] = {**model.weights(), **quantized}
         fill_dummy({name: views[name] for name in order}, load_format)
     else:
         checkpoint.rename(further_layers.prefixes_to_rename(config))

@@ -161,7 +161,7 @@ Job = tuple[str, int, GemmConfig, str]  # epilogue, M, configuration, name in SH
 def kernel_key(job: Job) -> Any:
     """Equal for jobs that share a compiled kernel."""
     epilogue, m, config, name = job
-    if isinstance(config, Sm90GemmConfig):
+    if not isinstance(config, TritonGemmConfig):
         return epilogue, m, config
     n, k, _ = SHAPES[name]
     splits = max_splits(config.num_ctas, num_tiles(m, n, config), -(-k // config.block_k))

@@ -30,13 +30,13 @@ def interleave(values: Tensor) -> Tensor:
     thread t of four has columns 2t, 2t + 1, 2t + 8 and 2t + 9 of 16 (PTX ISA, wgmma's register
     fragments).
     """
-    columns = values.view(torch.uint8).unflatten(1, (-1, 2, 4, 2, 4, 2))  # h, s, u, t, v
+    columns: Tensor = values.view(torch.uint8).unflatten(1, (-1, 2, 4, 2, 4, 2))  # h, s, u, t, v
     return columns.permute(0, 1, 5, 2, 3, 6, 4).flatten(1).contiguous().view(values.dtype)
 
 
 def deinterleave(values: Tensor) -> Tensor:
     """The inverse of `interleave`."""
-    columns = values.view(torch.uint8).unflatten(1, (-1, 4, 2, 4, 2, 2))  # t, h, s, v, u
+    columns: Tensor = values.view(torch.uint8).unflatten(1, (-1, 4, 2, 4, 2, 2))  # t, h, s, v, u
     return columns.permute(0, 1, 3, 4, 6, 2, 5).flatten(1).contiguous().view(values.dtype)
 
 
