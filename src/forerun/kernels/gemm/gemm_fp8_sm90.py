@@ -109,7 +109,9 @@ def launch(config: Sm90Fp8GemmConfig, args: GemmArguments) -> None:
     assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA needs 16-byte alignment
         x = x.clone(memory_format=torch.contiguous_format)
-    assert m <= MAX_M and args.group in (0, BLOCK_K) and num_stages(config, variant) > 1
+    assert m <= MAX_M and args.group in (0, BLOCK_K)
+    # A K group keeps a stage until it has the next one.
+    assert num_stages(config, variant) > config.k_groups
     assert n % 4 == 0 and k % (BLOCK_K * config.split_k) == 0
     work_tiles = -(-n // tile_n) * config.split_k
     out = args.out if args.partials is None else args.partials
