@@ -112,13 +112,12 @@ PARTIALS = ["gemm_partials", "add_rms_norm"]
 LIBRARY = ["library", "add_rms_norm"]
 # tokens -> qkv_proj, o_proj + norm, gate_up_proj + SwiGLU, down_proj + norm, head
 ON_H200: dict[int, tuple[list[str], ...]] = {
-    1: (["gemm"], EPILOGUE, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
-    32: (["gemm"], PARTIALS, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
+    1: (["gemm"], PARTIALS, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
     64: (["gemm"], EPILOGUE, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
     200: (["library"], LIBRARY, ["library", "silu_mul"], LIBRARY, ["library", "argmax"]),
     4096: (["library"], LIBRARY, ["gemm_silu_mul"], LIBRARY, ["library", "argmax"]),
 }
-ON_H200 |= {16: ON_H200[1], 128: ON_H200[32]}
+ON_H200 |= {tokens: ON_H200[1] for tokens in (16, 32, 128)}
 
 
 @pytest.fixture
