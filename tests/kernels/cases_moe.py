@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.moe import align, experts, router
+from forerun.kernels.moe import align, experts, experts_mxfp4, router
 from forerun.kernels.moe.config import choose_moe, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
 from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
@@ -132,6 +132,39 @@ def _gemms_on(
     return cases
 
 
+def mxfp4(tokens: int, out: str) -> list[Case]:
+    """Both grouped GEMMs of gpt-oss."""
+    sizes = dict.fromkeys(("max_tiles", "h_blocks", "i_blocks"), "i32")
+    matrices = {"values": "*u8", "scales": "*u8", "pairs": I32, "tiles": I32, **sizes}
+    gate_up = {"x": B16, "b13": B16, "act": B16, **matrices}
+    down = {"act": B16, "b2": B16, "out": out, "weights": F32, **matrices, "T": "i32"}
+    of_gate_up = {"ALPHA": 1.702, "LIMIT": 7.0}
+    rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
+    cases = []
+    for target in TARGETS:
+        gpu = rocm.get(target, replace(NVIDIA, smem_bytes=SMEM_LIMIT[target]))
+        tiles = choose_moe(tokens, gpu)
+        for kernel, signature, config, more in (
+            (experts_mxfp4.gate_up_mxfp4, gate_up, tiles.gate_up, of_gate_up),
+            (experts_mxfp4.down_mxfp4, down, tiles.down, {}),
+        ):
+            sizes_ = {"TOP_K": 4, "BLOCK_M": tiles.block_m, "BLOCK_N": config.block_n}
+            cases.append(
+                Case(
+                    f"{kernel.fn.__name__} of {tokens} tokens",
+                    kernel,
+                    signature,
+                    {**sizes_, **more},
+                    options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+                    targets=(target,),
+                    matrix=True,
+                    wide=tokens > 1,
+                    spill_bytes=0 if tokens == 1 else 512,  # 128 x 128 accumulators on sm_80
+                )
+            )
+    return cases
+
+
 CASES = [
     logits("router logits", HIDDEN, 16),
     logits("router logits of many tokens", HIDDEN, 64),
@@ -159,6 +192,8 @@ CASES = [
     *gemms("8192 tokens", 8192, B16),
     *gemms("1 token, gpt-oss", 1, F32, biases=True),
     *gemms("8192 tokens, gpt-oss", 8192, B16, biases=True),
+    *mxfp4(1, F32),
+    *mxfp4(8192, B16),
     *gemms("multiples of 8", 1, F32, even=False),
     Case(
         "combine",

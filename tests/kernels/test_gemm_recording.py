@@ -9,6 +9,8 @@ from forerun.bench.gemms import recording
 from forerun.kernels.gemm import gemm as own
 from forerun.kernels.gemm.config import TritonGemmConfig
 from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
+from forerun.kernels.gemm.int4 import Int4Weight
+from forerun.layers.gemm import Int4Gemm
 
 
 def all_epilogues(w: GemmWeight, x: torch.Tensor, config: TritonGemmConfig) -> list[object]:
@@ -40,3 +42,17 @@ def test_every_entry_point_counts_once(
     with torch.inference_mode(), recording() as gemms:
         made = all_epilogues(w, x, config)
     assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 64, 3)] * len(made)
+
+
+@pytest.mark.parametrize("tokens", [3, 130])
+def test_packed_weights_count_their_bytes(tokens: int, device: torch.device) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weight = Int4Weight.empty(64, 128, device)
+    weight.quantise_(torch.randn(64, 128, device=device))
+    linear, x = Int4Gemm(weight, None), torch.randn(tokens, 128, device=device).to(dtype)
+    with torch.inference_mode(), recording() as gemms:
+        x = x.clone()  # made in the step
+        linear(x)
+        linear.silu_and_mul(x)
+    assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 128, tokens)] * 2
+    assert gemms[0].weight_bytes == linear.weight.packed.nbytes

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.core.errors import ConfigError
 from forerun.kernels.moe import align as align_module
 from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import choose_moe, max_tiles, router_slice
@@ -20,6 +21,7 @@ from forerun.kernels.moe.experts import (
     expert_partials,
     expert_partials_ref,
 )
+from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
 from forerun.kernels.moe.router import new_counts, route, top_k
 from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
@@ -27,6 +29,8 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
 from forerun.layers.moe import SparseMoE
 from forerun.layers.residual import AddRMSNorm
+from forerun.models.gpt_oss import GptOssMoE
+from forerun.models.quantization import Mxfp4
 
 ROUTINGS = {
     "softmax": Routing(8, 2),
@@ -285,6 +289,60 @@ def test_biases_and_clamped_swiglu(
     torch.testing.assert_close(
         expert_partials_ref(x, w13, w2, plain, None, swiglu), want, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("tokens", [7, 131])
+def test_mxfp4(tokens: int, device: torch.device) -> None:
+    """Against the same kernels over the weights that the codes mean."""
+    routing = Routing(6, 2, norm_topk_prob=True, float32_logits=False)
+    hidden, width, generator = 128, 64, torch.Generator().manual_seed(0)
+    x, gate = random(tokens, hidden, seed=1).to(device), random(6, hidden, seed=2).to(device)
+    b13, b2 = (random(6, n, seed=n).to(device) for n in (2 * width, hidden))
+    stored: list[tuple[Tensor, Tensor]] = []
+    for n, k in ((2 * width, hidden), (hidden, width)):
+        blocks = torch.randint(0, 256, (6, n, k // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(120, 124, (6, n, k // 32), dtype=torch.uint8, generator=generator)
+        stored.append((blocks.to(device), scales.to(device)))
+    w13, w2 = (Mxfp4Matrices.pack(*pair) for pair in stored)
+    plain = [Mxfp4().dequantise(*pair) for pair in stored]
+    for packed, meant in zip((w13, w2), plain, strict=True):
+        assert torch.equal(packed.dequantise(torch.float32), meant)
+    swiglu = ClampedSwiglu(b13, b2, 1.702, 1.5)
+    routed = route(x, gate, None, routing, new_counts(routing, device))
+    got = expert_partials_mxfp4(x, w13, w2, routed, swiglu)
+    want = expert_partials(x, *plain, routed, swiglu=swiglu)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="scales larger than 2"):
+        Mxfp4Matrices.pack(stored[0][0], stored[0][1] + 10)
+
+
+def test_experts_of_gpt_oss_stay_packed(device: torch.device) -> None:
+    """A layer loaded from blocks and scales, against one that is loaded from what they mean."""
+    routing = Routing(6, 2, norm_topk_prob=True, float32_logits=False)
+    packed, plain = (
+        GptOssMoE(128, 64, routing, WeightPlacement(torch.float32, device, allocate=packs))
+        for packs in (False, True)
+    )
+    assert packed.experts.allocate_mxfp4()
+    generator, stored = torch.Generator(device).manual_seed(0), packed.weights()
+    for name, view in stored.items():
+        if view.is_floating_point():
+            view.normal_(generator=generator)
+            plain.weights()[name].copy_(view)
+        else:
+            view.random_(
+                *((0, 256) if name.endswith("blocks") else (120, 124)), generator=generator
+            )
+    for name, view in plain.weights().items():
+        if f"{name}_blocks" in stored:
+            blocks, scales = (
+                stored[name + end].flatten(1, -2 - i) for i, end in ((1, "_blocks"), (0, "_scales"))
+            )
+            view.copy_(Mxfp4().dequantise(blocks, scales).transpose(1, 2).reshape(view.shape))
+    packed.prepare()
+    plain.prepare()
+    x = random(9, 128, seed=1).to(device)
+    torch.testing.assert_close(packed(x).result(), plain(x).result(), rtol=1e-4, atol=1e-4)
 
 
 def test_the_order_of_tokens_does_not_matter(device: torch.device) -> None:

@@ -275,8 +275,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         rf"{QKV} is I8, expected BF16.*Quantized",
     ),
     "quantized": (
-        config(quantization_config={"quant_method": "gptq"}),
-        r"quantized \(gptq\).*one in FP8",
+        config(quantization_config={"quant_method": "bitsandbytes"}),
+        r"quantized \(bitsandbytes\).*one in FP8",
     ),
     "other fp8": (
         config(quantization_config={**FP8, "fmt": "e5m2"}),

@@ -35,9 +35,13 @@ from forerun.kernels.gemm import head_gemm
 from forerun.kernels.gemm.arguments import GemmArguments
 from forerun.kernels.gemm.config import GemmConfig
 from forerun.kernels.gemm.gemm import GemmWeight
+from forerun.kernels.gemm.int4 import PackedInt4
 from forerun.kernels.moe import router
+from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices
 from forerun.kernels.moe.routing import Routed
+from forerun.layers import gemm as layers_gemm
 from forerun.layers import moe
+from forerun.models import gpt_oss
 from forerun.sampling.sampler import SamplingFlags
 
 # The first of two operands, among the arguments.
@@ -57,10 +61,12 @@ class Gemm:
     tokens: int  # of all experts together: k per token
     matrices: float = 1.0  # weights that are read: the expected number of touched experts
     scale_bytes: int = 0  # of a quantised weight
+    bits: float | None = None  # per value of a packed weight, with its scales; None: those of dtype
 
     @property
     def weight_bytes(self) -> int:
-        return round(self.matrices * self.n * self.k * self.dtype.itemsize) + self.scale_bytes
+        bits = 8 * self.dtype.itemsize if self.bits is None else self.bits
+        return round(self.matrices * self.n * self.k * bits / 8) + self.scale_bytes
 
     def per_matrix(self) -> list[Gemm]:
         """One GEMM per touched expert, equally many tokens in each."""
@@ -86,7 +92,10 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(head_gemm, "_launch", mode.watch_heads),
         _wrapped(router, "router_partials", mode.watch_router),
         _wrapped(router, "route_sm90", mode.watch_router),
+        _wrapped(layers_gemm, "gemm_int4", mode.watch_int4),
         _wrapped(moe, "expert_partials", mode.watch_experts),
+        _wrapped(gpt_oss, "expert_partials", mode.watch_experts),
+        _wrapped(gpt_oss, "expert_partials_mxfp4", mode.watch_experts_mxfp4),
         _wrapped(cpu, "gemm", mode.watch_cpu),
         _wrapped(cpu, "gemm_add_rms_norm", mode.watch_cpu),
         _wrapped(cpu, "gemm_silu_mul", mode.watch_cpu),
@@ -164,13 +173,43 @@ class _Recorder(TorchDispatchMode):
         return watched
 
     def watch_experts(self, partials: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, *shared: Any) -> Tensor:
-            (tokens, choices), always = routed.experts.shape, routed.num_shared
-            touched = touched_experts(tokens, choices - always, len(w13) - always) + always
+        def watched(
+            x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, *shared: Any, **rest: Any
+        ) -> Tensor:
             for weight in (w13, w2):
-                n, k = weight.shape[1:]
-                self.gemms.append(Gemm(n, k, weight.dtype, tokens * choices, touched))
-            return cast(Tensor, partials(x, w13, w2, routed, *shared))
+                self._add_experts(weight.shape, weight.dtype, routed)
+            return cast(Tensor, partials(x, w13, w2, routed, *shared, **rest))
+
+        return watched
+
+    def watch_experts_mxfp4(self, partials: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(
+            x: Tensor, w13: Mxfp4Matrices, w2: Mxfp4Matrices, routed: Routed, *rest: Any
+        ) -> Tensor:
+            for weight in (w13, w2):
+                self._add_experts(weight.shape, x.dtype, routed, weight.bits)
+            return cast(Tensor, partials(x, w13, w2, routed, *rest))
+
+        return watched
+
+    def _add_experts(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        routed: Routed,
+        bits: float | None = None,
+    ) -> None:
+        """One of the stacked matrices [E, N, K] of the experts."""
+        (tokens, choices), always = routed.experts.shape, routed.num_shared
+        count, n, k = shape
+        touched = touched_experts(tokens, choices - always, count - always) + always
+        self.gemms.append(Gemm(n, k, dtype, tokens * choices, touched, bits=bits))
+
+    def watch_int4(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, weight: PackedInt4, *rest: Any, **named: Any) -> Any:
+            n, k = weight.shape
+            self.gemms.append(Gemm(n, k, x.dtype, x.shape[0], bits=weight.bits))
+            return run(x, weight, *rest, **named)
 
         return watched
 

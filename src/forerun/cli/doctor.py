@@ -20,6 +20,7 @@ from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.cpu import library
+from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
 from forerun.kernels.gemm.dispatch import TUNED, choose_fp8_gemm, choose_gemm
 from forerun.kernels.runtime import nvrtc
@@ -189,7 +190,13 @@ def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
         fp8_choices = {str(tokens): _choice(c) if c else None for tokens, c in fp8.items()}
         entry = {"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices}
         out.append(entry | {"fp8_choices": fp8_choices})
-    return {"cuda": nvrtc.available(), "matrices": out}
+    return {"cuda": nvrtc.available(), "int4": _int4_kernel(gpu), "matrices": out}
+
+
+def _int4_kernel(gpu: GpuInfo) -> str:
+    """What multiplies up to 128 tokens by 4-bit integers."""
+    config = gemm_int4_sm90.choose_config(4096, 4096, False, gpu, torch.bfloat16)
+    return "triton" if config is None else "cuda"
 
 
 def _choice(config: GemmConfig) -> dict[str, Any]:
@@ -285,6 +292,8 @@ def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
         table.add_row("  in FP8", *(_who(c, False) for c in entry["fp8_choices"].values()))
     console.print(table)
     console.print("  own: a kernel tuned for this matrix; default: untuned; +C++: that for Hopper")
+    int4 = "C++" if gemms["int4"] == "cuda" else "Triton"
+    console.print(f"  4-bit integers (AWQ, GPTQ, compressed-tensors): up to 128 tokens in {int4}")
     console.print("  in FP8: the weight in 8 bits; the library then quantises tokens too")
 
 

@@ -54,13 +54,13 @@ class WeightPlacement:
     comm: Communicator = SINGLE_RANK
     # Of linears, when they are prepared: "int8", or "bfloat16" where that is faster than `dtype`.
     quantization: str | None = None
-    allocate: bool = True  # False: those of linears later, when it is known how they are stored
+    allocate: bool = True  # False: linears and experts later, when it is known how they are stored
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised, until a loader fills it."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def empty_weight(self, n: int, k: int) -> Tensor:
-        """Of a linear: without memory until `LinearBase.allocate` if not `allocate`."""
+    def empty_weight(self, *shape: int) -> Tensor:
+        """Of linears and experts: if not `allocate`, without memory until their `allocate`."""
         device = self.device if self.allocate else torch.device("meta")
-        return torch.empty(n, k, dtype=self.dtype, device=device)
+        return torch.empty(shape, dtype=self.dtype, device=device)

@@ -7,6 +7,8 @@
                   configuration for so few tokens, else the vendor's library
     Fp8Gemm       e4m3 weights on a GPU, in a bfloat16 model: our kernels up to 128 tokens, else FP8
                   tensor cores through the library, or the weight dequantised
+    Int4Gemm      weights of 4-bit integers on a GPU: our kernels up to 128 tokens, else the weight
+                  dequantised
     LibraryGemm   everything else: `F.linear`
 
 `gemm_for` and `quantized_gemm_for` choose once per weight, when the model is prepared.
@@ -52,6 +54,8 @@ from forerun.kernels.gemm.gemm import (
     gemm_partials,
     gemm_silu_mul,
 )
+from forerun.kernels.gemm.gemm_int4 import gemm_int4
+from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
@@ -302,6 +306,23 @@ class Fp8LibraryGemm(Gemm):
         return y
 
 
+class Int4Gemm(Gemm):
+    """A weight of 4-bit integers. Up to 128 tokens are multiplied by kernels that read them once
+    (W4A16); for more, it is dequantised for every call.
+    """
+
+    packs_weight = True
+
+    def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
+        self.weight = weight.pack(bias)
+
+    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
+        return gemm_int4(_whole(x), self.weight)
+
+    def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
+        return gemm_int4(_whole(x), self.weight, silu_mul=True)
+
+
 def _scaled_mm_serves(weight: Fp8Weight) -> bool:
     gpu, (n, k) = gpu_of(weight.device), weight.shape
     fp8_cores = not gpu.amd and gpu.capability >= 90
@@ -345,6 +366,8 @@ def quantized_gemm_for(weight: QuantizedWeight, bias: Tensor | None, dtype: torc
     """
     if isinstance(weight, Fp8Weight) and weight.device.type == "cuda" and dtype == torch.bfloat16:
         return Fp8Gemm(weight, bias)
+    if isinstance(weight, Int4Weight) and weight.device.type == "cuda":
+        return Int4Gemm(weight, bias)
     return gemm_for(weight.dequantise().to(dtype), bias)
 
 

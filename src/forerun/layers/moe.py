@@ -100,11 +100,23 @@ class Experts(Module):
                     f" multiples of {ALIGNMENT}."
                 )
         self.num_experts, self.num_shared = num_experts, num_shared
-        self.w13 = place.empty(num_experts + num_shared, 2 * intermediate_size, hidden_size)
-        self.w2 = place.empty(num_experts + num_shared, hidden_size, intermediate_size)
+        count = num_experts + num_shared
+        self.w13 = place.empty_weight(count, 2 * intermediate_size, hidden_size)
+        self.w2 = place.empty_weight(count, hidden_size, intermediate_size)
+        self._device = place.device
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
         self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
         self._shared_gate_up: list[Gemm] = []
+
+    def allocate(self) -> None:
+        """Memory for the weights, if there is none yet."""
+        if self.w13.device != self._device:
+            self.w13 = torch.empty_like(self.w13, device=self._device)
+            self.w2 = torch.empty_like(self.w2, device=self._device)
+
+    def allocate_mxfp4(self) -> bool:
+        """Before they are loaded: keeps the weights in MXFP4, if kernels read them."""
+        return False
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Of the routed experts."""

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
+from forerun.models.int4_formats import Int4Format
 from forerun.models.quantization import (
     BLOCKS,
     E4M3,
@@ -73,6 +75,7 @@ class Checkpoint:
         self.folder = folder
         self.fp8 = weight_format if isinstance(weight_format, Fp8Format) else None
         self.mxfp4 = weight_format if isinstance(weight_format, Mxfp4) else None
+        self.int4 = weight_format if isinstance(weight_format, Int4Format) else None
         self.headers: dict[str, Header] = {}
         for file in _files(folder):
             self.headers |= _read_headers(file)
@@ -101,6 +104,10 @@ class Checkpoint:
         """Whether a tensor is there, and stored in the checkpoint's FP8 format."""
         return self.fp8 is not None and name in self.headers and self.headers[name].dtype == E4M3
 
+    def is_int4(self, name: str) -> bool:
+        """Whether a tensor is stored as 4-bit integers."""
+        return self.int4 is not None and _stem(name) + self.int4.key in self.headers
+
     def read_into(
         self, views: Mapping[str, View], harmless: Collection[str] = (), hint: str = ""
     ) -> None:
@@ -122,10 +129,13 @@ class Checkpoint:
             for name, view in views.items()
             if self.mxfp4 and isinstance(view, Tensor) and name + BLOCKS in self.headers
         }
-        plain = {name: view for name, view in views.items() if name not in packed}
+        int4 = {name: view for name, view in views.items() if self.is_int4(name)}
+        apart = packed.keys() | int4.keys()
+        plain = {name: view for name, view in views.items() if name not in apart}
         scales = self._scales(plain)
-        stored = self._stored_as_mxfp4(packed)
-        unused = UNUSED_SCALES if self.fp8 is not None else ()
+        stored = {**self._stored_as_mxfp4(packed), **self._stored_as_int4(int4)}
+        unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
+        unused = unused if self.int4 is None else self.int4.unused
         self._check({**plain, **stored}, scales, (*harmless, *unused), hint)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
@@ -133,6 +143,8 @@ class Checkpoint:
             self._copy(plain, scales, stage.advance)
             for name, view in packed.items():
                 self._copy_mxfp4(name, view, stage.advance)
+            for name, target in int4.items():
+                self._copy_int4(name, target, stage.advance)
 
     def _stored_as_mxfp4(self, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors in the files that these views are made of, without data."""
@@ -160,6 +172,35 @@ class Checkpoint:
                 rows = self.mxfp4.dequantise(all_blocks[i], all_scales[i])  # [N, K]
                 expert.copy_(rows.T.reshape(expert.shape))
         advance(blocks.bytes + scales.bytes)
+
+    def _stored_as_int4(self, views: Mapping[str, View]) -> dict[str, Tensor]:
+        """The tensors in the files that these views are made of, without data."""
+        out: dict[str, Tensor] = {}
+        for name, view in views.items():
+            assert self.int4 is not None
+            *outer, k = view.shape
+            for suffix, shape in self.int4.shapes(math.prod(outer), k).items():
+                dtype = torch.float32 if "scale" in suffix else torch.int32
+                out[_stem(name) + suffix] = torch.empty(shape, dtype=dtype, device="meta")
+        return out
+
+    def _copy_int4(self, name: str, view: View, advance: Callable[[float], None]) -> None:
+        """Unpacked on the view's device."""
+        assert self.int4 is not None
+        *outer, k = view.shape
+        stored: dict[str, Tensor] = {}
+        for suffix in self.int4.shapes(math.prod(outer), k):
+            header = self.headers[_stem(name) + suffix]
+            with (
+                _readable(header.file),
+                safe_open(header.file, framework="pt", device=str(view.device)) as tensors,
+            ):
+                stored[suffix] = tensors.get_tensor(header.stored_as)
+            advance(header.bytes)
+        if isinstance(view, Int4Weight):
+            view.copy_(self.int4.read(stored))
+        else:
+            _fill(view, self.int4.dequantise(stored), None)
 
     def _scales(self, views: Mapping[str, View]) -> dict[str, Tensor]:
         """For every tensor that is stored in FP8, room for its scales."""
@@ -233,6 +274,11 @@ class Checkpoint:
                     f" {'BF16, F16 or F32' if floats else 'integers'}."
                     " Quantized checkpoints are not supported; use the bfloat16 one."
                 )
+
+
+def _stem(name: str) -> str:
+    """The path of a linear, whose weight it is."""
+    return name.removesuffix("weight")
 
 
 def _fill(view: View, data: Tensor, fp8: Fp8Weight | None) -> None:
@@ -384,7 +430,8 @@ def fill_dummy(views: Mapping[str, View], load_format: str, seed: int = 0) -> No
     if not views:
         return
     generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed)
-    dtype = next(view.dtype for view in views.values() if isinstance(view, Tensor))
+    plain_views = [view for view in views.values() if isinstance(view, Tensor)]
+    dtype = next(view.dtype for view in plain_views if view.is_floating_point())
     for name, view in views.items():
         if isinstance(view, QuantizedWeight):
             plain = torch.empty(view.shape, dtype=dtype, device=view.device)
@@ -395,7 +442,9 @@ def fill_dummy(views: Mapping[str, View], load_format: str, seed: int = 0) -> No
 
 
 def _fill_dummy(name: str, view: Tensor, load_format: str, generator: torch.Generator) -> None:
-    if load_format == "dummy":
+    if not view.is_floating_point():  # codes and exponents of MXFP4
+        view.random_(112, 124, generator=generator)
+    elif load_format == "dummy":
         view.uniform_(-1e-3, 1e-3, generator=generator)
     elif name.endswith("norm.weight"):
         view.fill_(1)

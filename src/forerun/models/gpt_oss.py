@@ -1,20 +1,24 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases.
 
-Experts clamp what goes into their SwiGLU. In checkpoints they are MXFP4 (`quantization.py`), and
-dequantised while they are loaded.
+Experts clamp what goes into their SwiGLU. In checkpoints they are MXFP4 (`quantization.py`): on a
+GPU the kernels read that, elsewhere they are dequantised while they are loaded.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
+from forerun.kernels.moe.experts_mxfp4 import BLOCK_K as MXFP4_BLOCK_K
+from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
 from forerun.kernels.moe.routing import Routed
+from forerun.kernels.runtime.gpu import have_triton
 from forerun.layers.attention import Attention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
@@ -23,6 +27,7 @@ from forerun.layers.moe import Experts, Router, Routing, SparseMoE
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.quantization import BLOCKS, MXFP4_RUN, SCALES
 
 
 class GptOssAttention(Module):
@@ -70,19 +75,51 @@ class GptOssExperts(Experts):
         super().__init__(num_experts, hidden_size, intermediate_size, place, num_shared)
         self.b13 = place.empty(num_experts, 2 * intermediate_size)
         self.b2 = place.empty(num_experts, hidden_size)
+        self._stored: list[tuple[Tensor, Tensor]] = []  # blocks and scales of w13, w2
+        self._mxfp4: list[Mxfp4Matrices] = []
+
+    def allocate_mxfp4(self) -> bool:
+        """On a GPU, in place of `w13` and `w2`."""
+        (experts, hidden, width), device = self.w2.shape, self._device
+        if not have_triton(device.type) or hidden % MXFP4_BLOCK_K or width % MXFP4_BLOCK_K:
+            return False
+        for n, k in ((2 * width, hidden), (hidden, width)):
+            runs = experts, n, k // MXFP4_RUN
+            blocks = torch.empty(*runs, MXFP4_RUN // 2, dtype=torch.uint8, device=device)
+            self._stored.append((blocks, torch.empty(runs, dtype=torch.uint8, device=device)))
+        return True
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Views of gate_up_proj [E, H, I, 2] and down_proj [E, I, H], and of their biases."""
-        pairs = self.w13.unflatten(1, (2, -1))  # [E, 2, I, H]
-        return {
-            f"{prefix}gate_up_proj": pairs.permute(0, 3, 2, 1),
+        biases = {
             f"{prefix}gate_up_proj_bias": self.b13.unflatten(1, (2, -1)).transpose(1, 2),
-            f"{prefix}down_proj": self.w2.transpose(1, 2),
             f"{prefix}down_proj_bias": self.b2,
         }
+        if self._stored:
+            w13, w2 = self._stored
+            names = BLOCKS, SCALES
+            rows = [tensor.unflatten(1, (2, -1)).transpose(1, 2) for tensor in w13]
+            gate_up = {f"{prefix}gate_up_proj{n}": t for n, t in zip(names, rows, strict=True)}
+            down = {f"{prefix}down_proj{n}": t for n, t in zip(names, w2, strict=True)}
+            return gate_up | down | biases
+        pairs = self.w13.unflatten(1, (2, -1))  # [E, 2, I, H]
+        plain = {
+            f"{prefix}gate_up_proj": pairs.permute(0, 3, 2, 1),
+            f"{prefix}down_proj": self.w2.transpose(1, 2),
+        }
+        return plain | biases
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._mxfp4 = [Mxfp4Matrices.pack(blocks, scales) for blocks, scales in self._stored]
+        self._stored = []
 
     def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
         swiglu = ClampedSwiglu(self.b13, self.b2, self.alpha, self.limit)
+        if self._mxfp4:
+            assert shared is None
+            w13, w2 = self._mxfp4
+            return expert_partials_mxfp4(x, w13, w2, routed, swiglu)
         return expert_partials(x, self.w13, self.w2, routed, shared, swiglu=swiglu)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import FP8, INT8
@@ -18,10 +19,12 @@ from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, View, fill_dummy
-from forerun.models.quantization import weight_format
+from forerun.models.int4_formats import Int4Format
+from forerun.models.quantization import Mxfp4, check_quantization, weight_format
 from forerun.models.registry import TRANSFORMERS, model_class
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 
+INT4 = "int4"  # of linears with random weights, if config.json says 4 bits
 # Old rotary buffers, in many checkpoints; computed here.
 HARMLESS = ("rotary_emb.inv_freq",)
 
@@ -54,14 +57,20 @@ def load_target(
         return _load_transformers(folder, WeightPlacement(dtype, device), load_format)
     config = load_model_config(folder)
     build = model_class(config)
-    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, weight_format(config))
+    stored = weight_format(config)
+    check_quantization(config, quantization)
+    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
     place = WeightPlacement(dtype, device, quantization=quantization, allocate=False)
     model = build(config, place, max_positions or config.max_position)
+    for experts in model.modules(Experts):
+        if not (isinstance(stored, Mxfp4) and experts.allocate_mxfp4()):
+            experts.allocate()
     if checkpoint is None:
         for experts in model.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
         order = list(model.weights())
-        quantized = allocate_linears(model, None, quantization)
+        int4 = isinstance(stored, Int4Format) and stored.keeps_packed
+        quantized = allocate_linears(model, None, INT4 if int4 else quantization)
         views: dict[str, View] = {**model.weights(), **quantized}
         fill_dummy({name: views[name] for name in order}, load_format)
     else:
@@ -83,8 +92,8 @@ def load_target(
 def allocate_linears(
     model: Module, checkpoint: Checkpoint | None, quantization: str | None
 ) -> dict[str, QuantizedWeight]:
-    """Memory for the weights of a model's linears. Those that the checkpoint has in FP8, and with
-    `quantization` "fp8" all, are kept so.
+    """Memory for the weights of a model's linears. Those that the checkpoint has in FP8 or in 4
+    bits, and with `quantization` "fp8" or `INT4` all, are kept so.
 
     Returns:
         The views of the quantised ones by name, which `model.weights()` lacks.
@@ -97,12 +106,25 @@ def allocate_linears(
         elif checkpoint is not None and names and all(map(checkpoint.is_fp8, names)):
             assert checkpoint.fp8 is not None
             linear.quantize(partial(Fp8Weight.empty, group=checkpoint.fp8.group))
+        elif checkpoint is not None and names and all(map(checkpoint.is_int4, names)):
+            assert checkpoint.int4 is not None
+            _quantize_int4(linear, checkpoint.int4.keeps_packed)
+        elif quantization == INT4:
+            _quantize_int4(linear)
         elif quantization == FP8:
             linear.quantize(partial(Fp8Weight.empty, group=None))
         else:
             linear.allocate()
         views |= linear.quantized_weights(prefix)
     return views
+
+
+def _quantize_int4(linear: LinearBase, keep_packed: bool = True) -> None:
+    """Where kernels read it; otherwise the weight is dequantised while it is loaded."""
+    if keep_packed and Int4Weight.fits(*linear.weight.shape):
+        linear.quantize(Int4Weight.empty)
+    else:
+        linear.allocate()
 
 
 def _load_transformers(folder: Path, place: WeightPlacement, load_format: str) -> CausalLM:

@@ -22,6 +22,8 @@ from torch import Tensor
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.models import int4_formats
+from forerun.models.int4_formats import Int4Format
 
 SCALE_NAMES = ("_scale_inv", "_scale")  # appended to the name of the tensor that is scaled
 E4M3 = "F8_E4M3"  # as safetensors names it
@@ -107,7 +109,7 @@ class Mxfp4:
         return torch.ldexp(table[codes], exponents).flatten(-2)
 
 
-WeightFormat = Fp8Blocks | Fp8Rows | Mxfp4
+WeightFormat = Fp8Blocks | Fp8Rows | Mxfp4 | Int4Format
 
 
 def weight_format(config: ModelConfig) -> WeightFormat | None:
@@ -130,12 +132,32 @@ def weight_format(config: ModelConfig) -> WeightFormat | None:
     weights = _compressed_weights(spec) if method == "compressed-tensors" else {}
     if weights.get("type") == "float" and weights.get("num_bits") == 8:
         return _fp8(weights.get("block_structure"))
+    if method == "awq":
+        return int4_formats.awq(spec)
+    if method == "gptq":
+        return int4_formats.gptq(spec)
+    if weights.get("type") == "int" and weights.get("num_bits") == 4:
+        return int4_formats.pack_quantized(weights)
     details = [f"{k} {spec[k]}" for k in ("fmt", "format", "quant_algo", "bits") if k in spec]
     raise ConfigError(
         f"The checkpoint is quantized ({', '.join([str(method), *details])}); use the bfloat16 or"
-        " float32 checkpoint, or one in FP8 (quant_method fp8, compressed-tensors"
-        " float-quantized)."
+        " float32 checkpoint, one in FP8 (quant_method fp8, compressed-tensors float-quantized) or"
+        " in 4 bits (awq, gptq, compressed-tensors pack-quantized)."
     )
+
+
+def check_quantization(config: ModelConfig, quantization: str | None) -> None:
+    """Refuses `quantization` of weights that are quantised otherwise.
+
+    Raises:
+        ConfigError: the checkpoint has 4-bit integers.
+    """
+    stored = weight_format(config)
+    if quantization is not None and isinstance(stored, Int4Format):
+        raise ConfigError(
+            f"The checkpoint is quantized already ({stored.method}, 4 bits), which quantization"
+            f" {quantization} does not apply to; drop it."
+        )
 
 
 def _fp8(block: Any) -> Fp8Blocks | Fp8Rows:

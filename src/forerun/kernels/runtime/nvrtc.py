@@ -159,14 +159,16 @@ def load_kernel(
 
 
 def tma_descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
-    """A TMA descriptor (CUtensorMap) for boxes of a bfloat16 or float16 tensor of any rank.
+    """A TMA descriptor (CUtensorMap) for boxes of a tensor of any rank.
 
-    The last dimension is contiguous; a box takes 64 elements of it, or fewer. 128-byte swizzle;
+    bfloat16 or float16: the last dimension is contiguous; a box takes 64 elements of it, or fewer.
+    128-byte swizzle. int64, for packed data: up to 256 elements of the last dimension, no swizzle;
     elements out of bounds are read as zeros. No L2 promotion: a row of a box has 128 bytes, and a
     promotion to 256 makes L2 fetch some of the next box as well, which costs up to 5 % of a step.
     """
     strides = tuple(stride * tensor.element_size() for stride in tensor.stride()[:-1])
-    return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box)
+    packed = tensor.dtype == torch.int64
+    return _tma_descriptor(tensor.data_ptr(), tuple(tensor.shape), strides, box, packed)
 
 
 def aligned_for_tma(x: Tensor) -> Tensor:
@@ -177,13 +179,23 @@ def aligned_for_tma(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1 << 14)  # weights do not move, and the allocator reuses addresses
 def _tma_descriptor(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    packed: bool,
 ) -> Any:
     """`strides`: in bytes, without the last, which is one element."""
     driver = _driver()
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16  # two bytes
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+    if packed:
+        kind = kinds.CU_TENSOR_MAP_DATA_TYPE_INT64
+        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
     return _check(
         driver.cuTensorMapEncodeTiled,
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,  # two bytes
+        kind,
         len(shape),
         address,
         [driver.cuuint64_t(size) for size in reversed(shape)],  # the innermost dimension first
@@ -191,7 +203,7 @@ def _tma_descriptor(
         [driver.cuuint32_t(size) for size in reversed(box)],
         [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

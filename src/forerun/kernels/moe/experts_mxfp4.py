@@ -1,0 +1,244 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The experts of gpt-oss with weights in MXFP4: `experts.py`'s grouped GEMMs, dequantised in them.
+
+A matrix [N, K] has a 4-bit code (e2m1: sign, two exponent bits, one mantissa bit) per value, and a
+scale, a power of two, per 32 values of a row (OCP Microscaling Formats, version 1.0).
+`Mxfp4Matrices` keeps them so that a kernel needs no shuffles: byte j of 64 values has value j in
+its lower bits and value 32 + j in its upper ones, so that either half of the bytes is 32
+neighbouring columns with one scale. A code's low three bits, as exponent and mantissa of a float32,
+are its value times 2^-126; the kept byte of a scale is the exponent of the float32 that makes up
+for that, too. The values are exact in bfloat16, so only the order of sums differs from the kernels
+for bfloat16 weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.kernels.moe.config import MAX_DECODE_TOKENS, GroupedGemmConfig, choose_moe
+from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials_ref
+from forerun.kernels.moe.routing import ExpertTiles, Routed
+from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
+from forerun.kernels.runtime.pdl import pdl_options
+
+BLOCK_K = 64  # values of a row in 32 bytes
+RUN = 32  # values with one scale
+SCALE_BIAS = 126  # kept scale - stored scale
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Matrices:
+    """A matrix [N, K] per expert."""
+
+    values: Tensor  # [E, N, K / 2] uint8
+    scales: Tensor  # [E, N, K / 32] uint8: the exponent of a float32
+
+    @classmethod
+    def pack(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Matrices:
+        """As stored: blocks [E, N, K / 32, 16] uint8, the first value in the lower bits; scales
+        [E, N, K / 32] uint8, exponents with bias 127. K is a multiple of 64.
+
+        Raises:
+            ConfigError: a scale larger than 2.
+        """
+        if int(scales.max()) > 255 - SCALE_BIAS - 1:
+            raise ConfigError("MXFP4 weights with scales larger than 2 are not supported.")
+        codes = torch.stack((blocks & 15, blocks >> 4), -1)  # [E, N, R, 16, 2]
+        halves = codes.flatten(-2).unflatten(-2, (-1, 2))  # [E, N, K / 64, 2, 32]
+        values = halves[..., 0, :] | halves[..., 1, :] << 4
+        return cls(values.flatten(-2), scales + SCALE_BIAS)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        experts, n, half = self.values.shape
+        return experts, n, 2 * half
+
+    @property
+    def bits(self) -> float:
+        """Per value, with scales."""
+        return 4 + 8 / RUN
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """[E, N, K]."""
+        blocks = self.values.unflatten(-1, (-1, RUN))  # [E, N, K / 64, 32]
+        codes = torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3, -2)  # [E, N, K / 32, 32]
+        table = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=codes.device)
+        exponents = self.scales.int().unsqueeze(-1) - SCALE_BIAS - 127
+        return torch.ldexp(table[codes.long()], exponents).flatten(-2).to(dtype)
+
+
+def expert_partials_mxfp4(
+    x: Tensor, w13: Mxfp4Matrices, w2: Mxfp4Matrices, routed: Routed, swiglu: ClampedSwiglu
+) -> Tensor:
+    """`expert_partials` with weights in MXFP4: x [T, H] -> [k, T, H]."""
+    if not use_triton(x):
+        plain = w13.dequantise(x.dtype), w2.dequantise(x.dtype)
+        return expert_partials_ref(x, *plain, routed, None, swiglu)
+    tokens, (_, hidden, width), tiles = x.shape[0], w2.shape, routed.tiles
+    assert tiles is not None and x.is_contiguous()
+    assert hidden % BLOCK_K == 0 and width % BLOCK_K == 0
+    config = choose_moe(tokens, gpu_of(x.device), x.itemsize)
+    assert tiles.block_m == config.block_m
+    top_k = routed.experts.shape[1]
+    act = x.new_empty(tokens * top_k, width)
+    gate_up_mxfp4[_grid(tiles, width, config.gate_up)](
+        x, w13.values, w13.scales, swiglu.b13, act, tiles.pairs, tiles.tiles,
+        tiles.tiles.shape[1], hidden // BLOCK_K, width // BLOCK_K,
+        TOP_K=top_k, ALPHA=swiglu.alpha, LIMIT=swiglu.limit,
+        **_constants(tiles, config.gate_up), **pdl_options(x),
+    )  # fmt: skip
+    dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
+    out = torch.empty(top_k, tokens, hidden, dtype=dtype, device=x.device)
+    down_mxfp4[_grid(tiles, hidden, config.down)](
+        act, w2.values, w2.scales, swiglu.b2, out, routed.weights, tiles.pairs, tiles.tiles,
+        tiles.tiles.shape[1], tokens, hidden // BLOCK_K, width // BLOCK_K,
+        TOP_K=top_k, **_constants(tiles, config.down), **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+def _grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
+    return (tiles.tiles.shape[1] * -(-columns // config.block_n),)
+
+
+def _constants(tiles: ExpertTiles, config: GroupedGemmConfig) -> dict[str, int]:
+    return {
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+@jit_no_specialize("max_tiles")
+def gate_up_mxfp4(
+    x,  # [T, H]
+    values,  # [E, 2I, H / 2]
+    scales,  # [E, 2I, H / 32]
+    b13,  # [E, 2I]
+    act,  # [T * k, I]
+    pairs,
+    tiles,  # [3, max_tiles]
+    max_tiles,
+    h_blocks,  # H / 64
+    i_blocks,  # I / 64
+    TOP_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`experts._gate_up`."""
+    H, I = h_blocks * 64, i_blocks * 64  # noqa: E741
+    tile, n_block = tl.program_id(0) % max_tiles, tl.program_id(0) // max_tiles
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        # Not before the wait: `down_mxfp4` reads the tiles as soon as it starts.
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.load(tiles + 2 * max_tiles + tile)
+    if rows > 0:
+        expert = tl.load(tiles + tile).to(tl.int64)
+        m = tl.arange(0, BLOCK_M)
+        m_mask = m < rows
+        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, 32)
+        x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + k[None, :]
+        row = expert * 2 * I + tl.minimum(n, I - 1)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for block in range(0, h_blocks):
+            low = tl.load(x_tile + block * 64, mask=m_mask[:, None], other=0.0)
+            high = tl.load(x_tile + block * 64 + 32, mask=m_mask[:, None], other=0.0)
+            gate = _multiply(low, high, values, scales, row, block, h_blocks, gate)
+            up = _multiply(low, high, values, scales, row + I, block, h_blocks, up)
+        gate += tl.load(b13 + row).to(tl.float32)[None, :]
+        up += tl.load(b13 + row + I).to(tl.float32)[None, :]
+        # Rounded as the output of a GEMM is, before the activation.
+        gate = gate.to(act.dtype.element_ty).to(tl.float32)
+        up = up.to(act.dtype.element_ty).to(tl.float32)
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        out = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        address = act + pair.to(tl.int64)[:, None] * I + n[None, :]
+        mask = m_mask[:, None] & (n[None, :] < I)
+        tl.store(address, out.to(act.dtype.element_ty), mask=mask)
+
+
+@jit_no_specialize("max_tiles", "T")
+def down_mxfp4(
+    act,  # [T * k, I]
+    values,  # [E, H, I / 2]
+    scales,  # [E, H, I / 32]
+    b2,  # [E, H]
+    out,  # [k, T, H]
+    weights,  # [T, k] float32
+    pairs,
+    tiles,  # [3, max_tiles]
+    max_tiles,
+    T,
+    h_blocks,  # H / 64
+    i_blocks,  # I / 64
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`experts._down`."""
+    H, I = h_blocks * 64, i_blocks * 64  # noqa: E741
+    tile, n_block = tl.program_id(0) % max_tiles, tl.program_id(0) // max_tiles
+    # Before the wait: the kernel that made the tiles has finished, see `gate_up_mxfp4`.
+    rows = tl.load(tiles + 2 * max_tiles + tile)
+    expert = tl.load(tiles + tile, mask=rows > 0, other=0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if rows > 0:
+        m = tl.arange(0, BLOCK_M)
+        m_mask = m < rows
+        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, 32)
+        act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
+        row = expert * H + tl.minimum(n, H - 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for block in range(0, i_blocks):
+            low = tl.load(act_tile + block * 64, mask=m_mask[:, None], other=0.0)
+            high = tl.load(act_tile + block * 64 + 32, mask=m_mask[:, None], other=0.0)
+            acc = _multiply(low, high, values, scales, row, block, i_blocks, acc)
+        acc += tl.load(b2 + row).to(tl.float32)[None, :]
+        # Rounded as the output of a GEMM is, then weighted in float32.
+        acc = acc.to(act.dtype.element_ty).to(tl.float32)
+        acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]
+        token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
+        mask = m_mask[:, None] & (n[None, :] < H)
+        address = out + (choice * T.to(tl.int64) + token)[:, None] * H + n[None, :]
+        tl.store(address, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _multiply(low, high, values, scales, row, block, num_blocks, acc):
+    """acc [M, N] + 64 columns of x [M, 32] and [M, 32] times those of rows of W [N]."""
+    address = values + (row * num_blocks + block)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    packed = tl.load(address).to(tl.int32)
+    scale = scales + (row * num_blocks + block) * 2
+    low_w = _values(packed, tl.load(scale)).to(low.dtype)
+    high_w = _values(packed >> 4, tl.load(scale + 1)).to(low.dtype)
+    acc = tl.dot(low, tl.trans(low_w), acc, input_precision="ieee")
+    return tl.dot(high, tl.trans(high_w), acc, input_precision="ieee")
+
+
+@jit
+def _values(code, scale):
+    """Codes [N, 32] in the lowest four bits, and kept scales [N] -> float32."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return bits.to(tl.float32, bitcast=True) * factor[:, None]

@@ -1,0 +1,208 @@
+"""How checkpoints store weights of 4-bit integers: AWQ, GPTQ, compressed-tensors.
+
+A matrix [N, K] has integers q from 0 to 15; groups of columns of a row share a scale and a zero
+point: W = (q - zero) * scale. The formats differ in how eight integers are packed into an int32,
+and along which dimension. They are read into one (`Int4Weight`).
+
+    AWQ (AutoAWQ, version "gemm")    qweight [K, N / 8], in the order 0 2 4 6 1 3 5 7; qzeros
+                                     [K / g, N / 8] likewise; scales [K / g, N]
+    GPTQ (AutoGPTQ, GPTQModel)       qweight [K / 8, N]; qzeros [K / g, N / 8], less one unless
+                                     checkpoint_format is "gptq_v2"; scales [K / g, N]; g_idx [K]:
+                                     every column's group (with desc_act in any order)
+    compressed-tensors, "pack-quantized"
+                                     weight_packed [N, K / 8]; weight_scale [N, K / g];
+                                     weight_zero_point [N / 8, K / g] unless symmetric; weight_g_idx
+                                     with actorder "group"; weight_shape, not read
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.int4 import GROUP, Int4Weight
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i have the integer of this column of eight
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Int4Format(ABC):
+    """Names are appended to a linear's path, in the place of `weight`."""
+
+    group: int | None  # columns that share a scale; None: all of a row
+    symmetric: bool = False
+    reorders: bool = False  # groups are any columns, of which a tensor says which
+
+    method: ClassVar[str]  # `quant_method`
+    key: ClassVar[str]  # the name of the integers
+    unused: ClassVar[tuple[str, ...]] = ()  # endings of tensors that say nothing more
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether kernels read such weights; else they are dequantised while they are loaded."""
+        return not self.reorders and (self.group is None or self.group % GROUP == 0)
+
+    def groups(self, k: int) -> int:
+        return 1 if self.group is None else k // self.group
+
+    @abstractmethod
+    def shapes(self, n: int, k: int) -> Shapes:
+        """Of the stored tensors of a matrix [N, K], by name."""
+
+    @abstractmethod
+    def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers [N, K], scales and zero points [N, G]."""
+
+    @abstractmethod
+    def group_of_columns(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """[K] int64, if `reorders`."""
+
+    def read(self, stored: Mapping[str, Tensor]) -> Int4Weight:
+        """If `keeps_packed`; groups are of `GROUP` columns."""
+        q, scales, zeros = self.unpack(stored)
+        repeats = q.shape[1] // GROUP // scales.shape[1]
+        return Int4Weight.of(q, *(t.repeat_interleave(repeats, 1) for t in (scales, zeros)))
+
+    def dequantise(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """[N, K] float32."""
+        q, scales, zeros = self.unpack(stored)
+        columns = torch.arange(q.shape[1], device=q.device) * scales.shape[1] // q.shape[1]
+        if self.reorders:
+            columns = self.group_of_columns(stored)
+        return (q.float() - zeros.float()[:, columns]) * scales.float()[:, columns]
+
+
+@dataclass(frozen=True)
+class Awq(Int4Format):
+    method = "awq"
+    key = "qweight"
+
+    def shapes(self, n: int, k: int) -> Shapes:
+        groups = self.groups(k)
+        return {"qweight": (k, n // 8), "qzeros": (groups, n // 8), "scales": (groups, n)}
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, zeros = (_unpack(stored[name], 1, AWQ_ORDER) for name in ("qweight", "qzeros"))
+        return q.t(), stored["scales"].t(), zeros.t()
+
+    def group_of_columns(self, stored: Mapping[str, Tensor]) -> Tensor:
+        raise AssertionError("AWQ does not reorder columns")
+
+
+@dataclass(frozen=True)
+class Gptq(Int4Format):
+    zero_offset: int = 1  # added to stored zero points
+
+    method = "gptq"
+    key = "qweight"
+    unused = (".bias",)  # AutoGPTQ stores zeros where a model has none
+
+    def shapes(self, n: int, k: int) -> Shapes:
+        groups = self.groups(k)
+        return {
+            "qweight": (k // 8, n),
+            "qzeros": (groups, n // 8),
+            "scales": (groups, n),
+            "g_idx": (k,),
+        }
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, zeros = _unpack(stored["qweight"], 0), _unpack(stored["qzeros"], 1)
+        return q.t(), stored["scales"].t(), zeros.t() + self.zero_offset
+
+    def group_of_columns(self, stored: Mapping[str, Tensor]) -> Tensor:
+        return stored["g_idx"].long()
+
+
+@dataclass(frozen=True)
+class PackQuantized(Int4Format):
+    """Signed integers, stored with 8 added, as are zero points."""
+
+    method = "compressed-tensors"
+    key = "weight_packed"
+    unused = (".weight_shape",)
+
+    def shapes(self, n: int, k: int) -> Shapes:
+        groups = self.groups(k)
+        shapes: Shapes = {"weight_packed": (n, k // 8), "weight_scale": (n, groups)}
+        if not self.symmetric:
+            shapes["weight_zero_point"] = (n // 8, groups)
+        if self.reorders:
+            shapes["weight_g_idx"] = (k,)
+        return shapes
+
+    def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, scales = _unpack(stored["weight_packed"], 1), stored["weight_scale"]
+        if self.symmetric:
+            return q, scales, torch.full(scales.shape, 8, dtype=torch.int32, device=q.device)
+        return q, scales, _unpack(stored["weight_zero_point"], 0)
+
+    def group_of_columns(self, stored: Mapping[str, Tensor]) -> Tensor:
+        return stored["weight_g_idx"].long()
+
+
+def _unpack(packed: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """int32 with eight integers each, along `dim`, which becomes eight times as long."""
+    shifts = torch.tensor([4 * order.index(i) for i in range(8)], device=packed.device)
+    integers = (packed.unsqueeze(dim + 1) >> _along(shifts.int(), dim + 1, packed.dim() + 1)) & 15
+    return integers.flatten(dim, dim + 1)
+
+
+def _along(values: Tensor, dim: int, dims: int) -> Tensor:
+    return values.view([-1 if i == dim else 1 for i in range(dims)])
+
+
+def awq(spec: Mapping[str, Any]) -> Awq:
+    """From `quantization_config`.
+
+    Raises:
+        ConfigError: not 4 bits, or not AutoAWQ's version "gemm".
+    """
+    _check_bits(spec, spec.get("bits", spec.get("w_bit")))
+    version = str(spec.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise ConfigError(f"AWQ version {version} is not supported; use one of version gemm.")
+    return Awq(_group(spec.get("group_size", spec.get("q_group_size", GROUP))))
+
+
+def gptq(spec: Mapping[str, Any]) -> Gptq:
+    """From `quantization_config`.
+
+    Raises:
+        ConfigError: not 4 bits.
+    """
+    _check_bits(spec, spec.get("bits"))
+    return Gptq(
+        _group(spec.get("group_size", GROUP)),
+        symmetric=bool(spec.get("sym", True)),
+        reorders=bool(spec.get("desc_act", False)),
+        zero_offset=0 if spec.get("checkpoint_format") == "gptq_v2" else 1,
+    )
+
+
+def pack_quantized(weights: Mapping[str, Any]) -> PackQuantized:
+    """From the `weights` of a config group."""
+    return PackQuantized(
+        _group(weights.get("group_size") or -1),
+        symmetric=bool(weights.get("symmetric", True)),
+        reorders=weights.get("actorder") in ("group", "dynamic"),
+    )
+
+
+def _check_bits(spec: Mapping[str, Any], bits: Any) -> None:
+    if bits != 4:
+        method = spec["quant_method"]
+        raise ConfigError(
+            f"{method} with {bits} bits is not supported; use a checkpoint of 4 bits."
+        )
+
+
+def _group(size: int) -> int | None:
+    return None if size == -1 else size

@@ -1,0 +1,153 @@
+"""Checkpoints of 4-bit integers: a loaded model equals one with the weights that they mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.int4 import Int4Weight
+from forerun.models import int4_formats
+from forerun.models.int4_formats import Int4Format
+from forerun.models.loader import load_target
+from tests.models.support import CPU, Loop, family, random_hf, save
+
+GROUP = 128
+
+
+def pack(integers: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight integers along `dim` in an int32: bits 4 i have number order[i]."""
+    eights = integers.long().unflatten(dim, (-1, 8)).unbind(dim + 1)
+    word = sum(eights[order[i]] << 4 * i for i in range(8))
+    assert isinstance(word, Tensor)
+    return torch.where(word >= 2**31, word - 2**32, word).int()
+
+
+def encode(
+    method: str, weight: Tensor, g_idx: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(stored tensors, what they mean) of random integers of a weight's shape."""
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(n + k)
+    q = torch.randint(0, 16, (n, k), generator=generator)
+    zero = torch.randint(1, 16, (n, k // GROUP), generator=generator)
+    scale = (0.01 * torch.rand(n, k // GROUP, generator=generator) + 0.001).half()
+    group = torch.arange(k) // GROUP if g_idx is None else g_idx
+    meant = (q - zero[:, group]).float() * scale.float()[:, group]
+    if method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        packed = {"qweight": pack(q.t(), 1, order), "qzeros": pack(zero.t(), 1, order)}
+        return packed | {"scales": scale.t()}, meant
+    if method == "gptq":
+        packed = {"qweight": pack(q.t(), 0), "qzeros": pack(zero.t() - 1, 1)}
+        return packed | {"scales": scale.t(), "g_idx": group.int()}, meant
+    packed = {"weight_packed": pack(q, 1), "weight_zero_point": pack(zero, 0)}
+    shape = torch.tensor([n, k])
+    return packed | {"weight_scale": scale, "weight_shape": shape}, meant
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": False, "group_size": GROUP},
+            }
+        },
+    },
+}  # fmt: skip
+
+
+def two_checkpoints(folder: Path, method: str, **config: Any) -> tuple[Path, Path]:
+    """A small Qwen3 in 4 bits, and plain with what that means."""
+    hf = family("qwen3")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 4}
+    hf = random_hf(type(hf.config)(**{**hf.config.to_dict(), **sizes, "layer_types": None}))
+    quantised, plain = save(hf, folder / "int4"), save(hf, folder / "plain")
+    weights = load_file(plain / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, weight in dict(weights).items():
+        if not name.endswith("proj.weight"):
+            stored[name] = weight
+            continue
+        g_idx = torch.arange(weight.shape[1]).flip(0) // GROUP if config.get("desc_act") else None
+        packed, weights[name] = encode(method, weight, g_idx)
+        stem = name.removesuffix("weight")
+        stored |= {stem + suffix: tensor.contiguous() for suffix, tensor in packed.items()}
+    save_file(stored, quantised / "model.safetensors")
+    save_file(weights, plain / "model.safetensors")
+    set_config(quantised, {**CONFIGS[method], **config})
+    return quantised, plain
+
+
+def set_config(folder: Path, spec: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = spec
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [("awq", {}), ("gptq", {}), ("gptq", {"desc_act": True}), ("compressed-tensors", {})],
+    ids=str,
+)
+def test_a_checkpoint_means_its_weights(
+    method: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    ids = torch.arange(20)
+    got, want = (
+        Loop.of_model(load_target(folder, torch.float32, CPU)).ragged([(0, ids)])[0]
+        for folder in two_checkpoints(tmp_path, method, **config)
+    )
+    assert torch.equal(got, want)
+
+
+def test_what_is_kept_packed() -> None:
+    assert int4_formats.awq(CONFIGS["awq"]).keeps_packed
+    assert int4_formats.gptq({**CONFIGS["gptq"], "group_size": -1}).keeps_packed
+    assert not int4_formats.gptq({**CONFIGS["gptq"], "desc_act": True}).keeps_packed
+    assert not int4_formats.awq({**CONFIGS["awq"], "group_size": 64}).keeps_packed
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_packed_weights(method: str) -> None:
+    """Also from groups of all columns, which get the same scale several times."""
+    stored, meant = encode(method, torch.empty(48, 384))
+    formats: dict[str, Int4Format] = {
+        "awq": int4_formats.Awq(GROUP),
+        "gptq": int4_formats.Gptq(GROUP),
+        "compressed-tensors": int4_formats.PackQuantized(GROUP),
+    }
+    form = formats[method]
+    stored.pop("weight_shape", None)
+    assert {name: tuple(t.shape) for name, t in stored.items()} == form.shapes(48, 384)
+    weight = form.read(stored)
+    assert torch.equal(weight.dequantise(), meant) and torch.equal(form.dequantise(stored), meant)
+    again = Int4Weight.empty(48, 384, CPU)
+    again.quantise_(meant)
+    assert (again.dequantise() - meant).abs().max() <= meant.abs().max() / 7
+
+
+def test_refusals(tmp_path: Path) -> None:
+    quantised, _ = two_checkpoints(tmp_path, "awq")
+    with pytest.raises(ConfigError, match=r"quantized already \(awq, 4 bits\).*drop it"):
+        load_target(quantised, torch.float32, CPU, quantization="fp8")
+    for changes, message in [
+        ({"bits": 8}, "awq with 8 bits is not supported"),
+        ({"version": "gemv"}, "AWQ version gemv is not supported"),
+        ({"group_size": 64}, "has shape"),
+    ]:
+        set_config(quantised, {**CONFIGS["awq"], **changes})
+        with pytest.raises(ConfigError, match=message):
+            load_target(quantised, torch.float32, CPU)
