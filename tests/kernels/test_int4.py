@@ -13,6 +13,7 @@ from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.gemm_int4 import dequantize_int4, gemm_int4, gemm_int4_ref
 from forerun.kernels.gemm.int4 import PackedInt4, dequantize_int4_ref, pack_int4, unpack_int4
 from forerun.kernels.runtime import nvrtc
+from forerun.kernels.runtime.gpu import GpuInfo
 
 
 def random_int4(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,13 +143,17 @@ def test_captured(device: torch.device) -> None:
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 @pytest.mark.parametrize(
-    ("tokens", "rows", "cluster_k", "silu", "bias"),
-    [(8, 128, 4, False, True), (128, 192, 1, True, False), (64, 96, 2, False, False)],
+    ("tokens", "config", "silu", "bias"),
+    [
+        (8, gemm_int4_sm90.CONFIGS[0], False, True),
+        (128, gemm_int4_sm90.CONFIGS[4], True, False),
+        (64, gemm_int4_sm90.CONFIGS[2], False, False),
+    ],
+    ids=str,
 )
 def test_hopper_kernel_compiles(
-    tokens: int, rows: int, cluster_k: int, silu: bool, bias: bool
+    tokens: int, config: gemm_int4_sm90.Int4GemmConfig, silu: bool, bias: bool
 ) -> None:
-    config = gemm_int4_sm90.Int4GemmConfig(1, rows // 16, cluster_k=cluster_k)
     log = nvrtc.compile_source(
         gemm_int4_sm90.cuda_source(config, tokens, silu, bias), nvrtc.SM90A, verbose=True
     )[1]
@@ -159,8 +164,13 @@ def test_hopper_kernel_compiles(
 
 def test_every_configuration_fits() -> None:
     for config in gemm_int4_sm90.CONFIGS:
-        for tokens in (8, 16, 32, 64, 128):
-            assert gemm_int4_sm90.num_stages(config, tokens) >= 3
+        for tokens in (t for t in (8, 16, 32, 64, 128) if t <= config.max_tokens):
+            assert gemm_int4_sm90.num_stages(config, tokens) >= 2
             assert gemm_int4_sm90.smem_bytes(config, tokens) <= gemm_int4_sm90.MAX_SMEM_BYTES
             sums = tokens * (config.rows + 4) * 4
             assert sums <= gemm_int4_sm90.smem_bytes(config, tokens) - 2048
+    hopper = GpuInfo(132, amd=False, capability=90)
+    if nvrtc.available():
+        for k in (128, 640, 4096, 11008, 12288):
+            for n in (32, 4096, 24576):
+                assert gemm_int4_sm90.choose_config(n, k, True, hopper, torch.bfloat16) is not None

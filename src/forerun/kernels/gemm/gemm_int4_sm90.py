@@ -1,8 +1,8 @@
 """Launches the GEMM with 4-bit weights for Hopper (`gemm_int4_sm90.cu`), compiled by NVRTC.
 
-A CTA computes a tile of 64 to 192 rows of W for all tokens, up to 128, so that W is read and
-converted once. A producer warp copies W, in blocks that are contiguous in memory, and x (TMA) into
-a multi-stage SMEM pipeline, one group of K per stage; no kernel of the step writes W, so it does
+A CTA computes a tile of 48 to 192 rows of W for up to 128 tokens (or 64), so that W is read and
+converted once. A producer thread loads W and x by TMA, one box each, into a multi-stage SMEM
+pipeline of one to four groups of K per stage; no kernel of the step writes W, so it does
 not wait for the preceding kernel (PDL). Each consumer warp takes 16 or 32 rows: it converts them to
 bfloat16 in registers, q - zero, which is exact, and multiplies by mma.sync with W as the left
 operand, so that 8 tokens are enough for an instruction. The sums of 64 columns are multiplied by
@@ -30,7 +30,7 @@ SOURCE = Path(__file__).with_name("gemm_int4_sm90.cu")
 MAX_M = 128
 MAX_SMEM_BYTES = 227 << 10  # per CTA
 MAX_STAGES = 16  # more do not help
-# Of up to `FEW_TOKENS`: two CTAs fit on an SM, so that the next kernel's pipeline fills early (PDL).
+# For up to `FEW_TOKENS` two CTAs fit on an SM: the next kernel's pipeline fills early (PDL).
 FEW_TOKENS, FEW_TOKENS_SMEM_BYTES = 16, 112 << 10
 
 
@@ -51,10 +51,14 @@ class Int4GemmConfig:
         return BLOCK_ROWS * self.row_blocks * self.row_warps
 
 
-CONFIGS = tuple(
-    Int4GemmConfig(1, rows // BLOCK_ROWS, cluster_k=cluster_k)
-    for rows in (64, 96, 128, 192)
-    for cluster_k in (1, 2)
+# The best of a sweep on one H200 for tiles of so many rows and clusters; the last serves every shape.
+CONFIGS = (
+    Int4GemmConfig(1, 3, k_warps=4, stage_groups=4, max_tokens=64),
+    Int4GemmConfig(1, 4, k_warps=2, stage_groups=2),
+    Int4GemmConfig(1, 4, k_warps=2, cluster_k=2, stage_groups=2),
+    Int4GemmConfig(1, 6, k_warps=2, cluster_k=2, stage_groups=2),
+    Int4GemmConfig(1, 12, stage_groups=2),
+    Int4GemmConfig(1, 4),
 )
 
 
@@ -67,14 +71,21 @@ def choose_config(
         return None
     if not nvrtc.available() or n % (BLOCK_ROWS * (1 + silu_mul)):
         return None
-    options = [c for c in CONFIGS if k // GROUP % (c.cluster_k * c.stage_groups) == 0]
+    options = [config for config in CONFIGS if _serves(config, k, silu_mul)]
     return min(options, key=lambda config: _cost(config, n, k, gpu.num_sms))
+
+
+def _serves(config: Int4GemmConfig, k: int, silu_mul: bool) -> bool:
+    """Whether K divides into whole stages for every CTA, and rows into gate and up."""
+    units, rest = divmod(k // GROUP, config.stage_groups)
+    return rest == 0 and units >= config.cluster_k and config.row_warps % (1 + silu_mul) == 0
 
 
 def _cost(config: Int4GemmConfig, n: int, k: int, num_sms: int) -> float:
     """What an SM reads at most, W and x (as 16 rows), and a little for the sum of a cluster."""
     waves = -(-(-(-n // config.rows) * config.cluster_k) // num_sms)
-    return waves * (config.rows + 16) * (k / config.cluster_k + 64)
+    cluster = 512 if config.cluster_k > 1 else 0
+    return waves * (config.rows + 16) * (k / config.cluster_k + 64 + cluster)
 
 
 def tokens_per_tile(config: Int4GemmConfig, m: int) -> int:
