@@ -11,9 +11,16 @@ from torch import Tensor
 
 from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.gemm_int4 import dequantize_int4, gemm_int4, gemm_int4_ref
-from forerun.kernels.gemm.int4 import PackedInt4, dequantize_int4_ref, pack_int4, unpack_int4
+from forerun.kernels.gemm.int4 import (
+    Int4Weight,
+    PackedInt4,
+    dequantize_int4_ref,
+    pack_int4,
+    unpack_int4,
+)
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.layers.gemm import Int4Gemm
 
 
 def random_int4(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +76,11 @@ def test_triton(m: int, silu: bool) -> None:
     torch.testing.assert_close(out.float(), y, atol=2e-3, rtol=2e-3)
     one = gemm_int4(x[:1], weight, silu)
     assert torch.equal(one, out[:1])
+
+
+def test_a_layer_says_what_computes() -> None:
+    weight = Int4Weight.of(*random_int4(32, 128))
+    assert "up to 128 tokens W4A16 in" in Int4Gemm(weight, None).describe_quantized()
 
 
 def test_dequantize_triton() -> None:

@@ -54,7 +54,9 @@ from forerun.kernels.gemm.gemm import (
     gemm_partials,
     gemm_silu_mul,
 )
+from forerun.kernels.gemm.gemm_int4 import MAX_M as MAX_INT4_M
 from forerun.kernels.gemm.gemm_int4 import gemm_int4
+from forerun.kernels.gemm.gemm_int4_sm90 import choose_config as choose_int4_sm90
 from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
@@ -321,6 +323,14 @@ class Int4Gemm(Gemm):
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
         return gemm_int4(_whole(x), self.weight, silu_mul=True)
+
+    def describe_quantized(self) -> str:
+        packed, bfloat16 = self.weight.packed, torch.bfloat16
+        config = choose_int4_sm90(*self.weight.shape, False, gpu_of(packed.device), bfloat16)
+        language = "Triton" if config is None else "CUDA C++"
+        return (
+            f"int4: up to {MAX_INT4_M} tokens W4A16 in {language}, more dequantised for every GEMM"
+        )
 
 
 def _scaled_mm_serves(weight: Fp8Weight) -> bool:
