@@ -30,8 +30,6 @@ SOURCE = Path(__file__).with_name("gemm_int4_sm90.cu")
 MAX_M = 128
 MAX_SMEM_BYTES = 227 << 10  # per CTA
 MAX_STAGES = 16  # more do not help
-# For up to `FEW_TOKENS` two CTAs fit on an SM: the next kernel's pipeline fills early (PDL).
-FEW_TOKENS, FEW_TOKENS_SMEM_BYTES = 16, 112 << 10
 
 
 @dataclass(frozen=True, order=True)
@@ -101,7 +99,7 @@ def _stage_bytes(config: Int4GemmConfig, tokens: int) -> int:
 
 def num_stages(config: Int4GemmConfig, tokens: int) -> int:
     """Stages of the SMEM pipeline: as many as fit, up to `MAX_STAGES`."""
-    room = (FEW_TOKENS_SMEM_BYTES if tokens <= FEW_TOKENS else MAX_SMEM_BYTES) - 1024
+    room = MAX_SMEM_BYTES - 1024
     return min(room // _stage_bytes(config, tokens), MAX_STAGES)
 
 
