@@ -20,7 +20,7 @@ from forerun.kernels.gemm.gemm_sm90 import (
     num_stages,
     smem_bytes,
 )
-from forerun.kernels.moe import experts_sm90, router_sm90
+from forerun.kernels.moe import experts_sm90, router_logits_sm90, router_sm90
 from forerun.kernels.moe.config import (
     SM90_DECODE,
     SM90_FEW_TOKENS,
@@ -136,6 +136,19 @@ def test_sm90_router_compiles(name: str) -> None:
     assert_compiles_well(router_source(name))
 
 
+@pytest.mark.parametrize("norm_parts", [0, 4])
+def test_sm90_router_logits_compile(norm_parts: int) -> None:
+    source = router_logits_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, norm_parts)
+    assert_compiles_well(source)
+
+
+def test_sm90_experts_that_choose_compile() -> None:
+    log = assert_compiles_well(experts_sm90.cuda_source(SM90_FEW_TOKENS, (QWEN3_MOE, False)))
+    smem = re.search(r"(\d+) bytes smem", log)
+    assert smem is not None
+    assert int(smem[1]) + experts_sm90.smem_bytes(SM90_FEW_TOKENS) <= MAX_SMEM_BYTES
+
+
 @pytest.mark.parametrize(
     ("source", "built"),
     [
@@ -145,8 +158,12 @@ def test_sm90_router_compiles(name: str) -> None:
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
         (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS)),
         (router_sm90.SOURCE, router_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, bias=False)),
+        (
+            router_logits_sm90.SOURCE,
+            router_logits_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, norm_parts=4),
+        ),
     ],
-    ids=["gemm", "prefill", "decode", "mla", "experts", "router"],
+    ids=["gemm", "prefill", "decode", "mla", "experts", "router", "router logits"],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""

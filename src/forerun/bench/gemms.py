@@ -38,7 +38,7 @@ from forerun.kernels.gemm.gemm import GemmWeight
 from forerun.kernels.gemm.int4 import PackedInt4
 from forerun.kernels.moe import router
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices
-from forerun.kernels.moe.routing import Routed
+from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.layers import gemm as layers_gemm
 from forerun.layers import moe
 from forerun.models import gpt_oss
@@ -92,6 +92,8 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(head_gemm, "_launch", mode.watch_heads),
         _wrapped(router, "router_partials", mode.watch_router),
         _wrapped(router, "route_sm90", mode.watch_router),
+        _wrapped(moe, "router_logits_sm90", mode.watch_router),
+        _wrapped(moe, "add_rms_norm_router_logits_sm90", mode.watch_norm_and_router),
         _wrapped(layers_gemm, "gemm_int4", mode.watch_int4),
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(gpt_oss, "expert_partials", mode.watch_experts),
@@ -172,12 +174,24 @@ class _Recorder(TorchDispatchMode):
 
         return watched
 
+    def watch_norm_and_router(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(parts: Tensor, x: Tensor, norm: Any, weight: Tensor, *rest: Any) -> Any:
+            self._add(x, weight)
+            return run(parts, x, norm, weight, *rest)
+
+        return watched
+
     def watch_experts(self, partials: Callable[..., Any]) -> Callable[..., Any]:
         def watched(
-            x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, *shared: Any, **rest: Any
+            x: Tensor,
+            w13: Tensor,
+            w2: Tensor,
+            routed: Routed | RouterLogits,
+            *shared: Any,
+            **rest: Any,
         ) -> Tensor:
             for weight in (w13, w2):
-                self._add_experts(weight.shape, weight.dtype, routed)
+                self._add_experts(len(x), weight.shape, weight.dtype, routed)
             return cast(Tensor, partials(x, w13, w2, routed, *shared, **rest))
 
         return watched
@@ -187,20 +201,24 @@ class _Recorder(TorchDispatchMode):
             x: Tensor, w13: Mxfp4Matrices, w2: Mxfp4Matrices, routed: Routed, *rest: Any
         ) -> Tensor:
             for weight in (w13, w2):
-                self._add_experts(weight.shape, x.dtype, routed, weight.bits)
+                self._add_experts(len(x), weight.shape, x.dtype, routed, weight.bits)
             return cast(Tensor, partials(x, w13, w2, routed, *rest))
 
         return watched
 
     def _add_experts(
         self,
+        tokens: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        routed: Routed,
+        routed: Routed | RouterLogits,
         bits: float | None = None,
     ) -> None:
         """One of the stacked matrices [E, N, K] of the experts."""
-        (tokens, choices), always = routed.experts.shape, routed.num_shared
+        if isinstance(routed, RouterLogits):
+            choices, always = routed.num_choices, routed.routing.num_shared
+        else:
+            choices, always = routed.experts.shape[1], routed.num_shared
         count, n, k = shape
         touched = touched_experts(tokens, choices - always, count - always) + always
         self.gemms.append(Gemm(n, k, dtype, tokens * choices, touched, bits=bits))

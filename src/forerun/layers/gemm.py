@@ -111,6 +111,10 @@ class Gemm(ABC):
         """
         return norm.add(self(x), residual)
 
+    def split_k_partials(self, x: Tensor) -> Tensor | None:
+        """Partials [S, T, out] float32, if the norm that follows is to add them up."""
+        return None
+
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
         """[gate | up] = output -> silu(gate) · up, [T, out / 2]."""
         gate_up = self(x)
@@ -228,6 +232,14 @@ class SkinnyGemm(Gemm):
         elif reader is not None and reader.accepts_deferred_norm(x.shape[0]):
             return gemm_add_deferred_norm(x, self.weight, residual, norm.weight, norm.eps, config)
         return norm.add(gemm(x, self.weight, config), residual)
+
+    def split_k_partials(self, x: Tensor) -> Tensor | None:
+        if self.weight.bias is not None:
+            return None
+        config = self._config(x.shape[0], partials=True)
+        if config is None or not uses_split_k(config):
+            return None
+        return gemm_partials(x, self.weight, config)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
         config = self._silu_mul_config(_num_tokens(x))

@@ -67,6 +67,15 @@ class PendingGemm(Pending):
         assert isinstance(x, Tensor)
         return self._gemm.add_rms_norm(x, residual, norm, reader)
 
+    def split_k_partials(self) -> Tensor | None:
+        """Partials [S, T, out] that a norm is to add up; None: nothing is computed yet."""
+        if self._comm.size > 1 or not isinstance(self._x, Tensor):
+            return None
+        partials = self._gemm.split_k_partials(self._x)
+        if partials is not None:
+            self._x = None
+        return partials
+
     def rows(self, index: Tensor) -> PendingGemm:
         """The same of the tokens at index [n] int64 only."""
         x = self._take()

@@ -22,15 +22,24 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.kernels.moe.config import Sm90RouterConfig
 from forerun.kernels.moe.experts import combine, expert_partials
 from forerun.kernels.moe.router import new_counts, route
-from forerun.kernels.moe.routing import Routed, Routing
+from forerun.kernels.moe.router_logits_sm90 import (
+    add_rms_norm_router_logits_sm90,
+    choose_logits_sm90,
+    norm_fits,
+    router_logits_sm90,
+)
+from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
+from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.gemm import Gemm, plain_gemm_for
-from forerun.layers.linear import Pending
+from forerun.layers.linear import Hidden, Pending, PendingGemm
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+from forerun.layers.residual import AddRMSNorm
 
 __all__ = [
     "Experts",
@@ -78,6 +87,36 @@ class Router(Module):
         correction = self.e_score_correction_bias
         return route(x, self.weight, correction, self.routing, self._counts, self.bias)
 
+    def logits_for_experts(self, x: Tensor, width: int) -> RouterLogits | None:
+        """For few tokens x [T, H], where experts of this width choose by themselves (Hopper)."""
+        config = self._logits_config(x, width)
+        if config is None:
+            return None
+        correction = self.e_score_correction_bias
+        return router_logits_sm90(x, self.weight, correction, self.routing, self._counts, config)
+
+    def add_norm_logits(
+        self, x: PendingGemm, residual: Tensor, norm: RMSNorm, width: int
+    ) -> tuple[Tensor, Tensor, RouterLogits] | None:
+        """`norm.add(x, residual)` and the logits in one kernel; None: nothing is computed yet."""
+        config = self._logits_config(residual, width)
+        plain = type(norm) is RMSNorm and norm.weight.dtype == residual.dtype
+        if config is None or not plain or not norm_fits(*residual.shape):
+            return None
+        parts, correction = x.split_k_partials(), self.e_score_correction_bias
+        if parts is None:
+            return None
+        weights = (norm.weight, norm.eps), self.weight, correction
+        return add_rms_norm_router_logits_sm90(
+            parts, residual, *weights, self.routing, self._counts, config
+        )
+
+    def _logits_config(self, x: Tensor, width: int) -> Sm90RouterConfig | None:
+        if not x.is_cuda or self.bias is not None:
+            return None
+        (tokens, hidden), gpu = x.shape, gpu_of(x.device)
+        return choose_logits_sm90(tokens, hidden, width, self.routing, x.dtype, gpu)
+
 
 class Experts(Module):
     """E routed and n shared gated MLPs: `w13` [E + n, 2I, H], gate rows before up rows, and `w2`
@@ -103,6 +142,7 @@ class Experts(Module):
         count = num_experts + num_shared
         self.w13 = place.empty_weight(count, 2 * intermediate_size, hidden_size)
         self.w2 = place.empty_weight(count, hidden_size, intermediate_size)
+        self.width = intermediate_size
         self._device = place.device
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
         self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
@@ -142,13 +182,15 @@ class Experts(Module):
     def prepare(self) -> None:
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
 
-    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, routed: Routed | RouterLogits, shared: Tensor | None = None
+    ) -> Tensor:
         """x [T, H] -> [k, T, H], weighted, in the order of the choices.
 
         Shared experts that are not among the choices are added to the first, as is `shared`
         [T, H].
         """
-        if routed.num_shared == self.num_shared:
+        if isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared:
             return expert_partials(x, self.w13, self.w2, routed, shared)
         assert shared is None
         w13, w2 = self.w13[: self.num_experts], self.w2[: self.num_experts]
@@ -167,6 +209,7 @@ class Experts(Module):
 class SparseMoE(Module):
     """`gate` and `experts` of one layer."""
 
+    experts_choose: ClassVar[bool] = True  # where the experts' kernel can, from the logits
     router_type: ClassVar[type[Router]] = Router
     experts_type: ClassVar[type[Experts]] = Experts
 
@@ -192,9 +235,24 @@ class SparseMoE(Module):
         assert isinstance(x, Tensor), "a norm before a router is not deferred"
         return PendingExperts(self, x, self._comm)
 
-    def partials(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [k, T, H], of this rank."""
-        return self.experts(x, self.gate(x))
+    def after_norm(
+        self, x: Hidden, residual: Tensor, norm: AddRMSNorm
+    ) -> tuple[PendingExperts, Tensor]:
+        """`x, residual = norm(x, residual)` and self(x), fused for few tokens."""
+        fused = None
+        if self.experts_choose and isinstance(x, PendingGemm):
+            fused = self.gate.add_norm_logits(x, residual, norm.norm, self.experts.width)
+        if fused is not None:
+            normed, residual, logits = fused
+            return PendingExperts(self, normed, self._comm, logits), residual
+        normed_or_deferred, residual = norm(x, residual)
+        return self(normed_or_deferred), residual
+
+    def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
+        """x [T, H] -> [k, T, H], of this rank. `logits`: of x, if they are there."""
+        if logits is None and self.experts_choose:
+            logits = self.gate.logits_for_experts(x, self.experts.width)
+        return self.experts(x, self.gate(x) if logits is None else logits)
 
 
 class SharedExpertMoE(SparseMoE):
@@ -214,7 +272,10 @@ class SharedExpertMoE(SparseMoE):
         self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False, place=own)
         self.shared_expert_gate = OutputGate(hidden_size, place)
 
-    def partials(self, x: Tensor) -> Tensor:
+    experts_choose = False  # `shared` below is added by the Triton kernels
+
+    def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
+        assert logits is None
         shared = self.shared_expert_gate(x) * self.shared_expert(x).result()
         return self.experts(x, self.gate(x), shared)
 
@@ -236,8 +297,11 @@ class OutputGate(Module):
 class PendingExperts(Pending):
     """The output of a `SparseMoE`, not computed yet."""
 
-    def __init__(self, moe: SparseMoE, x: Tensor, comm: Communicator) -> None:
-        self._moe, self._x, self._comm = moe, x, comm
+    def __init__(
+        self, moe: SparseMoE, x: Tensor, comm: Communicator, logits: RouterLogits | None = None
+    ) -> None:
+        """`logits`: the router's, if they are there."""
+        self._moe, self._x, self._comm, self._logits = moe, x, comm, logits
 
     def result(self) -> Tensor:
         return self._reduced(self._partials())
@@ -256,7 +320,7 @@ class PendingExperts(Pending):
 
     def _partials(self) -> Tensor:
         """[k, T, H], of this rank."""
-        return self._moe.partials(self._x)
+        return self._moe.partials(self._x, self._logits)
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:

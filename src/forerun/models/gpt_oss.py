@@ -17,7 +17,7 @@ from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
 from forerun.kernels.moe.experts_mxfp4 import BLOCK_K as MXFP4_BLOCK_K
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
-from forerun.kernels.moe.routing import Routed
+from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.kernels.runtime.gpu import have_triton
 from forerun.layers.attention import Attention
 from forerun.layers.communication import WeightPlacement
@@ -114,7 +114,10 @@ class GptOssExperts(Experts):
         self._mxfp4 = [Mxfp4Matrices.pack(blocks, scales) for blocks, scales in self._stored]
         self._stored = []
 
-    def __call__(self, x: Tensor, routed: Routed, shared: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, routed: Routed | RouterLogits, shared: Tensor | None = None
+    ) -> Tensor:
+        assert isinstance(routed, Routed)
         swiglu = ClampedSwiglu(self.b13, self.b2, self.alpha, self.limit)
         if self._mxfp4:
             assert shared is None
@@ -126,6 +129,7 @@ class GptOssExperts(Experts):
 class GptOssMoE(SparseMoE):
     """The router is named `router`."""
 
+    experts_choose = False  # the experts' kernel for Hopper has no biases
     router_type = GptOssRouter
     experts_type = GptOssExperts
 

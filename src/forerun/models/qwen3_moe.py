@@ -75,6 +75,8 @@ class Qwen3MoeDecoderLayer(DecoderLayer):
         x, residual = self.input_layernorm(x, residual)
         aux.capture(self.layer_id, residual)
         x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
+        if isinstance(self.mlp, SparseMoE):
+            return self.mlp.after_norm(x, residual, self.post_attention_layernorm)
         x, residual = self.post_attention_layernorm(x, residual)
         x = self.mlp(x)
         return x, residual

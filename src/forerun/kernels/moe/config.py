@@ -49,7 +49,7 @@ class Sm90MoeConfig:
 
 
 # The fastest of those in docs/kernels-lab-notes.md: up to 4 tokens, and for more.
-SM90_FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=8, ctas_per_sm=1)
+SM90_FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=6, ctas_per_sm=1)
 SM90_MAX_FEW_TOKENS = 4
 SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2, dynamic=True)
 

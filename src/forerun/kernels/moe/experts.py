@@ -31,13 +31,14 @@ from forerun.kernels.elementwise.silu_mul import silu_mul_ref
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
 from forerun.kernels.moe.config import (
     MAX_DECODE_TOKENS,
+    SM90_FEW_TOKENS,
     GroupedGemmConfig,
     MoeConfig,
     choose_moe,
     choose_moe_sm90,
 )
 from forerun.kernels.moe.experts_sm90 import expert_partials_sm90
-from forerun.kernels.moe.routing import ExpertTiles, Routed
+from forerun.kernels.moe.routing import ExpertTiles, Routed, RouterLogits
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -96,7 +97,7 @@ def expert_partials(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
-    routed: Routed,
+    routed: Routed | RouterLogits,
     shared: Tensor | None = None,
     config: MoeConfig | None = None,
     swiglu: ClampedSwiglu | None = None,
@@ -106,14 +107,17 @@ def expert_partials(
     float32; on a GPU in x's dtype for more than `MAX_DECODE_TOKENS` tokens.
 
     Args:
-        routed: of `route` for the same x, with its tiles.
+        routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`.
         shared: [T, H], added to the first choice; served by Triton.
         config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
         swiglu: biases and activation; None: SiLU without biases.
     """
+    tokens, (_, hidden, width) = x.shape[0], w2.shape
+    if isinstance(routed, RouterLogits):
+        assert shared is None and config is None and swiglu is None
+        return expert_partials_sm90(x, w13, w2, routed, SM90_FEW_TOKENS)
     if not use_triton(x):
         return expert_partials_ref(x, w13, w2, routed, shared, swiglu)
-    tokens, (_, hidden, width) = x.shape[0], w2.shape
     tiles, gpu = routed.tiles, gpu_of(x.device)
     assert tiles is not None
     plain = shared is None and swiglu is None

@@ -7,15 +7,21 @@
 //   NUM_STAGES   stages of the SMEM pipeline
 //   CTAS_PER_SM  of the grid
 //   DYNAMIC      CTAs claim work tiles one by one, so that faster ones compute more of them
+//   CHOOSE       every CTA chooses the experts of up to 4 tokens from the router's logits; then also
+//                NUM_EXPERTS, TOP_K, NUM_SHARED, NUM_GROUPS and more of router_sm90.cu's
 
 #ifndef BLOCK_K  // opened in an IDE: one consistent configuration
 #define BLOCK_K 128
 #define NUM_STAGES 8
 #define CTAS_PER_SM 1
 #define DYNAMIC 0
+#define CHOOSE 0
 #endif
 
 #include "sm90.cuh"
+#if CHOOSE
+#include "top_k.cuh"
+#endif
 
 constexpr int BLOCK_M = 16;     // most pairs of an expert's tile; N of wgmma
 constexpr int BLOCK_N = 64;     // rows of W; M of wgmma
@@ -397,6 +403,132 @@ __device__ void consume(const Context& context, int warpgroup) {
   }
 }
 
+// --- choice of experts, for few tokens -----------------------------------------------------------
+
+#if CHOOSE
+constexpr int CHOICES = TOP_K + NUM_SHARED;
+constexpr int MAX_FEW_TOKENS = 4, MAX_FEW_PAIRS = 32;  // a lane each
+constexpr int LOGITS_ROW = (NUM_EXPERTS + 7) / 8 * 8;
+static_assert(NUM_GROUPS == 1 && CHOICES * MAX_FEW_TOKENS <= MAX_FEW_PAIRS, "few choices");
+
+// In shared memory. Pair token * CHOICES + choice.
+struct Choices {
+  int experts[MAX_FEW_PAIRS];
+  float weights[MAX_FEW_PAIRS];
+  int pairs[MAX_FEW_PAIRS * MAX_FEW_TOKENS];  // each expert's pairs, at the place of the first
+  float scores[MAX_FEW_TOKENS][32 * LANE_EXPERTS];
+  int used;
+};
+
+// A lane's keys, best first, with their experts.
+__device__ void sort_keys(u32 (&keys)[LANE_EXPERTS], int (&ids)[LANE_EXPERTS]) {
+#pragma unroll
+  for (int last = LANE_EXPERTS - 1; last > 0; last--)
+#pragma unroll
+    for (int j = 0; j < last; j++) {
+      bool swap = keys[j] < keys[j + 1];  // not of equals: the lowest expert comes first
+      u32 key = keys[j];
+      int id = ids[j];
+      keys[j] = swap ? keys[j + 1] : key, keys[j + 1] = swap ? key : keys[j + 1];
+      ids[j] = swap ? ids[j + 1] : id, ids[j + 1] = swap ? id : ids[j + 1];
+    }
+}
+
+// The experts of a token, best first. If two lanes have equal keys, expert by expert.
+__device__ void top_k(const float (&scores)[LANE_EXPERTS], const float (&bias)[LANE_EXPERTS],
+                      int* experts, int lane) {
+  u32 keys[LANE_EXPERTS], sorted[LANE_EXPERTS], equals = 0;
+  int ids[LANE_EXPERTS];
+  to_keys(keys, scores, bias, lane);
+#pragma unroll
+  for (int j = 0; j < LANE_EXPERTS; j++) sorted[j] = keys[j], ids[j] = lane + 32 * j;
+  sort_keys(sorted, ids);
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) {
+    bool best = sorted[0] == __reduce_max_sync(ALL_LANES, sorted[0]);
+    u32 lanes = __ballot_sync(ALL_LANES, best);
+    equals |= lanes & (lanes - 1);
+    if (best) experts[i] = ids[0];
+#pragma unroll
+    for (int j = 0; j < LANE_EXPERTS; j++) {
+      sorted[j] = best ? (j + 1 < LANE_EXPERTS ? sorted[j + 1] : USED) : sorted[j];
+      ids[j] = best && j + 1 < LANE_EXPERTS ? ids[j + 1] : ids[j];
+    }
+  }
+  if (equals == 0) return;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) {
+    u32 key;
+    int expert = find_best(keys, lane, key);
+    mark_used(keys, expert, lane);
+    if (lane == 0) experts[i] = expert;
+  }
+}
+
+// Experts and weights of a token, with the arithmetic of the router's kernel. One warp.
+__device__ void choose_experts(const float* logits, const float (&bias)[LANE_EXPERTS], float factor,
+                               int token, int lane, Choices& choices) {
+  float scores[LANE_EXPERTS];
+#pragma unroll
+  for (int j = 0; j < LANE_EXPERTS; j++) {
+    int expert = lane + 32 * j;
+    scores[j] = __uint_as_float(0xff800000);
+    if (!is_expert(expert)) continue;
+    float logit = logits[token * LOGITS_ROW + expert];
+    scores[j] = ROUND_LOGITS ? low(pack_bf16x2(logit, 0.f)) : logit;
+  }
+  to_scores(scores);
+#pragma unroll
+  for (int j = 0; j < LANE_EXPERTS; j++) choices.scores[token][lane + 32 * j] = scores[j];
+  int* experts = choices.experts + token * CHOICES;
+  top_k(scores, bias, experts, lane);
+  __syncwarp();
+  float weight = 1.f, score = lane < TOP_K ? choices.scores[token][experts[lane]] : 0.f, total = 0.f;
+#pragma unroll
+  for (int i = 0; i < TOP_K; i++) total += __shfl_sync(ALL_LANES, score, i);
+  if (lane < TOP_K) {
+    weight = score;
+    if (NORM) weight /= total + NORM_EPS;
+    weight *= factor;
+  } else if (lane < CHOICES) {
+    experts[lane] = NUM_EXPERTS + lane - TOP_K;
+  }
+  if (lane < CHOICES) choices.weights[token * CHOICES + lane] = weight;
+}
+
+// The experts' pairs, in order of tokens, and tiles. One warp. Returns how many tiles.
+__device__ int list_experts(Choices& choices, ExpertTile* list, int T, int lane) {
+  bool valid = lane < T * CHOICES;
+  int expert = valid ? choices.experts[lane] : -1 - lane;
+  u32 same = T == 1 ? 1u << lane : __match_any_sync(ALL_LANES, expert);
+  int first = __ffs(same) - 1;
+  u32 firsts = __ballot_sync(ALL_LANES, valid && first == lane);
+  if (valid) {
+    choices.pairs[first * MAX_FEW_TOKENS + __popc(same & ((1u << lane) - 1))] = lane;
+    if (first == lane)
+      list[__popc(firsts & ((1u << lane) - 1))] =
+          ExpertTile{(short)expert, (short)__popc(same), lane * MAX_FEW_TOKENS};
+  }
+  return __popc(firsts);
+}
+
+// All threads of the CTA. Returns how many tiles there are.
+__device__ int choose_all(const float* logits, const float (&bias)[LANE_EXPERTS], float factor, int T,
+                          Choices& choices, ExpertTile* list) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp < T) choose_experts(logits, bias, factor, warp, lane, choices);
+  if (T > 1) __syncthreads();
+  if (warp == 0) {
+    __syncwarp();
+    int used = list_experts(choices, list, T, lane);
+    if (lane == 0) choices.used = used;
+  }
+  __syncthreads();
+  return choices.used;
+}
+#endif
+
 // --- kernel --------------------------------------------------------------------------------------
 
 // Copies ExpertTiles into shared memory. Returns how many are in use.
@@ -420,7 +552,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
                     const __grid_constant__ TmaDescriptor w2, const u16* x, u16* act, float* out,
                     const float* weights, const int* pairs, const int* tiles,
-                    int* progress, int max_tiles, int T, int H, int I, int top_k) {
+                    int* progress, const float* logits, const float* correction_bias, float factor,
+                    int max_tiles, int T, int H, int I, int top_k) {
   griddepcontrol_launch_dependents();  // takes effect when all CTAs have started
   extern __shared__ unsigned char smem[];
   u32 base = (smem_address(smem) + 1023) & ~1023u;
@@ -442,8 +575,17 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
     prefetch_descriptor(w13);
     prefetch_descriptor(w2);
   }
+#if CHOOSE
+  __shared__ Choices choices;
+  float bias[LANE_EXPERTS];
+  load_bias(bias, correction_bias, threadIdx.x % 32);
+  griddepcontrol_wait();
+  int used = choose_all(logits, bias, factor, T, choices, list);
+  weights = choices.weights, pairs = choices.pairs;
+#else
   griddepcontrol_wait();
   int used = load_tiles(list, tiles, max_tiles);
+#endif
 
   Context context{{x, act, out, weights, pairs, progress, T, H, I, top_k},
                   TileScheduler(used, H, I, (int)blockIdx.x, (int)gridDim.x), pipeline, list,

@@ -11,6 +11,8 @@ experts once. One persistent kernel reads them without a pause:
   two warps gather the rows of x or act by cp.async, and two consumer warpgroups alternate
   (ping-pong), so that one multiplies while the other stores.
 - W is wgmma's left operand, 64 rows, and the pairs are its N, 16 columns.
+- Up to 4 tokens come with the router's logits (`router_logits_sm90.py`), and every CTA chooses their
+  experts.
 - down needs whole rows of act, from many CTAs. They count the finished work tiles of each expert
   tile; only the warps that load act wait for that count, while W of down fills the pipeline. CTAs
   wait for gate/up alone, which waits for nothing, so that no two wait for each other. All CTAs have
@@ -31,7 +33,8 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.moe.config import DECODE_BLOCK_M, Sm90MoeConfig
-from forerun.kernels.moe.routing import Routed
+from forerun.kernels.moe.router_sm90 import routing_macros
+from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import gpu_of
 
@@ -49,14 +52,20 @@ def smem_bytes(config: Sm90MoeConfig) -> int:
     return config.num_stages * (stage + 16) + 16 + claims + 8 * MAX_TILES + 1024
 
 
-def cuda_source(config: Sm90MoeConfig) -> str:
-    """`experts_sm90.cu` with its configuration as macros in front, ready to compile."""
+def cuda_source(config: Sm90MoeConfig, choose: tuple[Routing, bool] | None = None) -> str:
+    """`experts_sm90.cu` with its configuration as macros in front, ready to compile.
+
+    `choose`: the CTAs choose the experts by this routing, and whether it has a correction bias.
+    """
     macros = {
         "BLOCK_K": config.block_k,
         "NUM_STAGES": config.num_stages,
         "CTAS_PER_SM": config.ctas_per_sm,
         "DYNAMIC": int(config.dynamic),
+        "CHOOSE": int(choose is not None),
     }
+    if choose is not None:
+        macros |= routing_macros(*choose)
     return nvrtc.with_macros(SOURCE, macros)
 
 
@@ -64,16 +73,23 @@ def expert_partials_sm90(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
-    routed: Routed,
+    routed: Routed | RouterLogits,
     config: Sm90MoeConfig,
 ) -> Tensor:
     """`expert_partials` for bfloat16 and up to 128 tokens: float32 [k, T, H]."""
     tokens, (experts, hidden, width) = x.shape[0], w2.shape
-    tiles, top_k = routed.tiles, routed.experts.shape[1]
-    assert tiles is not None and tiles.progress is not None
-    max_tiles = tiles.tiles.shape[1]
-    assert max_tiles <= MAX_TILES and max_tiles + 2 <= len(tiles.progress)
-    assert tiles.block_m == DECODE_BLOCK_M
+    inputs: tuple[Tensor | None, ...]
+    if isinstance(routed, RouterLogits):
+        routing, bias, top_k = routed.routing, routed.correction_bias, routed.num_choices
+        choose, max_tiles, factor = (routing, bias is not None), 0, routing.routed_scaling_factor
+        inputs = None, None, None, routed.progress, routed.logits, bias
+    else:
+        tiles, top_k, choose, factor = routed.tiles, routed.experts.shape[1], None, 1.0
+        assert tiles is not None and tiles.progress is not None
+        max_tiles = tiles.tiles.shape[1]
+        assert max_tiles <= MAX_TILES and max_tiles + 2 <= len(tiles.progress)
+        assert tiles.block_m == DECODE_BLOCK_M
+        inputs = routed.weights, tiles.pairs, tiles.tiles, tiles.progress, None, None
     assert hidden % config.block_k == 0 and width % config.block_k == 0
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w13, w2))
     act = x.new_empty(tokens * top_k, width)
@@ -83,15 +99,17 @@ def expert_partials_sm90(
     args = (
         nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64)),
         nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64)),
-        x, act, out, routed.weights, tiles.pairs, tiles.tiles, tiles.progress,
-        max_tiles, tokens, hidden, width, top_k,
+        x, act, out, *inputs, float(factor), max_tiles, tokens, hidden, width, top_k,
     )  # fmt: skip
     grid = gpu_of(x.device).num_sms * config.ctas_per_sm
-    nvrtc.launch(_load_kernel(config, x.device), grid, THREADS, args, x.device)
+    kernel = _load_kernel(config, choose, x.device)
+    nvrtc.launch(kernel, grid, THREADS, args, x.device)
     return out
 
 
 @cache
-def _load_kernel(config: Sm90MoeConfig, device: torch.device) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config), smem_bytes(config)
+def _load_kernel(
+    config: Sm90MoeConfig, choose: tuple[Routing, bool] | None, device: torch.device
+) -> nvrtc.CudaKernel:
+    source, smem = cuda_source(config, choose), smem_bytes(config)
     return nvrtc.load_kernel(source, "experts_sm90_kernel", nvrtc.SM90A, smem, device)

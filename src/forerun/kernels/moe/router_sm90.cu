@@ -30,25 +30,18 @@
 #define HAS_BIAS 0
 #endif
 
+#include "router_logits.cuh"
 #include "sm90.cuh"
+#include "top_k.cuh"
 
-constexpr int CTAS = 8, WARPS = 8, THREADS = 32 * WARPS;
+constexpr int CTAS = 8, THREADS = 32 * WARPS;
 constexpr int BLOCK_M = 16;     // most pairs of a tile of an expert's list
 constexpr int FEW_TOKENS = 2;   // so many are all CTA 0's when experts are chosen
 constexpr int MAX_TOKENS = 128, TOKEN_WORDS = MAX_TOKENS / 32;
-constexpr int TOKENS_MMA = 16, EXPERTS_MMA = 8;           // of mma.sync: M and N
-constexpr int CHUNK = 32, CHUNKS = SLICE / CHUNK;         // columns of two mma.sync
-constexpr int CHUNKS_IN_FLIGHT = TILES_PER_WARP * CHUNKS > 16 ? 4 : 8;  // loads of x at a time
-constexpr int SLICES = (HIDDEN + SLICE - 1) / SLICE;      // one to a CTA
-constexpr int EXPERT_TILES = (NUM_EXPERTS + EXPERTS_MMA - 1) / EXPERTS_MMA;
-constexpr int ROW = EXPERT_TILES * EXPERTS_MMA;           // floats of a token's partials of a slice
 // x in shared memory: with 64 bytes of padding, two tokens' fragments of a chunk are in all banks.
 constexpr int X_ROW = SLICE + 32;                         // elements from token to token
 constexpr int X_VECTORS = SLICE / 8;                      // of 8 elements
-constexpr int LANE_EXPERTS = (NUM_EXPERTS + 31) / 32;     // a lane's: lane, lane + 32, ...
 constexpr int CHOICES = TOP_K + NUM_SHARED;
-constexpr float NORM_EPS = 1e-20f, NAN_CHOICE = -1e30f;   // scores of NaN are chosen last
-constexpr u32 ALL_LANES = 0xffffffff, USED = 0;           // USED: below the key of any float
 static_assert(CTAS == 8 && SLICES <= CTAS && SLICE % CHUNK == 0, "a slice per CTA");
 static_assert(EXPERT_TILES <= WARPS * TILES_PER_WARP, "all experts are a warp's");
 static_assert(TOKENS_MMA * X_VECTORS % THREADS == 0, "a thread copies as much as another");
@@ -68,138 +61,6 @@ struct Arguments {
   int T, max_tiles;
   float factor;
 };
-
-// --- logits --------------------------------------------------------------------------------------
-
-// acc += 16 tokens by 8 experts, 16 columns deep. A thread holds columns (2 i, 2 i + 1) and
-// (2 i + 8, 2 i + 9), i = lane % 4, of token lane / 4 (a0, a2) and lane / 4 + 8 (a1, a3) and of
-// expert lane / 4 (b0, b1); in acc, experts 2 i and 2 i + 1 of both tokens.
-__device__ void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// 16 bytes that no kernel writes. volatile: they are requested before griddepcontrol_wait().
-__device__ uint4 load_constant(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-__device__ float load_constant(const float* p) {
-  float v;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
-  return v;
-}
-
-// The first column of a thread's 8 in chunk 0 of a slice. Of these 8, mma.sync takes 4 at a time as
-// those that belong to its thread; which ones does not matter, as x and the weight agree.
-__device__ int first_column(int slice, int lane) { return slice * SLICE + lane % 4 * 8; }
-__device__ bool is_column(int column) { return HIDDEN == CTAS * SLICE || column < HIDDEN; }
-__device__ bool is_expert(int expert) { return NUM_EXPERTS % 64 == 0 || expert < NUM_EXPERTS; }
-
-// A warp's part of the weight's slice: thread (lane) holds expert lane / 4 of each tile.
-struct WeightFragments {
-  uint4 vectors[TILES_PER_WARP][CHUNKS];
-  __device__ WeightFragments(const u16* weight, int slice, int warp, int lane) {
-    int column = first_column(slice, lane);
-#pragma unroll
-    for (int tile = 0; tile < TILES_PER_WARP; tile++) {
-      int expert = (tile * WARPS + warp) * EXPERTS_MMA + lane / 4;
-      const u16* row = weight + expert * HIDDEN + column;
-#pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        vectors[tile][chunk] = make_uint4(0, 0, 0, 0);
-        if (is_expert(expert) && is_column(column + chunk * CHUNK))
-          vectors[tile][chunk] = load_constant(row + chunk * CHUNK);
-      }
-    }
-  }
-};
-
-// 8 columns of a token if `valid`, or zeros. volatile: as many loads at a time as `multiply` says, in
-// the order of mma().
-__device__ uint4 load_x(const u16* p, bool valid) {
-  uint4 v;
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "setp.ne.s32 p, %5, 0;\n"
-      "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
-      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((int)valid));
-  return v;
-}
-
-// A thread's columns of tokens lane / 4 and, in half 1, lane / 4 + 8. Few tokens are one tile, in
-// global memory.
-struct GlobalX {
-  const u16* row;
-  int column, token, T;
-  __device__ GlobalX(const Arguments& args, int slice, int lane)
-      : column(first_column(slice, lane)), token(lane / 4), T(args.T) {
-    row = args.x + token * HIDDEN + column;
-  }
-  __device__ uint4 load(int half, int offset) const {
-    return load_x(row + 8 * half * HIDDEN + offset,
-                  token + 8 * half < T && is_column(column + offset));
-  }
-};
-
-// The same of a tile in shared memory.
-struct SharedX {
-  const u16* row;
-  __device__ SharedX(const u16* x, int tile, int lane)
-      : row(x + (tile * TOKENS_MMA + lane / 4) * X_ROW + lane % 4 * 8) {}
-  __device__ uint4 load(int half, int offset) const {
-    return *(const uint4*)(row + 8 * half * X_ROW + offset);
-  }
-};
-
-// x in a register of its own. mma.sync needs its operands in adjacent ones; without this, ptxas moves
-// them there for each mma.sync anew.
-__device__ u32 copy(u32 x) {
-  u32 y;
-  asm volatile("prmt.b32 %0, %1, 0, 0x3210;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-// acc = partials of a slice for 16 tokens and the warp's experts. Even and odd steps are added up
-// apart, so that one mma.sync need not wait for the other.
-template <class X>
-__device__ void multiply(float (&acc)[TILES_PER_WARP][4], const WeightFragments& weight,
-                         const X& tile_x) {
-  float odd[TILES_PER_WARP][4];
-#pragma unroll
-  for (int i = 0; i < TILES_PER_WARP * 4; i++) acc[i / 4][i % 4] = odd[i / 4][i % 4] = 0.f;
-#pragma unroll
-  for (int first = 0; first < CHUNKS; first += CHUNKS_IN_FLIGHT) {
-    uint4 x[CHUNKS_IN_FLIGHT], x8[CHUNKS_IN_FLIGHT];  // of the token, and the 8th after it
-#pragma unroll
-    for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
-      if (first + i >= CHUNKS) break;
-      x[i] = tile_x.load(0, (first + i) * CHUNK);
-      x8[i] = tile_x.load(1, (first + i) * CHUNK);
-    }
-#pragma unroll
-    for (int i = 0; i < CHUNKS_IN_FLIGHT; i++) {
-      if (first + i >= CHUNKS) break;
-      u32 a[4] = {copy(x[i].x), copy(x8[i].x), copy(x[i].y), copy(x8[i].y)};
-      u32 b[4] = {copy(x[i].z), copy(x8[i].z), copy(x[i].w), copy(x8[i].w)};
-#pragma unroll
-      for (int tile = 0; tile < TILES_PER_WARP; tile++) {
-        uint4 w = weight.vectors[tile][first + i];
-        mma(acc[tile], a[0], a[1], a[2], a[3], w.x, w.y);
-        mma(odd[tile], b[0], b[1], b[2], b[3], w.z, w.w);
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < TILES_PER_WARP * 4; i++) acc[i / 4][i % 4] += odd[i / 4][i % 4];
-}
 
 // --- distributed shared memory -------------------------------------------------------------------
 
@@ -276,6 +137,16 @@ __device__ void send_partials(const float (&acc)[TILES_PER_WARP][4], const Excha
 
 // --- many tokens: x in shared memory -------------------------------------------------------------
 
+// A tile of tokens in shared memory, as `GlobalX`.
+struct SharedX {
+  const u16* row;
+  __device__ SharedX(const u16* x, int tile, int lane)
+      : row(x + (tile * TOKENS_MMA + lane / 4) * X_ROW + lane % 4 * 8) {}
+  __device__ uint4 load(int half, int offset) const {
+    return *(const uint4*)(row + 8 * half * X_ROW + offset);
+  }
+};
+
 // Requests x of all tokens for the CTA, [T, X_ROW]. Tile by tile, from tile `first_tile` on and
 // around, it arrives at an mbarrier for each.
 __device__ void copy_x(const Arguments& args, u32 x, u32 barriers, int first_tile, int slice) {
@@ -308,30 +179,6 @@ __device__ void multiply_many(const WeightFragments& weight, const Arguments& ar
 
 // --- choice of experts: one warp per token -------------------------------------------------------
 
-// Keys are ordered as floats are.
-__device__ u32 to_key(float x) {
-  u32 bits = __float_as_uint(x);
-  return bits ^ (bits >> 31 ? 0xffffffff : 0x80000000);
-}
-__device__ float from_key(u32 key) {
-  return __uint_as_float(key ^ (key >> 31 ? 0x80000000 : 0xffffffff));
-}
-
-__device__ float warp_sum(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    x += __shfl_xor_sync(ALL_LANES, x, distance);
-  return x;
-}
-
-// Loaded before it is needed, as the weight is.
-__device__ void load_bias(float (&bias)[LANE_EXPERTS], const float* correction_bias, int lane) {
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++)
-    bias[j] = HAS_BIAS && is_expert(lane + 32 * j) ? load_constant(correction_bias + lane + 32 * j)
-                                                   : 0.f;
-}
-
 // Sums of the slices, in order; -inf beyond the experts.
 __device__ void sum_slices(float (&logits)[LANE_EXPERTS], const float* partials,
                            const TokenMap& map, int slot, int lane) {
@@ -346,96 +193,6 @@ __device__ void sum_slices(float (&logits)[LANE_EXPERTS], const float* partials,
     for (int slice = 1; slice < SLICES; slice++) sum += p[slice * map.slots * ROW];
     logits[j] = ROUND_LOGITS ? low(pack_bf16x2(sum, 0.f)) : sum;
   }
-}
-
-// Sigmoids, or the softmax over all experts.
-__device__ void to_scores(float (&values)[LANE_EXPERTS]) {
-  if (SIGMOID) {
-#pragma unroll
-    for (int j = 0; j < LANE_EXPERTS; j++) values[j] = 1.f / (1.f + expf(-values[j]));
-    return;
-  }
-  u32 key = to_key(values[0]);
-#pragma unroll
-  for (int j = 1; j < LANE_EXPERTS; j++) key = max(key, to_key(values[j]));
-  float largest = from_key(__reduce_max_sync(ALL_LANES, key)), sum = 0.f;
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++) sum += values[j] = expf(values[j] - largest);
-  sum = warp_sum(sum);
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++) values[j] /= sum;
-}
-
-// What experts are chosen by, as keys.
-__device__ void to_keys(u32 (&keys)[LANE_EXPERTS], const float (&scores)[LANE_EXPERTS],
-                        const float (&bias)[LANE_EXPERTS], int lane) {
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++) {
-    float choice = HAS_BIAS ? scores[j] + bias[j] : scores[j];
-    // A token with NaN still gets k different experts; its weights are NaN.
-    u32 key = to_key(choice == choice ? choice : NAN_CHOICE);
-    keys[j] = is_expert(lane + 32 * j) ? key : USED;
-  }
-}
-
-// The expert of the largest key, the lowest of equals. `best`: its key. The same in all lanes.
-__device__ int find_best(const u32 (&keys)[LANE_EXPERTS], int lane, u32& best) {
-  u32 key = keys[0], expert = ALL_LANES;
-#pragma unroll
-  for (int j = 1; j < LANE_EXPERTS; j++) key = max(key, keys[j]);
-  best = __reduce_max_sync(ALL_LANES, key);
-#pragma unroll
-  for (int j = LANE_EXPERTS - 1; j >= 0; j--) expert = keys[j] == best ? lane + 32 * j : expert;
-  return __reduce_min_sync(ALL_LANES, expert);
-}
-
-__device__ void mark_used(u32 (&keys)[LANE_EXPERTS], int expert, int lane) {
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++)
-    keys[j] = expert == lane + 32 * j ? USED : keys[j];
-}
-
-__device__ int group_of(int expert) { return expert / (NUM_EXPERTS / NUM_GROUPS); }
-
-// The score of a group: its best choice, or the sum of the two best. The same in all lanes.
-__device__ float group_score(const u32 (&keys)[LANE_EXPERTS], int group, int lane) {
-  u32 members[LANE_EXPERTS], best, second;
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++)
-    members[j] = group_of(lane + 32 * j) == group ? keys[j] : USED;
-  int expert = find_best(members, lane, best);
-  if (!TOP2) return from_key(best);
-  mark_used(members, expert, lane);
-  find_best(members, lane, second);
-  return from_key(best) + from_key(second);
-}
-
-// Marks the experts of all but the best groups as used. Lane g holds the key of group g.
-__device__ void keep_best_groups(u32 (&keys)[LANE_EXPERTS], int lane) {
-  u32 group_key = USED, kept = 0;
-#pragma unroll
-  for (int group = 0; group < NUM_GROUPS; group++) {
-    u32 key = to_key(group_score(keys, group, lane));
-    group_key = lane == group ? key : group_key;
-  }
-#pragma unroll
-  for (int i = 0; i < KEPT_GROUPS; i++) {
-    u32 best = __reduce_max_sync(ALL_LANES, group_key);
-    int group = __ffs(__ballot_sync(ALL_LANES, group_key == best)) - 1;  // the lowest of equals
-    kept |= 1u << group;
-    group_key = lane == group ? USED : group_key;
-  }
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++)
-    keys[j] = kept >> group_of(lane + 32 * j) % 32 & 1 ? keys[j] : USED;
-}
-
-// The score of an expert, from the lane that holds it.
-__device__ float score_of(const float (&scores)[LANE_EXPERTS], int expert, int lane) {
-  float score = 0.f;
-#pragma unroll
-  for (int j = 0; j < LANE_EXPERTS; j++) score = expert == lane + 32 * j ? scores[j] : score;
-  return __shfl_sync(ALL_LANES, score, expert % 32);
 }
 
 // Experts and weights of a token. Lane c has choice c and sends it to CTA 0.
@@ -597,7 +354,7 @@ router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias
     multiply_many(fragments, args, exchange, map, x_smem, x_barriers, cta_rank, warp, lane);
   } else if (cta_rank < SLICES) {
     float acc[TILES_PER_WARP][4];
-    multiply(acc, fragments, GlobalX(args, cta_rank, lane));
+    multiply(acc, fragments, GlobalX(args.x, T, cta_rank, lane));
     send_partials(acc, exchange, map, 0, cta_rank, warp, lane);
   }
   mbarrier_wait(exchange.partials_barrier, 0);

@@ -54,12 +54,15 @@ def cuda_source(config: Sm90RouterConfig, routing: Routing, hidden: int, bias: b
 
     `bias`: there is a correction bias.
     """
+    sizes = {"HIDDEN": hidden, "SLICE": config.slice, "TILES_PER_WARP": config.tiles_per_warp}
+    return nvrtc.with_macros(SOURCE, sizes | routing_macros(routing, bias))
+
+
+def routing_macros(routing: Routing, bias: bool) -> dict[str, int]:
+    """A routing as the kernels' macros; `bias`: there is a correction bias."""
     num_groups, kept = routing.groups
-    macros = {
-        "HIDDEN": hidden,
+    return {
         "NUM_EXPERTS": routing.num_experts,
-        "SLICE": config.slice,
-        "TILES_PER_WARP": config.tiles_per_warp,
         "TOP_K": routing.top_k,
         "NUM_SHARED": routing.num_shared,
         "NUM_GROUPS": num_groups,
@@ -70,7 +73,6 @@ def cuda_source(config: Sm90RouterConfig, routing: Routing, hidden: int, bias: b
         "ROUND_LOGITS": int(not routing.float32_logits),
         "HAS_BIAS": int(bias),
     }
-    return nvrtc.with_macros(SOURCE, macros)
 
 
 def route_sm90(

@@ -105,6 +105,21 @@ class ExpertTiles:
 
 
 @dataclass(frozen=True)
+class RouterLogits:
+    """Logits of few tokens, from which the experts' kernel for Hopper chooses (no `Routed`)."""
+
+    logits: Tensor  # [T, E up to a multiple of 8] float32, not rounded yet
+    correction_bias: Tensor | None
+    routing: Routing
+    progress: Tensor  # as in `ExpertTiles`
+
+    @property
+    def num_choices(self) -> int:
+        """Of a token, with shared experts."""
+        return self.routing.top_k + self.routing.num_shared
+
+
+@dataclass(frozen=True)
 class Routed:
     """The experts of T tokens, best first, then the shared ones that are appended."""
 

@@ -71,7 +71,7 @@ def with_macros(source: Path, macros: Mapping[str, int | str]) -> str:
 
 
 def compile_source(source: str, architecture: str, verbose: bool = False) -> tuple[bytes, str]:
-    """CUDA C++ -> (cubin, compiler log). It may include "sm90.cuh".
+    """CUDA C++ -> (cubin, compiler log). It may include the `.cuh` files.
 
     Args:
         architecture: such as `SM90A`.
@@ -101,9 +101,9 @@ def compile_source(source: str, architecture: str, verbose: bool = False) -> tup
 
 @cache
 def _headers() -> dict[str, str]:
-    """What a source may include, by name: the `.cuh` files of this folder."""
-    folder = Path(__file__).parent
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cuh"))}
+    """What a source may include, by name: the `.cuh` files of all kernels."""
+    paths = sorted(Path(__file__).parent.parent.glob("*/*.cuh"))
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def _options(architecture: str) -> list[str]:
