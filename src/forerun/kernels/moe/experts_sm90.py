@@ -11,7 +11,7 @@ experts once. One persistent kernel reads them without a pause:
   two warps gather the rows of x or act by cp.async, and two consumer warpgroups alternate
   (ping-pong), so that one multiplies while the other stores.
 - W is wgmma's left operand, 64 rows, and the pairs are its N, 16 columns.
-- Up to 4 tokens come with the router's logits (`router_logits_sm90.py`), and every CTA chooses their
+- Up to 4 tokens come with the router's logits (`router_logits_sm90.py`); every CTA chooses their
   experts.
 - down needs whole rows of act, from many CTAs. They count the finished work tiles of each expert
   tile; only the warps that load act wait for that count, while W of down fills the pipeline. CTAs
