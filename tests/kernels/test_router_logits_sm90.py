@@ -13,6 +13,7 @@ from forerun.kernels.moe.config import Sm90RouterConfig
 from forerun.kernels.moe.experts import expert_partials
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.router_logits_sm90 import (
+    LogitsRouter,
     add_rms_norm_router_logits_sm90,
     choose_logits_sm90,
     norm_fits,
@@ -67,7 +68,6 @@ class Layer:
         config = choose_logits_sm90(1, self.hidden, width, routing, torch.bfloat16, gpu_of(device))
         if config is None:
             pytest.skip("needs Hopper and NVRTC")
-        self.config = config
         self.generator = torch.Generator("cuda").manual_seed(0)
         self.counts = new_counts(routing, device)
         experts = routing.num_experts + routing.num_shared
@@ -77,13 +77,15 @@ class Layer:
         self.bias = None
         if routing.correction_bias:
             self.bias = self.normal(routing.num_experts).float() * 0.1
+        self.router = LogitsRouter(self.gate, self.bias, routing, self.counts, config)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device="cuda", dtype=torch.bfloat16)
 
     def run(self, x: Tensor, few: bool) -> Tensor:
-        args = x, self.gate, self.bias, self.routing, self.counts
-        routed = router_logits_sm90(*args, self.config) if few else route(*args)
+        if few:
+            return expert_partials(x, self.w13, self.w2, router_logits_sm90(x, self.router))
+        routed = route(x, self.gate, self.bias, self.routing, self.counts)
         return expert_partials(x, self.w13, self.w2, routed)
 
 
@@ -110,11 +112,10 @@ def test_norm_has_the_same_bits_as_the_norm_of_more_tokens(shape: str, parts: in
     partials = layer.normal(parts, 200, layer.hidden).float()
     partials += layer.normal(parts, 200, layer.hidden).float() / 1024
     want, want_total = add_rms_norm(partials, residuals, norm, 1e-6)
-    router = layer.gate, layer.bias, layer.routing, layer.counts, layer.config
     for token in range(0, 200, 2):
         for rows in (slice(token, token + 1), slice(token, token + 2)):
             got, total, logits = add_rms_norm_router_logits_sm90(
-                partials[:, rows].contiguous(), residuals[rows], (norm, 1e-6), *router
+                partials[:, rows].contiguous(), residuals[rows], (norm, 1e-6), layer.router
             )
             assert torch.equal(total, want_total[rows]) and torch.equal(got, want[rows])
-            assert torch.equal(logits.logits, router_logits_sm90(got, *router).logits)
+            assert torch.equal(logits.logits, router_logits_sm90(got, layer.router).logits)

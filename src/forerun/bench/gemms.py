@@ -38,6 +38,7 @@ from forerun.kernels.gemm.gemm import GemmWeight
 from forerun.kernels.gemm.int4 import PackedInt4
 from forerun.kernels.moe import router
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices
+from forerun.kernels.moe.router_logits_sm90 import LogitsRouter
 from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.layers import gemm as layers_gemm
 from forerun.layers import moe
@@ -92,8 +93,8 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(head_gemm, "_launch", mode.watch_heads),
         _wrapped(router, "router_partials", mode.watch_router),
         _wrapped(router, "route_sm90", mode.watch_router),
-        _wrapped(moe, "router_logits_sm90", mode.watch_router),
-        _wrapped(moe, "add_rms_norm_router_logits_sm90", mode.watch_norm_and_router),
+        _wrapped(moe, "router_logits_sm90", mode.watch_logits),
+        _wrapped(moe, "add_rms_norm_router_logits_sm90", mode.watch_logits),
         _wrapped(layers_gemm, "gemm_int4", mode.watch_int4),
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(gpt_oss, "expert_partials", mode.watch_experts),
@@ -174,10 +175,11 @@ class _Recorder(TorchDispatchMode):
 
         return watched
 
-    def watch_norm_and_router(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(parts: Tensor, x: Tensor, norm: Any, weight: Tensor, *rest: Any) -> Any:
-            self._add(x, weight)
-            return run(parts, x, norm, weight, *rest)
+    def watch_logits(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(x: Tensor, *rest: Any) -> Any:  # x, or the partials that it is the sum of
+            router: LogitsRouter = rest[-1]
+            self._add(x, router.weight)
+            return run(x, *rest)
 
         return watched
 

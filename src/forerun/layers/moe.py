@@ -22,10 +22,10 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.kernels.moe.config import Sm90RouterConfig
 from forerun.kernels.moe.experts import combine, expert_partials
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.router_logits_sm90 import (
+    LogitsRouter,
     add_rms_norm_router_logits_sm90,
     choose_logits_sm90,
     norm_fits,
@@ -89,33 +89,31 @@ class Router(Module):
 
     def logits_for_experts(self, x: Tensor, width: int) -> RouterLogits | None:
         """For few tokens x [T, H], where experts of this width choose by themselves (Hopper)."""
-        config = self._logits_config(x, width)
-        if config is None:
-            return None
-        correction = self.e_score_correction_bias
-        return router_logits_sm90(x, self.weight, correction, self.routing, self._counts, config)
+        router = self._logits_router(x, width)
+        return None if router is None else router_logits_sm90(x, router)
 
     def add_norm_logits(
         self, x: PendingGemm, residual: Tensor, norm: RMSNorm, width: int
     ) -> tuple[Tensor, Tensor, RouterLogits] | None:
         """`norm.add(x, residual)` and the logits in one kernel; None: nothing is computed yet."""
-        config = self._logits_config(residual, width)
+        router = self._logits_router(residual, width)
         plain = type(norm) is RMSNorm and norm.weight.dtype == residual.dtype
-        if config is None or not plain or not norm_fits(*residual.shape):
+        if router is None or not plain or not norm_fits(*residual.shape):
             return None
-        parts, correction = x.split_k_partials(), self.e_score_correction_bias
+        parts = x.split_k_partials()
         if parts is None:
             return None
-        weights = (norm.weight, norm.eps), self.weight, correction
-        return add_rms_norm_router_logits_sm90(
-            parts, residual, *weights, self.routing, self._counts, config
-        )
+        return add_rms_norm_router_logits_sm90(parts, residual, (norm.weight, norm.eps), router)
 
-    def _logits_config(self, x: Tensor, width: int) -> Sm90RouterConfig | None:
+    def _logits_router(self, x: Tensor, width: int) -> LogitsRouter | None:
         if not x.is_cuda or self.bias is not None:
             return None
         (tokens, hidden), gpu = x.shape, gpu_of(x.device)
-        return choose_logits_sm90(tokens, hidden, width, self.routing, x.dtype, gpu)
+        config = choose_logits_sm90(tokens, hidden, width, self.routing, x.dtype, gpu)
+        if config is None:
+            return None
+        correction = self.e_score_correction_bias
+        return LogitsRouter(self.weight, correction, self.routing, self._counts, config)
 
 
 class Experts(Module):

@@ -14,6 +14,7 @@ Logits, norm and choices have the same bits as those of the kernels that serve m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -65,21 +66,33 @@ def cuda_source(
     return nvrtc.with_macros(SOURCE, sizes | routing_macros(routing, bias=False))
 
 
-def router_logits_sm90(
-    x: Tensor,
-    weight: Tensor,
-    correction_bias: Tensor | None,
-    routing: Routing,
-    counts: Tensor,
-    config: Sm90RouterConfig,
-) -> RouterLogits:
-    """x [T, H], weight [E, H], bfloat16; the rest as for `route`."""
-    tokens, hidden = x.shape
+@dataclass(frozen=True, eq=False)
+class LogitsRouter:
+    """The router of a layer, where `choose_logits_sm90` has a configuration for it."""
+
+    weight: Tensor  # [E, H] bfloat16
+    correction_bias: Tensor | None  # [E] float32
+    routing: Routing
+    counts: Tensor  # of `new_counts`
+    config: Sm90RouterConfig
+
+    def new_logits(self, num_tokens: int) -> RouterLogits:
+        """Uninitialised."""
+        routing, counts = self.routing, self.counts
+        row = -(-routing.num_experts // 8) * 8
+        logits = torch.empty(num_tokens, row, dtype=torch.float32, device=counts.device)
+        progress = counts[routing.num_experts + 1 :]
+        return RouterLogits(logits, self.correction_bias, routing, progress)
+
+
+def router_logits_sm90(x: Tensor, router: LogitsRouter) -> RouterLogits:
+    """The logits of x [T, H], bfloat16."""
+    (tokens, hidden), weight = x.shape, router.weight
     assert tokens <= SM90_MAX_FEW_TOKENS and x.dtype == weight.dtype == torch.bfloat16
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight))
-    made = _new_logits(tokens, correction_bias, routing, counts)
-    kernel = _load_kernel(config, routing, hidden, 0, x.device)
-    threads = 32 * -(-hidden // config.slice)
+    made = router.new_logits(tokens)
+    kernel = _load_kernel(router.config, router.routing, hidden, 0, x.device)
+    threads = 32 * -(-hidden // router.config.slice)
     args = (x, weight, made.logits, tokens)
     nvrtc.launch(kernel, made.logits.shape[1] // 8, threads, args, x.device)
     return made
@@ -91,14 +104,7 @@ def norm_fits(num_tokens: int, hidden: int) -> bool:
 
 
 def add_rms_norm_router_logits_sm90(
-    parts: Tensor,
-    residual: Tensor,
-    norm: tuple[Tensor, float],
-    weight: Tensor,
-    correction_bias: Tensor | None,
-    routing: Routing,
-    counts: Tensor,
-    config: Sm90RouterConfig,
+    parts: Tensor, residual: Tensor, norm: tuple[Tensor, float], router: LogitsRouter
 ) -> tuple[Tensor, Tensor, RouterLogits]:
     """`add_rms_norm`, and the logits of its result.
 
@@ -112,24 +118,16 @@ def add_rms_norm_router_logits_sm90(
     """
     num_parts, tokens, hidden = parts.shape
     norm_weight, eps = norm
+    tensors = (parts, residual, norm_weight, router.weight)
     assert norm_fits(tokens, hidden) and parts.dtype == torch.float32
-    assert residual.dtype == weight.dtype == norm_weight.dtype == torch.bfloat16
-    tensors = (parts, residual, norm_weight, weight)
+    assert all(t.dtype == torch.bfloat16 for t in tensors[1:])
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in tensors)
     total, out = torch.empty_like(residual), torch.empty_like(residual)
-    made = _new_logits(tokens, correction_bias, routing, counts)
-    kernel = _load_kernel(config, routing, hidden, num_parts, parts.device)
+    made = router.new_logits(tokens)
+    kernel = _load_kernel(router.config, router.routing, hidden, num_parts, parts.device)
     args = (*tensors, total, out, made.logits, tokens, float(eps))
     nvrtc.launch(kernel, made.logits.shape[1] // 8, 256, args, parts.device)
     return out, total, made
-
-
-def _new_logits(
-    tokens: int, correction_bias: Tensor | None, routing: Routing, counts: Tensor
-) -> RouterLogits:
-    row = -(-routing.num_experts // 8) * 8
-    logits = torch.empty(tokens, row, dtype=torch.float32, device=counts.device)
-    return RouterLogits(logits, correction_bias, routing, counts[routing.num_experts + 1 :])
 
 
 @cache
