@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -17,9 +18,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
-from forerun.kernels.moe.routing import route_ref
+from forerun.kernels.elementwise.rms_norm import add_rms_norm_ref
+from forerun.kernels.moe.config import Sm90RouterConfig
+from forerun.kernels.moe.experts import expert_partials_ref
+from forerun.kernels.moe.router_logits_sm90 import LogitsRouter
+from forerun.kernels.moe.routing import RouterLogits, route_ref
+from forerun.layers import moe
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.moe import Experts, Routing, SparseMoE, choose_expert_layout
+from forerun.layers.gemm import LibraryGemm
+from forerun.layers.linear import PendingGemm
+from forerun.layers.moe import Experts, Router, Routing, SparseMoE, choose_expert_layout
+from forerun.layers.residual import AddRMSNorm
 from forerun.llm.bundled import preset
 from forerun.models.dflash_config import load_dflash_config
 from forerun.models.loader import load_target
@@ -217,3 +226,61 @@ def test_the_preset_has_the_size_of_its_name() -> None:
     assert layer.experts.w13.shape == (128, 2 * 768, 2048)
     assert draft is not None
     assert load_dflash_config(draft).target_layer_ids == (1, 12, 23, 34, 45)
+
+
+class SplitGemm(LibraryGemm):
+    """Leaves two split-K partials to the norm that follows."""
+
+    def split_k_partials(self, x: Tensor) -> Tensor | None:
+        return torch.stack([a.float() @ b.float().T for a, b in zip_halves(x, self.weight)])
+
+
+def zip_halves(x: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_norm_logits_and_choice_fused_for_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """As on Hopper, with reference implementations: the same output and residual as one by one."""
+    torch.manual_seed(0)
+    hidden, routing = 64, Routing(8, 2, norm_topk_prob=True)
+    place = WeightPlacement(torch.float32, torch.device("cpu"))
+    block, norm = SparseMoE(hidden, 32, routing, place), AddRMSNorm(hidden, 1e-6, place)
+    for weight in (*block.weights().values(), *norm.weights().values()):
+        weight.normal_(std=0.2)
+    for module in (block.gate, block.experts, norm.norm):
+        module.prepare()
+    gemm = SplitGemm(torch.randn(hidden, 128), None)
+    x, residual = torch.randn(tokens, 128), torch.randn(tokens, hidden)
+    pending, want_residual = block.after_norm(PendingGemm(gemm, x), residual, norm)
+    want, calls = pending.result(), list[str]()
+
+    def logits_of(x: Tensor, router: LogitsRouter) -> RouterLogits:
+        calls.append("logits")
+        return RouterLogits(x @ router.weight.T, None, routing, router.counts)
+
+    def norm_and_logits(
+        parts: Tensor, residual: Tensor, norm: tuple[Tensor, float], router: LogitsRouter
+    ) -> tuple[Tensor, Tensor, RouterLogits]:
+        calls.append("norm")
+        normed, total = add_rms_norm_ref(parts, residual, *norm)
+        return normed, total, logits_of(normed, router)
+
+    def partials(x: Tensor, w13: Tensor, w2: Tensor, routed: RouterLogits, shared: None) -> Tensor:
+        return expert_partials_ref(x, w13, w2, route_ref(routed.logits, None, routing), shared)
+
+    def router_of(router: Router, x: Tensor, width: int) -> LogitsRouter:
+        assert width == 32
+        return LogitsRouter(router.weight, None, routing, router._counts, Sm90RouterConfig(64, 1))
+
+    monkeypatch.setattr(Router, "_logits_router", router_of)
+    monkeypatch.setattr(moe, "norm_fits", lambda tokens, hidden: tokens <= 2)
+    monkeypatch.setattr(moe, "router_logits_sm90", logits_of)
+    monkeypatch.setattr(moe, "add_rms_norm_router_logits_sm90", norm_and_logits)
+    monkeypatch.setattr(moe, "expert_partials", partials)
+    got, got_residual = block.after_norm(PendingGemm(gemm, x), residual, norm)
+    torch.testing.assert_close(got_residual, want_residual)
+    torch.testing.assert_close(got.result(), want, rtol=1e-4, atol=1e-5)
+    assert calls == (["norm", "logits"] if tokens <= 2 else ["logits"])
