@@ -117,7 +117,7 @@ ON_H200: dict[int, tuple[list[str], ...]] = {
     200: (["library"], LIBRARY, ["library", "silu_mul"], LIBRARY, ["library", "argmax"]),
     4096: (["library"], LIBRARY, ["gemm_silu_mul"], LIBRARY, ["library", "argmax"]),
 }
-ON_H200 |= {tokens: ON_H200[1] for tokens in (16, 32, 128)}
+ON_H200 |= dict.fromkeys((16, 32, 128), ON_H200[1])
 
 
 @pytest.fixture
