@@ -38,7 +38,7 @@ def update(tokens: int) -> list[Case]:
             "NUM_TOKENS": tokens,
             "EPS": gated_delta.EPS,
             "BLOCK_K": 128,
-            "BLOCK_V": gated_delta.BLOCK_V,
+            "BLOCK_V": gated_delta.update_block_v(tokens),
             "PDL": False,
         },
         {"num_warps": 1},

@@ -26,7 +26,9 @@ from forerun.kernels.linear_attention.chunks import CHUNK, PromptChunks
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-BLOCK_V, PREFILL_BLOCK_V = 8, 16  # columns of a state that a CTA has in registers
+# Columns of a state that a CTA has in registers. A decode pass only reads and writes states; a
+# verify pass computes long enough for more CTAs to pay.
+DECODE_BLOCK_V, VERIFY_BLOCK_V, PREFILL_BLOCK_V = 32, 8, 16
 # On NVIDIA no wgmma, which needs four warps: with it Triton 3.6 gets operands of 32 columns wrong.
 PREFILL_WARPS, HIP_PREFILL_WARPS = 2, 4
 EPS = 1e-6  # of the normalisation of q and k
@@ -73,16 +75,22 @@ def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Ten
     width, _, k_heads, _ = state.k.shape[1:]
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     out = torch.empty(len(qkv), v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
-    _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, BLOCK_V))](
+    block_v = update_block_v(len(qkv) // batch)
+    _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, block_v))](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, state.num_pending, state.num_passes,
         state.state, state.k, state.delta, state.g, out,
         gates.a.stride(0), gates.b.stride(0), width,
         NUM_TOKENS=len(qkv) // batch, K_HEADS=k_heads, V_HEADS=v_heads, K_DIM=k_dim, V_DIM=v_dim,
-        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=BLOCK_V,
+        EPS=EPS, BLOCK_K=triton.next_power_of_2(k_dim), BLOCK_V=block_v,
         num_warps=1, **pdl_options(qkv),
     )  # fmt: skip
     return out
+
+
+def update_block_v(num_tokens: int) -> int:
+    """Columns of a CTA in a pass over `num_tokens` tokens of each request."""
+    return DECODE_BLOCK_V if num_tokens == 1 else VERIFY_BLOCK_V
 
 
 def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
