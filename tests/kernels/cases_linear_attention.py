@@ -38,10 +38,11 @@ def update(tokens: int) -> list[Case]:
             "NUM_TOKENS": tokens,
             "EPS": gated_delta.EPS,
             "BLOCK_K": 128,
-            "BLOCK_V": gated_delta.update_block_v(tokens),
+            "BLOCK_V": gated_delta.update_block_v(tokens, hip=False),
             "PDL": False,
         },
         {"num_warps": 1},
+        hip_constants={"BLOCK_V": gated_delta.update_block_v(tokens, hip=True)},
     )
     return [conv, delta]
 

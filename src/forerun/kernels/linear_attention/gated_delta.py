@@ -75,7 +75,7 @@ def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Ten
     width, _, k_heads, _ = state.k.shape[1:]
     assert qkv.is_contiguous() and gates.a.stride(1) == gates.b.stride(1) == 1
     out = torch.empty(len(qkv), v_heads, v_dim, dtype=qkv.dtype, device=qkv.device)
-    block_v = update_block_v(len(qkv) // batch)
+    block_v = update_block_v(len(qkv) // batch, torch.version.hip is not None)
     _gated_delta_update[(batch * v_heads, triton.cdiv(v_dim, block_v))](
         qkv, gates.a, gates.b, gates.decay, gates.dt_bias,
         state.slots, state.num_pending, state.num_passes,
@@ -88,9 +88,12 @@ def gated_delta_update(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Ten
     return out
 
 
-def update_block_v(num_tokens: int) -> int:
-    """Columns of a CTA in a pass over `num_tokens` tokens of each request."""
-    return DECODE_BLOCK_V if num_tokens == 1 else VERIFY_BLOCK_V
+def update_block_v(num_tokens: int, hip: bool) -> int:
+    """Columns of a CTA in a pass over `num_tokens` tokens of each request.
+
+    AMD GPUs have 8 in both passes: RDNA has too few registers for 32, CDNA is not measured.
+    """
+    return DECODE_BLOCK_V if num_tokens == 1 and not hip else VERIFY_BLOCK_V
 
 
 def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) -> Tensor:
