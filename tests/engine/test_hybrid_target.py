@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
+from forerun.kvcache.layouts import SSM
 from tests.engine.test_matrix import GREEDY, NEW, SEEDED, generate, params
 from tests.engine.test_moe_target import SIZES, prompts
 from tests.golden_engine import poison_on_release
@@ -177,6 +178,28 @@ def test_long_texts_do_not_drift() -> None:
         prompt = prompts()[3]
         want = plain.generate(input_ids=prompt, sampling_params=how).output_ids
         assert drafted.generate(input_ids=prompt, sampling_params=how).output_ids == want
+
+
+def test_states_in_bfloat16() -> None:
+    """A restored snapshot has the roundings of the state it was copied from."""
+    settings: dict[str, Any] = {"page_size": 16, "max_running_requests": 4}
+    settings |= {"max_total_tokens": 512, "max_mamba_cache_size": 8}
+    sizes: dict[torch.dtype, list[int]] = {}
+    asked = max(prompts(), key=len)
+    for dtype in ("float32", "bfloat16"):
+        with hybrid_llm("qwen3.5", mamba_ssm_dtype=dtype, **settings) as llm:
+            outs = [llm.generate(input_ids=asked, sampling_params=params(GREEDY, 0)) for _ in "ab"]
+            assert outs[0].output_ids == outs[1].output_ids
+            assert [bool(out.meta_info["cached_tokens"]) for out in outs] == [False, True]
+            (pool,) = llm.engine.executor.step.attention.pools.states
+            for kept in (pool.state[SSM], pool.snapshots[SSM]):
+                sizes.setdefault(kept.dtype, []).append(kept.nbytes)
+    assert sizes[torch.float32] == [2 * size for size in sizes[torch.bfloat16]]
+
+
+def test_the_dtype_of_states_needs_linear_attention() -> None:
+    with pytest.raises(ConfigError, match=r"bfloat16: LlamaForCausalLM has no linear attention"):
+        LLM(FOLDERS["STANDALONE"], skip_tokenizer_init=True, mamba_ssm_dtype="bfloat16")
 
 
 @pytest.mark.exhaustive

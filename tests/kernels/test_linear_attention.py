@@ -140,6 +140,12 @@ def test_update(function: object, tokens: int, heads: Heads, device: torch.devic
     check_update(function, tokens, heads, F32, device)
 
 
+@pytest.mark.parametrize("function", UPDATES)
+def test_update_of_bfloat16_states(function: object, device: torch.device) -> None:
+    """Rounded once per pass, when stored: the outputs are those of the state before that."""
+    check_update(function, 2, SMALL, F32, device, torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 4, 5])
@@ -148,12 +154,18 @@ def test_update_real(tokens: int, dtype: torch.dtype, device: torch.device) -> N
 
 
 def check_update(
-    function: object, tokens: int, heads: Heads, dtype: torch.dtype, device: torch.device
+    function: object,
+    tokens: int,
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+    state_dtype: torch.dtype = F32,
 ) -> None:
     """One pass, and then what a next pass makes of every number of committed tokens."""
     assert callable(function)
     slots, pending = [2, 0, 3], [0, 3, 5]
     kept = state(heads, device, slots, pending)
+    kept = replace(kept, state=kept.state.to(state_dtype))
     before = copied(kept)
     qkv = normal(3 * tokens, heads.conv, seed=8, device=device, dtype=dtype)
     of = gates(3 * tokens, heads, device, dtype)
@@ -195,6 +207,12 @@ def test_prefill_real(counts: tuple[int, ...], dtype: torch.dtype, device: torch
     check_prefill(gated_delta_prefill, counts, REAL, dtype, device)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("function", PREFILLS)
+def test_prefill_of_bfloat16_states(function: object, device: torch.device) -> None:
+    check_prefill(function, (3, 5, 1), SMALL, F32, device, torch.bfloat16)
+
+
 def test_prefill_in_half_precision(device: torch.device) -> None:
     """float16, because Triton's interpreter has no matrix products of bfloat16."""
     check_prefill(gated_delta_prefill, (1, 70, 64), SMALL, torch.float16, device)
@@ -206,10 +224,12 @@ def check_prefill(
     heads: Heads,
     dtype: torch.dtype,
     device: torch.device,
+    state_dtype: torch.dtype = F32,
 ) -> None:
     assert callable(function)
     slots = [2, 0, 3]
     kept = state(heads, device, slots, [0, 0, 0])
+    kept = replace(kept, state=kept.state.to(state_dtype))
     before = copied(kept)
     qkv = normal(sum(counts), heads.conv, seed=8, device=device, dtype=dtype)
     of, first = gates(sum(counts), heads, device, dtype), 0

@@ -107,6 +107,12 @@ class EngineConfig:
         "Memory for recurrent states in the prefix cache, relative to that for K/V; default: twice"
         " as many states as requests, at most 0.1",
     )
+    mamba_ssm_dtype: str = _setting(
+        "float32",
+        "Dtype of linear attention's states between steps. bfloat16 takes half the memory; the"
+        " output may then depend on how many tokens a step commits, and so on the drafts",
+        ("float32", "bfloat16"),
+    )
     attention_backend: str | None = _setting(
         None, "For phases without one of their own; default: the fastest supported"
     )

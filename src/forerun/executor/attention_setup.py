@@ -24,6 +24,7 @@ from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.models.base import CausalLM
+from forerun.platform.device import DTYPES
 from forerun.speculative.base import SpecCaps
 
 TARGET, DRAFT = "the target", "the draft"
@@ -92,7 +93,7 @@ def model_needs(
     config: EngineConfig, model: CausalLM, caps: SpecCaps, where: Placement
 ) -> list[ModelNeed]:
     """What target and draft need of attention; see `choose_attention`."""
-    layout = model.kv_layout(where.kv_dtype)
+    layout = _with_ssm_dtype(model.kv_layout(where.kv_dtype), config, model)
     if caps.makes_trees and layout.has_recurrent_state:
         raise ConfigError(
             f"speculative_algorithm {config.speculative_algorithm} drafts trees, and"
@@ -116,6 +117,17 @@ def model_needs(
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
         models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
     return models
+
+
+def _with_ssm_dtype(layout: ModelLayout, config: EngineConfig, model: CausalLM) -> ModelLayout:
+    if config.mamba_ssm_dtype == "float32":
+        return layout
+    if not layout.has_ssm_state:
+        raise ConfigError(
+            f"mamba_ssm_dtype {config.mamba_ssm_dtype}: {model.config.architecture} has no linear"
+            " attention; drop it."
+        )
+    return layout.with_ssm_dtype(DTYPES[config.mamba_ssm_dtype])
 
 
 @dataclass(frozen=True)

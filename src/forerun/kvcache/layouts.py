@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+SSM = "ssm"  # name of linear attention's state, the tensor whose dtype can be chosen
+
 TensorShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # by name
 
 
@@ -61,6 +63,16 @@ class RecurrentState:
 
     tensors: TensorShapes
     updates: TensorShapes
+
+    def with_ssm_dtype(self, dtype: torch.dtype) -> RecurrentState:
+        """The same with the tensor named `SSM`, if there is one, stored as `dtype`."""
+        return replace(
+            self,
+            tensors={
+                name: (shape, dtype if name == SSM else own)
+                for name, (shape, own) in self.tensors.items()
+            },
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -136,6 +148,19 @@ class ModelLayout:
         return ModelLayout(
             tuple(
                 layer if isinstance(layer, RecurrentState) else replace(layer, dtype=dtype)
+                for layer in self.layers
+            )
+        )
+
+    @property
+    def has_ssm_state(self) -> bool:
+        return any(SSM in layer.tensors for layer in self.recurrent)
+
+    def with_ssm_dtype(self, dtype: torch.dtype) -> ModelLayout:
+        """The same with linear attention's states stored as `dtype`."""
+        return ModelLayout(
+            tuple(
+                layer.with_ssm_dtype(dtype) if isinstance(layer, RecurrentState) else layer
                 for layer in self.layers
             )
         )

@@ -23,7 +23,7 @@ from forerun.kernels.linear_attention.gated_delta import (
     gated_delta_update,
 )
 from forerun.kernels.linear_attention.gated_norm import gated_rms_norm
-from forerun.kvcache.layouts import RecurrentState
+from forerun.kvcache.layouts import SSM, RecurrentState
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import MergedLinear, PendingGemm, RowLinear
@@ -100,7 +100,7 @@ class GatedDeltaNet(KVLayer):
         self._decay = torch.empty(0)
         self.norm = RMSNorm(heads.v_dim, eps, place)
         self.out_proj = RowLinear(heads.value, hidden_size, False, place)
-        self._state_dtype, self._conv_dtype = torch.float32, place.dtype
+        self._conv_dtype = place.dtype
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         own = {f"{prefix}A_log": self._a_log, f"{prefix}dt_bias": self._dt_bias}
@@ -118,7 +118,7 @@ class GatedDeltaNet(KVLayer):
         return RecurrentState(
             tensors={
                 "conv": ((heads.kernel_size - 1, heads.conv), self._conv_dtype),
-                "ssm": ((heads.num_v, heads.k_dim, heads.v_dim), self._state_dtype),
+                SSM: ((heads.num_v, heads.k_dim, heads.v_dim), float32),
             },
             updates={
                 "conv": ((heads.conv,), self._conv_dtype),
@@ -142,7 +142,7 @@ class GatedDeltaNet(KVLayer):
             state.slots,
             layer.num_pending,
             layer.num_passes,
-            layer.state["ssm"],
+            layer.state[SSM],
             layer.updates["k"],
             layer.updates["delta"],
             layer.updates["g"],

@@ -51,7 +51,7 @@ class DeltaState:
     slots: Tensor  # [B] int64
     num_pending: Tensor  # [S] int32: how many updates are committed and not in `state` yet
     num_passes: Tensor  # [S] int32
-    state: Tensor  # [S, HV, Dk, Dv] float32
+    state: Tensor  # [S, HV, Dk, Dv] float32, or rounded to bfloat16 after every pass
     # Of the last decode or verify pass. Of k and g there are two: many CTAs read the last one's
     # while one of them writes. The parity of `num_passes` is that of the last one.
     k: Tensor  # [S, W, 2, HK, Dk] float32, normalised
@@ -101,7 +101,7 @@ def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) ->
     slots = state.slots
     x = _Tokens.of(qkv, gates, state).of_requests(len(slots))
     before = _apply_updates(state)
-    state.state.index_copy_(0, slots, before)
+    state.state.index_copy_(0, slots, before.to(state.state.dtype))
     o, delta, _ = _advance(x, before)
     width = x.k.shape[1]
     state.delta[:, :width].index_copy_(0, slots, delta)
@@ -154,14 +154,15 @@ def gated_delta_prefill_ref(
 ) -> Tensor:
     """Reference implementation of `gated_delta_prefill`, one request after another."""
     whole, outs, ends, first = _Tokens.of(qkv, gates, state), [], [], 0
-    for now, count in zip(state.state[state.slots].split(1), prompts.num_tokens, strict=True):
+    starts = state.state[state.slots].float().split(1)
+    for now, count in zip(starts, prompts.num_tokens, strict=True):
         for at in range(first, first + count, CHUNK):
             part = whole.span(at, min(at + CHUNK, first + count)).of_requests(1)
             o, _, now = _advance(part, now)
             outs.append(o[0])
         ends.append(now)
         first += count
-    state.state.index_copy_(0, state.slots, torch.cat(ends))
+    state.state.index_copy_(0, state.slots, torch.cat(ends).to(state.state.dtype))
     return torch.cat(outs).to(qkv.dtype)
 
 
@@ -204,9 +205,9 @@ def _last_turn(state: DeltaState) -> Tensor:
 
 
 def _apply_updates(state: DeltaState) -> Tensor:
-    """[B, HV, Dk, Dv]: the states after the committed tokens."""
+    """[B, HV, Dk, Dv] float32: the states after the committed tokens."""
     slots, turn = state.slots, _last_turn(state)
-    kept = state.state[slots]
+    kept = state.state[slots].float()
     i = torch.arange(state.k.shape[1], device=kept.device)
     beyond = (i >= state.num_pending[slots].unsqueeze(1))[..., None]  # [B, W, 1]: undefined
     g = state.g[slots, :, turn].masked_fill(beyond, 0.0).cumsum(1)
