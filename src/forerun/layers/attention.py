@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from forerun.attention.base import (
 )
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
 from forerun.kvcache.layouts import DenseKV, LayerLayout
+from forerun.layers.linear import QKVLinear, RowLinear
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 
@@ -74,6 +76,10 @@ class Attention(KVLayer):
     def kv_layout(self, kv_dtype: torch.dtype) -> DenseKV:
         return DenseKV(self.num_kv_heads, self.head_dim, kv_dtype)
 
+    @property
+    def key_norm(self) -> RMSNorm | None:
+        return None if self._qk_norm is None else self._qk_norm[1]
+
     def prepare(self) -> None:
         norms: HeadNorms | None = None
         if self._qk_norm is not None:
@@ -85,3 +91,51 @@ class Attention(KVLayer):
     def __call__(self, qkv: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) · D] -> [T, Hq · D]."""
         return ctx.run(self.layer_id, self.spec, qkv, self._norm_rope, rope).flatten(1)
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Of one layer's K and V in float8: what is stored is k / `k` and v / `v`. Powers of two."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+    @classmethod
+    def of(cls, k: float, v: float) -> KVScales:
+        """Scales of a checkpoint, finite and positive, rounded up to powers of two.
+
+        e4m3 has as many bits for any value in its range, so that a power of two in place of a scale
+        costs no precision but below the range: of its 18 binades the lowest, at most. Rounded up,
+        nothing saturates that would not have done so.
+        """
+        return cls(*(2.0 ** math.ceil(math.log2(scale)) for scale in (k, v)))
+
+
+class ProjectedAttention(Module):
+    """The attention of one layer with its projections; families derive theirs from it."""
+
+    qkv_proj: QKVLinear
+    attn: Attention
+    o_proj: RowLinear
+    kv_scales = KVScales()  # that are in the weights
+
+    def key_norm(self) -> RMSNorm | None:
+        """The last that multiplies keys before RoPE, if that is not the projection."""
+        return self.attn.key_norm
+
+    def fold_kv_scales(self, scales: KVScales) -> None:
+        """Before `prepare`: the weights make keys and values that are stored unscaled.
+
+        Keys are divided, and the scores' scale is multiplied; values are divided, and the output
+        projection is multiplied. By powers of two this is exact: nothing but what float8 rounds
+        differs from weights left as they are, and neither kernels nor backends know of it.
+        """
+        norm = self.key_norm()
+        if norm is None:
+            self.qkv_proj.scale_part("k_proj", 1 / scales.k)
+        else:
+            norm.scale(1 / scales.k)
+        self.attn.spec = replace(self.attn.spec, scale=self.attn.spec.scale * scales.k)
+        self.qkv_proj.scale_part("v_proj", 1 / scales.v)
+        self.o_proj.scale_weight(scales.v)
+        self.kv_scales = scales

@@ -160,6 +160,13 @@ class LinearBase(Module):
         else:
             self.quantized.map(change)
 
+    def scale_weight(self, factor: float, rows: slice = slice(None)) -> None:
+        """Before `prepare`: multiplies rows of the weight by a power of two. Not of the bias."""
+        if self.quantized is None:
+            self.weight[rows].mul_(factor)
+        else:
+            self.quantized.map(itemgetter(rows)).scale_(factor)
+
     def _rows(self, prefix: str) -> dict[str, Rows]:
         """Path in checkpoints, ending with a dot -> which rows of weight and bias it has."""
         return {prefix: lambda tensor: tensor}
@@ -192,6 +199,15 @@ class MergedBase(LinearBase):
         super().__init__(input_size, sum(parts.values()), bias, place)
         self.parts = dict(parts)
         self.fused = False  # whether checkpoints have the parts as one matrix, too (Phi-3)
+
+    def scale_part(self, part: str, factor: float) -> None:
+        """Before `prepare`: multiplies the outputs of one part by a power of two."""
+        names = list(self.parts)
+        first = sum(self.parts[name] for name in names[: names.index(part)])
+        rows = slice(first, first + self.parts[part])
+        self.scale_weight(factor, rows)
+        if self.bias is not None:
+            self.bias[rows].mul_(factor)
 
     def _rows(self, prefix: str) -> dict[str, Rows]:
         """The parts, under their own names next to this module's."""

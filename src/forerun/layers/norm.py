@@ -36,6 +36,10 @@ class RMSNorm(Module):
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
 
+    def scale(self, factor: float) -> None:
+        """Before `prepare`: multiplies its output, by a power of two."""
+        self.weight.mul_(factor)
+
     def prepare(self) -> None:
         """On a CPU, chooses our kernels; without them, in float32, the form of fewest operations.
 
@@ -85,8 +89,13 @@ class RMSNorm(Module):
 class UnitOffsetRMSNorm(RMSNorm):
     """Gemma's: checkpoints have w - 1. The factor is float32, as in transformers."""
 
+    _factor = 1.0
+
+    def scale(self, factor: float) -> None:
+        self._factor = factor  # exact, where w - 1 of the product is not
+
     def prepare(self) -> None:
         full_precision = self.weight.dtype == torch.float32
-        self.weight = 1 + self.weight.float()
+        self.weight = (1 + self.weight.float()) * self._factor
         if full_precision:
             super().prepare()

@@ -16,18 +16,17 @@ from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, R
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.attention import Attention
+from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear, gelu_tanh_and_mul
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.module import Module
 from forerun.layers.norm import UnitOffsetRMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM, Scales
 
 
-class GemmaAttention(Module):
+class GemmaAttention(ProjectedAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:

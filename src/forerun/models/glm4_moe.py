@@ -10,11 +10,10 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.attention import Attention
+from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.layers.rope import rotary_order
@@ -23,7 +22,7 @@ from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.deepseek import dense_or_sparse_mlp
 
 
-class Glm4MoeAttention(Module):
+class Glm4MoeAttention(ProjectedAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:

@@ -19,10 +19,9 @@ from forerun.kernels.moe.experts_mxfp4 import BLOCK_K as MXFP4_BLOCK_K
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
 from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.kernels.runtime.gpu import have_triton
-from forerun.layers.attention import Attention
+from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
-from forerun.layers.module import Module
 from forerun.layers.moe import Experts, Router, Routing, SparseMoE
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.models.base import DecoderLayer
@@ -30,7 +29,7 @@ from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.quantization import BLOCKS, MXFP4_RUN, SCALES
 
 
-class GptOssAttention(Module):
+class GptOssAttention(ProjectedAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:

@@ -10,18 +10,17 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
-from forerun.layers.attention import Attention
+from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
 
 
-class Olmo2Attention(Module):
+class Olmo2Attention(ProjectedAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
@@ -33,6 +32,9 @@ class Olmo2Attention(Module):
         self.k_norm = RMSNorm(kv_heads * dim, eps, place)
         self.attn = Attention(layer_id, mask, heads, kv_heads, dim)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
+
+    def key_norm(self) -> RMSNorm:
+        return self.k_norm
 
     def __call__(self, x: Tensor, rope: RopeInput, ctx: AttentionContext) -> PendingGemm:
         q, k, v = self.qkv_proj(x).split_with_sizes(self.sizes, 1)

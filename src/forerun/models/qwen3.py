@@ -7,18 +7,17 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.attention import Attention
+from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
 
 
-class Qwen3Attention(Module):
+class Qwen3Attention(ProjectedAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:

@@ -15,12 +15,11 @@ from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.attention import Attention
+from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
 from forerun.layers.linear import GatedQKVLinear, Hidden, PendingGemm, RowLinear
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.module import Module
 from forerun.layers.moe import SharedExpertMoE, SparseMoE
 from forerun.layers.norm import UnitOffsetRMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
@@ -30,7 +29,7 @@ from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.qwen3_moe import is_sparse, routing_of
 
 
-class GatedAttention(Module):
+class GatedAttention(ProjectedAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:

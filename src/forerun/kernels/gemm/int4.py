@@ -70,6 +70,9 @@ class Int4Weight(QuantizedWeight):
         signed: Tensor = groups - self.zeros.unsqueeze(-1).float()
         return (signed * self.scales.unsqueeze(-1)).flatten(-2)
 
+    def scale_(self, factor: float) -> None:
+        self.scales.mul_(factor)
+
     def quantise_(self, weight: Tensor) -> None:
         """Symmetric: a scale is its group's largest value / 7; that of a group of zeros is 1.
 

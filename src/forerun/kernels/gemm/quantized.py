@@ -35,6 +35,10 @@ class QuantizedWeight(ABC):
     def quantise_(self, weight: Tensor) -> None:
         """Takes the values of a plain weight [N, K], rounded. As many rows as this has."""
 
+    @abstractmethod
+    def scale_(self, factor: float) -> None:
+        """Multiplies the weight that it stands for, by a power of two."""
+
     @property
     def device(self) -> torch.device:
         return next(iter(self._tensors().values())).device
@@ -85,6 +89,9 @@ class Fp8Weight(QuantizedWeight):
     def dequantise(self) -> Tensor:
         whole = self.scales.repeat_interleave(self.group, -1)
         return self.values.float() * whole[..., : self.values.shape[-1]]
+
+    def scale_(self, factor: float) -> None:
+        self.scales.mul_(factor)
 
     def quantise_(self, weight: Tensor) -> None:
         """A scale is its group's largest value / 448; that of a group of zeros is 1."""
