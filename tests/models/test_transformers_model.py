@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from forerun.core.errors import ConfigError
-from forerun.models.loader import load_target
+from forerun.models.loader import load_transformers_target
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 from tests.models.support import _COMMON, CPU, CPU_F32, FAMILIES, Loop, random_hf, save
 from tests.models.test_families import LENGTH, close, reference
@@ -67,7 +67,7 @@ def made(of: type[PreTrainedConfig], changes: dict[str, Any], folder: Path) -> A
 
 
 def loaded(folder: Path) -> Any:
-    return load_target(folder, torch.float32, CPU, model_impl="transformers")
+    return load_transformers_target(folder, torch.float32, CPU)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,4 +133,4 @@ def test_refusals(
 def test_dummy_weights_are_refused(tmp_path: Path) -> None:
     made(*CASES["granite"], tmp_path)
     with pytest.raises(ConfigError, match="load_format dummy is not available"):
-        load_target(tmp_path, torch.float32, CPU, "dummy", model_impl="transformers")
+        load_transformers_target(tmp_path, torch.float32, CPU, "dummy")

@@ -38,9 +38,11 @@ from forerun.grammar.compiler import CompileOptions, GrammarCompiler
 from forerun.grammar.vocabulary import VocabularySource
 from forerun.kernels.cpu import library
 from forerun.kvcache.pools import PoolShape
+from forerun.layers.attention import KVScales, ProjectedAttention
 from forerun.layers.linear import LinearBase
 from forerun.models.base import CausalLM
-from forerun.models.loader import load_target
+from forerun.models.loader import load_target, load_transformers_target
+from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
@@ -105,6 +107,8 @@ class _Builder:
         explain = _explain(settings, budget, self.piece_buckets, memory)
         kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
         explain["quantized_weights"] = {kind: count for kind, count in kinds.items() if kind}
+        attentions = model.modules(ProjectedAttention)
+        explain["kv_scales"] = sum(each.kv_scales != KVScales() for each in attentions)
         log.info("engine: %s", explain)
         executor.info = ExecutorInfo(
             limits=limits,
@@ -135,15 +139,14 @@ class _Builder:
         settings = self.settings
         positions = settings.limits.max_positions
         with self.memory.stage("weights", "use a device with more, or stop what else uses it"):
-            model = load_target(
-                model_path,
-                settings.dtype,
-                settings.device,
-                settings.config.load_format,
-                positions,
-                settings.config.model_impl,
-                settings.config.quantization,
-            )
+            load_format = settings.config.load_format
+            where = settings.dtype, settings.device
+            if settings.config.model_impl == TRANSFORMERS:
+                model = load_transformers_target(model_path, *where, load_format)
+            else:
+                quantization = settings.config.quantization
+                extra = quantization, settings.kv_dtype
+                model = load_target(model_path, *where, load_format, positions, *extra)
             self.algorithm.load(
                 DraftContext(
                     config=settings.config,

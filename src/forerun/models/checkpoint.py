@@ -29,6 +29,7 @@ from forerun.models.int4_formats import Int4Format
 from forerun.models.quantization import (
     BLOCKS,
     E4M3,
+    KV_SCALES,
     SCALE_NAMES,
     SCALES,
     UNUSED_SCALES,
@@ -88,6 +89,13 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.headers[name].shape
 
+    def read(self, name: str) -> Tensor:
+        """One tensor as it is stored, on the CPU."""
+        header = self.headers[name]
+        with _readable(header.file), safe_open(header.file, framework="pt") as tensors:
+            tensor: Tensor = tensors.get_tensor(header.stored_as)
+        return tensor
+
     def rename(self, prefixes: Mapping[str, str]) -> None:
         """Takes tensors under other names: those that begin with a key begin with its value."""
         out: dict[str, Header] = {}
@@ -135,7 +143,7 @@ class Checkpoint:
         scales = self._scales(plain)
         stored = {**self._stored_as_mxfp4(packed), **self._stored_as_int4(int4)}
         unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
-        unused = unused if self.int4 is None else self.int4.unused
+        unused = unused if self.int4 is None else (*KV_SCALES, *self.int4.unused)
         self._check({**plain, **stored}, scales, (*harmless, *unused), hint)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:

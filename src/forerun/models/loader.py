@@ -20,8 +20,9 @@ from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, View, fill_dummy
 from forerun.models.int4_formats import Int4Format
+from forerun.models.kv_scales import fold_kv_scales
 from forerun.models.quantization import Mxfp4, check_quantization, weight_format
-from forerun.models.registry import TRANSFORMERS, model_class
+from forerun.models.registry import model_class
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 
 INT4 = "int4"  # of linears with random weights, if config.json says 4 bits
@@ -35,8 +36,8 @@ def load_target(
     device: torch.device,
     load_format: str = "auto",
     max_positions: int | None = None,
-    model_impl: str = "auto",
     quantization: str | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> CausalLM:
     """Builds the architecture that `config.json` names and fills it.
 
@@ -45,16 +46,14 @@ def load_target(
         dtype: of the weights; other floats are converted while they are copied.
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: length of the rotary tables; None: `max_position_embeddings`.
-        model_impl: "auto": Forerun's own models; "transformers": those of transformers.
         quantization: of linears: "int8", on a CPU; "fp8": e4m3 with a scale per output.
+        kv_dtype: of stored K/V; in float8 the checkpoint's scales apply. None: they do not.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
-    if model_impl == TRANSFORMERS:
-        return _load_transformers(folder, WeightPlacement(dtype, device), load_format)
     config = load_model_config(folder)
     build = model_class(config)
     stored = weight_format(config)
@@ -85,6 +84,7 @@ def load_target(
             (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
         )
+        fold_kv_scales(model, checkpoint, kv_dtype)
     model.prepare()
     return model
 
@@ -127,11 +127,17 @@ def _quantize_int4(linear: LinearBase, keep_packed: bool = True) -> None:
         linear.allocate()
 
 
-def _load_transformers(folder: Path, place: WeightPlacement, load_format: str) -> CausalLM:
+def load_transformers_target(
+    folder: Path, dtype: torch.dtype, device: torch.device, load_format: str = "auto"
+) -> CausalLM:
+    """The same with the modules of transformers (`model_impl`)."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     if load_format in DUMMY_FORMATS:
         raise ConfigError(
             f"load_format {load_format} is not available with model_impl transformers."
         )
+    place = WeightPlacement(dtype, device)
     model = TransformersForCausalLM(load_transformers_config(folder), place, max_positions=1)
     model.load(folder, place)
     return model

@@ -27,9 +27,9 @@ from forerun.models.int4_formats import Int4Format
 
 SCALE_NAMES = ("_scale_inv", "_scale")  # appended to the name of the tensor that is scaled
 E4M3 = "F8_E4M3"  # as safetensors names it
-# Beside FP8 weights: scales of activations, which are not quantised or get scales of their own, and
-# of K/V, which is stored with a scale of 1.
-UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
+KV_SCALES = (".k_scale", ".v_scale")  # not of weights: `kv_scales.py` reads them
+# Beside FP8 weights: scales of activations, which are not quantised or get scales of their own.
+UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale", *KV_SCALES)
 
 
 class Fp8Format(ABC):
