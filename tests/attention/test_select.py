@@ -153,7 +153,6 @@ def test_graphs_and_trees_need_triton() -> None:
             "has no attention sinks",
         ),
         (replace(GPU, logit_softcap=True), "soft-cap"),
-        (replace(GPU, kv_scales=True), "K/V scales"),
         (replace(GPU, uniform=False), "one shape in all layers"),
         (replace(GPU, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "has no window"),
     ],
@@ -176,11 +175,10 @@ def test_an_unknown_name() -> None:
 def test_every_reason_is_listed() -> None:
     need = replace(GPU, device="cpu", head_dim=512, sinks=True, phase=Phase.PREFILL)
     with pytest.raises(ConfigError) as refused:
-        select(replace(need, kv_scales=True, graph=True), Wanted())
+        select(replace(need, graph=True), Wanted())
     said = str(refused.value)
     for reason in ("prefill of the target", "not cpu", "head dim 512", "sinks", "device graph"):
         assert reason in said
-    assert said.count("K/V scales") == len(BACKENDS)
 
 
 class Paged(AttentionBackend):

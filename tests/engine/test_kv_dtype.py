@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from forerun import LLM
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.word_problems import problems
+from forerun.models.checkpoint import SINGLE
 from tests.golden_engine import CASES, golden_llm
+from tests.models.support import family, save
 
 PROMPTS = [case["prompt"] for case in CASES]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
@@ -76,6 +81,30 @@ def test_the_setting_reaches_both_pools_and_the_budget() -> None:
 def test_fp8_changes_the_output() -> None:
     """Otherwise the tests above would not show that K/V is stored in fp8."""
     assert plain("fp8_e4m3") != plain("float32")
+
+
+@pytest.mark.exhaustive
+def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
+    """The same text from stored scales as from weights that were divided before."""
+    names = ("self_attn.k_scale", "self_attn.v_scale")
+    model = family("qwen2")
+    scaled, divided = save(model, tmp_path / "scaled"), save(model, tmp_path / "divided")
+    weights = load_file(scaled / SINGLE)
+    layers = {name.split("self_attn.")[0] for name in weights if "self_attn." in name}
+    own = {f"{layer}{name}": torch.tensor(2.0**-6) for layer in layers for name in names}
+    save_file({**weights, **own}, scaled / SINGLE)
+    for layer in layers:
+        for part, factor in (("q", 2.0**-6), ("k", 2.0**6), ("v", 2.0**6), ("o", 2.0**-6)):
+            for name in (f"{layer}self_attn.{part}_proj.{kind}" for kind in ("weight", "bias")):
+                if name in weights:
+                    weights[name] *= factor
+    save_file(weights, divided / SINGLE)
+    out: list[list[int]] = []
+    for folder, count in ((scaled, len(layers)), (divided, 0)):
+        with LLM(str(folder), skip_tokenizer_init=True, kv_cache_dtype="fp8_e4m3") as llm:
+            assert llm.explain()["kv_scales"] == count
+            out.append(llm.generate(input_ids=[5, 6, 7], sampling_params=GREEDY).output_ids)
+    assert out[0] == out[1]
 
 
 def test_fp8_does_not_reduce_acceptance() -> None:

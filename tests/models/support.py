@@ -38,6 +38,7 @@ from transformers import (
 
 from forerun.attention.base import AttentionBatch, AttentionContext, AttentionNeed, LayerMask
 from forerun.attention.torch_native import TorchNative
+from forerun.kernels.runtime.fp8 import FP8
 from forerun.kvcache.layouts import DenseKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.layers.communication import WeightPlacement
@@ -350,7 +351,8 @@ class Loop:
         dense = isinstance(kind, DenseKV)
         need = AttentionNeed(
             device="cpu",
-            dtype=kind.dtype,
+            dtype=torch.float32 if kind.dtype == FP8 else kind.dtype,
+            kv_dtype=kind.dtype,
             head_dim=kind.head_dim if dense else kind.dim,
             num_heads=heads,
             num_kv_heads=kind.num_kv_heads if dense else 1,
@@ -367,8 +369,8 @@ class Loop:
         return cls(forward, backend, order.view(requests, PAGES_PER_REQUEST).to(torch.int32))
 
     @classmethod
-    def of_model(cls, model: Any, requests: int = 1) -> Loop:
-        layout = model.kv_layout(model.embed(torch.tensor([0])).dtype)
+    def of_model(cls, model: Any, requests: int = 1, kv_dtype: torch.dtype | None = None) -> Loop:
+        layout = model.kv_layout(kv_dtype or model.embed(torch.tensor([0])).dtype)
         return cls.over(model.forward, layout, model.layer_masks, model.config.num_heads, requests)
 
     def ragged(self, parts: list[tuple[int, Tensor]], *args: Any) -> Any:

@@ -76,7 +76,6 @@ class AttentionNeed:
     uniform: bool = True  # all layers keep the same
     sinks: bool = False  # a learned logit per head in the denominator of the softmax
     logit_softcap: bool = False  # cap · tanh(score / cap)
-    kv_scales: bool = False  # stored K/V is divided by a scale per layer
     arch: str | None = None  # of the GPU: "sm_90", "gfx942"; None: a CPU, or not known
     page_sizes: frozenset[int] | None = None  # one of these will be used; None: any
 
@@ -103,7 +102,6 @@ class Capabilities:
     mixed_layouts: bool = False  # layers may differ in what they keep
     sinks: bool = False
     logit_softcap: bool = False
-    kv_scales: bool = False
     host_lengths: HostLengths = HostLengths.NONE
     host_page_table: bool = False  # it also wants page ids on the host
 
@@ -159,7 +157,6 @@ class Capabilities:
             (need.mla and not self.mla, "it has no latent (MLA) attention"),
             (need.sinks and not self.sinks, "it has no attention sinks"),
             (need.logit_softcap and not self.logit_softcap, "it has no logit soft-cap"),
-            (need.kv_scales and not self.kv_scales, "it has no K/V scales"),
             (
                 not need.uniform and not self.mixed_layouts,
                 "it needs K/V of one shape in all layers",

@@ -62,7 +62,7 @@ class EngineConfig:
     kv_cache_dtype: str = _setting(
         "auto",
         "Dtype of the K/V cache, target and draft; auto: as dtype. fp8_e4m3 holds twice the tokens"
-        " of bfloat16",
+        " of bfloat16, with the K/V scales that the target's checkpoint has",
         ("auto", "bfloat16", "float32", "fp8_e4m3"),
     )
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N (NVIDIA and AMD)")

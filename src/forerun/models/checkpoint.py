@@ -143,8 +143,8 @@ class Checkpoint:
         scales = self._scales(plain)
         stored = {**self._stored_as_mxfp4(packed), **self._stored_as_int4(int4)}
         unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
-        unused = unused if self.int4 is None else (*KV_SCALES, *self.int4.unused)
-        self._check({**plain, **stored}, scales, (*harmless, *unused), hint)
+        unused = unused if self.int4 is None else self.int4.unused
+        self._check({**plain, **stored}, scales, (*harmless, *KV_SCALES, *unused), hint)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
             self._copy({self._scale_name(n): t for n, t in scales.items()}, {}, lambda _: None)

@@ -8,49 +8,77 @@ stored in float8, and MTP layers and drafts store theirs with a scale of 1.
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.runtime.fp8 import FP8
-from forerun.layers.attention import KVLayer, KVScales, ProjectedAttention
+from forerun.layers.attention import Attention, KVScales, ProjectedAttention
+from forerun.layers.mla import LatentAttention
 from forerun.layers.module import Module
 from forerun.models.checkpoint import Checkpoint
+from forerun.platform.device import dtype_name
 
-# Within an attention: compressed-tensors and Quark; ModelOpt; compressed-tensors before
-# `kv_cache_scheme`, which had the outputs of two projections quantised.
-NAMES = ("{x}_scale", "attn.{x}_scale", "{x}_proj.{x}_scale", "{x}_proj.output_scale")
+log = logging.getLogger(__name__)
+
+# Within an attention, as vLLM and SGLang know them: compressed-tensors and Quark; ModelOpt, with
+# and without fused projections; compressed-tensors before `kv_cache_scheme`, and Quark, which have
+# the outputs of projections quantised; AutoFP8's one scale of both.
+NAMES = (
+    "{x}_scale",
+    "attn.{x}_scale",
+    "{x}_proj.{x}_scale",
+    "qkv_proj.{x}_scale",
+    "{x}_proj.output_scale",
+    "kv_scale",
+)
 
 
 def fold_kv_scales(model: Module, checkpoint: Checkpoint, kv_dtype: torch.dtype | None) -> None:
-    """Between loading and `prepare`. `kv_dtype`: of the cache; None: not known, no float8.
+    """Between loading and `prepare`. `kv_dtype`: of the cache; None: K/V has a scale of 1.
 
     Raises:
         ConfigError: a scale of more than one value, or of none that makes sense; latent (MLA) K/V.
     """
+    layers = (*model.named_modules(Attention), *model.named_modules(LatentAttention))
+    if kv_dtype is None:
+        return
+    paths = [path.removesuffix("attn.") for path, _ in layers]
     if kv_dtype != FP8:
+        if any(_find(checkpoint, path, which) for path in paths for which in "kv"):
+            log.info(
+                "%s has K/V scales. They are not used, because K/V is stored in %s and not in FP8"
+                " (kv_cache_dtype fp8_e4m3).",
+                checkpoint.folder,
+                dtype_name(kv_dtype),
+            )
         return
     projected = dict(model.named_modules(ProjectedAttention))
-    for path, _ in model.named_modules(KVLayer):
-        prefix = path.removesuffix("attn.")
-        k, v = (_scale(checkpoint, prefix, which) for which in "kv")
-        if k == v == 1:
+    for path in paths:
+        scales = _scales(checkpoint, path)
+        if scales == KVScales():
             continue
-        if prefix not in projected:
+        if path not in projected:
             raise ConfigError(
-                f"{checkpoint.folder} has K/V scales other than 1 ({prefix}*_scale) for latent (MLA)"
-                " K/V, which is not supported; use kv_cache_dtype auto."
+                f"{checkpoint.folder} has K/V scales other than 1 for latent (MLA) K/V ({path}),"
+                " which is not supported; use kv_cache_dtype auto."
             )
-        projected[prefix].fold_kv_scales(KVScales.of(k, v))
+        projected[path].fold_kv_scales(scales)
 
 
-def _scale(checkpoint: Checkpoint, prefix: str, which: str) -> float:
-    """1, if the checkpoint has none or, as -1, none that was calibrated."""
-    names = (prefix + name.format(x=which) for name in NAMES)
-    name = next((name for name in names if name in checkpoint), None)
+def _scales(checkpoint: Checkpoint, path: str) -> KVScales:
+    """Of one layer, as vLLM reads them: if only one of both is there, it is that of the other."""
+    k, v = (_scale(checkpoint, path, which) for which in "kv")
+    return KVScales.of(k or v or 1.0, v or k or 1.0)
+
+
+def _scale(checkpoint: Checkpoint, path: str, which: str) -> float | None:
+    """None, if the checkpoint has none or, as -1, none that was calibrated."""
+    name = _find(checkpoint, path, which)
     if name is None:
-        return 1.0
+        return None
     values = checkpoint.read(name).flatten().tolist()
     if len(values) != 1:
         raise ConfigError(
@@ -58,10 +86,15 @@ def _scale(checkpoint: Checkpoint, prefix: str, which: str) -> float:
             " are not supported, one per tensor is; use kv_cache_dtype auto."
         )
     if values[0] == -1:
-        return 1.0
+        return None
     if not math.isfinite(values[0]) or values[0] <= 0:
         raise ConfigError(
             f"{checkpoint.folder}: {name} is {values[0]:g}, not a positive number; use"
             " kv_cache_dtype auto."
         )
     return float(values[0])
+
+
+def _find(checkpoint: Checkpoint, path: str, which: str) -> str | None:
+    names = (path + name.format(x=which) for name in NAMES)
+    return next((name for name in names if name in checkpoint), None)

@@ -47,7 +47,7 @@ def load_target(
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: length of the rotary tables; None: `max_position_embeddings`.
         quantization: of linears: "int8", on a CPU; "fp8": e4m3 with a scale per output.
-        kv_dtype: of stored K/V; in float8 the checkpoint's scales apply. None: they do not.
+        kv_dtype: of stored K/V; in float8 the checkpoint's scales of K/V apply. None: no scales.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.

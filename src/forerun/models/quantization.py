@@ -27,9 +27,10 @@ from forerun.models.int4_formats import Int4Format
 
 SCALE_NAMES = ("_scale_inv", "_scale")  # appended to the name of the tensor that is scaled
 E4M3 = "F8_E4M3"  # as safetensors names it
-KV_SCALES = (".k_scale", ".v_scale")  # not of weights: `kv_scales.py` reads them
+# Beside any weights: scales of K/V, which `kv_scales.py` reads, and of what attention computes.
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".prob_output_scale")
 # Beside FP8 weights: scales of activations, which are not quantised or get scales of their own.
-UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale", *KV_SCALES)
+UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale")
 
 
 class Fp8Format(ABC):
@@ -130,6 +131,8 @@ def weight_format(config: ModelConfig) -> WeightFormat | None:
     if method == "fbgemm_fp8" or (method == "modelopt" and spec.get("quant_algo") == "FP8"):
         return Fp8Rows()
     weights = _compressed_weights(spec) if method == "compressed-tensors" else {}
+    if method == "compressed-tensors" and not spec.get("config_groups"):
+        return None  # K/V alone (`kv_cache_scheme`)
     if weights.get("type") == "float" and weights.get("num_bits") == 8:
         return _fp8(weights.get("block_structure"))
     if method == "awq":
