@@ -79,20 +79,21 @@ def _scale(checkpoint: Checkpoint, path: str, which: str) -> float | None:
     name = _find(checkpoint, path, which)
     if name is None:
         return None
-    values = checkpoint.read(name).flatten().tolist()
-    if len(values) != 1:
+    stored = checkpoint.read(name)
+    if stored.numel() != 1:
         raise ConfigError(
-            f"{checkpoint.folder}: {name} has {len(values)} values. K/V scales per head or channel"
-            " are not supported, one per tensor is; use kv_cache_dtype auto."
+            f"{checkpoint.folder}: {name} has {stored.numel()} values. K/V scales per head or"
+            " channel are not supported, one per tensor is; use kv_cache_dtype auto."
         )
-    if values[0] == -1:
+    scale = float(stored)
+    if scale == -1:
         return None
-    if not math.isfinite(values[0]) or values[0] <= 0:
+    if not math.isfinite(scale) or scale <= 0:
         raise ConfigError(
-            f"{checkpoint.folder}: {name} is {values[0]:g}, not a positive number; use"
-            " kv_cache_dtype auto."
+            f"{checkpoint.folder}: {name} is {scale:g}, not a positive number; use kv_cache_dtype"
+            " auto."
         )
-    return float(values[0])
+    return scale
 
 
 def _find(checkpoint: Checkpoint, path: str, which: str) -> str | None:
