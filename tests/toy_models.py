@@ -17,7 +17,8 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask
 from forerun.attention.recurrent import RecurrentContext
 from forerun.config.model_config import ModelConfig
-from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
+from forerun.kernels.linear_attention.replay import SnapshotRows
+from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState, StatePool
 from forerun.layers.communication import WeightPlacement
 from forerun.models.base import CausalLM
 
@@ -101,6 +102,15 @@ def heads(x: Tensor) -> Tensor:
     return x.view(len(x), HEADS, -1)
 
 
+def replay_last(pool: StatePool, to: SnapshotRows) -> None:
+    """The last update that counts is the state."""
+    for name, updates in pool.updates.items():
+        at = (to.counts - 1).clamp_min(0).long()
+        wanted = (to.counts > 0).view(-1, *[1] * (updates.dim() - 3))
+        for kept, layer in zip(pool.snapshots[name], updates, strict=True):
+            kept[to.rows] = torch.where(wanted, layer[to.slots, at], kept[to.rows])
+
+
 class ToyRecurrentForCausalLM(ToyModel):
     """Gated linear attention after a token shift; every third layer is ordinary attention.
 
@@ -119,7 +129,8 @@ class ToyRecurrentForCausalLM(ToyModel):
     def kv_layout(self, kv_dtype: torch.dtype) -> ModelLayout:
         f32 = torch.float32
         tensors = {"s": ((HEADS, DIM, DIM), f32), "shift": ((HIDDEN,), f32)}
-        state = RecurrentState(tensors, updates=tensors)  # the state after each token
+        # Updates are the states after each token.
+        state = RecurrentState(tensors, updates=tensors, replay=replay_last)
         dense = DenseKV(HEADS, DIM, kv_dtype)
         return ModelLayout(
             tuple(dense if self.is_dense(i) else state for i in range(self.config.num_layers))

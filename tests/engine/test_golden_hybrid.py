@@ -36,6 +36,7 @@ PROMPTS = [case["prompt"] for case in CASES]
 TEXTS = [case["output"] for case in CASES]
 MATCHES = [case["matches"] for case in CASES]
 NEW = len(TEXTS[0])
+FIRST, INTERVAL = 40, 32  # tokens of a first turn, and between states that it keeps
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
 Step = tuple[int, int]
@@ -43,7 +44,7 @@ Step = tuple[int, int]
 
 
 def toy(algorithm: str | None = "DFLASH", **settings: Any) -> LLM:
-    if algorithm is not None:
+    if algorithm == "DFLASH":
         settings["speculative_draft_model_path"] = str(TOY / "draft")
     settings = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False, **settings}
     llm = LLM(TOY / "target", speculative_algorithm=algorithm, skip_tokenizer_init=True, **settings)
@@ -103,7 +104,7 @@ def accept_length(requests: list[Request]) -> float:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with toy(page_size=16, chunked_prefill_size=32) as llm:
+    with toy(page_size=16, chunked_prefill_size=32, mamba_track_interval=INTERVAL) as llm:
         yield llm
 
 
@@ -141,6 +142,35 @@ def test_another_turn_continues_from_the_snapshot(llm: LLM) -> None:
     rest, right = ([row[half:] for row in rows] for rows in (TEXTS, MATCHES))
     requests = hold(llm, longer, GREEDY, rest, right)
     assert all(r.cached_tokens > 0 for r in requests)
+
+
+def test_another_turn_continues_from_generated_text(llm: LLM) -> None:
+    hold_two_turns(llm, GREEDY, TEXTS, MATCHES)
+    llm.engine.check()
+
+
+def hold_two_turns(
+    llm: LLM,
+    kind: dict[str, Any],
+    texts: list[list[int]],
+    right: list[list[int]],
+    preempts: bool = False,
+) -> None:
+    """The second turn computes what comes after the last state of the first one, the same text."""
+    llm.engine.flush_cache()
+    before = llm.engine.metrics().tracked_states
+    hold(llm, PROMPTS, kind, [text[:FIRST] for text in texts], right, preempts)
+    assert llm.engine.metrics().tracked_states >= before + len(PROMPTS)
+    longer = [[*prompt, *text[:FIRST]] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    rest, further = ([row[FIRST:] for row in rows] for rows in (texts, right))
+    requests = hold(llm, longer, kind, rest, further, preempts)
+    for request in requests:
+        kept = (len(request.prompt) - 1) // INTERVAL * INTERVAL
+        if preempts:  # prompts that end in other places leave states of their last whole pages
+            assert request.cached_tokens >= kept - llm.engine.limits.page_size
+        else:
+            assert request.cached_tokens == kept
+    assert all(r.cached_tokens > len(p) - 16 for r, p in zip(requests, PROMPTS, strict=True))
 
 
 # --- the whole matrix -----------------------------------------------------------------------------
@@ -186,6 +216,36 @@ def test_accept_length_is_that_of_the_reference(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_two_turns(page_size: int, overlap_depth: int, preempts: bool) -> None:
+    settings: dict[str, Any] = {"page_size": page_size, "mamba_track_interval": INTERVAL}
+    with toy(**settings, overlap_depth=overlap_depth) as llm:
+        for kind, (texts, right) in ((GREEDY, (TEXTS, MATCHES)), (SEEDED, seeded())):
+            hold_two_turns(llm, kind, texts, right, preempts)
+        llm.engine.check()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_two_turns_of_other_algorithms(algorithm: str | None, overlap_depth: int) -> None:
+    settings: dict[str, Any] = {"page_size": 16, "mamba_track_interval": INTERVAL}
+    with toy(algorithm, **settings, overlap_depth=overlap_depth) as llm:
+        how = [params(GREEDY, i, FIRST) for i in range(len(PROMPTS))]
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=how)
+        assert [out.output_ids for out in outs] == [text[:FIRST] for text in TEXTS]
+        longer = [[*p, *text[:FIRST]] for p, text in zip(PROMPTS, TEXTS, strict=True)]
+        how = [params(GREEDY, i, NEW - FIRST) for i in range(len(PROMPTS))]
+        outs = llm.generate(input_ids=longer, sampling_params=how)
+        assert [out.output_ids for out in outs] == [text[FIRST:] for text in TEXTS]
+        for out, prompt in zip(outs, longer, strict=True):
+            assert out.meta_info["cached_tokens"] == (len(prompt) - 1) // INTERVAL * INTERVAL
+        llm.engine.check()
+
+
+@pytest.mark.exhaustive
 @pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("with_cpu_kernels")
 def test_recorded_steps_accept_the_same() -> None:
@@ -221,11 +281,13 @@ def test_compiled_steps_accept_the_same() -> None:
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 def test_in_float32_on_a_gpu(overlap_depth: int, graph: bool) -> None:
     settings: dict[str, Any] = {"device": "cuda", "page_size": 16, "max_running_requests": 8}
+    settings |= {"mamba_track_interval": INTERVAL, "max_mamba_cache_size": 72}
     settings |= {"overlap_depth": overlap_depth, "disable_cuda_graph": not graph}
     with toy(**settings) as llm:
         for _ in range(2):  # cold, warm
             hold(llm, PROMPTS, GREEDY, TEXTS, MATCHES)
         hold(llm, PROMPTS, GREEDY, TEXTS, MATCHES, preempts=True)
+        hold_two_turns(llm, GREEDY, TEXTS, MATCHES)
         llm.engine.check()
 
 

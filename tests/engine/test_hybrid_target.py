@@ -236,7 +236,9 @@ def test_output_equals_plain_decoding_on_a_gpu(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_do_not_wait_for_the_gpu(kind: str, dtype: str) -> None:
-    with hybrid_llm(kind, "NGRAM", device="cuda", dtype=dtype, max_running_requests=2) as llm:
+    settings = {"device": "cuda", "dtype": dtype, "max_running_requests": 2}
+    settings |= {"page_size": 16, "mamba_track_interval": 16}
+    with hybrid_llm(kind, "NGRAM", **settings) as llm:
         launch = llm.engine.executor.launch
 
         def strict(plan: Any) -> Any:
@@ -250,3 +252,4 @@ def test_steps_do_not_wait_for_the_gpu(kind: str, dtype: str) -> None:
         for prompt in (prompts()[0], [*range(90)]):
             out = llm.generate(input_ids=prompt, sampling_params=params(GREEDY, 0))
             assert len(out.output_ids) == NEW
+        assert llm.engine.metrics().tracked_states

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.models import registry
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
@@ -153,7 +153,7 @@ def test_a_cached_prefix_ends_at_a_snapshot() -> None:
         got = run(llm, stem[:54])
         assert got == (run(plain, stem[:54])[0], 32)
         assert run(llm, stem[:54]) == (got[0], 48)
-        assert llm.explain()["state_snapshots"] == 64
+        assert llm.explain()["state_snapshots"] == 128
         llm.engine.check()
 
 
@@ -182,6 +182,55 @@ def test_prompt_logprobs_with_a_cached_prefix(kind: type[ToyModel]) -> None:
         hold_prompt_logprobs(llm, tokens, (20, 20, 50, 0))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.covering(1, 2)
+@pytest.mark.parametrize("algorithm", CHAINS)
+@pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
+@pytest.mark.parametrize(("page_size", "interval"), [(16, 16), (1, 12), (1, 1)])
+def test_three_turns_of_a_chat(
+    page_size: int,
+    interval: int,
+    overlap_depth: int,
+    algorithm: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Aborts and preemptions in between leave states that are right, or none."""
+    kind, chats = ToyRecurrentForCausalLM, [list(prompt) for prompt in prompts()]
+    settings = {"page_size": page_size, "mamba_track_interval": interval}
+    with (
+        toy_llm(kind, algorithm, overlap_depth=overlap_depth, **settings) as llm,
+        toy_llm(kind, disable_radix_cache=True) as plain,
+    ):
+        for turn in range(3):
+            how = [params(SEEDED if i % 2 else GREEDY, i) for i in range(len(chats))]
+            want = [o[0] for o in generate(plain, chats, how, False)]
+            answers = {tuple(p): o for p, o in zip(chats, want, strict=True)}
+            monkeypatch.setattr(Oracle, "answers", answers)
+            for chat in chats[:2]:
+                abort_after(llm, chat, 3 + turn)
+            got = generate(llm, chats, how, turn == 1)
+            assert [o[0] for o in got] == want
+            for (_, _, cached), chat in zip(got, chats, strict=True):
+                if turn and interval > 1:
+                    assert cached >= (len(chat) - len(ASKED) - 1) // interval * interval > 0
+            chats = [[*chat, *text, *ASKED] for chat, text in zip(chats, want, strict=True)]
+        assert llm.engine.metrics().tracked_states > 3 * len(chats)
+        llm.engine.check()
+
+
+ASKED = [1, 2, 3]  # what comes after an answer
+
+
+def abort_after(llm: LLM, tokens: list[int], steps: int) -> None:
+    request = llm.engine.make_request(tokens, SamplingParams.of(params(GREEDY, 0)))
+    llm.engine.submit(request)
+    for _ in range(steps):
+        llm.engine.step()
+    llm.engine.abort(request.rid)
+    llm.engine.drain()
+    llm.engine.close_request(request)
+
+
 def test_snapshots_have_a_budget() -> None:
     kind, stem = ToyRecurrentForCausalLM, prompts()[0]
     with toy_llm(kind, page_size=16, max_mamba_cache_size=34) as llm:
@@ -193,11 +242,15 @@ def test_snapshots_have_a_budget() -> None:
         assert run(llm, stem[:20])[1] == 0  # the oldest had to go
         llm.engine.check()
     with toy_llm(kind, page_size=16, mamba_full_memory_ratio=1e-5) as llm:
-        assert llm.explain()["state_snapshots"] in range(1, 64)
+        assert llm.explain()["state_snapshots"] in range(1, 128)
     for none in ({"max_mamba_cache_size": 32}, {"mamba_full_memory_ratio": 0.0}):
         check_no_snapshots(**none)
     with pytest.raises(ConfigError, match=r"max_mamba_cache_size 31 .* max_running_requests 32"):
         toy_llm(kind, max_mamba_cache_size=31)
+    with pytest.raises(
+        ConfigError, match=r"mamba_track_interval 24 is no multiple of page_size 16"
+    ):
+        toy_llm(kind, page_size=16, mamba_track_interval=24)
 
 
 def check_no_snapshots(**settings: Any) -> None:

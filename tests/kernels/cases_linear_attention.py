@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.linear_attention import causal_conv, gated_delta, gated_norm
+from forerun.kernels.linear_attention import causal_conv, gated_delta, gated_norm, replay
 from tests.kernels.compiled import TARGETS, Case
 
 B16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -45,6 +45,36 @@ def update(tokens: int) -> list[Case]:
         hip_constants={"BLOCK_V": gated_delta.update_block_v(tokens, hip=True)},
     )
     return [conv, delta]
+
+
+def replays() -> list[Case]:
+    rows = {"slots": I64, "rows": I64, "counts": I32}
+    sizes = dict.fromkeys(("num_slots", "num_rows", "width"), "i32")
+    return [
+        Case(
+            "causal conv, replay",
+            replay._replay_conv,
+            {**rows, "state": B16, "inputs": B16, "snapshots": B16, **sizes, "channels": "i32"},
+            {"BEFORE": 3, "BLOCK": causal_conv.BLOCK},
+            {"num_warps": 1},
+            multiples=("channels",),
+            wide=False,
+        ),
+        Case(
+            "gated delta, replay",
+            replay._replay_gated_delta,
+            {**rows, "num_passes": I32}
+            | dict.fromkeys(("state", "k_kept", "delta_kept", "g_kept", "snapshots"), F32)
+            | sizes,
+            {
+                **HEADS,
+                "BLOCK_K": 128,
+                "BLOCK_V": gated_delta.update_block_v(1, hip=False),
+            },
+            {"num_warps": 1},
+            hip_constants={"BLOCK_V": gated_delta.update_block_v(1, hip=True)},
+        ),
+    ]
 
 
 def prefill() -> list[Case]:
@@ -92,6 +122,7 @@ CASES = [
     replace(PREFILL[2], targets=RDNA, spill_bytes=1024),
     *update(1),
     *update(16),
+    *replays(),
     Case(
         "gated norm",
         gated_norm._gated_rms_norm,

@@ -26,6 +26,15 @@ from forerun.kernels.linear_attention.gated_delta import (
     gated_delta_update_ref,
 )
 from forerun.kernels.linear_attention.gated_norm import gated_rms_norm, gated_rms_norm_ref
+from forerun.kernels.linear_attention.replay import (
+    ConvStates,
+    DeltaStates,
+    SnapshotRows,
+    replay_conv,
+    replay_conv_ref,
+    replay_gated_delta,
+    replay_gated_delta_ref,
+)
 
 SLOTS, WIDTH = 4, 5
 F32 = torch.float32
@@ -310,6 +319,87 @@ def test_conv_prefill(
         assert torch.equal(kept.state[slot], whole[len(whole) - size + 1 :])
         first += count
     assert torch.equal(kept.state[1], before[1])
+
+
+# --- states at a length within the last pass ------------------------------------------------------
+
+LAYERS, ROWS = 2, 5
+
+
+def rows_of(counts: list[int], device: torch.device) -> SnapshotRows:
+    """Of slots 2, 0 and 3, to rows 4, 1 and 2."""
+    return SnapshotRows(
+        slots=torch.tensor([2, 0, 3], device=device),
+        rows=torch.tensor([4, 1, 2], device=device),
+        counts=torch.tensor(counts, dtype=torch.int32, device=device),
+        num_passes=torch.tensor([3, 0, 1, 2], dtype=torch.int32, device=device),
+    )
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("function", [replay_gated_delta, replay_gated_delta_ref])
+@pytest.mark.parametrize("counts", [(1, 0, 4), (3, 5, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
+def test_replay_gated_delta(
+    function: object,
+    counts: tuple[int, ...],
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    check_replay(function, list(counts), heads, dtype, device)
+
+
+@pytest.mark.gpu
+def test_replay_real(device: torch.device) -> None:
+    check_replay(replay_gated_delta, [1, 0, 4], REAL, F32, device)
+
+
+def check_replay(
+    function: object, counts: list[int], heads: Heads, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows hold what the next pass would begin with, had so many tokens been committed."""
+    assert callable(function)
+    to = rows_of(counts, device)
+    layers = [state(heads, device, to.slots.tolist(), counts) for _ in range(LAYERS)]
+    layers = [replace(each, state=each.state.to(dtype) * i) for i, each in enumerate(layers)]
+    parts = (torch.stack([getattr(each, n) for each in layers]) for n in ("k", "delta", "g"))
+    shape = (LAYERS, ROWS, heads.v, heads.k_dim, heads.v_dim)
+    snapshots = normal(*shape, seed=9, device=device, dtype=dtype)
+    before = snapshots.clone()
+    states = torch.stack([each.state for each in layers])
+    function(DeltaStates(states, *parts, snapshots), to)
+    written = [r for r, count in zip(to.rows.tolist(), counts, strict=True) if count]
+    for row in range(ROWS):
+        for i, layer in enumerate(layers):
+            if row in written:
+                slot = int(to.slots[to.rows.tolist().index(row)])
+                close(snapshots[i, row], start_of(layer, slot))
+            else:
+                assert torch.equal(snapshots[i, row], before[i, row])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("function", [replay_conv, replay_conv_ref])
+@pytest.mark.parametrize("counts", [(1, 0, 4), (3, 5, 0)])
+@pytest.mark.parametrize(("size", "channels"), [(4, 130), (2, 7)])
+def test_replay_conv(
+    function: object, counts: tuple[int, ...], size: int, channels: int, device: torch.device
+) -> None:
+    assert callable(function)
+    to = rows_of(list(counts), device)
+    kept = normal(LAYERS, SLOTS, size - 1, channels, seed=1, device=device)
+    inputs = normal(LAYERS, SLOTS, WIDTH, channels, seed=2, device=device)
+    snapshots = normal(LAYERS, ROWS, size - 1, channels, seed=3, device=device)
+    want = snapshots.clone()
+    for slot, row, count in zip(to.slots.tolist(), to.rows.tolist(), counts, strict=True):
+        inputs[:, slot, count:] = torch.nan
+        if count:
+            whole = torch.cat((kept[:, slot], inputs[:, slot, :count]), 1)
+            want[:, row] = whole[:, count:]
+    function(ConvStates(kept, inputs, snapshots), to)
+    assert torch.equal(snapshots, want)
 
 
 # --- norm -----------------------------------------------------------------------------------------

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState
+from forerun.kernels.linear_attention.replay import SnapshotRows
+from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout, RecurrentState, StatePool
 from forerun.kvcache.pools import ModelPools, PoolShape
 
 CPU, MIB = torch.device("cpu"), 2**20
 F32, BF16 = torch.float32, torch.bfloat16
-STATE = RecurrentState({"s": ((2, 3), F32), "conv": ((4,), BF16)}, {"k": ((5,), F32)})
+
+
+def no_replay(pool: StatePool, to: SnapshotRows) -> None:
+    raise AssertionError
+
+
+STATE = RecurrentState({"s": ((2, 3), F32), "conv": ((4,), BF16)}, {"k": ((5,), F32)}, no_replay)
 MIXED = ModelLayout(
     (DenseKV(2, 4, F32), STATE, LatentKV(6, 2, F32), DenseKV(1, 4, F32), STATE, DenseKV(2, 4, F32))
 )

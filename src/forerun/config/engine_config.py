@@ -104,14 +104,19 @@ class EngineConfig:
     )
     mamba_full_memory_ratio: float | None = _setting(
         None,
-        "Memory for recurrent states in the prefix cache, relative to that for K/V; default: twice"
-        " as many states as requests, at most 0.1",
+        "Memory for recurrent states in the prefix cache, relative to that for K/V; default: four"
+        " states per running request, at most 0.1",
     )
     mamba_ssm_dtype: str = _setting(
         "float32",
         "Dtype of linear attention's states between steps. bfloat16 takes half the memory; the"
         " output may then depend on how many tokens a step commits, and so on the drafts",
         ("float32", "bfloat16"),
+    )
+    mamba_track_interval: int = _setting(
+        256,
+        "Tokens between two recurrent states that a request in decode keeps for the prefix cache, a"
+        " multiple of page_size: its text can be continued from the last one",
     )
     attention_backend: str | None = _setting(
         None, "For phases without one of their own; default: the fastest supported"
@@ -283,6 +288,7 @@ _POSITIVE = (
     "chunked_prefill_size",
     "max_prefill_tokens",
     "max_mamba_cache_size",
+    "mamba_track_interval",
     "cuda_graph_max_bs",
     "piecewise_cuda_graph_max_tokens",
     "speculative_num_draft_tokens",

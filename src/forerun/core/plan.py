@@ -145,6 +145,18 @@ class SnapshotCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class TrackedState:
+    """A length in a decode step's reach: the recurrent state there goes to a snapshot row.
+
+    Only the device knows which step passes it; each that may is asked to, and only that one writes.
+    """
+
+    slot: int
+    row: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageWrite:
     """Entries [first, first + len(pages)) of a slot's row in a page table."""
 
@@ -186,7 +198,7 @@ class PrefillChunk:
 @dataclass(slots=True)
 class StepPlan:
     """One step, executed in this order: cleared pages, admissions, snapshots loaded, page-table
-    writes, deferred observes, the decode step, prefill chunks, snapshots saved."""
+    writes, deferred observes, the decode step, states tracked, prefill chunks, snapshots saved."""
 
     # K/V pages of failed requests, to be zeroed: NaN would reach other requests even if masked.
     cleared_pages: list[int] = field(default_factory=list)
@@ -198,6 +210,7 @@ class StepPlan:
     deferred: list[DeferredCount] = field(default_factory=list)
     decode: list[DecodeRequest] = field(default_factory=list)
     num_verify_tokens: int = 1  # W of this step: tokens verified for each request of `decode`
+    tracked: list[TrackedState] = field(default_factory=list)  # of requests of `decode`
     prefill: list[PrefillChunk] = field(default_factory=list)
     save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`
 

@@ -102,6 +102,7 @@ class Request(RequestRecord):
     # cache owns them, as (length, row).
     snapshots_at: tuple[int, ...] = ()
     snapshots: list[tuple[int, int]] = field(default_factory=list)
+    tracked_row: int | None = None  # for the next one that a decode step saves
     kv_len: int = 0  # committed KV slots, as of the last result
     pending: list[int] = field(default_factory=list)  # per step in flight: tokens it may add
     pending_observe: int = 0  # last tokens, whose observe is deferred

@@ -64,7 +64,7 @@ class Engine:
             _prefix_cache(config, info, allocator, windows),
             _width_policy(info),
             windows,
-            _schedule_policy(config),
+            _schedule_policy(config, info),
         )
         algorithm = config.speculative_algorithm or "NONE"
         self._stats = SpecStats(algorithm.upper(), info.limits.max_verify_tokens - 1)
@@ -287,6 +287,7 @@ class Engine:
             draft_tokens=stats.num_draft_tokens,
             algorithm_failures=stats.num_failures,
             prefix=steps.prefix,
+            tracked_states=self.scheduler.states.num_tracked,
             preemptions=steps.preemptions,
             queue_seconds=steps.queue_seconds,
             waiting_by_priority=dict(
@@ -330,12 +331,13 @@ def _prefix_cache(
     )
 
 
-def _schedule_policy(config: EngineConfig) -> SchedulePolicy:
+def _schedule_policy(config: EngineConfig, info: ExecutorInfo) -> SchedulePolicy:
     return SchedulePolicy(
         longest_prefix=config.schedule_policy == "lpm",
         low_priority_values_first=config.schedule_low_priority_values_first,
         max_prefill_tokens=config.max_prefill_tokens,
         max_mixed_step=config.max_mixed_step_ms / 1000,
+        track_interval=config.mamba_track_interval if info.num_snapshots else 0,
     )
 
 

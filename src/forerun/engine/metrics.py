@@ -60,6 +60,7 @@ class EngineMetrics:
     draft_tokens: int
     algorithm_failures: int
     prefix: PrefixCounts
+    tracked_states: int  # recurrent states that were saved while requests decoded
     preemptions: int
     queue_seconds: Histogram  # from submission to the first admission
     waiting_by_priority: dict[int, int]  # requests

@@ -108,6 +108,7 @@ class DeviceExecutor:
                     self._to_host(out.sampled),
                     self._to_host(out.num_committed),
                 )
+                self.step.track_states(plan.tracked)
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = None

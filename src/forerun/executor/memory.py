@@ -30,6 +30,8 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.platform.device import memory
 
 MAX_CPU_KV_BYTES = 4 << 30  # main memory is shared with other processes
+# Of a prompt, of what it shares with others, and two of a text that is generated.
+SNAPSHOTS_PER_SLOT = 4
 SNAPSHOT_RATIO = 0.1  # of memory for snapshots of recurrent states to that for K/V, at most
 RESERVED_BYTES = 256 << 20  # for fragmentation and later allocations of the driver
 GIB = 2**30
@@ -162,7 +164,9 @@ def _num_snapshots(config: EngineConfig, demand: KVDemand, budget: int) -> int:
     ratio = config.mamba_full_memory_ratio
     share = SNAPSHOT_RATIO if ratio is None else ratio
     fitting = int(budget * share / (1 + share)) // demand.state_bytes
-    return fitting if ratio is not None else min(fitting, 2 * (demand.num_slots - 1))
+    return (
+        fitting if ratio is not None else min(fitting, SNAPSHOTS_PER_SLOT * (demand.num_slots - 1))
+    )
 
 
 def _wanted_window_pages(demand: KVDemand) -> int:

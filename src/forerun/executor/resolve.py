@@ -206,9 +206,15 @@ def _limits(
         each.choices[phase] for each in attention for phase in order if phase in each.choices
     ]
     default_depth = 0 if no_overlap or on_cpu else 1
+    page_size = choose_page_size(choices, config.page_size)
+    if config.mamba_track_interval % page_size:
+        raise ConfigError(
+            f"mamba_track_interval {config.mamba_track_interval} is no multiple of page_size"
+            f" {page_size}: prefixes are shared in whole pages. Take a multiple."
+        )
     return Limits(
         slots=slots,
-        page_size=choose_page_size(choices, config.page_size),
+        page_size=page_size,
         max_verify_tokens=caps.num_verify_tokens,
         kv_reserve=caps.kv_reserve,
         chunked_prefill_size=config.chunked_prefill_size,

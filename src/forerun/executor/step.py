@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
-from forerun.core.plan import PrefillChunk, SnapshotCopy
+from forerun.core.plan import PrefillChunk, SnapshotCopy, TrackedState
 from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.safe_algorithm import SafeAlgorithm
@@ -45,6 +45,7 @@ from forerun.executor.token_sampler import TokenSampler
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs
+from forerun.kvcache.pools import TrackedLengths
 from forerun.layers.attention import KVLayer
 from forerun.models.base import CausalLM
 from forerun.platform.device import upload
@@ -175,6 +176,15 @@ class DeviceStep:
         if snapshots:
             rows = self.tables.upload(_slots_and_rows(snapshots), torch.int64)
             self.attention.pools.save_snapshots(*rows)
+
+    def track_states(self, tracked: Sequence[TrackedState]) -> None:
+        """After a decode step: the states at lengths that it may have gone past."""
+        if tracked:
+            upload = self.tables.upload
+            slots, rows = upload([[t.slot for t in tracked], [t.row for t in tracked]], torch.int64)
+            lengths = upload([t.length for t in tracked], torch.int32)
+            targets = TrackedLengths(slots, rows, lengths)
+            self.attention.pools.track_snapshots(targets, self.tables.kv_len)
 
     # --- decode ---------------------------------------------------------------------------------
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+from torch import Tensor
+
+from forerun.kernels.linear_attention.replay import SnapshotRows
 
 SSM = "ssm"  # name of linear attention's state, the tensor whose dtype can be chosen
 
@@ -54,15 +58,39 @@ class LatentKV:
 
 
 @dataclass(frozen=True)
+class StatePool:
+    """One kind of recurrent state: L layers of equal tensors, stacked in dimension 0.
+
+    Shapes, by tensor name: `state` [L, S, ...], before the last verify pass; `updates`
+    [L, S, W, ...] of its tokens; `snapshots` [L, N, ...].
+    """
+
+    layers: tuple[int, ...]
+    kind: RecurrentState
+    state: Mapping[str, Tensor]
+    updates: Mapping[str, Tensor]
+    snapshots: Mapping[str, Tensor]
+
+
+class Replay(Protocol):
+    """Writes states after some of the last pass's tokens to snapshot rows; reads, changes nothing
+    else. Runs between steps, without waiting for the device."""
+
+    def __call__(self, pool: StatePool, to: SnapshotRows) -> None: ...
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """Tensors of fixed shape per request.
 
     `updates` has those that a verify pass stores per token. They may be the state after the token,
     or whatever it is computed from; a layer that knows its recurrence stores far less than states.
+    `replay` computes states from updates.
     """
 
     tensors: TensorShapes
     updates: TensorShapes
+    replay: Replay
 
     def with_ssm_dtype(self, dtype: torch.dtype) -> RecurrentState:
         """The same with the tensor named `SSM`, if there is one, stored as `dtype`."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import InternalError
+from forerun.kernels.linear_attention.replay import SnapshotRows
 from forerun.kernels.runtime.fp8 import as_bits
 from forerun.kernels.speculation.tree import compact_kv
 from forerun.kvcache.layouts import (
@@ -25,22 +26,9 @@ from forerun.kvcache.layouts import (
     ModelLayout,
     PagedLayout,
     RecurrentState,
+    StatePool,
     TensorShapes,
 )
-
-
-@dataclass(frozen=True)
-class StatePool:
-    """One kind of recurrent state: `layers` layers of equal tensors, stacked in dimension 0.
-
-    Shapes, by tensor name: `state` [L, S, ...], before the last verify pass; `updates`
-    [L, S, W, ...] of its tokens; `snapshots` [L, N, ...].
-    """
-
-    layers: tuple[int, ...]
-    state: Mapping[str, Tensor]
-    updates: Mapping[str, Tensor]
-    snapshots: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,6 +39,15 @@ class LayerState:
     updates: Mapping[str, Tensor]  # [S, W, ...]
     num_pending: Tensor  # [S] int32: updates that belong to the state and are not applied yet
     num_passes: Tensor  # [S] int32: decode and verify passes so far, for layers with two buffers
+
+
+@dataclass(frozen=True)
+class TrackedLengths:
+    """Lengths of n requests at which the prefix cache wants their recurrent states."""
+
+    slots: Tensor  # [n] int64
+    rows: Tensor  # [n] int64: of the snapshot pool
+    lengths: Tensor  # [n] int32
 
 
 @dataclass(frozen=True)
@@ -176,6 +173,23 @@ class ModelPools:
             for name, state in pool.state.items():
                 pool.snapshots[name].index_copy_(1, rows, state.index_select(1, slots))
 
+    def track_snapshots(self, targets: TrackedLengths, kv_len: Tensor) -> None:
+        """Writes the states at lengths that the last pass went past to snapshot rows.
+
+        Where it did not, because it accepted too little or an earlier pass went past, the row keeps
+        what it has.
+
+        Args:
+            kv_len: [S] int32: committed lengths.
+        """
+        slots, lengths = targets.slots, targets.lengths
+        pending = self.num_pending.index_select(0, slots)
+        counts = lengths - kv_len.index_select(0, slots) + pending
+        counts = counts.masked_fill((counts < 0) | (counts > pending), 0)
+        to = SnapshotRows(slots, targets.rows, counts, self.num_passes)
+        for pool in self.states:
+            pool.kind.replay(pool, to)
+
     def load_snapshots(self, slots: Tensor, rows: Tensor) -> None:
         """Copies snapshot rows [n] int64 to the states of slots [n] int64."""
         for pool in self.states:
@@ -213,6 +227,7 @@ class ModelPools:
 
         pool = StatePool(
             layers,
+            kind,
             state=room(kind.tensors, sizes.num_slots),
             updates=room(kind.updates, sizes.num_slots, sizes.num_verify_tokens),
             snapshots=room(kind.tensors, sizes.num_snapshots),

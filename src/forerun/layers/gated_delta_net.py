@@ -23,7 +23,14 @@ from forerun.kernels.linear_attention.gated_delta import (
     gated_delta_update,
 )
 from forerun.kernels.linear_attention.gated_norm import gated_rms_norm
-from forerun.kvcache.layouts import SSM, RecurrentState
+from forerun.kernels.linear_attention.replay import (
+    ConvStates,
+    DeltaStates,
+    SnapshotRows,
+    replay_conv,
+    replay_gated_delta,
+)
+from forerun.kvcache.layouts import SSM, RecurrentState, StatePool
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import MergedLinear, PendingGemm, RowLinear
@@ -126,6 +133,7 @@ class GatedDeltaNet(KVLayer):
                 "delta": ((heads.num_v, heads.v_dim), float32),
                 "g": ((2, heads.num_v), float32),
             },
+            replay=replay_states,
         )
 
     def __call__(self, x: Tensor | DeferredNorm, ctx: AttentionContext) -> PendingGemm:
@@ -150,3 +158,12 @@ class GatedDeltaNet(KVLayer):
         if state.prompts is None:
             return gated_delta_update(qkv, gates, kept)
         return gated_delta_prefill(qkv, gates, kept, state.prompts)
+
+
+def replay_states(pool: StatePool, to: SnapshotRows) -> None:
+    """`RecurrentState.replay` of these layers."""
+    state, updates, snapshots = pool.state, pool.updates, pool.snapshots
+    replay_conv(ConvStates(state["conv"], updates["conv"], snapshots["conv"]), to)
+    replay_gated_delta(
+        DeltaStates(state[SSM], updates["k"], updates["delta"], updates["g"], snapshots[SSM]), to
+    )

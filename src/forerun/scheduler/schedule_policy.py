@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulePolicy:
-    """In which order requests are admitted, and how long a step may be."""
+    """In which order requests are admitted, how long a step may be, what decode steps keep."""
 
     longest_prefix: bool = False  # lpm; otherwise first come, first served
     low_priority_values_first: bool = False
     max_prefill_tokens: int | None = None  # prompt tokens per step; None: `chunked_prefill_size`
     max_mixed_step: float = 0.0  # seconds of a step with decode and prompt tokens; 0: no limit
+    track_interval: int = 0  # generated tokens between snapshots of recurrent state; 0: none
 
     def rank(self, priority: int) -> int:
         """The smallest goes first."""

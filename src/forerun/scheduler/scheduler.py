@@ -36,6 +36,7 @@ from forerun.core.plan import (
     SnapshotCopy,
     StepPlan,
     StepResult,
+    TrackedState,
 )
 from forerun.core.request import FinishReason, Request, State
 from forerun.kvcache.pages import PageAllocator
@@ -44,6 +45,7 @@ from forerun.kvcache.window_pages import WindowPages
 from forerun.scheduler.adaptive_width import VerifyOutcome, WidthPolicy
 from forerun.scheduler.prefill_budget import PrefillBudget
 from forerun.scheduler.schedule_policy import SchedulePolicy
+from forerun.scheduler.state_tracker import StateTracker
 from forerun.scheduler.stop_checker import append_tokens
 from forerun.scheduler.waiting_queue import WaitingQueue, order_of
 from forerun.scheduler.windows import Windows
@@ -67,6 +69,7 @@ class ScheduledStep:
     prefill: list[Request] = field(default_factory=list)  # of `plan.prefill`
     deferred: list[tuple[Request, int]] = field(default_factory=list)  # of `plan.deferred`
     updates: list[PageTableUpdate] = field(default_factory=list)  # among `plan.page_writes`
+    tracked: dict[Request, TrackedState] = field(default_factory=dict)  # of `plan.tracked`
 
     @property
     def requests(self) -> list[Request]:
@@ -125,6 +128,7 @@ class Scheduler:
         self.windows = Windows(limits, window_pages)
         self.allocator = allocator
         self.prefix = prefix
+        self.states = StateTracker(prefix, policy.track_interval)
         self.widths = widths
         self.waiting = WaitingQueue(prefix, policy.longest_prefix)
         self.running: list[Request] = []  # by `Request.order`; the last is preempted first
@@ -176,6 +180,7 @@ class Scheduler:
         step = ScheduledStep(StepPlan())
         self._plan_decode(step)
         self._choose_width(step)
+        self._plan_tracking(step)
         self._plan_prefill(step)
         if not step.requests:
             return None
@@ -224,6 +229,9 @@ class Scheduler:
             request.pending.pop(0)
             if request.state is not State.FINISHED:
                 request.kv_len += len(tokens)
+                if request.slot not in failed:
+                    before = request.kv_len - len(tokens)
+                    self.states.complete(request, step.tracked.get(request), before)
                 request.verify_ct += 1
                 drafts = request.params.draft_limit(step.plan.num_verify_tokens - 1)
                 request.proposed += drafts
@@ -277,6 +285,11 @@ class Scheduler:
             request.pending.append(step.plan.num_verify_tokens)
         if self.limits.max_pending_observe:
             self._plan_deferred(step)
+
+    def _plan_tracking(self, step: ScheduledStep) -> None:
+        for request in step.decode:
+            if (asked := self.states.plan(request, step.plan)) is not None:
+                step.tracked[request] = asked
 
     def _plan_deferred(self, step: ScheduledStep) -> None:
         """Plain steps are observed before the next drafts, or when their buffer is full."""
@@ -542,9 +555,7 @@ class Scheduler:
             self._uncleared += inserted.owned
         self.prefix.dec_lock_ref(request.node)
         self._updates = [update for update in self._updates if update.request is not request]
-        for _, row in request.snapshots:
-            self.prefix.free_snapshot(row)
-        request.snapshots.clear()
+        self.states.release(request, kv_len)
         self._free_slots.append(request.slot)
         request.slot, request.pages, request.node = -1, [], None
 

@@ -253,6 +253,11 @@ def _cache(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
     )
     yield make.counter("vllm:prefix_cache_hits", "Prompt tokens found there.", prefix.hits)
     yield make.counter(
+        "forerun_tracked_states",
+        "Recurrent states saved while requests decoded, so that their text can be continued.",
+        engine.tracked_states,
+    )
+    yield make.counter(
         "vllm:num_preemptions",
         "Requests that lost their slot and got one again.",
         engine.preemptions,

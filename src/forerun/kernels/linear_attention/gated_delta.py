@@ -100,7 +100,7 @@ def gated_delta_update_ref(qkv: Tensor, gates: DeltaGates, state: DeltaState) ->
     """Reference implementation of `gated_delta_update`."""
     slots = state.slots
     x = _Tokens.of(qkv, gates, state).of_requests(len(slots))
-    before = _apply_updates(state)
+    before = apply_updates(state)
     state.state.index_copy_(0, slots, before.to(state.state.dtype))
     o, delta, _ = _advance(x, before)
     width = x.k.shape[1]
@@ -204,7 +204,7 @@ def _last_turn(state: DeltaState) -> Tensor:
     return state.num_passes[state.slots].long() & 1
 
 
-def _apply_updates(state: DeltaState) -> Tensor:
+def apply_updates(state: DeltaState) -> Tensor:
     """[B, HV, Dk, Dv] float32: the states after the committed tokens."""
     slots, turn = state.slots, _last_turn(state)
     kept = state.state[slots].float()
