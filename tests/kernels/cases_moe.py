@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.moe import align, experts, experts_mxfp4, router
+from forerun.kernels.moe import align, experts, experts_mxfp4, gated_output, router
 from forerun.kernels.moe.config import choose_moe, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
 from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
@@ -195,6 +195,14 @@ CASES = [
     *mxfp4(1, F32),
     *mxfp4(8192, B16),
     *gemms("multiples of 8", 1, F32, even=False),
+    Case(
+        "gated output",
+        gated_output._gate_output,
+        {"x_ptr": B16, "weight_ptr": B16, "value_ptr": B16, "out_ptr": F32},
+        {"HIDDEN": 2048, "BLOCK": 2048, "PDL": False},
+        options={"num_warps": 8},
+        hip_options={"num_warps": 4},
+    ),
     Case(
         "combine",
         experts._combine,

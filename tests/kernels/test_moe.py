@@ -12,8 +12,9 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.moe import align as align_module
+from forerun.kernels.moe import experts as experts_module
 from forerun.kernels.moe.align import align
-from forerun.kernels.moe.config import choose_moe, max_tiles, router_slice
+from forerun.kernels.moe.config import SM90_DECODE, choose_moe, max_tiles, router_slice
 from forerun.kernels.moe.experts import (
     ClampedSwiglu,
     combine,
@@ -22,12 +23,13 @@ from forerun.kernels.moe.experts import (
     expert_partials_ref,
 )
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
+from forerun.kernels.moe.gated_output import GatedOutput, gate_output, gate_output_ref
 from forerun.kernels.moe.router import new_counts, route, top_k
 from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
-from forerun.layers.moe import SparseMoE
+from forerun.layers.moe import SharedExpertMoE, SparseMoE
 from forerun.layers.residual import AddRMSNorm
 from forerun.models.gpt_oss import GptOssMoE
 from forerun.models.quantization import Mxfp4
@@ -253,6 +255,57 @@ def test_experts(
     error = (got.cpu().float() - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < (1e-5 if dtype == torch.float32 else 2e-3)
     torch.testing.assert_close(combine(got, dtype).cpu(), combine_ref(got.cpu(), dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("out", [None, torch.float32])
+def test_gated_output(dtype: torch.dtype, out: torch.dtype | None, device: torch.device) -> None:
+    x, value = (random(5, 72, seed=seed).to(device, dtype) for seed in (1, 2))
+    weight = random(1, 72, seed=3, scale=0.2).to(device, dtype)
+    places = [None if out is None else torch.full((5, 72), torch.nan, device=device) for _ in "ab"]
+    got, want = (
+        gate_output(x, weight, value, places[0]),
+        gate_output_ref(x, weight, value, places[1]),
+    )
+    assert got.dtype == want.dtype == (out or dtype)
+    assert out is None or (got is places[0] and want is places[1])
+    gate = torch.sigmoid((x.double() * weight.double()).sum(1, keepdim=True))
+    for each in (got, want):
+        error = (each.double() - gate * value.double()).abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [3, pytest.param(130, marks=pytest.mark.exhaustive)])
+def test_a_gated_shared_expert_beside_the_kernel_for_hopper(
+    tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That kernel leaves room for it (here the reference implementation does), Triton's add it."""
+
+    def stand_in(
+        x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, _: object, num_more: int = 0
+    ) -> Tensor:
+        out = expert_partials_ref(x, w13, w2, routed)
+        return torch.cat((out, out.new_full((num_more, *out.shape[1:]), torch.nan)))
+
+    hidden, width = 64, 24
+    routing, count = Routing(6, 3, norm_topk_prob=True), 6
+    x, gate = random(tokens, hidden, seed=1).to(device), random(6, hidden, seed=2).to(device)
+    w13 = random(count, 2 * width, hidden, seed=3, scale=0.2).to(device)
+    w2 = random(count, hidden, width, seed=4, scale=0.2).to(device)
+    shared = GatedOutput(
+        x, random(1, hidden, seed=5).to(device), random(tokens, hidden, seed=6).to(device)
+    )
+    counts = new_counts(routing, device)
+    routed = route(x, gate, None, routing, counts)
+    assert routed.tiles is not None
+    routed = replace(routed, tiles=replace(routed.tiles, progress=counts))
+    want = combine_ref(expert_partials_ref(x, w13, w2, routed, shared.result()), x.dtype)
+    for config in (None, SM90_DECODE) if tokens <= 128 else (None,):
+        monkeypatch.setattr(experts_module, "choose_moe_sm90", lambda *_, found=config: found)
+        monkeypatch.setattr(experts_module, "expert_partials_sm90", stand_in)
+        got = expert_partials(x, w13, w2, routed, shared)
+        assert len(got) == (3 if config is None else 4)
+        torch.testing.assert_close(combine(got, x.dtype), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "hidden", "width"), [(1, 32, 40), (7, 72, 24), (131, 32, 24)])
@@ -520,6 +573,49 @@ def test_shared_experts_at_the_sizes_of_deepseek_v2_lite(tokens: int) -> None:
     assert (got - want).norm() / want.norm() < 0.01
     for _ in range(5):
         assert torch.equal(moe(x).result().float(), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", [Routing(512, 10, norm_topk_prob=True), Routing(256, 8)])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 33, 128, 129, 1024])
+def test_gated_shared_experts_at_the_sizes_of_qwen3_next(tokens: int, routing: Routing) -> None:
+    """And of Qwen3.5-35B-A3B, whose experts choose by themselves for up to 4 tokens."""
+    device = torch.device("cuda")
+    place = WeightPlacement(torch.bfloat16, device)
+    moe = SharedExpertMoE(2048, 512, 512, routing, place)
+    generator = torch.Generator(device).manual_seed(0)
+    moe.experts.fused = True
+    for view in moe.weights().values():
+        view.normal_(0, 0.02, generator=generator)
+    stored = {name: view.float() for name, view in moe.weights().items()}
+    for part in (
+        moe.gate,
+        moe.experts,
+        moe.shared_expert.gate_up_proj,
+        moe.shared_expert.down_proj,
+    ):
+        part.prepare()
+    x = torch.randn(tokens, 2048, generator=generator, device=device, dtype=torch.bfloat16)
+    got, routed, wide = moe(x).result().float(), moe.gate(x), x.float()
+    gate, up, down = (
+        stored[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")
+    )
+    act = torch.nn.functional.silu(wide @ gate.T) * (wide @ up.T)
+    want = torch.sigmoid(wide @ stored["shared_expert_gate.weight"].T) * (act @ down.T)
+    for expert in range(routing.num_experts):
+        token, choice = (routed.experts == expert).nonzero(as_tuple=True)
+        gates, ups = (wide[token] @ moe.experts.w13[expert].float().T).chunk(2, 1)
+        y = (torch.nn.functional.silu(gates) * ups) @ moe.experts.w2[expert].float().T
+        want.index_add_(0, token, y * routed.weights[token, choice, None])
+    assert (got - want).norm() / want.norm() < 0.01
+    for _ in range(5):
+        assert torch.equal(moe(x).result().float(), got)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe(x).result()
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(captured.float(), got)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import combine, expert_partials
+from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.router_logits_sm90 import (
     LogitsRouter,
@@ -181,12 +182,12 @@ class Experts(Module):
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
 
     def __call__(
-        self, x: Tensor, routed: Routed | RouterLogits, shared: Tensor | None = None
+        self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
     ) -> Tensor:
         """x [T, H] -> [k, T, H], weighted, in the order of the choices.
 
-        Shared experts that are not among the choices are added to the first, as is `shared`
-        [T, H].
+        Shared experts that are not among the choices are added to the first. `shared` is too, or
+        comes after the last, [k + 1, T, H].
         """
         if isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared:
             return expert_partials(x, self.w13, self.w2, routed, shared)
@@ -270,26 +271,22 @@ class SharedExpertMoE(SparseMoE):
         self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False, place=own)
         self.shared_expert_gate = OutputGate(hidden_size, place)
 
-    experts_choose = False  # `shared` below is added by the Triton kernels
-
     def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
-        assert logits is None
-        shared = self.shared_expert_gate(x) * self.shared_expert(x).result()
-        return self.experts(x, self.gate(x), shared)
+        value = self.shared_expert(x).result()
+        if logits is None:
+            logits = self.gate.logits_for_experts(x, self.experts.width)
+        routed = self.gate(x) if logits is None else logits
+        return self.experts(x, routed, GatedOutput(x, self.shared_expert_gate.weight, value))
 
 
 class OutputGate(Module):
-    """sigmoid(w · x): one number per token."""
+    """`weight` [1, H]: sigmoid(w · x) is one number per token."""
 
     def __init__(self, hidden_size: int, place: WeightPlacement) -> None:
         self.weight = place.empty(1, hidden_size)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, 1]."""
-        return torch.sigmoid(F.linear(x, self.weight))
 
 
 class PendingExperts(Pending):

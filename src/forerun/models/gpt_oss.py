@@ -17,6 +17,7 @@ from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
 from forerun.kernels.moe.experts_mxfp4 import BLOCK_K as MXFP4_BLOCK_K
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
+from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.kernels.runtime.gpu import have_triton
 from forerun.layers.attention import Attention, ProjectedAttention
@@ -114,7 +115,7 @@ class GptOssExperts(Experts):
         self._stored = []
 
     def __call__(
-        self, x: Tensor, routed: Routed | RouterLogits, shared: Tensor | None = None
+        self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
     ) -> Tensor:
         assert isinstance(routed, Routed)
         swiglu = ClampedSwiglu(self.b13, self.b2, self.alpha, self.limit)

@@ -34,10 +34,12 @@ from forerun.kernels.moe.config import (
     SM90_FEW_TOKENS,
     GroupedGemmConfig,
     MoeConfig,
+    Sm90MoeConfig,
     choose_moe,
     choose_moe_sm90,
 )
 from forerun.kernels.moe.experts_sm90 import expert_partials_sm90
+from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import ExpertTiles, Routed, RouterLogits
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit_no_specialize, tl, use_triton
@@ -98,33 +100,37 @@ def expert_partials(
     w13: Tensor,
     w2: Tensor,
     routed: Routed | RouterLogits,
-    shared: Tensor | None = None,
+    shared: Tensor | GatedOutput | None = None,
     config: MoeConfig | None = None,
     swiglu: ClampedSwiglu | None = None,
 ) -> Tensor:
     """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
 
     float32; on a GPU in x's dtype for more than `MAX_DECODE_TOKENS` tokens.
+    Hopper's kernel leaves a gated output to one more, [k + 1, T, H].
 
     Args:
         routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`.
-        shared: [T, H], added to the first choice; served by Triton.
+        shared: [T, H], added to the first choice, or a gated output of x.
         config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
         swiglu: biases and activation; None: SiLU without biases.
     """
     tokens, (_, hidden, width) = x.shape[0], w2.shape
     if isinstance(routed, RouterLogits):
-        assert shared is None and config is None and swiglu is None
-        return expert_partials_sm90(x, w13, w2, routed, SM90_FEW_TOKENS)
+        assert config is None and swiglu is None
+        return _partials_sm90(x, (w13, w2), routed, shared, SM90_FEW_TOKENS)
     if not use_triton(x):
-        return expert_partials_ref(x, w13, w2, routed, shared, swiglu)
+        gated = shared.result() if isinstance(shared, GatedOutput) else shared
+        return expert_partials_ref(x, w13, w2, routed, gated, swiglu)
     tiles, gpu = routed.tiles, gpu_of(x.device)
     assert tiles is not None
-    plain = shared is None and swiglu is None
+    plain = swiglu is None and not isinstance(shared, Tensor)
     if config is None and plain and tiles.progress is not None:
         sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
         if sm90 is not None:
-            return expert_partials_sm90(x, w13, w2, routed, sm90)
+            return _partials_sm90(x, (w13, w2), routed, shared, sm90)
+    if isinstance(shared, GatedOutput):
+        shared = shared.result()
     config = config or choose_moe(tokens, gpu, x.itemsize)
     assert tiles.block_m == config.block_m
     assert x.is_contiguous() and w13.is_contiguous() and w2.is_contiguous()
@@ -148,6 +154,21 @@ def expert_partials(
         TOP_K=top_k, NUM_THREADS=32 * config.down.num_warps,
         **_constants(tiles, config.down, width), **pdl_options(x),
     )  # fmt: skip
+    return out
+
+
+def _partials_sm90(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    routed: Routed | RouterLogits,
+    shared: Tensor | GatedOutput | None,
+    config: Sm90MoeConfig,
+) -> Tensor:
+    if shared is None:
+        return expert_partials_sm90(x, *weights, routed, config)
+    assert isinstance(shared, GatedOutput), "dense shared experts are for more tokens"
+    out = expert_partials_sm90(x, *weights, routed, config, num_more=1)
+    shared.result(out[-1])
     return out
 
 

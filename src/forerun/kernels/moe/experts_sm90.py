@@ -75,8 +75,12 @@ def expert_partials_sm90(
     w2: Tensor,
     routed: Routed | RouterLogits,
     config: Sm90MoeConfig,
+    num_more: int = 0,
 ) -> Tensor:
-    """`expert_partials` for bfloat16 and up to 128 tokens: float32 [k, T, H]."""
+    """`expert_partials` for bfloat16 and up to 128 tokens: float32 [k, T, H].
+
+    `num_more`: so many [T, H] are left after these for the caller to fill.
+    """
     tokens, (experts, hidden, width) = x.shape[0], w2.shape
     inputs: tuple[Tensor | None, ...]
     if isinstance(routed, RouterLogits):
@@ -93,7 +97,8 @@ def expert_partials_sm90(
     assert hidden % config.block_k == 0 and width % config.block_k == 0
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w13, w2))
     act = x.new_empty(tokens * top_k, width)
-    out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=x.device)
+    shape = top_k + num_more, tokens, hidden
+    out = torch.empty(shape, dtype=torch.float32, device=x.device)
     # [I / 8, 2E, 8, H]: a box has 8 rows of gate, the 8 rows of up that go with them, and so on.
     paired = w13.view(2 * experts, width // 8, 8, hidden).transpose(0, 1)
     args = (
