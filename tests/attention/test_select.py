@@ -27,6 +27,7 @@ from forerun.kernels.runtime import nvrtc
 pytest.importorskip("triton")
 
 GPU = AttentionNeed("cuda", torch.bfloat16, 128, 32, 8, frozenset({LayerMask()}))
+LATENT = replace(GPU, mla=True, dense=False, head_dim=576, latent_dim=512)
 
 
 @pytest.fixture(autouse=True)
@@ -149,12 +150,12 @@ def test_graphs_and_trees_need_triton() -> None:
             "latent rows of 1024",
         ),
         (
-            replace(GPU, mla=True, dense=False, head_dim=576, latent_dim=512, sinks=True),
+            replace(LATENT, sinks=True),
             "has no attention sinks",
         ),
-        (replace(GPU, logit_softcap=True), "soft-cap"),
+        (replace(LATENT, logit_softcap=True), "latent (MLA) attention has no logit soft-cap"),
+        (replace(LATENT, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "trees have no window"),
         (replace(GPU, uniform=False), "one shape in all layers"),
-        (replace(GPU, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "has no window"),
     ],
 )
 def test_what_triton_refuses(need: AttentionNeed, reason: str) -> None:

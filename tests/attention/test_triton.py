@@ -81,6 +81,27 @@ def test_prefill_then_blocks(page: int, device: torch.device) -> None:
         assert torch.equal(pair[0].pools.v(layer)[written], pair[1].pools.v(layer)[written])
 
 
+@pytest.mark.parametrize(
+    "window", [3, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, 70))]
+)
+def test_soft_cap_and_windows_of_trees(window: int | None, device: torch.device) -> None:
+    pair, table = backends(16, device), tables(16, device)[:2]
+    spec = AttentionSpec(LayerMask(window=window), DIM**-0.5, logit_softcap=0.7)
+    start = torch.zeros(2, dtype=torch.int32, device=device)
+    prompts = AttentionBatch(table, start, 90, ragged=((0, 90), (0, 3)))
+    lengths = torch.tensor([90, 3], dtype=torch.int32, device=device)
+    bits = torch.tensor([[1, 3, 5, 11, 27], [1, 3, 7, 15, 31]], device=device)
+    tree = AttentionBatch(table, lengths, 95, q_len=5, tree=bits)
+    for seed, (batch, rows) in enumerate(((prompts, 93), (tree, 10))):
+        q, k, v = qkv(rows, device, seed)
+        outs = []
+        for backend in pair:
+            plan = backend.plan(batch)
+            backend.write(plan, 0, k, v)
+            outs.append(backend.attend(plan, 0, spec, q))
+        torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+
+
 def _same(
     pair: list[AttentionBackend],
     batch: AttentionBatch,

@@ -158,18 +158,10 @@ def test_transformers_modules_come_with_a_warning(
         family_llm(root, "transformers", model_impl="auto")
 
 
-# Gemma 2's capped attention logits, and trees with windows, are for torch_native only.
-ON_GPUS = [
-    (kind, algorithm)
-    for kind, changes in KINDS.items()
-    for algorithm in ALGORITHMS
-    if kind != "gemma2" and (algorithm != "DDTREE" or not changes)
-]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
-@pytest.mark.parametrize(("kind", "algorithm"), ON_GPUS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding_on_a_gpu(
     root: Path, kind: str, algorithm: str | None, graph: bool
 ) -> None:

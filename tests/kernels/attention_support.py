@@ -47,6 +47,8 @@ class Paged:
             for token in range(count):
                 seen = attended(position, start, count, token, mask, self._bits(t))
                 s = torch.einsum("hd,nhd->hn", self.q[t].double(), k[seen]) * self.scale
+                if mask.softcap is not None:
+                    s = mask.softcap * torch.tanh(s / mask.softcap)
                 if mask.sinks is not None:  # a score whose value is zero
                     s = torch.cat((s, mask.sinks.double()[:, None]), 1)
                 weights = s.softmax(1)[:, : len(v[seen])]
@@ -68,7 +70,14 @@ def attended(
     if mask.mask == BLOCK:
         return position >= (0 if mask.window is None else start - mask.window)
     marked = [start + j for j in range(count) if bits >> j & 1]
-    return (position < start) | torch.isin(position, position.new_tensor(marked))
+    oldest = 0
+    if mask.window is not None:  # the last of the context and the path to the token
+        last = start + len(marked) - 1
+        oldest = last - mask.window + 1
+        marked = marked[-mask.window :]
+    return ((position < start) & (position >= oldest)) | torch.isin(
+        position, position.new_tensor(marked)
+    )
 
 
 def random_tree(count: int, generator: torch.Generator) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ def _common(dim: int, page: int, group: int, kv: torch.dtype) -> dict[str, Any]:
         "WINDOW": -1,
         "FP8": int(kv == torch.uint8),
         "INT64_OFFSETS": True,
+        "SOFTCAP": 0.0,
         "BLOCK_D": power,
     }
 
@@ -77,7 +79,7 @@ def decode(
     splits: bool = True,
     targets: tuple[str, ...] = TARGETS,
     sinks: bool = False,
-    **more: int,
+    **more: float,
 ) -> list[Case]:
     kv = kv or dtype
     q, pool = f"*{NAMES[dtype]}", f"*{POOLS[kv]}"
@@ -131,7 +133,7 @@ def prefill(
     group: int = 4,
     targets: tuple[str, ...] = TARGETS,
     sinks: bool = False,
-    **more: int,
+    **more: float,
 ) -> list[Case]:
     q = f"*{NAMES[dtype]}"
     names = (
@@ -172,6 +174,13 @@ CASES = [
     *decode("float32, pages of 64", dtype=torch.float32, dim=64, page=64, targets=("sm_90",)),
     *decode("draft block", q_len=16, MASK=1, WINDOW=512, targets=ONE),
     *decode("tree", q_len=16, MASK=2, targets=ONE),
+    *decode("tree, long window", q_len=16, page=64, MASK=2, WINDOW=4096, targets=ONE),
+    *(  # sums of bits, a short window's, take registers
+        replace(case, spill_bytes=16)
+        for case in decode("tree, short window", q_len=16, MASK=2, WINDOW=8, targets=ONE)
+    ),
+    *decode("soft-cap, head dim 256", dim=256, group=2, SOFTCAP=50.0, targets=TARGETS),
+    *decode("verify, soft-cap", dim=256, group=2, q_len=16, SOFTCAP=50.0, targets=ONE),
     *decode("decode, head dim 64", dim=64, group=2, targets=ONE),
     *decode("verify, head dim 256", dim=256, q_len=16, targets=(*ONE, "gfx1100")),
     *decode("decode, float8", kv=torch.uint8, targets=("sm_80", "gfx942")),
@@ -191,6 +200,7 @@ CASES = [
     *prefill("prefill"),
     *prefill("prefill, sinks", dim=64, group=8, sinks=True, targets=SOME),
     *prefill("prefill, window", page=64, WINDOW=512, targets=ONE),
+    *prefill("prefill, soft-cap", dim=256, group=2, page=64, SOFTCAP=50.0, targets=SOME),
     *prefill("prefill, head dim 64", dim=64, group=2, targets=ONE),
     *prefill("prefill, head dim 256", dim=256, targets=(*ONE, "gfx1100")),
     *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),

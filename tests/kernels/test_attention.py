@@ -36,6 +36,9 @@ MASKS = [
     MaskSpec(BLOCK),
     MaskSpec(BLOCK, 6),
     MaskSpec(TREE),
+    MaskSpec(TREE, 3),
+    MaskSpec(CAUSAL, softcap=0.7),
+    MaskSpec(TREE, 6, softcap=2.0),
 ]
 
 
@@ -158,6 +161,22 @@ def test_a_tree_of_64_nodes(device: torch.device) -> None:
     assert relative_error(run(case, MaskSpec(TREE), 1), case.reference(MaskSpec(TREE))) < 2e-6
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 80])
+def test_windows_of_a_tree_of_64_nodes(window: int, device: torch.device) -> None:
+    """A path of half of them, so that windows end within the tree, at its root and before it."""
+    case = make_paged(spans([90], 64), 2, 1, 16, 16, device=device)
+    bits = [1]
+    for node in range(1, 64):
+        bits.append(bits[max(node - 2, 0)] | 1 << node)
+    signed = [each - (1 << 64) if each >> 63 else each for each in bits]
+    case.tree = torch.tensor(signed, device=device)
+    mask = MaskSpec(TREE, window)
+    expected = case.reference(mask)
+    assert relative_error(run(case, mask, 2, TileConfig(16, 16, 4, 1)), expected) < 2e-6
+    assert relative_error(reference(case, mask), expected) < 2e-6
+
+
 def test_splits_fill_the_device_and_no_more(device: torch.device) -> None:
     small = DecodeProblem(
         batch_size=1,
@@ -187,7 +206,7 @@ def test_splits_on_an_h200(batch_size: int, splits: int) -> None:
 
 # --- real shapes, on a GPU ----------------------------------------------------------------------
 
-QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
+QWEN3_8B, PAIR, GEMMA2_9B = (32, 8, 128), (4, 2, 64), (16, 8, 256)
 
 
 @pytest.mark.gpu
@@ -206,6 +225,10 @@ QWEN3_8B, PAIR = (32, 8, 128), (4, 2, 64)
         (QWEN3_8B, torch.float32, 64, MaskSpec(BLOCK)),
         (PAIR, torch.float16, 128, MaskSpec()),
         (QWEN3_8B, torch.bfloat16, 256, MaskSpec(BLOCK, 500)),
+        (QWEN3_8B, torch.bfloat16, 64, MaskSpec(TREE, 300)),
+        (PAIR, torch.bfloat16, 16, MaskSpec(TREE, 7)),
+        (GEMMA2_9B, torch.bfloat16, 32, MaskSpec(softcap=2.0)),
+        (GEMMA2_9B, torch.float16, 16, MaskSpec(CAUSAL, 300, softcap=2.0)),
     ],
     ids=str,
 )

@@ -44,6 +44,7 @@ MASKS = [
     MaskSpec(CAUSAL, 40),
     MaskSpec(BLOCK),
     MaskSpec(BLOCK, 9),
+    MaskSpec(CAUSAL, 40, softcap=0.7),
 ]
 
 
@@ -118,7 +119,13 @@ def test_tiles_cover_every_token_once_long_requests_first() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("page_size", "mask"),
-    [(16, MaskSpec()), (1, MaskSpec(CAUSAL, 300)), (64, MaskSpec()), (256, MaskSpec(BLOCK))],
+    [
+        (16, MaskSpec()),
+        (1, MaskSpec(CAUSAL, 300)),
+        (64, MaskSpec()),
+        (256, MaskSpec(BLOCK)),
+        (64, MaskSpec(CAUSAL, 300, softcap=2.0)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)

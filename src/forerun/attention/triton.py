@@ -80,13 +80,13 @@ class TritonAttention(PagedBackend):
 
     capabilities = Capabilities(
         devices=frozenset({"cuda", "cpu"}),  # on a CPU: Triton's interpreter
-        windows=frozenset({Mask.CAUSAL, Mask.BLOCK}),
         head_dims=range(16, 257),
         latent_dims=range(2, MAX_LATENT + MAX_ROPE + 1),
         dtypes=DTYPES,
         kv_dtypes=(*DTYPES, FP8),
         mla=True,
         sinks=True,
+        logit_softcap=True,
     )
 
     @classmethod
@@ -101,6 +101,10 @@ class TritonAttention(PagedBackend):
             reasons.insert(0, missing)
         if need.mla and need.sinks:
             reasons.append("its latent (MLA) attention has no attention sinks")
+        if need.mla and need.logit_softcap:
+            reasons.append("its latent (MLA) attention has no logit soft-cap")
+        if need.mla and any(m.mask is Mask.CUSTOM and m.window is not None for m in need.masks):
+            reasons.append("in its latent (MLA) attention trees have no window")
         rope_dim = need.head_dim - need.latent_dim
         if need.mla and not need.dense and (need.latent_dim > MAX_LATENT or rope_dim > MAX_ROPE):
             reasons.append(
@@ -233,6 +237,5 @@ class TritonAttention(PagedBackend):
 
 
 def _mask(plan: TritonPlan, spec: AttentionSpec) -> MaskSpec:
-    if plan.tree is not None:
-        return MaskSpec(TREE, spec.mask.window, plan.tree, spec.sinks)
-    return MaskSpec(MASKS[spec.mask.mask], spec.mask.window, sinks=spec.sinks)
+    mask = TREE if plan.tree is not None else MASKS[spec.mask.mask]
+    return MaskSpec(mask, spec.mask.window, plan.tree, spec.sinks, spec.logit_softcap)

@@ -40,19 +40,35 @@ class MaskSpec:
 
     CAUSAL: a token at p attends to (p - window, p]. BLOCK: to the last `window` positions before
     `start` and to all query tokens of the request. TREE: to all positions before `start`, and to
-    the query tokens whose bits are set. Besides, every token of a head attends to the head's sink,
-    a score without a value (gpt-oss).
+    the query tokens whose bits are set; with a window, of these to the last `window` positions,
+    itself included, where a token with n ancestors stands at `start` + n. Besides, every token of a
+    head attends to the head's sink, a score without a value (gpt-oss).
     """
 
     mask: int = CAUSAL
     window: int | None = None
     tree: Tensor | None = None  # [B * q_len] int64, bit j: attends to token j; q_len <= 64
     sinks: Tensor | None = None  # [Hq] float32, not scaled
+    softcap: float | None = None  # of scaled scores s: softcap · tanh(s / softcap)
 
     @property
     def window_constant(self) -> int:
         """As kernels take it: -1 without a window."""
         return -1 if self.window is None else self.window
+
+    @property
+    def softcap_constant(self) -> float:
+        """As kernels take it: 0 without a soft-cap."""
+        return 0.0 if self.softcap is None else self.softcap
+
+    def qk_scale(self, scale: float) -> float:
+        """What kernels multiply q · k by: for exp2, or with a soft-cap for `tanh_of`."""
+        return scale * LOG2E if self.softcap is None else 2 * LOG2E * scale / self.softcap
+
+    @property
+    def needs_triton(self) -> bool:
+        """Whether only the Triton kernel for few tokens has it."""
+        return self.softcap is not None or (self.mask == TREE and self.window is not None)
 
 
 def paged_attention(
@@ -95,7 +111,8 @@ def paged_attention(
     if num_splits > 1:
         partial = torch.empty((total, heads, num_splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((total, heads, num_splits), dtype=torch.float32, device=q.device)
-    if config is None and why_not_decode_sm90(gpu_of(q.device), q, kv, q_len, num_splits) is None:
+    sm90 = config is None and not mask.needs_triton
+    if sm90 and why_not_decode_sm90(gpu_of(q.device), q, kv, q_len, num_splits) is None:
         causal, scale = mask.mask == CAUSAL, scale * LOG2E
         args = DecodeArguments(q, kv, partial, lse, q_len, scale, causal, mask.window, mask.tree)
         decode_sm90.launch(args)
@@ -110,12 +127,13 @@ def paged_attention(
         _tma_descriptor(kv.k, config) if tma else None,
         _tma_descriptor(kv.v, config) if tma else None,
         partial, lse, kv.page_table, kv.start, q if mask.tree is None else mask.tree,
-        mask.sinks, scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        mask.sinks, mask.qk_scale(scale), q.stride(0), q.stride(1), kv.page_table.stride(0),
         GROUP=group, KV_HEADS=kv.num_kv_heads, Q_LEN=q_len, DIM=dim, PAGE_SIZE=kv.page_size,
         MASK=mask.mask, WINDOW=mask.window_constant, SPLIT_KV=num_splits > 1,
         FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
         PREFETCH_LEN=PREFETCH_LEN, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(dim), STAGES=config.num_stages,
+        SOFTCAP=mask.softcap_constant,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:
@@ -206,6 +224,8 @@ def paged_attention_ref(q: Tensor, kv: PagedKV, q_len: int, mask: MaskSpec, scal
     reached = seen.any(1)[:, :, None, None]
     k, v = k.where(reached, 0.0), v.where(reached, 0.0)
     scores = torch.einsum("bwhgd,blhd->bhgwl", tile, k) * scale
+    if mask.softcap is not None:
+        scores = mask.softcap * torch.tanh(scores / mask.softcap)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     if mask.sinks is None:
         weights = scores.softmax(-1)
@@ -225,8 +245,15 @@ def _mask_ref(start: Tensor, q_len: int, kv_len: int, mask: MaskSpec) -> Tensor:
     if mask.mask == TREE:
         assert mask.tree is not None
         offset = position - begin
-        bits = mask.tree.view(-1, q_len, 1) >> offset.clamp(0, 63)
-        return (offset < 0) | ((bits & 1).bool() & (offset < q_len))
+        own = mask.tree.view(-1, q_len, 1) >> torch.arange(q_len, device=start.device) & 1
+        ancestors = own.gather(2, offset.clamp(0, q_len - 1).expand(-1, q_len, -1)).bool()
+        seen = (offset < 0) | (ancestors & (offset < q_len))
+        if mask.window is None:
+            return seen
+        depth = own.sum(2)  # [B, q_len], 1 for the root
+        of_position = depth.gather(1, offset.clamp(0, q_len - 1).squeeze(1)).unsqueeze(1) - 1
+        stands = torch.where(offset < 0, position, begin + of_position)
+        return seen & (stands >= begin + depth.unsqueeze(2) - mask.window)
     oldest = begin if mask.mask == BLOCK else last + 1
     seen = position < begin + q_len if mask.mask == BLOCK else position <= last
     if mask.window is not None:

@@ -24,7 +24,28 @@ def attends(token, position, start, bits, q_len, MASK: tl.constexpr, WINDOW: tl.
         shift = tl.minimum(tl.maximum(offset, 0), 63).to(tl.int64)
         in_tree = ((bits[:, None] >> shift[None, :]) & 1) != 0
         visible = (offset < 0)[None, :] | (in_tree & (offset < q_len)[None, :])
+        if WINDOW >= 0:
+            # A token of a tree stands as deep as it has ancestors, which come before it.
+            oldest = start + count_bits(bits).to(tl.int32) - WINDOW
+            near = position[None, :] >= oldest[:, None]
+            if WINDOW >= 64:
+                near = near | (offset >= 0)[None, :]
+            else:
+                # Its ancestors after the one at this position, without the sign that >> brings.
+                unsigned = tl.full([1], 0x7FFFFFFFFFFFFFFF, tl.int64) >> shift
+                later = (bits[:, None] >> tl.minimum(shift + 1, 63)[None, :]) & unsigned[None, :]
+                near = tl.where((offset < 0)[None, :], near, count_bits(later) < WINDOW)
+            visible = visible & near
     return visible
+
+
+@jit
+def count_bits(x):
+    """Set bits of int64 numbers, the sign included: sums of 2, 4, 8 bits, then of the bytes."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return (x * 0x0101010101010101) >> 56
 
 
 @jit
@@ -83,6 +104,12 @@ def cast_q(q, dtype: tl.constexpr):
 
 
 @jit
+def tanh_of(s, scale):
+    """tanh(s · scale / (2 log2(e))), for the soft-cap: `scale` is that of exp2 of the double."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(s * scale))
+
+
+@jit
 def online_softmax_step(s, v, qk_scale, row_max, row_sum, acc):
     """One block of the online softmax, in powers of two; masked scores are -inf in `s` [M, N].
 
@@ -137,7 +164,7 @@ def decode_attention_kernel(
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, PREFETCH_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PDL: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """One CTA per tile of a request's rows, K/V head, and split of the positions.
 
@@ -194,6 +221,9 @@ def decode_attention_kernel(
     # With splits, `combine_splits` adds the sinks.
     row_max, row_sum = begin_softmax(None if SPLIT_KV else sinks_ptr, head, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    softmax_scale = qk_scale
+    if SOFTCAP > 0.0:
+        softmax_scale = SOFTCAP * 1.4426950408889634  # log2(e)
     for first in range(begin, end, BLOCK_N):
         origin = first  # position of the block's first K/V
         if TMA:
@@ -213,6 +243,8 @@ def decode_attention_kernel(
                 tl.extra.cuda.gdc_wait()
                 q = cast_q(tl.load(q_ptr, mask=q_mask, other=0), dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP > 0.0:
+            s = tanh_of(s, qk_scale)
         if WINDOW >= 0 or first + BLOCK_N > start:
             position = origin + tl.arange(0, BLOCK_N)
             bits = row
@@ -221,7 +253,7 @@ def decode_attention_kernel(
             visible = attends(row, position, start, bits, Q_LEN, MASK, WINDOW)
             visible = visible & ((position >= first) & (position < end))[None, :]
             s = tl.where(visible, s, float("-inf"))
-        row_max, row_sum, acc = online_softmax_step(s, v, qk_scale, row_max, row_sum, acc)
+        row_max, row_sum, acc = online_softmax_step(s, v, softmax_scale, row_max, row_sum, acc)
 
     if PDL:
         tl.extra.cuda.gdc_wait()  # for CTAs with an empty split; else without effect

@@ -20,7 +20,6 @@ from torch import Tensor
 from forerun.kernels.attention import prefill_sm90
 from forerun.kernels.attention.decode import (
     CAUSAL,
-    LOG2E,
     MaskSpec,
     needs_int64_offsets,
     paged_attention_ref,
@@ -33,6 +32,7 @@ from forerun.kernels.attention.decode_kernels import (
     load_kv,
     load_page_ids,
     online_softmax_step,
+    tanh_of,
 )
 from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.tile_map import Spans, TileMap
@@ -72,7 +72,8 @@ def prefill_attention(
     gpu, rows = gpu_of(q.device), tile_map.tokens_per_tile * (heads // kv.num_kv_heads)
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     need = gpu, q.dtype, kv.k.dtype, dim, kv.page_size
-    if config is None and mask.sinks is None and prefill_sm90.why_unfit(*need) is None:
+    plain = mask.sinks is None and mask.softcap is None
+    if config is None and plain and prefill_sm90.why_unfit(*need) is None:
         assert rows <= prefill_sm90.BLOCK_M, "a tile has no room for its heads"
         prefill_sm90.launch(q, kv, tile_map, mask, scale, out)
         return out
@@ -80,12 +81,13 @@ def prefill_attention(
     assert rows <= config.block_m, "a tile has no room for its heads"
     _prefill_attention_kernel[(kv.num_kv_heads, tile_map.entries.shape[0])](
         q, as_bits(kv.k), as_bits(kv.v), out, kv.page_table, kv.start, tile_map.entries,
-        mask.sinks, scale * LOG2E, q.stride(0), q.stride(1), kv.page_table.stride(0),
+        mask.sinks, mask.qk_scale(scale), q.stride(0), q.stride(1), kv.page_table.stride(0),
         TILE_TOKENS=tile_map.tokens_per_tile, GROUP=heads // kv.num_kv_heads,
         KV_HEADS=kv.num_kv_heads, DIM=dim, PAGE_SIZE=kv.page_size,
         MASK=mask.mask, WINDOW=mask.window_constant,
         FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=triton.next_power_of_2(dim),
+        SOFTCAP=mask.softcap_constant,
         num_warps=config.num_warps, num_stages=config.num_stages, **config.launch_options(),
     )  # fmt: skip
     return out
@@ -98,7 +100,7 @@ def _prefill_attention_kernel(
     TILE_TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr,
     INT64_OFFSETS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr = 0.0,
 ):  # fmt: skip
     """One CTA per K/V head and entry of the tile map."""
     kv_head = tl.program_id(0)
@@ -137,6 +139,9 @@ def _prefill_attention_kernel(
     v_ptr += kv_head * DIM
     row_max, row_sum = begin_softmax(sinks_ptr, head, BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    softmax_scale = qk_scale
+    if SOFTCAP > 0.0:
+        softmax_scale = SOFTCAP * 1.4426950408889634  # log2(e)
     base = low // BLOCK_N * BLOCK_N
     page = load_page_ids(table, base, low, high, PAGE_SIZE, BLOCK_N)
     for first in range(base, high, BLOCK_N):
@@ -146,11 +151,13 @@ def _prefill_attention_kernel(
         v = load_kv(v_ptr, offset, d, DIM, BLOCK_D, FP8).to(dtype)
         page = load_page_ids(table, first + BLOCK_N, low, high, PAGE_SIZE, BLOCK_N)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP > 0.0:
+            s = tanh_of(s, qk_scale)
         if (first + BLOCK_N > full) | (first < clear):
             position = first + tl.arange(0, BLOCK_N)
             visible = attends(token_index, position, start, token_index, count, MASK, WINDOW)
             s = tl.where(visible, s, float("-inf"))
-        row_max, row_sum, acc = online_softmax_step(s, v, qk_scale, row_max, row_sum, acc)
+        row_max, row_sum, acc = online_softmax_step(s, v, softmax_scale, row_max, row_sum, acc)
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     target = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + d[None, :]
