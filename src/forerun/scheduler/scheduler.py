@@ -229,9 +229,9 @@ class Scheduler:
             request.pending.pop(0)
             if request.state is not State.FINISHED:
                 request.kv_len += len(tokens)
-                if request.slot not in failed:
+                if request in step.tracked and request.slot not in failed:
                     before = request.kv_len - len(tokens)
-                    self.states.complete(request, step.tracked.get(request), before)
+                    self.states.complete(request, step.tracked[request], before)
                 request.verify_ct += 1
                 drafts = request.params.draft_limit(step.plan.num_verify_tokens - 1)
                 request.proposed += drafts
@@ -287,7 +287,7 @@ class Scheduler:
             self._plan_deferred(step)
 
     def _plan_tracking(self, step: ScheduledStep) -> None:
-        for request in step.decode:
+        for request in step.decode if self.states.interval else ():
             if (asked := self.states.plan(request, step.plan)) is not None:
                 step.tracked[request] = asked
 

@@ -21,7 +21,7 @@ from forerun.kvcache.prefix_cache import PrefixCache
 class StateTracker:
     """Asks for states, and keeps those that were written.
 
-    `interval`: tokens; 0: nothing is tracked.
+    `interval`: tokens; 0: `plan` is not called.
     """
 
     def __init__(self, prefix: PrefixCache, interval: int) -> None:
@@ -31,8 +31,6 @@ class StateTracker:
 
     def plan(self, request: Request, plan: StepPlan) -> TrackedState | None:
         """Of a request of the decode step that is planned; the step's tokens are in `pending`."""
-        if not self.interval:
-            return None
         self._drop_older(request)
         done = max(request.kv_len, request.prefill_done)
         length = (done // self.interval + 1) * self.interval
@@ -58,9 +56,9 @@ class StateTracker:
         while len(kept) > 1 and kept[1][0] <= request.kv_len - request.pending_observe:
             self._prefix.free_snapshot(kept.pop(0)[1])
 
-    def complete(self, request: Request, asked: TrackedState | None, before: int) -> None:
-        """A step of a request has completed without failure; `before`: its length until then."""
-        if asked is not None and before < asked.length <= request.kv_len:
+    def complete(self, request: Request, asked: TrackedState, before: int) -> None:
+        """A step that was asked has completed without failure; `before`: its length until then."""
+        if before < asked.length <= request.kv_len:
             request.snapshots.append((asked.length, asked.row))
             request.tracked_row = None
             self.num_tracked += 1
