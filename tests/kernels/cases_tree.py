@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from forerun.kernels.speculation import best_first, ring_buffer, tree, verify_inputs
+from forerun.kernels.speculation import (
+    best_first,
+    host_results,
+    ring_buffer,
+    tree,
+    verify_inputs,
+)
 from forerun.speculative import simulate
 from tests.kernels.compiled import Case
 
@@ -94,6 +100,17 @@ CASES = [
             multiples=("size",),
         )
         for kind in ("*bf16", "*fp32")
+    ),
+    *(
+        Case(
+            f"tokens to the host, {batch} x {width}",
+            host_results._store_results,
+            {"sampled": "*i64", "num_committed": "*i32", "count": "*i64", "ring": "*i64"},
+            {"BATCH": batch, "TOKENS": batch * width, "RING": 4, "BLOCK_B": batch}
+            | {"BLOCK": batch * width},
+            options={"num_warps": 1},
+        )
+        for batch, width in ((1, 1), (32, 16))
     ),
     Case(
         "simulated acceptance",

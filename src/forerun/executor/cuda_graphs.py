@@ -28,6 +28,7 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
+from forerun.executor.host_results import HostResults
 from forerun.executor.piecewise import (
     WARM_UPS,
     CudaGraphRecorder,
@@ -70,6 +71,7 @@ class _DecodeGraph:
     output: DecodeOutput  # static
     whole: bool  # drafts are captured too; otherwise `observe` runs after every replay
     buffers: StepBuffers | None  # of attention backends that plan on the host
+    results: HostResults | None  # None: the tokens are copied to the host after the graph
     last_slots: tuple[int, ...] | None = None  # contents of `slots`
 
 
@@ -113,6 +115,7 @@ class CudaGraphSteps:
         self._split: dict[tuple[int, int], SplitStep | None] = {}  # by batch bucket and W
         self._prefill: dict[tuple[int, SamplingFlags], _PrefillGraph] = {}
         self._buffers: dict[tuple[int, int], StepBuffers | None] = {}
+        self._results: dict[tuple[int, int], HostResults] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -164,19 +167,28 @@ class CudaGraphSteps:
         self._decode.clear()
         self._split.clear()
         self._buffers.clear()
+        self._results.clear()
         self._prefill.clear()
         self.piecewise.clear()
 
     def _capture_decode(self, size: int, width: int, flags: SamplingFlags) -> _DecodeGraph:
         step, slots = self.step, self._padding(size)
         shape = StepShape(width, self.kv_len_ub, flags)
-        buffers = self._buffers_of(size, width)
-        if step.captures_drafts:
-            graph, output = self._captured(lambda: step.decode(slots, shape, None, buffers))
-            return _DecodeGraph(graph, slots, None, output, True, buffers)
-        draft = step.empty_draft(slots, width) if width > 1 else None
-        graph, output = self._captured(lambda: step.verify(slots, shape, draft, buffers))
-        return _DecodeGraph(graph, slots, draft, output, False, buffers)
+        buffers, results = self._buffers_of(size, width), self._results_of(size, width)
+        whole = step.captures_drafts
+        draft = None if whole or width == 1 else step.empty_draft(slots, width)
+        run = step.decode if whole else step.verify
+
+        def decode() -> DecodeOutput:
+            out = run(slots, shape, draft, buffers)
+            if results is not None:
+                results.store(out)
+            return out
+
+        graph, output = self._captured(decode)
+        if results is not None:
+            results.reset()
+        return _DecodeGraph(graph, slots, draft, output, whole, buffers, results)
 
     def _buffers_of(self, size: int, width: int) -> StepBuffers | None:
         """Of backends that plan on the host; shared by the greedy and the sampled graph."""
@@ -184,6 +196,15 @@ class CudaGraphSteps:
         if key not in self._buffers:
             self._buffers[key] = self.step.plan_buffers(size)
         return self._buffers[key]
+
+    def _results_of(self, size: int, width: int) -> HostResults | None:
+        """Shared by the greedy and the sampled graph."""
+        if torch.version.hip is not None:  # not tried there
+            return None
+        key = (size, width)
+        if key not in self._results:
+            self._results[key] = HostResults(size, width, self.step.tables.device)
+        return self._results[key]
 
     def _capture_prefill(self, count: int, flags: SamplingFlags) -> _PrefillGraph:
         step, slots = self.step, self._padding(1)
@@ -299,7 +320,10 @@ class CudaGraphSteps:
         return [size for size in self.sizes if size <= largest]
 
     def decode(self, batch: DecodeBatch) -> DecodeOutput:
-        """Replays the step; the tensors returned are overwritten by the next replay."""
+        """Replays the step; the tensors returned are overwritten by the next replay.
+
+        On NVIDIA GPUs they are on the host already (`HostResults`), complete when the step is.
+        """
         if batch.shape.edits_logits:
             return self._decode_split(batch)
         batch = replace(batch, kv_len_ub=self.kv_len_ub)
@@ -315,10 +339,13 @@ class CudaGraphSteps:
         if captured.buffers is not None:
             captured.buffers.begin(batch.lengths)
         captured.graph.replay()
-        output = captured.output
+        output, results = captured.output, captured.results
+        tokens = output.sampled[:count], output.num_committed[:count]
+        if results is not None:
+            tokens = results.replayed(count)
         if not captured.whole:
             self.step.observe(output)
-        return DecodeOutput(output.sampled[:count], output.num_committed[:count])
+        return DecodeOutput(*tokens)
 
     def _decode_split(self, batch: DecodeBatch) -> DecodeOutput:
         """A step that does more with the logits than sampling (`split_steps.py`)."""
