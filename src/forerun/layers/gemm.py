@@ -37,7 +37,12 @@ from forerun.kernels.elementwise.quantize_fp8 import (
     quantize_tokens,
 )
 from forerun.kernels.elementwise.silu_mul import silu_mul
-from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig, uses_split_k
+from forerun.kernels.gemm.config import (
+    GemmConfig,
+    Sm90GemmConfig,
+    TritonGemmConfig,
+    uses_split_k,
+)
 from forerun.kernels.gemm.dispatch import (
     MAX_FP8_M,
     choose_fp8_gemm,
@@ -111,8 +116,11 @@ class Gemm(ABC):
         """
         return norm.add(self(x), residual)
 
-    def split_k_partials(self, x: Tensor) -> Tensor | None:
-        """Partials [S, T, out] float32, if the norm that follows is to add them up."""
+    def split_k_partials(self, x: Tensor, free_smem: int = 0) -> Tensor | None:
+        """Partials [S, T, out] float32, if the norm that follows is to add them up.
+
+        `free_smem`: shared memory per SM in bytes to leave to that norm.
+        """
         return None
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
@@ -233,12 +241,14 @@ class SkinnyGemm(Gemm):
             return gemm_add_deferred_norm(x, self.weight, residual, norm.weight, norm.eps, config)
         return norm.add(gemm(x, self.weight, config), residual)
 
-    def split_k_partials(self, x: Tensor) -> Tensor | None:
+    def split_k_partials(self, x: Tensor, free_smem: int = 0) -> Tensor | None:
         if self.weight.bias is not None:
             return None
         config = self._config(x.shape[0], partials=True)
         if config is None or not uses_split_k(config):
             return None
+        if isinstance(config, Sm90GemmConfig):
+            config = replace(config, free_smem=free_smem)
         return gemm_partials(x, self.weight, config)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:

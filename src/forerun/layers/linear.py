@@ -67,11 +67,14 @@ class PendingGemm(Pending):
         assert isinstance(x, Tensor)
         return self._gemm.add_rms_norm(x, residual, norm, reader)
 
-    def split_k_partials(self) -> Tensor | None:
-        """Partials [S, T, out] that a norm is to add up; None: nothing is computed yet."""
+    def split_k_partials(self, free_smem: int = 0) -> Tensor | None:
+        """Partials [S, T, out] that a norm is to add up; None: nothing is computed yet.
+
+        `free_smem`: shared memory per SM in bytes to leave to that norm.
+        """
         if self._comm.size > 1 or not isinstance(self._x, Tensor):
             return None
-        partials = self._gemm.split_k_partials(self._x)
+        partials = self._gemm.split_k_partials(self._x, free_smem)
         if partials is not None:
             self._x = None
         return partials

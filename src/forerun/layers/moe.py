@@ -26,6 +26,7 @@ from forerun.kernels.moe.experts import combine, expert_partials
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.router_logits_sm90 import (
+    NORM_SMEM_BYTES,
     LogitsRouter,
     add_rms_norm_router_logits_sm90,
     choose_logits_sm90,
@@ -101,7 +102,7 @@ class Router(Module):
         plain = type(norm) is RMSNorm and norm.weight.dtype == residual.dtype
         if router is None or not plain or not norm_fits(*residual.shape):
             return None
-        parts = x.split_k_partials()
+        parts = x.split_k_partials(NORM_SMEM_BYTES)
         if parts is None:
             return None
         return add_rms_norm_router_logits_sm90(parts, residual, (norm.weight, norm.eps), router)

@@ -34,6 +34,7 @@ class Sm90GemmConfig:
     # Tile rasterization: so many clusters along M advance together along N, so that their tiles of
     # x stay in L2. 0: all of them.
     group_m: int = 0
+    free_smem: int = 0  # bytes that stay free for a CTA of the next kernel, which PDL starts early
 
     @property
     def block_m(self) -> int:

@@ -65,7 +65,7 @@ class Sm90Variant:
 
 def num_stages(config: Sm90GemmConfig, variant: Sm90Variant) -> int:
     """Stages of the SMEM pipeline: as many as fit, up to `MAX_STAGES`."""
-    room = MAX_SMEM_BYTES - _other_smem_bytes(config, variant)
+    room = MAX_SMEM_BYTES - config.free_smem - _other_smem_bytes(config, variant)
     return min(room // _stage_bytes(config), MAX_STAGES)
 
 

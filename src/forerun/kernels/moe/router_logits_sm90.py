@@ -7,7 +7,9 @@ left of the router are the logits (`router_logits_sm90.cu`): a CTA per 8 experts
 of the columns, with the weight in registers before `griddepcontrol_wait()`.
 
 Of one or two tokens, where the residual addition and RMSNorm before the router add up split-K
-partials, every CTA computes these too, instead of waiting for a kernel that does.
+partials, every CTA computes these too, instead of waiting for a kernel that does. The GEMM that
+makes the partials leaves shared memory free (`NORM_SMEM_BYTES`): without it, these CTAs start when
+that GEMM's have ended, and load the weight then.
 
 Logits, norm and choices have the same bits as those of the kernels that serve more tokens.
 """
@@ -35,6 +37,7 @@ from forerun.kernels.runtime.gpu import GpuInfo
 
 SOURCE = Path(__file__).with_name("router_logits_sm90.cu")
 MAX_NORM_TOKENS, NORM_HIDDEN = 2, 2048  # a lane has 8 columns of each token
+NORM_SMEM_BYTES = 10 << 10  # of a CTA that computes the norm too, and what the system takes
 MAX_PAIRS = 32  # a lane each
 
 
