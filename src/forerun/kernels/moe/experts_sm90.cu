@@ -7,6 +7,8 @@
 //   NUM_STAGES   stages of the SMEM pipeline
 //   CTAS_PER_SM  of the grid
 //   DYNAMIC      CTAs claim work tiles one by one, so that faster ones compute more of them
+//   EXPERT_H, EXPERT_I, EXPERT_TOP_K  hidden size, width of an expert, experts of a token; constants,
+//                because divisions by them are on the way to the first load
 //   CHOOSE       every CTA chooses the experts of up to 4 tokens from the router's logits; then also
 //                NUM_EXPERTS, TOP_K, NUM_SHARED, NUM_GROUPS and more of router_sm90.cu's
 
@@ -15,6 +17,9 @@
 #define NUM_STAGES 8
 #define CTAS_PER_SM 1
 #define DYNAMIC 0
+#define EXPERT_H 2048
+#define EXPERT_I 768
+#define EXPERT_TOP_K 8
 #define CHOOSE 0
 #endif
 
@@ -78,7 +83,8 @@ struct Arguments {
   const int* pairs;
   int* progress;         // zero before and after: CTAs that wait for act no more; claims of work
                          // tiles; for each expert tile, work tiles of gate/up that are done
-  int T, H, I, top_k;
+  int T;
+  static constexpr int H = EXPERT_H, I = EXPERT_I, top_k = EXPERT_TOP_K;
 };
 
 // Up to BLOCK_M pairs of one expert, from ExpertTiles.
@@ -94,15 +100,16 @@ struct WorkTile { int tile, block_n; bool down; };
 // share of down. Where gate/up does not divide evenly, some CTAs have one work tile more, and are
 // busy for longer; the others, idle then, start with H / I work tiles of down, about as much time.
 struct TileScheduler {
-  int num_tiles, gate_up_blocks, down_blocks;  // expert tiles, and their blocks of BLOCK_N rows
-  int cta, num_ctas, idle;                     // idle: number of such CTAs
+  static constexpr int H = EXPERT_H, I = EXPERT_I;
+  static constexpr int gate_up_blocks = 2 * I / BLOCK_N, down_blocks = H / BLOCK_N;  // a tile's
+  int num_tiles;            // expert tiles
+  int cta, num_ctas, idle;  // idle: number of such CTAs
   int gate_up_count, lead;  // this CTA's work tiles of gate/up; of down, to start with
   int lead_tiles;           // of all idle CTAs
   int rank;                 // this CTA's place in down: idle CTAs come first
 
-  __device__ TileScheduler(int num_tiles, int H, int I, int cta, int num_ctas)
-      : num_tiles(num_tiles), gate_up_blocks(2 * I / BLOCK_N), down_blocks(H / BLOCK_N), cta(cta),
-        num_ctas(num_ctas) {
+  __device__ TileScheduler(int num_tiles, int cta, int num_ctas)
+      : num_tiles(num_tiles), cta(cta), num_ctas(num_ctas) {
     int gate_up = num_tiles * gate_up_blocks, busy = gate_up % num_ctas;
     gate_up_count = gate_up / num_ctas + (cta < busy);
     idle = num_ctas - busy;
@@ -409,6 +416,7 @@ __device__ void consume(const Context& context, int warpgroup) {
 constexpr int CHOICES = TOP_K + NUM_SHARED;
 constexpr int MAX_FEW_TOKENS = 4, MAX_FEW_PAIRS = 32;  // a lane each
 constexpr int LOGITS_ROW = (NUM_EXPERTS + 7) / 8 * 8;
+static_assert(CHOICES == EXPERT_TOP_K, "all of them are experts of the kernel");
 static_assert(NUM_GROUPS == 1 && CHOICES * MAX_FEW_TOKENS <= MAX_FEW_PAIRS, "few choices");
 
 // In shared memory. Pair token * CHOICES + choice.
@@ -553,7 +561,7 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
                     const __grid_constant__ TmaDescriptor w2, const u16* x, u16* act, float* out,
                     const float* weights, const int* pairs, const int* tiles,
                     int* progress, const float* logits, const float* correction_bias, float factor,
-                    int max_tiles, int T, int H, int I, int top_k) {
+                    int max_tiles, int T) {
   griddepcontrol_launch_dependents();  // takes effect when all CTAs have started
   extern __shared__ unsigned char smem[];
   u32 base = (smem_address(smem) + 1023) & ~1023u;
@@ -587,8 +595,8 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   int used = load_tiles(list, tiles, max_tiles);
 #endif
 
-  Context context{{x, act, out, weights, pairs, progress, T, H, I, top_k},
-                  TileScheduler(used, H, I, (int)blockIdx.x, (int)gridDim.x), pipeline, list,
+  Context context{{x, act, out, weights, pairs, progress, T},
+                  TileScheduler(used, (int)blockIdx.x, (int)gridDim.x), pipeline, list,
                   {claims, claimed}};
   int warp = threadIdx.x / 32;
   if (warp == 0) {

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,14 @@ QUEUE = 32  # claimed work tiles that are kept
 MAX_TILES = 640  # more than 128 tokens make with 512 experts, 16 a token
 
 
+class ExpertShape(NamedTuple):
+    """What the kernel is compiled for besides its configuration."""
+
+    hidden: int  # H
+    width: int  # I
+    top_k: int  # experts of a token, shared ones included
+
+
 def smem_bytes(config: Sm90MoeConfig) -> int:
     """Dynamic shared memory per CTA: pipeline, mbarriers, tiles, alignment to 1,024 bytes."""
     stage = (BLOCK_N + DECODE_BLOCK_M) * config.block_k * 2  # bfloat16
@@ -52,7 +61,9 @@ def smem_bytes(config: Sm90MoeConfig) -> int:
     return config.num_stages * (stage + 16) + 16 + claims + 8 * MAX_TILES + 1024
 
 
-def cuda_source(config: Sm90MoeConfig, choose: tuple[Routing, bool] | None = None) -> str:
+def cuda_source(
+    config: Sm90MoeConfig, shape: ExpertShape, choose: tuple[Routing, bool] | None = None
+) -> str:
     """`experts_sm90.cu` with its configuration as macros in front, ready to compile.
 
     `choose`: the CTAs choose the experts by this routing, and whether it has a correction bias.
@@ -62,6 +73,9 @@ def cuda_source(config: Sm90MoeConfig, choose: tuple[Routing, bool] | None = Non
         "NUM_STAGES": config.num_stages,
         "CTAS_PER_SM": config.ctas_per_sm,
         "DYNAMIC": int(config.dynamic),
+        "EXPERT_H": shape.hidden,
+        "EXPERT_I": shape.width,
+        "EXPERT_TOP_K": shape.top_k,
         "CHOOSE": int(choose is not None),
     }
     if choose is not None:
@@ -104,17 +118,20 @@ def expert_partials_sm90(
     args = (
         nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64)),
         nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64)),
-        x, act, out, *inputs, float(factor), max_tiles, tokens, hidden, width, top_k,
+        x, act, out, *inputs, float(factor), max_tiles, tokens,
     )  # fmt: skip
     grid = gpu_of(x.device).num_sms * config.ctas_per_sm
-    kernel = _load_kernel(config, choose, x.device)
+    kernel = _load_kernel(config, ExpertShape(hidden, width, top_k), choose, x.device)
     nvrtc.launch(kernel, grid, THREADS, args, x.device)
     return out
 
 
 @cache
 def _load_kernel(
-    config: Sm90MoeConfig, choose: tuple[Routing, bool] | None, device: torch.device
+    config: Sm90MoeConfig,
+    shape: ExpertShape,
+    choose: tuple[Routing, bool] | None,
+    device: torch.device,
 ) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config, choose), smem_bytes(config)
+    source, smem = cuda_source(config, shape, choose), smem_bytes(config)
     return nvrtc.load_kernel(source, "experts_sm90_kernel", nvrtc.SM90A, smem, device)
