@@ -216,11 +216,16 @@ CASES = [
                 "num_splits": "i32",
                 **sinks,
             },
-            {"NUM_HEADS": 64, "DIM": 128, "BLOCK_ROWS": 2, "BLOCK_SPLITS": 16, "BLOCK_D": 128}
-            | ({} if sinks else {"sinks_ptr": None}),
-            targets=ONE,
+            {"NUM_HEADS": 64, "DIM": 128, "BLOCK_ROWS": rows, "BLOCK_SPLITS": splits}
+            | {"BLOCK_D": 128, **({} if sinks else {"sinks_ptr": None})},
+            {"num_warps": warps},
+            targets=targets,
         )
-        for name, sinks in (("", {}), (", sinks", {"sinks_ptr": "*fp32"}))
+        for name, sinks, rows, splits, warps, targets in (
+            ("", {}, 2, 16, 4, ONE),
+            (", sinks", {"sinks_ptr": "*fp32"}, 2, 16, 4, ONE),
+            (", one warp", {}, 1, 32, 1, ("sm_80", "sm_90", "sm_100")),
+        )
     ),
     Case(
         "KV slots",

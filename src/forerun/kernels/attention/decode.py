@@ -194,13 +194,18 @@ def combine(partial: Tensor, lse: Tensor, out: Tensor, sinks: Tensor | None = No
     total, heads, num_splits, dim = partial.shape
     rows, padded = total * heads, triton.next_power_of_2(num_splits)
     most = max(1, COMBINE_SIZE // (padded * triton.next_power_of_2(dim)))
-    fill = triton.next_power_of_2(triton.cdiv(rows, 2 * gpu_of(out.device).num_sms))
-    block_rows = min(most, fill)
+    gpu = gpu_of(out.device)
+    fill = triton.next_power_of_2(triton.cdiv(rows, 2 * gpu.num_sms))
+    # A warp alone adds up many splits without shared memory, if they fit into its registers.
+    fits = 8 <= padded <= COMBINE_SIZE // triton.next_power_of_2(dim)
+    one_warp = fits and rows <= 4 * gpu.num_sms and not gpu.amd
+    block_rows = 1 if one_warp else min(most, fill)
     combine_splits[(triton.cdiv(rows, block_rows),)](
         partial, lse, out, sinks, rows, num_splits,
         NUM_HEADS=1 if sinks is None else heads,
         DIM=dim, BLOCK_ROWS=block_rows, BLOCK_SPLITS=padded,
-        BLOCK_D=triton.next_power_of_2(dim), num_warps=4, **pdl_options(out),
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=1 if one_warp else 4, **pdl_options(out),
     )  # fmt: skip
 
 
