@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from forerun.kernels.attention import decode_sm90, mla_sm90, prefill_sm90
+from forerun.kernels.elementwise import add_rms_norm_sm90
 from forerun.kernels.gemm.config import Sm90GemmConfig
 from forerun.kernels.gemm.dispatch import LARGE_M_SILU_MUL, TUNED
 from forerun.kernels.gemm.gemm_sm90 import (
@@ -48,6 +50,8 @@ TUNED_CONFIGS = {
     if isinstance(config, Sm90GemmConfig)
 }
 CONFIGS = sorted(TUNED_CONFIGS | {LARGE_M_SILU_MUL}, key=str)
+
+SYSTEM_SMEM = 1024  # of every CTA
 
 pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
@@ -91,10 +95,13 @@ def test_sm90_prefill_compiles(head_dim: int, dtype: torch.dtype) -> None:
     assert prefill_sm90.smem_bytes(head_dim) <= MAX_SMEM_BYTES
 
 
+QWEN3_30B = experts_sm90.ExpertShape(hidden=2048, width=768, top_k=8)
+
+
 @pytest.mark.parametrize("config", [SM90_FEW_TOKENS, SM90_DECODE], ids=str)
 def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
     """All CTAs run at once, or they would wait for each other: `ctas_per_sm` fit on one."""
-    log = assert_compiles_well(experts_sm90.cuda_source(config))
+    log = assert_compiles_well(experts_sm90.cuda_source(config, QWEN3_30B))
     registers = re.search(r"Used (\d+) registers", log)
     assert registers is not None
     per_thread = -(-int(registers[1]) // 8) * 8
@@ -139,11 +146,30 @@ def test_sm90_router_compiles(name: str) -> None:
 @pytest.mark.parametrize("norm_parts", [0, 4])
 def test_sm90_router_logits_compile(norm_parts: int) -> None:
     source = router_logits_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, norm_parts)
-    assert_compiles_well(source)
+    log = assert_compiles_well(source)
+    if norm_parts:
+        smem = re.search(r"(\d+) bytes smem", log)
+        assert smem is not None
+        assert int(smem[1]) + SYSTEM_SMEM <= router_logits_sm90.NORM_SMEM_BYTES
+
+
+@pytest.mark.parametrize("block_n", [32, 64, 96])
+def test_sm90_gemm_leaves_shared_memory_free(block_n: int) -> None:
+    config = Sm90GemmConfig(block_n, consumer_warpgroups=1, split_k=4)
+    limited, variant = replace(config, free_smem=10 << 10), Sm90Variant(partials=True)
+    assert smem_bytes(limited, variant) + (10 << 10) <= MAX_SMEM_BYTES
+    assert num_stages(config, variant) - 1 <= num_stages(limited, variant) >= 10
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(2048, 8), (4096, 2)])
+def test_sm90_add_rms_norm_compiles(hidden: int, parts: int) -> None:
+    assert_compiles_well(add_rms_norm_sm90.cuda_source(hidden, parts))
 
 
 def test_sm90_experts_that_choose_compile() -> None:
-    log = assert_compiles_well(experts_sm90.cuda_source(SM90_FEW_TOKENS, (QWEN3_MOE, False)))
+    log = assert_compiles_well(
+        experts_sm90.cuda_source(SM90_FEW_TOKENS, QWEN3_30B, (QWEN3_MOE, False))
+    )
     smem = re.search(r"(\d+) bytes smem", log)
     assert smem is not None
     assert int(smem[1]) + experts_sm90.smem_bytes(SM90_FEW_TOKENS) <= MAX_SMEM_BYTES
@@ -156,14 +182,15 @@ def test_sm90_experts_that_choose_compile() -> None:
         (prefill_sm90.SOURCE, prefill_sm90.cuda_source(128, torch.bfloat16)),
         (decode_sm90.SOURCE, decode_sm90.cuda_source()),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
-        (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS)),
+        (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS, QWEN3_30B)),
         (router_sm90.SOURCE, router_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, bias=False)),
         (
             router_logits_sm90.SOURCE,
             router_logits_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, norm_parts=4),
         ),
+        (add_rms_norm_sm90.SOURCE, add_rms_norm_sm90.cuda_source(2048, 8)),
     ],
-    ids=["gemm", "prefill", "decode", "mla", "experts", "router", "router logits"],
+    ids=["gemm", "prefill", "decode", "mla", "experts", "router", "router logits", "norm"],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.elementwise import add_rms_norm_sm90
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -59,6 +60,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return add_rms_norm_ref(x, residual, weight, eps)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     total = torch.empty_like(out)
+    if add_rms_norm_sm90.fits(x, residual, weight):
+        add_rms_norm_sm90.launch(x, residual, weight, eps, total, out)
+        return out, total
     _launch(x, residual, weight, eps, total, out)
     return out, total
 

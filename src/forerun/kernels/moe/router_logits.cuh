@@ -25,15 +25,6 @@ __device__ inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 16 bytes that no kernel writes, requested before griddepcontrol_wait(). ptxas would move ld.global.nc
-// past it.
-__device__ inline uint4 load_constant(const u16* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
 // The first column of a thread's 8 in chunk 0 of a slice. Of these 8, mma.sync takes 4 at a time as
 // those that belong to its thread; which ones does not matter, as x and the weight agree.
 __device__ inline int first_column(int slice, int lane) { return slice * SLICE + lane % 4 * 8; }

@@ -25,6 +25,9 @@
 
 #include "router_logits.cuh"
 #include "sm90.cuh"
+#if NORM_PARTS
+#include "rms_norm.cuh"
+#endif
 
 constexpr int THREADS = 32 * SLICES, MAX_TOKENS = NORM_PARTS ? 2 : 4;
 static_assert(TILES_PER_WARP == 1 && SLICES <= WARPS, "a slice per warp, 8 experts per CTA");
@@ -44,45 +47,7 @@ __device__ void store_logits(const float (&acc)[1][4], float* logits, int T, int
 }
 
 #if NORM_PARTS
-static_assert(HIDDEN == WARPS * SLICE && SLICE == 8 * 32, "a lane has 8 columns");
-
-// A token's 8 columns of this lane, in bf16: residual + the sum of its parts.
-__device__ uint4 add_parts(const float* parts, const u16* residual, int T) {
-  uint4 before = *(const uint4*)residual;
-  float4 a = *(const float4*)parts, b = *(const float4*)(parts + 4);
-#pragma unroll
-  for (int i = 1; i < NORM_PARTS; i++) {
-    float4 c = *(const float4*)(parts + i * T * HIDDEN);
-    float4 d = *(const float4*)(parts + i * T * HIDDEN + 4);
-    a.x += c.x, a.y += c.y, a.z += c.z, a.w += c.w;
-    b.x += d.x, b.y += d.y, b.z += d.z, b.w += d.w;
-  }
-  return make_uint4(pack_bf16x2(a.x + low(before.x), a.y + high(before.x)),
-                    pack_bf16x2(a.z + low(before.y), a.w + high(before.y)),
-                    pack_bf16x2(b.x + low(before.z), b.y + high(before.z)),
-                    pack_bf16x2(b.z + low(before.w), b.w + high(before.w)));
-}
-
-// The sum of squares of 8 values, added up as Triton's RMSNorm kernel does it, which serves more
-// tokens: here, over the lanes (`warp_sum`), and over the warps (`sum_of_warps`).
-__device__ float sum_of_squares(uint4 x) {
-  float sum = low(x.x) * low(x.x);
-  sum = __fmaf_rn(high(x.x), high(x.x), sum);
-  sum = __fmaf_rn(low(x.y), low(x.y), sum);
-  sum = __fmaf_rn(high(x.y), high(x.y), sum);
-  sum = __fmaf_rn(low(x.z), low(x.z), sum);
-  sum = __fmaf_rn(high(x.z), high(x.z), sum);
-  sum = __fmaf_rn(low(x.w), low(x.w), sum);
-  return __fmaf_rn(high(x.w), high(x.w), sum);
-}
-
-__device__ float sum_of_warps(const float (&sums)[WARPS]) {
-  return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
-}
-
-__device__ u32 scale(u32 x, float inv_rms, u32 weight) {
-  return pack_bf16x2(low(x) * inv_rms * low(weight), high(x) * inv_rms * high(weight));
-}
+static_assert(WARPS == NORM_SLICES && SLICE == NORM_SLICE, "a warp norms what it multiplies");
 
 // The columns of all tokens that a warp normed, as mma.sync takes them.
 struct NormedX {

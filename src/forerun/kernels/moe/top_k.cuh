@@ -26,13 +26,6 @@ __device__ inline float from_key(u32 key) {
   return __uint_as_float(key ^ (key >> 31 ? 0x80000000 : 0xffffffff));
 }
 
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
-    x += __shfl_xor_sync(ALL_LANES, x, distance);
-  return x;
-}
-
 // Loaded before it is needed, as the weight is.
 __device__ inline void load_bias(float (&bias)[LANE_EXPERTS], const float* correction_bias, int lane) {
 #pragma unroll

@@ -14,6 +14,22 @@ struct alignas(64) TmaDescriptor { unsigned char bytes[128]; };
 
 __device__ inline u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2)
+    x += __shfl_xor_sync(0xffffffff, x, distance);
+  return x;
+}
+
+// 16 bytes that no kernel writes, requested before griddepcontrol_wait(). ptxas would move ld.global.nc
+// past it.
+__device__ inline uint4 load_constant(const u16* p) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 // --- mbarriers -----------------------------------------------------------------------------------
 
 __device__ inline void mbarrier_init(u32 bar, int count) {
