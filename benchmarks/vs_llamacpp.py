@@ -312,7 +312,6 @@ def run(args: argparse.Namespace, work: Path) -> None:
     threads = args.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the engine keeps to it
-    os.environ.setdefault("FORERUN_CPU_KERNELS", "1")
     llama = None
     if not args.only_forerun:
         random = args.shape != "pair"

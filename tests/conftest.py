@@ -50,11 +50,19 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def with_cpu_kernels() -> Iterator[None]:
-    """As with FORERUN_CPU_KERNELS=1."""
+    """As on a machine with a C++ compiler, whatever FORERUN_CPU_KERNELS is here."""
     from forerun.kernels.cpu import library
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_load", library.compiled)
+        yield
+
+
+@pytest.fixture(scope="module")
+def float32_drafts() -> Iterator[None]:
+    """Drafts as those of references: multiplied in the engine's dtype on any CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.layers.gemm.bfloat16_serves", lambda weight: False)
         yield
 
 

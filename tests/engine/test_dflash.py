@@ -60,6 +60,7 @@ def run(**settings: Any) -> list[Any]:
     return outs
 
 
+@pytest.mark.usefixtures("float32_drafts")
 def test_speculators_format_gives_the_same_steps(tmp_path: Path) -> None:
     folder = edited_draft(tmp_path, speculators(anchor=False))
     for out, case in zip(run(speculative_draft_model_path=folder), CASES, strict=True):

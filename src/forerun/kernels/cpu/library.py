@@ -24,7 +24,7 @@ from forerun.kernels.cpu.build import CompileError, compile_library
 
 log = logging.getLogger("forerun")
 
-VARIABLE = "FORERUN_CPU_KERNELS"  # "1" turns them on
+VARIABLE = "FORERUN_CPU_KERNELS"  # "0": plain PyTorch
 
 # Name -> argument types. Pointers are addresses; the last argument is the number of threads. Those
 # that a step calls come first, in the order of `Kernel` in run.cpp.
@@ -68,8 +68,8 @@ class Loaded:
 
 
 def _load() -> Loaded:
-    if os.environ.get(VARIABLE) != "1":
-        return Loaded(None, f"set {VARIABLE}=1 to use them")
+    if os.environ.get(VARIABLE) == "0":
+        return Loaded(None, f"{VARIABLE} is 0")
     return compiled()
 
 
