@@ -134,6 +134,7 @@ def test_a_traceback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)  # a compiler, on a machine that may be busy
+@pytest.mark.usefixtures("without_cpu_kernels")  # with them steps are not compiled
 def test_a_tree_that_fails_fits_the_compiled_step(
     plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,11 +43,16 @@ Step = tuple[int, int]
 """Tokens of the output before a step, and its accept length."""
 
 
-def toy(algorithm: str | None = "DFLASH", **settings: Any) -> LLM:
+def toy(algorithm: str | None = "DFLASH", bfloat16_draft: bool = False, **settings: Any) -> LLM:
+    """`bfloat16_draft`: where the CPU is fast at it; else in the engine's dtype on any CPU."""
     if algorithm == "DFLASH":
         settings["speculative_draft_model_path"] = str(TOY / "draft")
     settings = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False, **settings}
-    llm = LLM(TOY / "target", speculative_algorithm=algorithm, skip_tokenizer_init=True, **settings)
+    settings |= {"speculative_algorithm": algorithm, "skip_tokenizer_init": True}
+    with pytest.MonkeyPatch.context() as patch:
+        if not bfloat16_draft:
+            patch.setattr("forerun.layers.gemm.bfloat16_serves", lambda weight: False)
+        llm = LLM(TOY / "target", **settings)
     poison_on_release(llm)
     return llm
 
@@ -252,7 +257,7 @@ def test_recorded_steps_accept_the_same() -> None:
     """As the same kernels eagerly. They take the draft's weights and activations in bfloat16."""
     lengths = []
     for eager in (True, False):
-        with toy(disable_cuda_graph=eager) as llm:
+        with toy(bfloat16_draft=True, disable_cuda_graph=eager) as llm:
             for _ in range(2):  # recorded, then run again; cold, warm
                 how = [params(GREEDY, i) for i in range(len(PROMPTS))]
                 outs = llm.generate(input_ids=PROMPTS, sampling_params=how)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from forerun.kernels.cpu import build
+from forerun.kernels.cpu import build, library
 from forerun.kernels.cpu.build import CompileError, compile_library
 
 # Writes its last argument's file; a line in the log for each call.
@@ -51,6 +52,44 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CompileError, match=r"no C\+\+ compiler was found \(c\+\+, g\+\+, clang"):
         compile_library(tmp_path)
+
+
+def test_a_compiler_that_macos_only_offers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stub := tmp_path / "xcode-select").write_text("#!/bin/sh\nexit 2\n", encoding="utf-8")
+    stub.chmod(0o755)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(build.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert build.find_compiler() == "/usr/bin/c++"
+    monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
+    assert build.find_compiler() is None
+    stub.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    assert build.find_compiler() == "/usr/bin/c++"
+
+
+def test_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", nobody)
+    with pytest.raises(CompileError, match="no home directory for the cache; set XDG_CACHE_HOME"):
+        compile_library()
+
+
+def test_one_warning_says_why_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (not_a_folder := tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(not_a_folder))
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, "#!/bin/sh\nexit 1\n")))
+    monkeypatch.setattr(library, "compiled", cache(library.compiled.__wrapped__))
+    monkeypatch.setattr(library, "_load", library.compiled)
+    for _ in range(2):
+        assert library.library() is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "set XDG_CACHE_HOME" in record.getMessage()
+    assert library.why_missing() in record.getMessage()
 
 
 @pytest.mark.exhaustive

@@ -33,13 +33,28 @@ def find_compiler() -> str | None:
     """The compiler that CXX names, else the first on PATH."""
     named = os.environ.get("CXX")
     candidates = (named,) if named else COMPILERS
-    return next((path for name in candidates if (path := shutil.which(name))), None)
+    found = (path for name in candidates if (path := shutil.which(name)))
+    return next((path for path in found if not _only_asks(path)), None)
+
+
+def _only_asks(compiler: str) -> bool:
+    """Whether this is macOS's /usr/bin/c++ without the command line tools: it opens a dialog."""
+    if platform.system() != "Darwin" or not compiler.startswith("/usr/bin/"):
+        return False
+    return subprocess.run(["xcode-select", "-p"], capture_output=True).returncode != 0
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/forerun`, by default `~/.cache/forerun`."""
+    """`$XDG_CACHE_HOME/forerun`, by default `~/.cache/forerun`.
+
+    Raises:
+        CompileError: the user has no home directory.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "forerun"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "forerun"
+    except RuntimeError:
+        raise CompileError("there is no home directory for the cache; set XDG_CACHE_HOME") from None
 
 
 def native_flag(machine: str) -> str:
@@ -60,7 +75,7 @@ def compile_library(cache: Path | None = None) -> Path:
     compiler = find_compiler()
     if compiler is None:
         wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
-        raise CompileError(f"no C++ compiler was found ({wanted}); install g++ or set CXX")
+        raise CompileError(f"no C++ compiler was found ({wanted}); install one or set CXX")
     folder = (cache or cache_folder()) / "cpu-kernels"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{_key(compiler)}.so"

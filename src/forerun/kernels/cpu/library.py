@@ -78,14 +78,21 @@ def compiled() -> Loaded:
     """Compiles the library, or reads it from the cache."""
     try:
         loaded = ctypes.CDLL(str(compile_library()))
-    except (CompileError, OSError) as error:
-        log.info("CPU kernels are not used: %s", error)
-        return Loaded(None, str(error))
+    except CompileError as error:
+        return _missing(str(error))
+    except OSError as error:  # of the cache, which XDG_CACHE_HOME places
+        return _missing(f"{error}; set XDG_CACHE_HOME to a folder that can be written")
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
     loaded.forerun_panel.restype = c_int64
     return Loaded(loaded, None)
+
+
+def _missing(reason: str) -> Loaded:
+    text = "The C++ kernels for CPUs are not used, and decoding is slower: %s. %s=0 hides this."
+    log.warning(text, reason, VARIABLE)
+    return Loaded(None, reason)
 
 
 def library() -> ctypes.CDLL | None:
