@@ -173,6 +173,7 @@ def test_an_unknown_name() -> None:
         select(GPU, Wanted("tritn"))
 
 
+@pytest.mark.usefixtures("without_cpu_kernels")  # which would serve this
 def test_every_reason_is_listed() -> None:
     need = replace(GPU, device="cpu", head_dim=512, sinks=True, phase=Phase.PREFILL)
     with pytest.raises(ConfigError) as refused:
