@@ -126,6 +126,20 @@ MODELS |= {
         "sliding_window": 1024,
         "sliding_window_pattern": 2,  # 6; both kinds are among the few layers here
     },
+    "Gemma-4-31B": _DENSE
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+    },
     "Qwen3.5-9B": preset("qwen3.5-9b"),
     "gpt-oss-20b": _DENSE
     | {

@@ -142,7 +142,7 @@ def test_graphs_and_trees_need_triton() -> None:
 @pytest.mark.parametrize(
     ("need", "reason"),
     [
-        (replace(GPU, head_dim=512), "head dim 512 is not within 16 to 256"),
+        (replace(GPU, head_dim=576), "head dim 576 is not within 16 to 512"),
         (replace(GPU, dtype=torch.float64), "not torch.float64"),
         (replace(GPU, kv_dtype=torch.float8_e5m2), "float8_e4m3fn, not torch.float8_e5m2"),
         (
@@ -155,7 +155,7 @@ def test_graphs_and_trees_need_triton() -> None:
         ),
         (replace(LATENT, logit_softcap=True), "latent (MLA) attention has no logit soft-cap"),
         (replace(LATENT, masks=frozenset({LayerMask(Mask.CUSTOM, 5)})), "trees have no window"),
-        (replace(GPU, uniform=False), "one shape in all layers"),
+        (replace(LATENT, uniform=False), "latent rows of one shape in all layers"),
     ],
 )
 def test_what_triton_refuses(need: AttentionNeed, reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from forerun.attention.base import (
 )
 from forerun.attention.torch_native import TorchNative
 from forerun.attention.triton import TritonAttention
-from forerun.kvcache.layouts import ModelLayout
+from forerun.kvcache.layouts import DenseKV, ModelLayout, SharedKV
 from forerun.kvcache.pools import ModelPools, PoolShape
 
 pytest.importorskip("triton")
@@ -122,6 +124,39 @@ def _same(
             assert outs[0].shape == (rows, HEADS, DIM)
             torch.testing.assert_close(outs[0][:real], outs[1][:real], rtol=1e-5, atol=1e-5)
             assert bool(outs[0].isfinite().all())
+
+
+def test_layers_that_differ(device: torch.device) -> None:
+    """Heads of two sizes, shared by different numbers of query heads; a layer without K/V."""
+    kinds = [DenseKV(2, 64, torch.float32), DenseKV(1, 80, torch.float32)]
+    layout = ModelLayout((*kinds, SharedKV(0)))
+    need = AttentionNeed(device.type, torch.float32, 80, HEADS, 1, frozenset(MASKS[:2]))
+    need = replace(need, uniform=False, head_dims=frozenset({64, 80}))
+    assert TritonAttention.why_not(need) == []
+    pools = [ModelPools(layout, PoolShape(1 + 3 * 8, 16), device) for _ in range(2)]
+    pair, table = (TritonAttention(need, pools[0]), TorchNative(need, pools[1])), tables(16, device)
+    spans = ((0, 7), (0, 1), (0, 12))
+    starts = [torch.tensor(s, dtype=torch.int32, device=device) for s in ([0] * 3, [7, 1, 12])]
+    batches = [
+        AttentionBatch(table[:3], starts[0], 12, ragged=spans),
+        AttentionBatch(table[:3], starts[1], 14, q_len=2),
+    ]
+    for batch, tokens in zip(batches, (20, 6), strict=True):
+        plans = [backend.plan(batch) for backend in pair]
+        for layer, mask in enumerate((MASKS[1], MASKS[0], MASKS[1])):
+            kind = layout.paged_layer(layer)
+            assert isinstance(kind, DenseKV)
+            generator = torch.Generator().manual_seed(tokens + layer)
+            heads = HEADS + 2 * kind.num_kv_heads
+            x = torch.randn(tokens, heads, kind.head_dim, generator=generator).to(device)
+            q, k, v = x.split_with_sizes([HEADS, kind.num_kv_heads, kind.num_kv_heads], 1)
+            outs = []
+            for backend, plan in zip(pair, plans, strict=True):
+                if not isinstance(layout.layers[layer], SharedKV):
+                    backend.write(plan, layer, k, v)
+                outs.append(backend.attend(plan, layer, AttentionSpec(mask, 0.1), q))
+            assert outs[0].shape == q.shape
+            torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """Small random models of each kind of family in the equality matrix, with every kind of draft.
 
 What is new in a kind: windows in some layers with a RoPE of their own, (1 + w) norms and caps on
-logits (Gemma); norms after attention and MLP (OLMo 3); a window in all layers with a partial,
+logits (Gemma); heads of another size in some layers, normed values, and in the second kind
+embeddings per layer, shared K/V and experts beside the MLP (Gemma 4); norms after attention and MLP
+(OLMo 3); a window in all layers with a partial,
 scaled RoPE (Phi-3); routing besides partial RoPE (GLM-4-MoE); multipliers (Granite); attention
 sinks, experts with biases (gpt-oss).
 """
@@ -29,16 +31,29 @@ from tests.models.test_transformers_model import OTHERS
 
 LAYERS = 5  # drafts read layers up to the fourth
 SLIDING = {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"]}
+GEMMA4 = {"layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"]}
+GEMMA4_MOE = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+    "experts_implementation": "eager",
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+}
 KINDS: dict[str, dict[str, Any]] = {
     "gemma2": SLIDING,
     "gemma3-linear-softcap": SLIDING,
+    "gemma4": GEMMA4,
     "glm4-moe": {},
     "gpt-oss": SLIDING,
     "granite": {},
     "olmo3": SLIDING,
     "phi4-mini": {"sliding_window": 9},
     "transformers": SLIDING,  # model_impl transformers: Cohere 2, which is no family of Forerun's
+    "gemma4-per-layer": {**GEMMA4, **GEMMA4_MOE},
 }
+# What `make test` runs of each; the last kind has the parts of others.
+KIND_PARAMS = [*list(KINDS)[:-1], pytest.param("gemma4-per-layer", marks=pytest.mark.exhaustive)]
 ALGORITHMS = [None, "NGRAM", "STANDALONE", "DFLASH", "DDTREE"]
 
 
@@ -88,7 +103,7 @@ def reference(root: Path, kind: str, sampled: bool, device: str = "cpu") -> list
         ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         root / kind, dtype=torch.float32, attn_implementation="eager"
@@ -106,7 +121,7 @@ def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_output_equals_plain_decoding(
     root: Path,
     kind: str,

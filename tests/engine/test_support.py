@@ -31,7 +31,12 @@ LATENT = [label for label, config in MODELS.items() if "kv_lora_rank" in config]
 DENSE = [label for label in MODELS if label not in LATENT]
 PACKAGES = stand_ins.stand_ins()
 NEW = 10
-REFUSALS = ("cannot serve", "has recurrent layers: their state follows one path")
+REFUSALS = (
+    "cannot serve",
+    "has recurrent layers: their state follows one path",
+    "has no layer that predicts further ahead",
+    "drafts with a multi-token prediction layer, as NEXTN does",
+)
 SMALL: Config = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -54,6 +59,8 @@ ALSO: Config = {  # where a config has them
     "kv_lora_rank": 24,
     "q_lora_rank": 20,
     "sliding_window": 20,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
 }
 
 

@@ -119,7 +119,8 @@ def decode(
             targets=targets,
             multiples=("q_token_stride", "q_head_stride"),
             matrix=dtype != torch.float32,
-            spill_bytes=512 if dim > 128 and gpu == RDNA else 0,  # 16 x 256 is too much for it
+            # 16 x 256 is too much for RDNA, and 64 x 512 a little too much for Blackwell.
+            spill_bytes=2 * dim if dim > 128 and gpu == RDNA else 64 if dim > 256 else 0,
         )
 
     return _on_each(name, targets, make)
@@ -183,6 +184,12 @@ CASES = [
     *decode("verify, soft-cap", dim=256, group=2, q_len=16, SOFTCAP=50.0, targets=ONE),
     *decode("decode, head dim 64", dim=64, group=2, targets=ONE),
     *decode("verify, head dim 256", dim=256, q_len=16, targets=(*ONE, "gfx1100")),
+    *decode("decode, head dim 512", dim=512, group=8, page=32, targets=SOME),
+    *decode("verify, head dim 512", dim=512, group=8, q_len=16, page=32),
+    *decode("verify, head dim 512, float32", 512, torch.float32, q_len=16, targets=SOME),
+    *decode(
+        "verify, head dim 512, float8", dim=512, kv=torch.uint8, group=8, q_len=16, targets=ONE
+    ),
     *decode("decode, float8", kv=torch.uint8, targets=("sm_80", "gfx942")),
     *decode("decode, float8", kv=torch.uint8, FP8=2, targets=("sm_90", "sm_100")),
     *decode("decode, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
@@ -203,6 +210,8 @@ CASES = [
     *prefill("prefill, soft-cap", dim=256, group=2, page=64, SOFTCAP=50.0, targets=SOME),
     *prefill("prefill, head dim 64", dim=64, group=2, targets=ONE),
     *prefill("prefill, head dim 256", dim=256, targets=(*ONE, "gfx1100")),
+    *prefill("prefill, head dim 512", dim=512, group=8, page=32),
+    *prefill("prefill, head dim 512, float32", dim=512, dtype=torch.float32, targets=SOME),
     *prefill("prefill, float32", dtype=torch.float32, dim=64, group=2, targets=ONE),
     *(
         Case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.elementwise import gelu_mul, quantize_fp8
+from forerun.kernels.elementwise import gelu_mul, quantize_fp8, value_norm
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
@@ -160,6 +160,8 @@ _CASES = [
     silu("silu of split-K partials", F32, 4),
     case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
          {"BLOCK": 2048}, 8),
+    case("norm of value heads", value_norm._norm_values, {"x_ptr": B16}, "first* row_stride*",
+         {"DIM": 512, "BLOCK": 512}, 2),
     heads("heads"),
     heads("heads of split-K partials", F32, SPLIT_K=4),
     heads("heads, float8 pool", pool="*u8"),

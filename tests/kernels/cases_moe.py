@@ -82,17 +82,25 @@ def gemms(
     shared: bool = False,
     even: bool = True,
     biases: bool = False,
+    gelu: bool = False,
 ) -> list[Case]:
     """Both grouped GEMMs with the tiles of so many tokens."""
     return [
         case
         for target in TARGETS
-        for case in _gemms_on(target, name, tokens, out, shared, even, biases)
+        for case in _gemms_on(target, name, tokens, out, shared, even, biases, gelu)
     ]
 
 
 def _gemms_on(
-    target: str, name: str, tokens: int, out: str, shared: bool, even: bool, biases: bool
+    target: str,
+    name: str,
+    tokens: int,
+    out: str,
+    shared: bool,
+    even: bool,
+    biases: bool,
+    gelu: bool = False,
 ) -> list[Case]:
     rocm = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}
     nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target])
@@ -104,7 +112,7 @@ def _gemms_on(
     down = {"act": B16, "w2": B16, "out": out, "weights": F32, **pairs, **sizes, "T": "i32"}
     down |= {"prefetch_k": "i32", **({"shared": B16} if shared else {})}
     absent = {} if shared else {"shared": None}
-    of_gate_up: dict[str, Any] = {"ALPHA": 1.702, "LIMIT": 7.0}
+    of_gate_up: dict[str, Any] = {"ALPHA": 1.702, "LIMIT": 7.0, "GELU": gelu}
     if biases:
         gate_up, down = gate_up | {"b13": B16}, down | {"b2": B16}
     else:
@@ -192,6 +200,8 @@ CASES = [
     *gemms("8192 tokens", 8192, B16),
     *gemms("1 token, gpt-oss", 1, F32, biases=True),
     *gemms("8192 tokens, gpt-oss", 8192, B16, biases=True),
+    *gemms("1 token, Gemma 4", 1, F32, gelu=True),
+    *gemms("8192 tokens, Gemma 4", 8192, B16, gelu=True),
     *mxfp4(1, F32),
     *mxfp4(8192, B16),
     *gemms("multiples of 8", 1, F32, even=False),

@@ -56,6 +56,7 @@ MASKS = [
         (64, 8, 1, 80, MaskSpec(CAUSAL)),
         (256, 3, 1, 128, MaskSpec(BLOCK, 9)),
         (16, 1, 1, 256, MaskSpec(CAUSAL)),
+        (32, 2, 1, 512, MaskSpec(CAUSAL)),
     ],
 )
 def test_kernel_and_reference_match_the_definition(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
 from forerun.kernels.elementwise.silu_mul import silu_mul
+from forerun.kernels.elementwise.value_norm import norm_values
 from forerun.kernels.moe.experts import combine
 
 EPS = 1e-6
@@ -100,6 +101,19 @@ def test_gelu_tanh_mul(tokens: int, inner: int, dtype: torch.dtype, device: torc
     x = 3 * _random(tokens, 2 * inner + 8, dtype=dtype, device=device)[:, : 2 * inner]
     gate, up = x.double().chunk(2, -1)
     _close(gelu_tanh_mul(x), F.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(1, 1, 24), (17, 3, 512)])
+def test_norm_values(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """In place; what lies before the value heads stays."""
+    x = 3 * _random(tokens, 40 + heads * dim, dtype=dtype, device=device)
+    qk, v = x[:, :40].clone(), x[:, 40:].double().unflatten(1, (heads, dim))
+    norm_values(x, heads, dim, 1e-2)
+    assert torch.equal(x[:, :40], qk)
+    _close(x[:, 40:], (v * (v.pow(2).mean(-1, keepdim=True) + 1e-2).rsqrt()).flatten(1))
 
 
 @pytest.mark.gpu

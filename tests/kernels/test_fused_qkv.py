@@ -66,7 +66,13 @@ def double(norms: HeadNorms | None) -> HeadNorms | None:
 @pytest.mark.parametrize("pool_dtype", [None, FP8, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "norm", "split_k"),
-    [(8, 4, 64, True, 0), (3, 1, 128, False, 0), (6, 2, 80, True, 3), (16, 8, 16, True, 1)],
+    [
+        (8, 4, 64, True, 0),
+        (3, 1, 128, False, 0),
+        (6, 2, 80, True, 3),
+        (16, 8, 16, True, 1),
+        pytest.param(8, 1, 512, True, 0, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_one_layer(
     heads: int,

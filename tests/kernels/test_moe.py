@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
@@ -16,6 +17,7 @@ from forerun.kernels.moe import experts as experts_module
 from forerun.kernels.moe.align import align
 from forerun.kernels.moe.config import SM90_DECODE, choose_moe, max_tiles, router_slice
 from forerun.kernels.moe.experts import (
+    GELU_TANH,
     ClampedSwiglu,
     combine,
     combine_ref,
@@ -331,7 +333,7 @@ def test_biases_and_clamped_swiglu(
         a, b, c, d, e, f, g = (t.to(device) for t in (x, gate, w13, w2, b13, b2, bias))
         routed = route(a, b, None, routing, new_counts(routing, device), g)
         swiglu = ClampedSwiglu(e, f, 1.702, 1.5)
-        return routed, expert_partials(a, c, d, routed, swiglu=swiglu).float().cpu()
+        return routed, expert_partials(a, c, d, routed, activation=swiglu).float().cpu()
 
     routed, got = outcome(device)
     assert torch.equal(routed.experts.cpu().long(), chosen)
@@ -342,6 +344,29 @@ def test_biases_and_clamped_swiglu(
     torch.testing.assert_close(
         expert_partials_ref(x, w13, w2, plain, None, swiglu), want, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"),
+    [(1, 32, 40), pytest.param(131, 72, 24, marks=pytest.mark.exhaustive)],
+)
+def test_gelu_experts(tokens: int, hidden: int, width: int, device: torch.device) -> None:
+    """Gemma 4: kernels and reference against the definition."""
+    routing = Routing(6, 2, norm_topk_prob=True, float32_logits=False)
+    x, gate = random(tokens, hidden, seed=1), random(6, hidden, seed=2)
+    w13, w2 = random(6, 2 * width, hidden, seed=3), random(6, hidden, width, seed=4)
+    moved = [t.to(device) for t in (x, gate, w13, w2)]
+    routed = route(moved[0], moved[1], None, routing, new_counts(routing, device))
+    got = expert_partials(moved[0], *moved[2:], routed, activation=GELU_TANH).float().cpu()
+    plain = Routed(routed.weights.cpu(), routed.experts.cpu())
+    of_all = torch.einsum("th,eih->tei", x, w13)  # every token by every expert
+    glu, up = of_all.chunk(2, -1)
+    out = torch.einsum("tei,ehi->teh", F.gelu(glu, approximate="tanh") * up, w2)
+    chosen = out.gather(1, plain.experts.long().unsqueeze(-1).expand(-1, -1, hidden))
+    want = (chosen * plain.weights.unsqueeze(-1)).transpose(0, 1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    of_ref = expert_partials_ref(x, w13, w2, plain, None, GELU_TANH)
+    torch.testing.assert_close(of_ref, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tokens", [7, 131])
@@ -363,7 +388,7 @@ def test_mxfp4(tokens: int, device: torch.device) -> None:
     swiglu = ClampedSwiglu(b13, b2, 1.702, 1.5)
     routed = route(x, gate, None, routing, new_counts(routing, device))
     got = expert_partials_mxfp4(x, w13, w2, routed, swiglu)
-    want = expert_partials(x, *plain, routed, swiglu=swiglu)
+    want = expert_partials(x, *plain, routed, activation=swiglu)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="scales larger than 2"):
         Mxfp4Matrices.pack(stored[0][0], stored[0][1] + 10)

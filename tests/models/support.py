@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
@@ -126,6 +127,15 @@ _GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 24,
 }
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-2,  # scores are not scaled down: with less, rounding errors grow
+}
 
 # name -> (config class, overrides)
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -204,6 +214,50 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
+        },
+    ),
+    "gemma4": (
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4-moe": (
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 500.0,
+                    "partial_rotary_factor": 0.6,
+                    "factor": 2.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+            "experts_implementation": "eager",
+        },
+    ),
+    "gemma4-per-layer": (
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": 96,
         },
     ),
     "glm4": (Glm4Config, {"head_dim": 16, "attention_bias": True}),
@@ -322,6 +376,8 @@ def randomised(model: Any, seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2, generator=generator)
     return model
 
 

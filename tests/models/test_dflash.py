@@ -22,8 +22,9 @@ from forerun.models.dflash_config import (
     load_dflash_config,
     parse_dflash_config,
 )
+from forerun.models.loader import load_target
 from tests.models.dflash_oracle import Oracle
-from tests.models.support import ABSENT, CPU_F32, Loop, vocab_of
+from tests.models.support import ABSENT, CPU, CPU_F32, Loop, family, save, vocab_of
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 3, 32, 4, 2, 16, 48, 96, 5
 TARGET_LAYERS = (1, 4)
@@ -169,6 +170,20 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         False,
     ),
 }
+
+
+def test_a_block_has_gemma4s_embeddings_and_capped_logits(tmp_path: Path) -> None:
+    """They are the target's: times sqrt(H), and c · tanh(logit / c)."""
+    target = load_target(save(family("gemma4"), tmp_path / "target"), torch.float32, CPU)
+    folder = write(tmp_path / "draft", ZLAB, random_weights())
+    draft = load_dflash(folder, CPU_F32, 128, target)
+    weight = load_file(tmp_path / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    ids, hidden = torch.tensor([3, 95, 95]), 3 * torch.randn(5, HIDDEN)
+    close(draft.embed(ids), weight[ids] * HIDDEN**0.5)
+    logits = hidden @ weight.T
+    assert logits.abs().max() > 3.0
+    close(draft.compute_logits(hidden), 3.0 * torch.tanh(logits / 3.0))
+    assert torch.equal(draft.compute_argmax(hidden), logits.argmax(1))
 
 
 @pytest.fixture(params=FORMS)

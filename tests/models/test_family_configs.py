@@ -11,6 +11,8 @@ import torch
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
 )
@@ -18,7 +20,7 @@ from transformers import (
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.rope_config import RopeConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import RecurrentState
+from forerun.kvcache.layouts import DenseKV, RecurrentState
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.rope import Rope, amplitude, frequencies, rotary_order
 from forerun.models.further_layers import count_layers
@@ -139,6 +141,70 @@ def test_olmo3_scales_rope_where_attention_is_full() -> None:
     assert kinds == [*three, full, *three]
 
 
+def gemma4_31b() -> dict[str, Any]:
+    """As on the Hub, with few layers."""
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    text = {
+        "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 7,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 256,
+        "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": None, "sliding_window": 1024,
+        "final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision",
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }  # fmt: skip
+    return {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+
+
+def test_gemma4_31b_as_on_the_hub() -> None:
+    """Layers with full attention have their own heads; the last one always is such a layer."""
+    config = parse_model_config(gemma4_31b())
+    model = model_class(config)(config, META, 1)
+    sliding, full = DenseKV(16, 256, torch.bfloat16), DenseKV(4, 512, torch.bfloat16)
+    assert model.kv_layout(torch.bfloat16).layers == (*[sliding] * 5, full, full)
+    assert config.windows == (*[1024] * 5, None, None)
+    shapes = {name: tuple(view.shape) for name, view in model.weights().items()}
+    layer = "model.layers.5.self_attn."
+    assert shapes[f"{layer}q_proj.weight"] == (32 * 512, 5376)
+    assert shapes[f"{layer}k_proj.weight"] == (4 * 512, 5376)
+    assert (
+        f"{layer}v_proj.weight" not in shapes and "model.layers.0.self_attn.v_proj.weight" in shapes
+    )
+    inv = frequencies(config.layer_ropes[5], 512)
+    assert torch.count_nonzero(inv) == 64
+    torch.testing.assert_close(inv[:64], 1e6 ** (-torch.arange(64) / 256))
+
+
+def test_gemma4_of_later_transformers_is_the_same() -> None:
+    """They write what layers have of their own as `per_layer_config`."""
+    raw = gemma4_31b()
+    text = raw["text_config"]
+    own = {"head_dim": text.pop("global_head_dim"), "num_key_value_heads": 4}
+    del text["num_global_key_value_heads"]
+    text["per_layer_config"] = {"5": own, "6": own}
+    again, config = parse_model_config(raw), parse_model_config(gemma4_31b())
+    assert again.layer_head_dims == config.layer_head_dims
+    assert again.layer_kv_heads == config.layer_kv_heads == (*[16] * 5, 4, 4)
+
+
+def test_a_multimodal_gemma4_serves_its_text_model(tmp_path: Path) -> None:
+    text = {**SIZES, **FAMILIES["gemma4-per-layer"][1], "num_key_value_heads": 2}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16,
+    }  # fmt: skip
+    config = Gemma4Config(text_config=text, vision_config=vision)
+    model = randomised(Gemma4ForConditionalGeneration(config).eval())
+    ours = load_target(save(model, tmp_path), torch.float32, CPU)
+    ids = torch.arange(30)
+    with torch.no_grad():
+        want = model(ids[None]).logits[0]
+    got = ours.compute_logits(Loop.of_model(ours).ragged([(0, ids)])[0])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=5e-5)
+
+
 def test_gpt_oss_as_on_the_hub() -> None:
     scaling = {
         "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
@@ -207,6 +273,9 @@ def test_longrope_is_chosen_by_the_length_of_the_context() -> None:
     torch.testing.assert_close(frequencies(rope, 8, 65536), short / torch.tensor([2.0, 3, 4, 5]))
 
 
+HALF_ROPE = {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("architecture", "changes", "reason"),
     [
@@ -214,6 +283,15 @@ def test_longrope_is_chosen_by_the_length_of_the_context() -> None:
         ("Glm4ForCausalLM", {"head_dim": 6}, "rotates 3 dims"),
         ("Gemma3ForCausalLM", {"hidden_act": "gelu"}, "has gelu_pytorch_tanh only"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "must|causal"),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, "causal"),
+        ("Gemma4ForCausalLM", {"num_kv_shared_layers": 3}, "no full_attention layer before"),
+        ("Gemma4ForCausalLM", {"vocab_size_per_layer_input": 90}, "90 is below vocab_size 96"),
+        ("Gemma4ForCausalLM", {"global_head_dim": 5}, "head_dim 5 is odd"),
+        (
+            "Gemma4ForCausalLM",
+            {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), HALF_ROPE)},
+            "goes with rope_type proportional",
+        ),
         (
             "Phi3ForCausalLM",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
@@ -237,9 +315,10 @@ def test_refusals(architecture: str, changes: dict[str, Any], reason: str) -> No
         model_class(config)(config, META, 1)
 
 
-def test_gemma_in_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    """Its norms have float32 factors."""
-    hf = family("gemma3")
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-per-layer"])
+def test_gemma_in_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
+    """Gemma 3's norms have float32 factors; all of Gemma 4's are rounded once, after the factor."""
+    hf = family(name)
     model = load_target(save(hf, tmp_path), torch.bfloat16, CPU)
     ids = torch.arange(30)
     with torch.no_grad():

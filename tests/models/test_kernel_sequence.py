@@ -22,6 +22,7 @@ from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.layers import gemm, linear, moe, norm
 from forerun.layers.communication import SingleRank, WeightPlacement
 from forerun.layers.linear import RowLinear
+from forerun.models import gemma4
 from forerun.models.registry import model_class
 from tests.models.support import CPU_F32
 
@@ -191,6 +192,18 @@ def test_norms_after_attention_and_mlp_on_an_h200(h200: Recorder) -> None:
     raw |= {"layer_types": ["full_attention"] * LAYERS}
     got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), 16)
     assert got == ["rms_norm", *layer * LAYERS, "gemm_argmax"]
+
+
+def test_gemma4_on_an_h200(h200: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value heads are normed apart; a layer's output is complete, so its next norm adds nothing."""
+    recorded = h200.recorded("norm_values", gemma4.norm_values)
+    monkeypatch.setattr(gemma4, "norm_values", recorded)
+    layer = ["rms_norm", "gemm", "norm_values", "attention", "gemm", "rms_norm", "add_rms_norm"]
+    layer += ["gemm", "gelu_tanh_mul", "gemm", "rms_norm"]
+    raw = QWEN3_8B | {"architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": 0}
+    raw |= {"global_head_dim": 128, "layer_types": ["full_attention"] * LAYERS}
+    got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META), 16)
+    assert got == [*layer * LAYERS, "rms_norm", "gemm_argmax"]
 
 
 def test_across_ranks_the_sum_comes_before_residual_and_norm(h200: Recorder) -> None:

@@ -191,8 +191,9 @@ def test_refusals(k: Any, message: str, folder: Path) -> None:
     load_target(folder, torch.float32, CPU)
 
 
-def test_latent_kv(tmp_path: Path) -> None:
-    folder = save(family("deepseek-v3"), tmp_path)
+@pytest.mark.parametrize("name", ["deepseek-v3", "gemma4"])
+def test_latent_kv_and_normed_values(name: str, tmp_path: Path) -> None:
+    folder = save(family(name), tmp_path)
     with_scales(folder, 1.0, 1.0)
     load_target(folder, torch.float32, CPU, kv_dtype=FP8)
     with_scales(folder, 2.0, 1.0)

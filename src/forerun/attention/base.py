@@ -187,6 +187,7 @@ class QKNormRope(ABC):
     """
 
     heads: int  # Hq
+    dim: int  # D
     norms: HeadNorms | None
 
     @abstractmethod
@@ -409,6 +410,10 @@ class AttentionContext:
     ) -> Tensor:
         """From a layer's QKV GEMM to the output of its heads, [T, Hq, D]."""
         q = self.backend.rope_write(self.plan, layer, qkv, norm_rope, rope)
+        return self.backend.attend(self.plan, layer, spec, q)
+
+    def run_shared(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Of a layer that reads the K/V of another one: q [T, Hq, D], normed and rotated."""
         return self.backend.attend(self.plan, layer, spec, q)
 
     def run_latent(

@@ -63,9 +63,10 @@ class AttentionNeed:
 
     device: str  # torch.device.type: "cpu", "cuda" (NVIDIA and AMD)
     dtype: torch.dtype  # of q
-    head_dim: int  # of q and K; with `mla`, latent and rope part together
+    # Of q and K; the largest where layers differ. With `mla`, latent and rope part together.
+    head_dim: int
     num_heads: int
-    num_kv_heads: int  # with `mla`: 1
+    num_kv_heads: int  # the fewest where layers differ; with `mla`: 1
     masks: frozenset[LayerMask]
     phase: Phase = Phase.DECODE
     graph: bool = False  # will be captured into a device graph
@@ -74,6 +75,7 @@ class AttentionNeed:
     latent_dim: int = 0  # with `mla`: Dl, the part of `head_dim` that V is
     dense: bool = True  # some layers keep K and V
     uniform: bool = True  # all layers keep the same
+    head_dims: frozenset[int] = frozenset()  # of dense layers, where they differ in what they keep
     sinks: bool = False  # a learned logit per head in the denominator of the softmax
     logit_softcap: bool = False  # cap · tanh(score / cap)
     arch: str | None = None  # of the GPU: "sm_90", "gfx942"; None: a CPU, or not known

@@ -6,6 +6,7 @@ and the host's bound only sets into how many splits a context is cut.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -46,11 +47,12 @@ from forerun.kernels.attention.tiles import (
 )
 from forerun.kernels.runtime.fp8 import FP8, as_bits
 from forerun.kernels.runtime.gpu import gpu_of, have_triton
-from forerun.kvcache.layouts import LatentKV
+from forerun.kvcache.layouts import LatentKV, PagedLayout
 from forerun.platform.device import upload
 
 MASKS = {Mask.CAUSAL: CAUSAL, Mask.BLOCK: BLOCK, Mask.CUSTOM: TREE}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 512
 MAX_LATENT, MAX_ROPE = 512, 128  # values of a latent row that MLA kernels take
 MAX_EXPANDED = 256  # values of a head of expanded K or V that the kernel for them takes
 
@@ -61,8 +63,9 @@ class TritonPlan(SlotPlan):
 
     batch: AttentionBatch
     kv_slots: Tensor  # [T] int64
-    num_splits: int
-    tile_map: TileMap | None  # of ragged chunks
+    # By what layers keep; latent layers are all alike.
+    num_splits: Mapping[PagedLayout, int]
+    tile_maps: Mapping[PagedLayout, TileMap]  # of ragged chunks
     tree: Tensor | None = None
     expanded: _Expanded | None = None  # made by the first layer that needs it
 
@@ -80,11 +83,12 @@ class TritonAttention(PagedBackend):
 
     capabilities = Capabilities(
         devices=frozenset({"cuda", "cpu"}),  # on a CPU: Triton's interpreter
-        head_dims=range(16, 257),
+        head_dims=range(16, MAX_HEAD_DIM + 1),
         latent_dims=range(2, MAX_LATENT + MAX_ROPE + 1),
         dtypes=DTYPES,
         kv_dtypes=(*DTYPES, FP8),
         mla=True,
+        mixed_layouts=True,
         sinks=True,
         logit_softcap=True,
     )
@@ -99,6 +103,8 @@ class TritonAttention(PagedBackend):
                 else f"it needs an NVIDIA or AMD GPU, not {need.device}"
             )
             reasons.insert(0, missing)
+        if need.mla and not need.uniform:
+            reasons.append("it needs latent rows of one shape in all layers")
         if need.mla and need.sinks:
             reasons.append("its latent (MLA) attention has no attention sinks")
         if need.mla and need.logit_softcap:
@@ -118,7 +124,9 @@ class TritonAttention(PagedBackend):
         device = torch.device(need.device)
         if need.mla:
             return best_mla_page_size(device)
-        return best_page_size(device, need.head_dim, need.kv_dtype or need.dtype)
+        # Of layers that differ, those of smaller heads have larger blocks.
+        dims, kv_dtype = need.head_dims or {need.head_dim}, need.kv_dtype or need.dtype
+        return max(best_page_size(device, dim, kv_dtype) for dim in dims)
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> TritonPlan:
         """K/V before `start` may be read ahead of the kernel that runs before `attend`.
@@ -132,7 +140,8 @@ class TritonAttention(PagedBackend):
             if kv_slots is None:
                 kv_slots = compute_kv_slots(batch.page_table, batch.start, None, q_len, total, page)
             tree = None if batch.tree is None else batch.tree.flatten()
-            return TritonPlan(batch, kv_slots, self._num_splits(batch, q_len), None, tree)
+            splits = {kind: self._num_splits(batch, q_len, kind) for kind in self._kinds}
+            return TritonPlan(batch, kv_slots, splits, {}, tree)
         assert batch.ragged is not None
         counts = [count for _, count in batch.ragged]
         ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -141,31 +150,36 @@ class TritonAttention(PagedBackend):
             batch.page_table, batch.start, first, max(counts), sum(counts), page
         )
         # The upload in `build_tile_map` lies between `kv_slots` and its first reader (see pdl.py).
-        return TritonPlan(batch, kv_slots, 1, self._tile_map(batch.ragged, device))
+        tile_maps = {kind: self._tile_map(batch.ragged, device, kind) for kind in self._kinds}
+        return TritonPlan(batch, kv_slots, {}, tile_maps)
 
-    def _num_splits(self, batch: AttentionBatch, q_len: int) -> int:
+    @property
+    def _kinds(self) -> Iterable[PagedLayout]:
+        return self.pools.paged
+
+    def _num_splits(self, batch: AttentionBatch, q_len: int, kind: PagedLayout) -> int:
         need, gpu, size = self.need, gpu_of(batch.start.device), batch.start.shape[0]
-        if need.mla:
+        if isinstance(kind, LatentKV):
             rows = need.num_heads * q_len
             return choose_mla_splits(gpu, rows, self._latent_shape, size, batch.kv_len_ub)
         problem = DecodeProblem(
             batch_size=size,
-            q_rows=need.num_heads // need.num_kv_heads * q_len,
-            num_kv_heads=need.num_kv_heads,
-            head_dim=need.head_dim,
+            q_rows=need.num_heads // kind.num_kv_heads * q_len,
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
             kv_dtype=need.kv_dtype or need.dtype,
             page_size=self.pools.page_size,
             kv_len_ub=batch.kv_len_ub,
         )
         return choose_num_splits(gpu, problem)
 
-    def _tile_map(self, chunks: Spans, device: torch.device) -> TileMap:
+    def _tile_map(self, chunks: Spans, device: torch.device, kind: PagedLayout) -> TileMap:
         need, gpu, send = self.need, gpu_of(device), partial(upload, device=device)
-        if need.mla:
+        if isinstance(kind, LatentKV):
             tile_rows = mla_prefill_tile_rows(gpu, self._latent_shape)
             return build_row_tile_map(chunks, need.num_heads, tile_rows, send)
-        config = prefill_tile_config(gpu, need.head_dim, need.dtype)
-        group = need.num_heads // need.num_kv_heads
+        config = prefill_tile_config(gpu, kind.head_dim, need.dtype)
+        group = need.num_heads // kind.num_kv_heads
         return build_tile_map(chunks, max(1, config.block_m // group), send)
 
     @cached_property
@@ -186,11 +200,13 @@ class TritonAttention(PagedBackend):
     def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
         batch, mask = plan.batch, _mask(plan, spec)
+        kind = self.pools.layout.paged_layer(layer)
         kv = PagedKV(self.pools.k(layer), self.pools.v(layer), batch.page_table, batch.start)
         if batch.q_len is not None:
-            return paged_attention(q, kv, batch.q_len, mask, spec.scale, plan.num_splits)
+            splits = plan.num_splits[kind]
+            return paged_attention(q, kv, batch.q_len, mask, spec.scale, splits)
         assert batch.ragged is not None
-        return prefill_attention(q, kv, batch.ragged, plan.tile_map, mask, spec.scale)
+        return prefill_attention(q, kv, batch.ragged, plan.tile_maps[kind], mask, spec.scale)
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, TritonPlan)
@@ -200,9 +216,10 @@ class TritonAttention(PagedBackend):
         pool = self.pools.latent(layer)
         cache = PagedLatent(pool, kind.latent_dim, batch.page_table, batch.start)
         if batch.q_len is not None:
-            return mla_decode(q, cache, batch.q_len, mask, spec.scale, plan.num_splits)
+            splits = plan.num_splits[kind]
+            return mla_decode(q, cache, batch.q_len, mask, spec.scale, splits)
         assert batch.ragged is not None
-        return mla_prefill(q, cache, batch.ragged, plan.tile_map, mask, spec.scale)
+        return mla_prefill(q, cache, batch.ragged, plan.tile_maps[kind], mask, spec.scale)
 
     def attend_latent_prefill(
         self,

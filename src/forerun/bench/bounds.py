@@ -52,12 +52,12 @@ def kv_bytes(layout: ModelLayout, masks: Sequence[LayerMask], context: int) -> i
     state is read and written.
     """
     total = 0
-    for layer, mask in zip(layout.layers, masks, strict=True):
+    for i, (layer, mask) in enumerate(zip(layout.layers, masks, strict=True)):
         if isinstance(layer, RecurrentState):
             total += 2 * layer.state_bytes
         else:
             tokens = context if mask.window is None else min(context, mask.window)
-            total += tokens * layer.token_bytes
+            total += tokens * layout.paged_layer(i).token_bytes
     return total
 
 

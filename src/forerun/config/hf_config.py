@@ -14,6 +14,7 @@ Raw = dict[str, Any]
 # Multimodal architectures that are served without their other parts, as the text model.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
@@ -102,6 +103,49 @@ def _gemma2(raw: Raw) -> Raw:
     return _layer_types({**_with(defaults, raw), **without}, 2)
 
 
+def _gemma4(raw: Raw) -> Raw:
+    defaults = {
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "eos_token_id": 1,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    }
+    without = {k: None for k in ("hidden_size_per_layer_input",) if k in raw and raw[k] is None}
+    raw = _layer_types({**_with(defaults, raw), **without}, 6)
+    types = [*raw["layer_types"][:-1], "full_attention"]  # the last always is
+    return {**raw, "layer_types": types, **_gemma4_heads(raw, types)}
+
+
+def _gemma4_heads(raw: Raw, types: list[str]) -> Raw:
+    """Layers with full attention have heads of their own; files have one of two spellings."""
+    full: Raw = {"head_dim": raw["global_head_dim"]}
+    if raw.get("attention_k_eq_v") and raw.get("num_global_key_value_heads"):
+        full["num_key_value_heads"] = raw["num_global_key_value_heads"]
+    own = raw.get("per_layer_config")
+    if own is None:
+        own = {str(i): full for i, kind in enumerate(types) if kind == "full_attention"}
+    layers = [{**raw, **own.get(str(i), {})} for i in range(len(types))]
+    return {
+        "layer_head_dims": [layer["head_dim"] for layer in layers],
+        "layer_kv_heads": [layer["num_key_value_heads"] for layer in layers],
+    }
+
+
 def _olmo3(raw: Raw) -> Raw:
     raw = _layer_types(_with({"sliding_window": 4096, "rms_norm_eps": 1e-5}, raw), 4)
     return _ropes_by_type(raw, None, 5e5)
@@ -165,6 +209,7 @@ def _hybrid(raw: Raw) -> Raw:
 FAMILIES: dict[str, Callable[[Raw], Raw]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma4ForCausalLM": _gemma4,
     "Glm4ForCausalLM": _glm,
     "Glm4MoeForCausalLM": _glm_moe,
     "GptOssForCausalLM": _gpt_oss,

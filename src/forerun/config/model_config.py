@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class ModelConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # of most layers, as is head_dim
     head_dim: int
     rotary_dim: int  # of each head: head_dim, or the rope part of an MLA head
     rms_norm_eps: float
@@ -43,7 +43,16 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     # Per layer: None for full attention, else the sliding window as Hugging Face counts it.
     windows: tuple[int | None, ...]
+    layer_head_dims: tuple[int, ...]
+    layer_kv_heads: tuple[int, ...]
     raw: Mapping[str, Any]  # the whole config in one spelling (`hf_config`), for keys of one family
+
+    @property
+    def layer_rotary_dims(self) -> tuple[int, ...]:
+        """Of every layer's heads; see `rotary_dim`."""
+        if self.rotary_dim != self.head_dim:
+            return (self.rotary_dim,) * self.num_layers
+        return self.layer_head_dims
 
     def need(self, key: str) -> int:
         """An integer that only some families have.
@@ -118,10 +127,12 @@ def parse_model_config(
         int(need("num_hidden_layers")),
     )
     kv_heads = int(raw.get("num_key_value_heads") or heads)
-    if heads % kv_heads:
-        raise ConfigError(
-            f"{where}: {heads} query heads cannot be shared among {kv_heads} key-value heads."
-        )
+    layer_kv_heads = _per_layer(raw.get("layer_kv_heads"), kv_heads, layers)
+    for count in (kv_heads, *layer_kv_heads):
+        if heads % count:
+            raise ConfigError(
+                f"{where}: {heads} query heads cannot be shared among {count} key-value heads."
+            )
     attention_bias = bool(raw.get("attention_bias", False))
     head_dim = int(raw.get("head_dim") or hidden // heads)
     ropes = parse_ropes(raw, layers, where)
@@ -146,8 +157,14 @@ def parse_model_config(
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         eos_token_ids=_as_ids(eos if eos is not None else raw.get("eos_token_id")),
         windows=_parse_windows(raw, layers, where),
+        layer_head_dims=_per_layer(raw.get("layer_head_dims"), head_dim, layers),
+        layer_kv_heads=layer_kv_heads,
         raw=raw,
     )
+
+
+def _per_layer(values: Sequence[int] | None, common: int, layers: int) -> tuple[int, ...]:
+    return (common,) * layers if values is None else tuple(map(int, values))
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from forerun.core.errors import ConfigError
 
-ROPE_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+PROPORTIONAL = "proportional"
+ROPE_SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", PROPORTIONAL)
 NO_ROPE = "none"  # a layer without positions (NoPE)
 
 
@@ -43,7 +44,9 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-    partial_rotary_factor: float = 1.0  # the part of a head that is rotated: its first dims
+    # The part of a head that is rotated: its first dims. With "proportional" the first pairs of
+    # dims i and i + D/2, at the frequencies that they would have if all were rotated (Gemma 4).
+    partial_rotary_factor: float = 1.0
     yarn: YarnConfig | None = None
     longrope: LongRopeConfig | None = None
 

@@ -233,16 +233,16 @@ def _short_prefill(
 def _need(
     layout: ModelLayout, heads: int, masks: Sequence[LayerMask], where: Placement
 ) -> AttentionNeed:
-    """The need of decode steps, with the dimensions of the first dense layer if there is one."""
+    """The need of decode steps, with the dimensions of dense layers if there are some."""
     kinds = list(dict.fromkeys(layout.paged))
     dense = [kind for kind in kinds if isinstance(kind, DenseKV)]
     latent = [kind for kind in kinds if isinstance(kind, LatentKV)]
     return AttentionNeed(
         device=where.device.type,
         dtype=where.dtype,
-        head_dim=dense[0].head_dim if dense else layout.latent_dim,
+        head_dim=max((kind.head_dim for kind in dense), default=layout.latent_dim),
         num_heads=heads,
-        num_kv_heads=dense[0].num_kv_heads if dense else 1,
+        num_kv_heads=min((kind.num_kv_heads for kind in dense), default=1),
         masks=frozenset(masks),
         graph=where.graphs,
         kv_dtype=where.kv_dtype,
@@ -250,5 +250,6 @@ def _need(
         mla=bool(latent),
         latent_dim=latent[0].latent_dim if latent else 0,
         uniform=len(kinds) <= 1,
+        head_dims=frozenset(kind.head_dim for kind in dense if len(kinds) > 1),
         arch=where.arch,
     )

@@ -244,8 +244,15 @@ class _RecordingContext(AttentionContext):
             own = qkv[: batch.count]
             return batch.ctx.run(layer, spec, own, norm_rope, batch.rope(rope))
 
-        dim = self.backend.need.head_dim
-        return self.recording.begin_piece(attend, qkv, norm_rope.heads, dim)
+        return self.recording.begin_piece(attend, qkv, norm_rope.heads, norm_rope.dim)
+
+    def run_shared(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        (q,) = self.recording.end_piece(q)
+
+        def attend(batch: _Batch) -> Tensor:
+            return batch.ctx.run_shared(layer, spec, q[: batch.count])
+
+        return self.recording.begin_piece(attend, q, *q.shape[1:])
 
     def run_latent(
         self,

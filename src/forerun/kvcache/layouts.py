@@ -1,6 +1,7 @@
 """What the layers of a model keep between steps, as values.
 
-Three kinds: K and V per token (`DenseKV`), one latent vector per token (`LatentKV`, MLA), or a
+A layer may read the K/V of an earlier one and keep nothing (`SharedKV`). Otherwise there are three
+kinds: K and V per token (`DenseKV`), one latent vector per token (`LatentKV`, MLA), or a
 state of fixed size per request (`RecurrentState`: linear attention, SSM, convolutions). The first
 two live in pages and are rolled back by a length alone. A recurrent state is valid at one length
 only. So a verify pass leaves it as it is and stores what each token adds to it, its *update*; the
@@ -80,6 +81,13 @@ class Replay(Protocol):
 
 
 @dataclass(frozen=True)
+class SharedKV:
+    """Nothing: the layer reads K and V of layer `source` (Gemma 4's `num_kv_shared_layers`)."""
+
+    source: int
+
+
+@dataclass(frozen=True)
 class RecurrentState:
     """Tensors of fixed shape per request.
 
@@ -118,7 +126,7 @@ def _bytes(tensors: TensorShapes) -> int:
 
 
 PagedLayout = DenseKV | LatentKV
-LayerLayout = DenseKV | LatentKV | RecurrentState
+LayerLayout = DenseKV | LatentKV | RecurrentState | SharedKV
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,14 @@ class ModelLayout:
     def paged(self) -> tuple[PagedLayout, ...]:
         """The layers that keep something per token."""
         return tuple(layer for layer in self.layers if isinstance(layer, DenseKV | LatentKV))
+
+    def paged_layer(self, index: int) -> PagedLayout:
+        """What a layer reads per token: its own, or that of the layer whose K/V it shares."""
+        layer = self.layers[index]
+        if isinstance(layer, SharedKV):
+            layer = self.layers[layer.source]
+        assert isinstance(layer, DenseKV | LatentKV)
+        return layer
 
     @property
     def recurrent(self) -> tuple[RecurrentState, ...]:
@@ -175,7 +191,7 @@ class ModelLayout:
         """The same with K/V stored as `dtype`; recurrent states keep theirs."""
         return ModelLayout(
             tuple(
-                layer if isinstance(layer, RecurrentState) else replace(layer, dtype=dtype)
+                replace(layer, dtype=dtype) if isinstance(layer, DenseKV | LatentKV) else layer
                 for layer in self.layers
             )
         )

@@ -26,6 +26,7 @@ from forerun.kvcache.layouts import (
     ModelLayout,
     PagedLayout,
     RecurrentState,
+    SharedKV,
     StatePool,
     TensorShapes,
 )
@@ -78,6 +79,9 @@ class ModelPools:
         self._state: dict[int, LayerState] = {}
         for kind in dict.fromkeys(layout.paged):
             self._allocate_pages(kind, device)
+        for i, layer in enumerate(layout.layers):
+            if isinstance(layer, SharedKV):
+                self._k[i], self._v[i] = self._k[layer.source], self._v[layer.source]
         # Of every slot: how many tokens of its last verify pass were committed.
         self.num_pending = torch.zeros(shape.num_slots, dtype=torch.int32, device=device)
         self.num_passes = torch.zeros_like(self.num_pending)
@@ -101,11 +105,11 @@ class ModelPools:
         return self.shape.num_snapshots if self.states else 0
 
     def k(self, layer: int) -> Tensor:
-        """[pages, P, Hkv, D] of a dense layer."""
+        """[pages, P, Hkv, D] that a layer attends to: its own, or those that it shares."""
         return self._k[layer]
 
     def v(self, layer: int) -> Tensor:
-        """[pages, P, Hkv, D] of a dense layer."""
+        """The same of V."""
         return self._v[layer]
 
     def latent(self, layer: int) -> Tensor:

@@ -16,7 +16,7 @@ from forerun.attention.base import (
     RopeInput,
 )
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
-from forerun.kvcache.layouts import DenseKV, LayerLayout
+from forerun.kvcache.layouts import DenseKV, LayerLayout, SharedKV
 from forerun.layers.linear import QKVLinear, RowLinear
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
@@ -91,6 +91,26 @@ class Attention(KVLayer):
     def __call__(self, qkv: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
         """qkv [T, (Hq + 2 Hkv) · D] -> [T, Hq · D]."""
         return ctx.run(self.layer_id, self.spec, qkv, self._norm_rope, rope).flatten(1)
+
+
+class SharedAttention(KVLayer):
+    """Attention of layer `layer_id` over the K/V of an earlier one, by queries of its own."""
+
+    def __init__(
+        self, layer_id: int, source: int, spec: AttentionSpec, head_dim: int, q_norm: RMSNorm
+    ) -> None:
+        """`source`: the layer whose K/V is read. `q_norm`: over every head; prepared before."""
+        self.layer_id, self.source, self.spec = layer_id, source, spec
+        self.head_dim, self._q_norm = head_dim, q_norm
+
+    def kv_layout(self, kv_dtype: torch.dtype) -> SharedKV:
+        return SharedKV(self.source)
+
+    def __call__(self, q: Tensor, rope: RopeInput, ctx: AttentionContext) -> Tensor:
+        """q [T, Hq · D] -> the same shape."""
+        heads = q.view(-1, self.head_dim)  # a matrix, as kernels of norms take it
+        normed = self._q_norm(heads).view(len(q), -1, self.head_dim)
+        return ctx.run_shared(self.layer_id, self.spec, rotate(normed, rope.cos_sin)).flatten(1)
 
 
 @dataclass(frozen=True)

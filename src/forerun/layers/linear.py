@@ -265,6 +265,28 @@ class QKVLinear(MergedBase):
         return self.gemm(x)
 
 
+class SharedKVLinear(QKVLinear):
+    """[q heads | k heads | v heads] where checkpoints have one projection for k and v.
+
+    They are normed differently afterwards, so the GEMM computes it twice.
+    """
+
+    def _rows(self, prefix: str) -> dict[str, Rows]:
+        return {n: rows for n, rows in super()._rows(prefix).items() if not n.endswith("v_proj.")}
+
+    def prepare(self) -> None:
+        size = self.parts["k_proj"]
+
+        def copy_keys(tensor: Tensor) -> Tensor:
+            tensor[-size:] = tensor[-2 * size : -size]
+            return tensor
+
+        if self.bias is not None:
+            copy_keys(self.bias)
+        self.map_rows(copy_keys)
+        super().prepare()
+
+
 class GatedQKVLinear(QKVLinear):
     """[q heads | k heads | v heads | a gate per q head]. In checkpoints q_proj has both of a head
     one after the other.

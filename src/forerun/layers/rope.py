@@ -14,7 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.config.rope_config import NO_ROPE, LongRopeConfig, RopeConfig, YarnConfig
+from forerun.config.rope_config import (
+    NO_ROPE,
+    PROPORTIONAL,
+    LongRopeConfig,
+    RopeConfig,
+    YarnConfig,
+)
 
 
 @dataclass(eq=False)  # hashed by identity
@@ -47,13 +53,18 @@ def frequencies(config: RopeConfig, head_dim: int, max_positions: int = 0) -> Te
     """
     rotated = torch.zeros(head_dim // 2)
     if config.scaling != NO_ROPE:
-        inv = _frequencies(config, rotary_dims(config, head_dim), max_positions)
+        if config.scaling == PROPORTIONAL:
+            inv = _frequencies(config, head_dim, 0)[: rotary_dims(config, head_dim) // 2]
+        else:
+            inv = _frequencies(config, rotary_dims(config, head_dim), max_positions)
         rotated[: len(inv)] = inv
     return rotated
 
 
 def rotary_dims(config: RopeConfig, head_dim: int) -> int:
     """How many dims of a head are rotated."""
+    if config.scaling == PROPORTIONAL:
+        return 2 * int(head_dim * config.partial_rotary_factor // 2)
     return int(head_dim * config.partial_rotary_factor)
 
 
@@ -61,7 +72,7 @@ def _frequencies(config: RopeConfig, dim: int, max_positions: int) -> Tensor:
     """Of `dim` rotated dims."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     inv = 1.0 / (config.theta**exponents)
-    if config.scaling == "linear":
+    if config.scaling in ("linear", PROPORTIONAL):
         return inv / config.factor
     if config.scaling == "llama3":
         return _llama3(inv, config)
@@ -91,9 +102,10 @@ def rotary_order(config: RopeConfig, head_dim: int, interleaved: bool = False) -
     """In which order a head's dims must be, for halves of the whole head to be rotated: [D] int64.
 
     A checkpoint has the rotated dims first, as halves or, `interleaved`, as neighbouring pairs.
+    With "proportional" they are spread over the whole head already.
     Queries and keys are reordered alike, so their products stay what they are.
     """
-    rotary = rotary_dims(config, head_dim)
+    rotary = head_dim if config.scaling == PROPORTIONAL else rotary_dims(config, head_dim)
     dims = torch.arange(rotary)
     pairs = dims.view(-1, 2) if interleaved else dims.view(2, -1).T
     rest = torch.arange(rotary, head_dim).view(2, -1).T

@@ -37,12 +37,12 @@ class DecoderLayer(Module, ABC):
         rope: RopeInput,
         ctx: AttentionContext,
         aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        """(x, residual) whose sum is the layer's output.
+    ) -> tuple[Hidden, Tensor | None]:
+        """(x, residual) whose sum is the layer's output; residual None: x is all of it.
 
         Args:
             x: [T, H], what the layer before adds to the residual; the embedding for the first.
-            residual: [T, H]; None for the first layer.
+            residual: [T, H]; None: there is nothing but x.
             rope: positions and tables.
             ctx: attention over these tokens' K/V.
             aux: captures the layer's input.

@@ -316,7 +316,14 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "visual.")  # of a multimodal model
+OTHER_PARTS = (  # of a multimodal model
+    "vision_tower.",
+    "audio_tower.",
+    "multi_modal_projector.",
+    "embed_vision.",
+    "embed_audio.",
+    "visual.",
+)
 
 
 def text_part(headers: Mapping[str, Header]) -> dict[str, Header]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden
 from forerun.layers.module import Module
 from forerun.layers.residual import AuxHiddenStates, FinalRMSNorm
-from forerun.layers.rope import Rope
+from forerun.layers.rope import Rope, RopeRows
 from forerun.models.base import CausalLM
 
 
@@ -41,32 +42,38 @@ class DecoderModel(Module):
         masks = enumerate(family.layer_masks)
         self.layers = [family.decoder_layer(config, i, mask, place) for i, mask in masks]
         self.norm = FinalRMSNorm(size, eps, place, norm)
-        dim, dtype, device = config.rotary_dim, place.dtype, place.device
-        different = dict.fromkeys(config.layer_ropes)
-        self._ropes = [Rope(rope, dim, max_positions, dtype, device) for rope in different]
-        self._rope_of = [list(different).index(rope) for rope in config.layer_ropes]
+        kinds = list(zip(config.layer_ropes, config.layer_rotary_dims, strict=True))
+        different, sizes = list(dict.fromkeys(kinds)), (max_positions, place.dtype, place.device)
+        self._ropes = [Rope(rope, dim, *sizes) for rope, dim in different]
+        self._rope_of = [different.index(kind) for kind in kinds]
 
     def __call__(
         self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
     ) -> Tensor:
         x: Hidden = self.embed_tokens(input_ids)
         residual: Tensor | None = None
-        rows = [rope.rows(positions) for rope in self._ropes]
-        for layer, rope in zip(self.layers, self._rope_of, strict=True):
-            x, residual = layer(x, residual, rows[rope], ctx, aux)
+        for layer, rope in zip(self.layers, self.rope_rows(positions), strict=True):
+            x, residual = layer(x, residual, rope, ctx, aux)
         hidden_states, residual = self.norm(x, residual)
         aux.capture(len(self.layers), residual)
         return hidden_states
+
+    def rope_rows(self, positions: Tensor) -> list[RopeRows]:
+        """Of every layer."""
+        rows = [rope.rows(positions) for rope in self._ropes]
+        return [rows[rope] for rope in self._rope_of]
 
 
 class DecoderForCausalLM(CausalLM):
     """A family of which only the layers are its own: `decoder_layer`."""
 
+    decoder: ClassVar[type[DecoderModel]] = DecoderModel
+
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
         self.config = config
         self.scales = self.scales_of(config)
         self.layer_masks = tuple(LayerMask(Mask.CAUSAL, window) for window in config.windows)
-        self.model = DecoderModel(config, self, place, max_positions)
+        self.model = self.decoder(config, self, place, max_positions)
         embed_tokens = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, embed_tokens)
 

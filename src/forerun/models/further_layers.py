@@ -9,12 +9,15 @@ from __future__ import annotations
 from forerun.config.model_config import ModelConfig
 
 COUNT = "num_nextn_predict_layers"
+WITHOUT = ("Gemma4ForCausalLM",)  # its layers differ, and none says what a further one is like
 # Qwen3-Next's config.json does not say that there is one.
 HYBRIDS = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 def count_layers(model: ModelConfig) -> int:
     """How many of them the checkpoint holds, or may hold."""
+    if model.architecture in WITHOUT:
+        return 0
     if model.architecture in HYBRIDS and COUNT not in model.raw:
         return int(model.raw.get("mtp_num_hidden_layers", 1) or 0)
     return int(model.raw.get(COUNT) or 0)

@@ -123,7 +123,7 @@ class GptOssExperts(Experts):
             assert shared is None
             w13, w2 = self._mxfp4
             return expert_partials_mxfp4(x, w13, w2, routed, swiglu)
-        return expert_partials(x, self.w13, self.w2, routed, shared, swiglu=swiglu)
+        return expert_partials(x, self.w13, self.w2, routed, shared, activation=swiglu)
 
 
 class GptOssMoE(SparseMoE):

@@ -40,7 +40,8 @@ def fold_kv_scales(model: Module, checkpoint: Checkpoint, kv_dtype: torch.dtype 
     """Between loading and `prepare`. `kv_dtype`: of the cache; None: K/V has a scale of 1.
 
     Raises:
-        ConfigError: a scale of more than one value, or of none that makes sense; latent (MLA) K/V.
+        ConfigError: a scale of more than one value, or of none that makes sense; latent (MLA) K/V,
+            or values that are normed.
     """
     layers = (*model.named_modules(Attention), *model.named_modules(LatentAttention))
     if kv_dtype is None:
@@ -62,8 +63,8 @@ def fold_kv_scales(model: Module, checkpoint: Checkpoint, kv_dtype: torch.dtype 
             continue
         if path not in projected:
             raise ConfigError(
-                f"{checkpoint.folder} has K/V scales other than 1 for latent (MLA) K/V ({path}),"
-                " which is not supported; use kv_cache_dtype auto."
+                f"{checkpoint.folder} has K/V scales other than 1 for latent (MLA) K/V or for"
+                f" normed values ({path}), which is not supported; use kv_cache_dtype auto."
             )
         projected[path].fold_kv_scales(scales)
 

@@ -11,6 +11,7 @@ from forerun.layers.rope import rotary_dims
 from forerun.models.base import CausalLM
 from forerun.models.deepseek import DeepseekForCausalLM
 from forerun.models.gemma import GemmaForCausalLM
+from forerun.models.gemma4 import Gemma4ForCausalLM
 from forerun.models.glm4 import Glm4ForCausalLM
 from forerun.models.glm4_moe import Glm4MoeForCausalLM
 from forerun.models.gpt_oss import GptOssForCausalLM
@@ -35,6 +36,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
     "Gemma2ForCausalLM": GemmaForCausalLM,
     "Gemma3ForCausalLM": GemmaForCausalLM,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,
     "Glm4MoeForCausalLM": Glm4MoeForCausalLM,
     "GptOssForCausalLM": GptOssForCausalLM,
@@ -101,20 +103,21 @@ def check_layers(config: ModelConfig, family: type[CausalLM] = CausalLM) -> None
             f"hidden_act {activation!r} is not supported; Forerun has {family.activations[0]} only."
         )
     weight_format(config)  # refuses other quantizations
-    if config.rotary_dim % 2:
-        name = "qk_rope_head_dim" if raw.get("qk_rope_head_dim") else "head_dim"
-        raise ConfigError(f"{name} {config.rotary_dim} is odd; rotary embedding needs an even one.")
-    for rope in set(config.layer_ropes):
-        _check_rope(rope, config, family)
+    for dim in config.layer_rotary_dims:
+        if dim % 2:
+            name = "qk_rope_head_dim" if raw.get("qk_rope_head_dim") else "head_dim"
+            raise ConfigError(f"{name} {dim} is odd; rotary embedding needs an even one.")
+    for rope, dim in set(zip(config.layer_ropes, config.layer_rotary_dims, strict=True)):
+        _check_rope(rope, dim, family)
 
 
-def _check_rope(rope: RopeConfig, config: ModelConfig, family: type[CausalLM]) -> None:
-    partial, rotary = rope.partial_rotary_factor, rotary_dims(rope, config.rotary_dim)
+def _check_rope(rope: RopeConfig, dim: int, family: type[CausalLM]) -> None:
+    partial, rotary = rope.partial_rotary_factor, rotary_dims(rope, dim)
     if partial != 1.0 and not family.partial_rotary:
         raise ConfigError(f"partial_rotary_factor {partial} is not supported; it must be 1.")
-    if not 0 < rotary <= config.rotary_dim or rotary % 2:
+    if not 0 < rotary <= dim or rotary % 2:
         raise ConfigError(
-            f"partial_rotary_factor {partial} of head_dim {config.rotary_dim} rotates {rotary}"
+            f"partial_rotary_factor {partial} of head_dim {dim} rotates {rotary}"
             " dims; it must be an even number of them."
         )
     factors = 0 if rope.longrope is None else len(rope.longrope.short_factor)

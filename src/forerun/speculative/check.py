@@ -147,8 +147,9 @@ def _why_not_draft(caps: SpecCaps) -> str | None:
         return f"draft_kv must be a ModelLayout with K/V, got {layout!r}"
     if layout.has_recurrent_state:
         return "draft_kv has recurrent layers; keep their state in create_future_map"
-    heads = max((h.num_kv_heads for h in layout.paged if isinstance(h, DenseKV)), default=1)
-    if caps.draft_heads < 1 or caps.draft_heads % heads:
+    kv_heads = {kind.num_kv_heads for kind in layout.paged if isinstance(kind, DenseKV)}
+    if caps.draft_heads < 1 or any(caps.draft_heads % heads for heads in kv_heads):
+        heads = " and of ".join(map(str, sorted(kv_heads or {1})))
         return f"draft_heads must be a multiple of {heads} KV heads, got {caps.draft_heads}"
     if len(masks) != layout.num_layers:
         return f"draft_attention has {len(masks)} masks for draft_kv's {layout.num_layers} layers"

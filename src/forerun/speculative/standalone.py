@@ -20,6 +20,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import WeightPlacement
 from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target
 from forerun.models.registry import model_class
@@ -56,7 +57,7 @@ class Standalone(SpeculativeAlgorithm):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=ModelLayout.dense(model.num_layers, model.num_kv_heads, model.head_dim, dtype),
+            draft_kv=_layout(model, dtype),
             draft_heads=model.num_heads,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
             deferred_observe=True,
@@ -114,6 +115,12 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
             " does not keep; use a model with attention alone, or another speculative_algorithm."
         )
     return folder, model
+
+
+def _layout(draft: ModelConfig, dtype: torch.dtype) -> ModelLayout:
+    """What the draft's layers keep, which may differ (Gemma 4)."""
+    place = WeightPlacement(dtype, torch.device("meta"))
+    return model_class(draft)(draft, place, max_positions=1).kv_layout(dtype)
 
 
 def _check_vocabulary(

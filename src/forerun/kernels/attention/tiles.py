@@ -109,6 +109,8 @@ def decode_tile_config(
     padded_dim = next_power_of_2(head_dim)
     row_bytes = padded_dim * dtype.itemsize
     block_m = min(64, max(16, next_power_of_2(q_rows)))
+    if padded_dim > 256 and (dtype == torch.float32 or kv_dtype.itemsize == 1):
+        block_m = 16  # more rows would spill registers
     block_n = decode_block_n(head_dim, dtype)
     if gpu.amd and gpu.warp_size == 32:
         return TileConfig(min(block_m, 32 if row_bytes <= 256 else 16), 16, 8, 1)
@@ -125,6 +127,8 @@ def decode_tile_config(
         stages = 5
     room = gpu.smem_bytes - 2 * block_m * row_bytes
     stages = max(1, min(stages, room // (2 * block_n * padded_dim * kv_dtype.itemsize)))
+    if row_bytes > 1024:
+        stages = 1
     warps = 8 if row_bytes > 256 or dtype == torch.float32 else 4
     return TileConfig(block_m, block_n, warps, stages)
 
@@ -158,12 +162,18 @@ def prefill_tile_config(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> Tile
     row_bytes = next_power_of_2(head_dim) * dtype.itemsize
     if gpu.interpreted:
         return TileConfig(16, 16, 4, 1)
+    if dtype == torch.float32 and head_dim > 256:
+        return TileConfig(16, 16, 4, 1)
     if dtype == torch.float32:
         return TileConfig(32, 32 if head_dim <= 128 else 16, 4, 1 if gpu.amd else 2)
     if gpu.amd and gpu.warp_size == 32:
         return TileConfig(32, 16, 8, 1) if row_bytes <= 256 else TileConfig(16, 16, 8, 1)
     if gpu.amd:
+        if row_bytes > 512:
+            return TileConfig(32, 16, 8, 1)
         return TileConfig(128, 64, 8, 1) if row_bytes <= 256 else TileConfig(64, 32, 8, 1)
+    if row_bytes > 512:  # [64, 512] accumulators take half of an SM's registers
+        return TileConfig(64, 32 if gpu.smem_bytes >= 200 << 10 else 16, 8, 2)
     if gpu.capability < 90 or gpu.smem_bytes < 160 << 10:
         return TileConfig(128, 32, 8, 3) if row_bytes <= 256 else TileConfig(64, 32, 8, 2)
     if row_bytes > 256:

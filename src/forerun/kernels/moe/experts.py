@@ -14,7 +14,8 @@ on which other tokens are in the batch, within the ranges of `choose_moe`.
 
 On Hopper, up to `MAX_DECODE_TOKENS` tokens have one kernel for both (`experts_sm90.py`).
 
-gpt-oss's experts have biases and another activation (`ClampedSwiglu`), on the Triton kernels.
+gpt-oss's experts have biases and another activation (`ClampedSwiglu`), Gemma 4's have GELU
+(`GELU_TANH`): both on the Triton kernels.
 
 Tiles of one expert have neighbouring CTAs with the same block of columns, so that its weights are
 read from memory once. CTAs beyond the tiles in use return at once.
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul_ref
 from forerun.kernels.elementwise.silu_mul import silu_mul_ref
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
 from forerun.kernels.moe.config import (
@@ -47,6 +49,17 @@ from forerun.kernels.runtime.pdl import pdl_options
 
 PREFETCH_K = 512  # columns of its w2 tile that a CTA prefetches into L2 (PDL)
 COMBINE_BLOCK = 1024
+
+
+class GeluTanh:
+    """Of Gemma 4's experts: gelu(gate) · up, in GELU's tanh form."""
+
+    def act(self, gate_up: Tensor) -> Tensor:
+        """Reference implementation: [..., 2I], gate first -> [..., I]."""
+        return gelu_tanh_mul_ref(gate_up)
+
+
+GELU_TANH = GeluTanh()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +87,7 @@ def expert_partials_ref(
     w2: Tensor,
     routed: Routed,
     shared: Tensor | None = None,
-    swiglu: ClampedSwiglu | None = None,
+    activation: ClampedSwiglu | GeluTanh | None = None,
 ) -> Tensor:
     """Reference implementation of `expert_partials`: one GEMM per expert, none on the host."""
     (tokens, top_k), num_experts = routed.experts.shape, len(w13)
@@ -83,10 +96,10 @@ def expert_partials_ref(
     expert = torch.arange(num_experts, device=ids.device).unsqueeze(1)
     ends = (ids <= expert).sum(1, dtype=torch.int32)  # [E], where each expert's pairs end
     gate_up = torch._grouped_mm(x[order // top_k], w13.transpose(1, 2), offs=ends)
-    if swiglu is None:
-        act = silu_mul_ref(gate_up, x.dtype)
-    else:
-        act = swiglu.act(gate_up + swiglu.b13[ids[order]])
+    swiglu = activation if isinstance(activation, ClampedSwiglu) else None
+    if swiglu is not None:
+        gate_up = gate_up + swiglu.b13[ids[order]]
+    act = silu_mul_ref(gate_up, x.dtype) if activation is None else activation.act(gate_up)
     by_expert = torch._grouped_mm(act, w2.transpose(1, 2), offs=ends)
     if swiglu is not None:
         by_expert = by_expert + swiglu.b2[ids[order]]
@@ -102,7 +115,7 @@ def expert_partials(
     routed: Routed | RouterLogits,
     shared: Tensor | GatedOutput | None = None,
     config: MoeConfig | None = None,
-    swiglu: ClampedSwiglu | None = None,
+    activation: ClampedSwiglu | GeluTanh | None = None,
 ) -> Tensor:
     """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
 
@@ -113,18 +126,19 @@ def expert_partials(
         routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`.
         shared: [T, H], added to the first choice, or a gated output of x.
         config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
-        swiglu: biases and activation; None: SiLU without biases.
+        activation: with biases, if it has some; None: SiLU without biases.
     """
     tokens, (_, hidden, width) = x.shape[0], w2.shape
     if isinstance(routed, RouterLogits):
-        assert config is None and swiglu is None
+        assert config is None and activation is None
         return _partials_sm90(x, (w13, w2), routed, shared, SM90_FEW_TOKENS)
     if not use_triton(x):
         gated = shared.result() if isinstance(shared, GatedOutput) else shared
-        return expert_partials_ref(x, w13, w2, routed, gated, swiglu)
+        return expert_partials_ref(x, w13, w2, routed, gated, activation)
     tiles, gpu = routed.tiles, gpu_of(x.device)
     assert tiles is not None
-    plain = swiglu is None and not isinstance(shared, Tensor)
+    swiglu = activation if isinstance(activation, ClampedSwiglu) else None
+    plain = activation is None and not isinstance(shared, Tensor)
     if config is None and plain and tiles.progress is not None:
         sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
         if sm90 is not None:
@@ -142,7 +156,7 @@ def expert_partials(
     _gate_up[_grid(tiles, width, config.gate_up)](
         x, w13, b13, act, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], hidden // 8, width // 8,
-        TOP_K=top_k, ALPHA=alpha, LIMIT=limit,
+        TOP_K=top_k, ALPHA=alpha, LIMIT=limit, GELU=isinstance(activation, GeluTanh),
         **_constants(tiles, config.gate_up, hidden), **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
@@ -219,6 +233,7 @@ def _gate_up(
     TOP_K: tl.constexpr,
     ALPHA: tl.constexpr,  # of `ClampedSwiglu`, with b13
     LIMIT: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -263,7 +278,10 @@ def _gate_up(
         # Rounded as the output of a GEMM is, before the activation.
         gate = gate.to(act.dtype.element_ty).to(tl.float32)
         up = up.to(act.dtype.element_ty).to(tl.float32)
-        if b13 is None:
+        if GELU:  # as in `gelu_mul.py`
+            twice = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+            out = gate / (1.0 + tl.exp(-twice)) * up
+        elif b13 is None:
             out = gate * tl.sigmoid(gate) * up
         else:
             gate = tl.minimum(gate, LIMIT)
