@@ -124,7 +124,7 @@ def variants() -> list[tuple[Sm90Fp8GemmConfig, Fp8Variant]]:
             choose_fp8_sm90(n, k, m, H200, group, partials=epilogue.partials),
             Fp8Variant(m, epilogue, grouped=group > 0),
         )
-        for ((n, k), epilogue), m, group in product(epilogues.items(), (16, 64, 128), (0, 128))
+        for ((n, k), epilogue), m, group in product(epilogues.items(), (8, 16, 64, 128), (0, 128))
     ]
 
 
@@ -133,7 +133,9 @@ def variants() -> list[tuple[Sm90Fp8GemmConfig, Fp8Variant]]:
 @pytest.mark.parametrize(("config", "variant"), variants(), ids=str)
 def test_sm90_compiles(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> None:
     assert_compiles_well(cuda_source(config, variant))
-    assert num_stages(config, variant) > 2 and smem_bytes(config, variant) <= MAX_SMEM_BYTES
+    stages = num_stages(config, variant)
+    assert stages > 2 and stages % config.k_groups == 0
+    assert smem_bytes(config, variant) <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize(("k", "interleaved"), [(1500, False), (1536, True)])
@@ -221,7 +223,7 @@ def test_sm90_kernel(shape: tuple[int, int, int], group: int, config: Sm90Fp8Gem
     x, want = problem.x, g.gemm(problem.x, problem.w, config)
     for _ in range(10):
         assert torch.equal(g.gemm(x, problem.w, config), want)
-    for m in {1, 5, 16, 17, 33, 65} & set(range(shape[0])):
+    for m in {1, 5, 8, 9, 16, 17, 33, 65} & set(range(shape[0])):
         assert torch.equal(g.gemm(x[:m], problem.w, config), want[:m])
         assert torch.equal(g.gemm(x[-m:], problem.w, config), want[-m:])
 

@@ -2,7 +2,7 @@
 // bfloat16 and W [N, K] in e4m3. gemm_fp8_sm90.py explains the design, compiles and launches it.
 //
 // gemm_fp8_sm90.py puts its configuration in front of this file, as macros:
-//   BLOCK_M              tokens, all of them: 16, 32, 64 or 128
+//   BLOCK_M              tokens, all of them: 8, 16, 32, 64 or 128
 //   ROW_GROUPS           warpgroups along N; each computes 64 rows of W
 //   K_GROUPS             1 or 2 warpgroups that take turns at the blocks of K, for each 64 rows
 //   NUM_STAGES           stages of the SMEM pipeline

@@ -33,6 +33,7 @@ SOURCE = Path(__file__).with_name("gemm_fp8_sm90.cu")
 BLOCK_K = 128
 MAX_M = 128
 MAX_STAGES = 16
+FEW_TOKENS = 8  # with wgmma's smallest N: tiles of x are half as large
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,14 @@ class Fp8Variant:
 
 
 def num_stages(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> int:
-    """Stages of the SMEM pipeline: as many as fit, up to `MAX_STAGES`."""
+    """Stages of the SMEM pipeline: as many as fit, up to `MAX_STAGES`.
+
+    A stage is always read by the same K group. Else a group, which knows the parity of a stage's
+    phase only, could wait for a block whose predecessor another group has not yet read.
+    """
     room = MAX_SMEM_BYTES - _other_smem_bytes(config, variant)
-    return min(room // _stage_bytes(config, variant), MAX_STAGES)
+    stages = min(room // _stage_bytes(config, variant), MAX_STAGES)
+    return stages - stages % config.k_groups
 
 
 def smem_bytes(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> int:
@@ -101,7 +107,8 @@ def launch(config: Sm90Fp8GemmConfig, args: GemmArguments) -> None:
     x, weight, scales = args.x, args.weight, args.scales
     assert scales is not None and scales.is_contiguous()
     (m, k), weight_rows = x.shape, weight.shape[0]
-    variant = Fp8Variant(m_bucket(m), Sm90Variant.of(args), grouped=args.group > 0)
+    block_m = FEW_TOKENS if m <= FEW_TOKENS else m_bucket(m)
+    variant = Fp8Variant(block_m, Sm90Variant.of(args), grouped=args.group > 0)
     if config.split_k > 1 and not variant.epilogue.partials:
         config = replace(config, split_k=1)
     n = weight_rows // (1 + args.silu_mul)
