@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.layers import gemm, linear
+from forerun.layers.gemm import LibraryGemm
 from forerun.layers.residual import AuxHiddenStates
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
@@ -124,3 +126,28 @@ def test_bfloat16_stays_near_float32(name: str, tmp_path: Path) -> None:
     assert got.dtype == torch.bfloat16
     # About as close to float32 with the same weights as transformers in bfloat16.
     assert (got.float() - exact).abs().mean() < 1.5 * (want - exact).abs().mean()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "glm4", "gemma3"])
+def test_gemms_add_to_the_residual_in_place(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of many tokens do on a GPU. What is captured stays as it was."""
+    added = []
+    monkeypatch.setattr(gemm, "MIN_IN_PLACE_TOKENS", 1)
+    monkeypatch.setattr(linear, "gemm_for", lambda weight, bias, *_: LibraryGemm(weight, bias))
+    in_place = LibraryGemm.add_
+
+    def add(self: LibraryGemm, x: Tensor, residual: Tensor) -> None:
+        added.append(residual.shape)
+        in_place(self, x, residual)
+
+    monkeypatch.setattr(LibraryGemm, "add_", add)
+    hf = family(name)
+    model = load_target(save(hf, tmp_path), torch.float32, CPU)
+    ids = torch.randint(0, 96, (LENGTH,), generator=torch.Generator().manual_seed(3))
+    logits, hidden = reference(hf, ids)
+    out, captured = Loop.of_model(model).ragged([(0, ids)], (0, 1))
+    close(model.compute_logits(out), logits)
+    close(captured, torch.cat((hidden[1], hidden[2]), 1))
+    assert bool(added) == (name not in ("glm4", "gemma3"))  # which norm outputs before they add

@@ -62,6 +62,7 @@ class Recorder:
                 monkeypatch.setattr(owner, name, self.recorded(name, vars(owner)[name]))
         for kind, method, label in (
             (gemm.LibraryGemm, "__call__", "library"),
+            (gemm.LibraryGemm, "add_", "library_add"),
             (gemm.OneDnnGemm, "__call__", "onednn"),
             (gemm.OneDnnGemm, "add", "onednn_add"),
         ):
@@ -111,12 +112,13 @@ class Recorder:
 EPILOGUE = ["gemm_add_deferred_norm"]
 PARTIALS = ["gemm_partials", "add_rms_norm"]
 LIBRARY = ["library", "add_rms_norm"]
+IN_PLACE = ["library_add", "rms_norm"]
 # tokens -> qkv_proj, o_proj + norm, gate_up_proj + SwiGLU, down_proj + norm, head
 ON_H200: dict[int, tuple[list[str], ...]] = {
     1: (["gemm"], PARTIALS, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
     64: (["gemm"], EPILOGUE, ["gemm_silu_mul"], PARTIALS, ["gemm_argmax"]),
     200: (["library"], LIBRARY, ["library", "silu_mul"], LIBRARY, ["library", "argmax"]),
-    4096: (["library"], LIBRARY, ["gemm_silu_mul"], LIBRARY, ["library", "argmax"]),
+    4096: (["library"], IN_PLACE, ["gemm_silu_mul"], IN_PLACE, ["library", "argmax"]),
 }
 ON_H200 |= dict.fromkeys((16, 32, 128), ON_H200[1])
 

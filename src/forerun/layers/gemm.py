@@ -1,4 +1,4 @@
-"""GEMM dispatch: who computes x Wᵀ + b for a weight, and what is fused into it.
+"""GEMM dispatch: which implementation computes x Wᵀ + b for a weight, and what is fused into it.
 
     CpuGemm       on a CPU: our kernels in C++ over a packed weight (`kernels/cpu/gemm.py`)
     OneDnnGemm    float32 on a CPU without a C++ compiler: the weight reordered once into oneDNN's
@@ -84,6 +84,13 @@ BFLOAT16 = "bfloat16"  # of drafts
 # oneDNN (3.2 against 4.2 ms for all matrices of an 8M-parameter model), and that is plain decoding.
 MAX_TRANSPOSED = 8 << 20  # bytes
 
+MIN_IN_PLACE_TOKENS = 512  # below, what keeps a residual would copy more than the GEMM saves
+
+
+def adds_in_place(num_tokens: int) -> bool:
+    """Whether a GEMM may overwrite the residual [num_tokens, out] with the sum."""
+    return num_tokens >= MIN_IN_PLACE_TOKENS
+
 
 class Gemm(ABC):
     """y = x Wᵀ + b of one weight [out, in], alone or with what surrounds it fused in.
@@ -111,6 +118,7 @@ class Gemm(ABC):
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         """(norm(sum), sum) of the residual [T, out] and the output.
 
+        Where `adds_in_place`, the residual may be overwritten.
         `reader`: the GEMM that alone reads the norm, if there is one: it may be left the norm's
         last step.
         """
@@ -141,6 +149,19 @@ class LibraryGemm(Gemm):
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return F.linear(_whole(x), self.weight, self.bias)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        """Many tokens are added to the residual by the GEMM, in place (beta = 1)."""
+        if self.bias is not None or not adds_in_place(x.shape[0]):
+            return super().add_rms_norm(x, residual, norm, reader)
+        self.add_(x, residual)
+        return norm(residual), residual
+
+    def add_(self, x: Tensor, residual: Tensor) -> None:
+        """residual [T, out] += x Wᵀ."""
+        residual.addmm_(x, self.weight.t())
 
 
 class CpuGemm(Gemm):
@@ -233,7 +254,7 @@ class SkinnyGemm(Gemm):
         partials = self.weight.bias is None
         config = self._config(x.shape[0], partials)
         if config is None:
-            return norm.add(self._library(x), residual)
+            return self._library.add_rms_norm(x, residual, norm, reader)
         if uses_split_k(config):
             if partials:
                 return norm.add(gemm_partials(x, self.weight, config), residual)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
+from forerun.layers.gemm import adds_in_place
 from forerun.layers.linear import Hidden, LinearBase, Pending, PendingGemm
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
@@ -47,6 +48,11 @@ class AddRMSNorm(Module):
         return (self.norm(x), x) if residual is None else self.norm.add(x, residual)
 
 
+def kept(residual: Tensor) -> Tensor:
+    """The residual, for who reads it after the next addition to the stream: maybe a copy."""
+    return residual.clone() if adds_in_place(residual.shape[0]) else residual
+
+
 class FinalRMSNorm(AddRMSNorm):
     """After the last layer: no linear is linked, so the norm is whole."""
 
@@ -85,7 +91,7 @@ class AuxHiddenStates:
     def capture(self, index: int, residual: Tensor) -> None:
         """`index` as in Hugging Face's `hidden_states`: the input of that layer, [T, H]."""
         if index - 1 in self._layers:
-            self._captured[index - 1] = residual
+            self._captured[index - 1] = kept(residual)
 
     def concatenated(self) -> Tensor | None:
         """[T, n · H], or None if no layer is captured."""

@@ -22,7 +22,7 @@ from forerun.layers.linear import Hidden, Linear, PendingGemm, QKVLinear, RowLin
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
-from forerun.layers.residual import AddRMSNorm, FinalRMSNorm
+from forerun.layers.residual import AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.draft_base import (
@@ -127,7 +127,7 @@ class Eagle3Draft(DraftModel):
         """
         rope = self.rope.rows(positions)
         normed = self.hidden_norm(hidden_states)
-        residual = normed if self.config.norm_before_residual else hidden_states
+        residual = normed if self.config.norm_before_residual else kept(hidden_states)
         embeds = self.input_layernorm(self.embed(input_ids))
         x: Hidden = self.self_attn(torch.cat((embeds, normed), 1), rope, ctx)
         x, residual = self.post_attention_layernorm(x, residual)

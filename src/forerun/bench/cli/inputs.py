@@ -24,7 +24,7 @@ RandomInput = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="Shapes of a known model, random weights and input: deepseek-v2-lite,"
+        help="Shapes of a known model, random weights and input: deepseek-v2-lite, gpt-oss-20b,"
         " qwen3-30b-a3b, qwen3-8b, qwen3.5-9b"
     ),
 ]
