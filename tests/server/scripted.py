@@ -26,6 +26,7 @@ from forerun.server.app import build_app
 from forerun.server.generation import Call, Generation
 from forerun.server.messages import Advance
 from forerun.server.metrics import ServerMetrics
+from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
@@ -51,7 +52,7 @@ def tokenizer(template: str, tokens: Sequence[str] = (), special: Sequence[str] 
 
 
 class ScriptedEngine:
-    """In place of an `EngineClient`. Each generation gets the next script, a few tokens a step."""
+    """In place of `Replicas`. Each generation gets the next script, a few tokens a step."""
 
     def __init__(self, text: TextService, scripts: Sequence[str], step: int) -> None:
         self.config = EngineConfig()
@@ -91,7 +92,14 @@ class ScriptedEngine:
     def abort(self, rids: Sequence[str]) -> None:
         raise AssertionError(f"{rids} are aborted")
 
-    async def compile_grammar(self, grammar: Grammar) -> None:
+    @property
+    def slots(self) -> int:
+        return self.info.limits.slots
+
+    def place(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
+        return [(0, len(prompt.ids)) for prompt in prompts]
+
+    async def compile_grammar(self, grammar: Grammar, replica: int) -> None:
         self.grammars.append(grammar)
 
     def submit(self, call: Call) -> None:

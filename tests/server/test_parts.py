@@ -49,6 +49,8 @@ from forerun.server.messages import (
     decode_from_engine,
     encode,
 )
+from forerun.server.metrics import ServerMetrics
+from forerun.server.placement import Placement
 from tests.golden_engine import CASES, golden_llm
 
 PROMPT = CASES[0]["prompt"]
@@ -437,15 +439,19 @@ class Link:
         self.sent.append(message)
 
 
+def engine_client() -> EngineClient:
+    return EngineClient(Placement(EngineConfig()), Path("model"), ServerMetrics())
+
+
 def test_ends_are_counted_by_their_reason() -> None:
-    client, link = EngineClient(EngineConfig(), Path("model")), Link()
+    client, link = engine_client(), Link()
     client._link, client.state = link, EngineState.READY  # type: ignore[assignment]
     calls: dict[str, Call] = {}
     for rid in ("left", "late", "asked", "lost", "broken", "whole"):
         request = Request(rid, (1, 2), SamplingParams(), seed=0, stop_ids=frozenset())
         one = Generation(request, None, Place(rid, 0, 0), stream=False)
         calls[rid] = Call([one], False, client.abort, trace_context={"traceparent": rid})
-        client.submit(calls[rid])
+        client.submit(calls[rid].generations, calls[rid])
     (first, *_) = link.sent
     assert isinstance(first, Submit)
     assert first.requests[0].trace_context == {"traceparent": "left"}
@@ -476,14 +482,14 @@ def test_ends_are_counted_by_their_reason() -> None:
 
 
 def test_tokens_of_an_ended_request_do_not_reach_the_next_one_of_its_rid() -> None:
-    client, link = EngineClient(EngineConfig(), Path("model")), Link()
+    client, link = engine_client(), Link()
     client._link, client.state = link, EngineState.READY  # type: ignore[assignment]
     numbers, ones = [], []
     for _ in range(2):
         request = Request("same", (1, 2), SamplingParams(), seed=0, stop_ids=frozenset())
         ones.append(Generation(request, None, Place("same", 0, 0), stream=False))
         call = Call([ones[-1]], False, client.abort)
-        client.submit(call)
+        client.submit(call.generations, call)
         submitted = link.sent[-1]
         assert isinstance(submitted, Submit)
         numbers.append(submitted.requests[0].number)
@@ -527,7 +533,7 @@ def test_others_get_their_turn_while_messages_of_the_engine_wait(
             turns += 1
 
     async def read() -> int:
-        link = EngineLink(EngineConfig(), Path("model"), tmp_path, "plain")
+        link = EngineLink(Placement(EngineConfig()), Path("model"), tmp_path, "plain")
         context = zmq.Context()
         engine = context.socket(zmq.PUSH)
         engine.connect(link._task.outbox)
@@ -561,10 +567,9 @@ def test_a_dead_engine_is_unhealthy_before_its_last_words_are_read(
         return links[-1]
 
     monkeypatch.setattr("forerun.server.engine_client.EngineLink", link)
-    monkeypatch.setattr("forerun.server.engine_client.RequestFactory", lambda *arguments: None)
 
     async def die() -> None:
-        client = EngineClient(EngineConfig(), Path("model"))
+        client = engine_client()
         await client.start()
         waiting = asyncio.ensure_future(client.query("load"))
         await asyncio.sleep(0)

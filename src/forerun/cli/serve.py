@@ -71,6 +71,7 @@ def chosen(explain: Mapping[str, Any]) -> list[str]:
         f"attention: {attention}",
         f"K/V cache: {explain['kv']} ({explain['kv_cache_dtype']}); up to {explain['slots']}"
         f" running requests of {explain['context_length']} tokens",
+        f"replicas: {explain['replicas']}",
         f"tool calls: {explain['tools']}; reasoning: {explain['reasoning']}",
         f"grammars: {explain['grammars']}",
     ]

@@ -7,7 +7,10 @@ server does, as Prometheus metrics.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from forerun.core.request import Request
 from forerun.scheduler.scheduler import CompletedStep
@@ -69,6 +72,55 @@ class EngineMetrics:
     mixed_seconds: Histogram  # with
     prefill_seconds: Histogram  # device time of steps with prompt tokens alone
     gap_seconds: float  # that the device waited for the host before steps of `decode_seconds`
+
+    def without_load(self) -> EngineMetrics:
+        """The counters of an engine that has ended."""
+        return replace(
+            self,
+            load=dict.fromkeys(self.load, 0),
+            waiting_by_priority={},
+            mixed_prefill_tokens=0,
+        )
+
+
+def combined(snapshots: Sequence[EngineMetrics]) -> EngineMetrics:
+    """The sums over several engines with the same settings."""
+
+    def sums(values: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
+        total: Counter[Any] = Counter()
+        for value in values:
+            total.update(value)
+        return dict(total)
+
+    loads = sums(each.load for each in snapshots)
+    page_size = max(each.load["page_size"] for each in snapshots)
+    return EngineMetrics(
+        load=loads | {"page_size": page_size},
+        steps_by_width=sums(each.steps_by_width for each in snapshots),
+        request_steps=sum(each.request_steps for each in snapshots),
+        decode_tokens=sum(each.decode_tokens for each in snapshots),
+        accepted=[sum(counts) for counts in zip(*(e.accepted for e in snapshots), strict=True)],
+        draft_tokens=sum(each.draft_tokens for each in snapshots),
+        algorithm_failures=sum(each.algorithm_failures for each in snapshots),
+        prefix=PrefixCounts(
+            sum(each.prefix.queries for each in snapshots),
+            sum(each.prefix.hits for each in snapshots),
+        ),
+        tracked_states=sum(each.tracked_states for each in snapshots),
+        preemptions=sum(each.preemptions for each in snapshots),
+        queue_seconds=_added([each.queue_seconds for each in snapshots]),
+        waiting_by_priority=sums(each.waiting_by_priority for each in snapshots),
+        mixed_prefill_tokens=max(each.mixed_prefill_tokens for each in snapshots),
+        decode_seconds=_added([each.decode_seconds for each in snapshots]),
+        mixed_seconds=_added([each.mixed_seconds for each in snapshots]),
+        prefill_seconds=_added([each.prefill_seconds for each in snapshots]),
+        gap_seconds=sum(each.gap_seconds for each in snapshots),
+    )
+
+
+def _added(histograms: Sequence[Histogram]) -> Histogram:
+    counts = [sum(each) for each in zip(*(h.counts for h in histograms), strict=True)]
+    return Histogram(histograms[0].bounds, counts, sum(h.total for h in histograms))
 
 
 class StepMetrics:

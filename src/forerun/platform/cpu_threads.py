@@ -8,6 +8,7 @@ reading weights, which is faster with all cores.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,6 +60,25 @@ def intra_op_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def cpu_shares(count: int) -> list[tuple[int, ...]]:
+    """The CPUs of this process in `count` parts, siblings of a core together.
+
+    Parts are empty where there are fewer cores, or where the system does not say which they are.
+    """
+    cores: dict[str, list[int]] = {}
+    for cpu in _usable():
+        siblings = _read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings or str(cpu), []).append(cpu)
+    parts = list(cores.values())
+    if len(parts) < count:
+        return [()] * count
+    bounds = [len(parts) * index // count for index in range(count + 1)]
+    return [
+        tuple(cpu for core in parts[begin:end] for cpu in core)
+        for begin, end in itertools.pairwise(bounds)
+    ]
 
 
 def _usable() -> list[int]:

@@ -17,7 +17,8 @@ from forerun.server.generation import Call, Generation, Part
 from forerun.server.logprobs import completion_logprobs, prompt_tokens
 from forerun.server.models import check_model
 from forerun.server.openai_protocol import CompletionRequest
-from forerun.server.service import Prompt, Service
+from forerun.server.prompt import Prompt
+from forerun.server.service import Service
 from forerun.server.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
 from forerun.server.usage import usage
 

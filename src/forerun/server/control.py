@@ -14,7 +14,8 @@ from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
 from forerun.server.engine_client import EngineState
 from forerun.server.errors import ApiError, EngineUnavailable, json_response
-from forerun.server.service import Prompt, Service
+from forerun.server.prompt import Prompt
+from forerun.server.service import Service
 from forerun.server.strict_model import StrictModel
 
 HEALTH_SECONDS = 20.0  # in which one token must come
@@ -33,7 +34,7 @@ def control_router(service: Service) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while the engine serves; 503 while it is starting again or shutting down."""
+        """200 while a replica serves; 503 while all are starting again, or shutting down."""
         service.check_open()
         if engine.state is not EngineState.READY:
             raise EngineUnavailable(f"The engine is {engine.state.value}.")
@@ -41,9 +42,13 @@ def control_router(service: Service) -> APIRouter:
 
     @router.get("/health_generate")
     async def health_generate() -> Response:
-        """200 if the engine generates a token."""
+        """200 if every replica that serves generates a token."""
         params = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
-        call = await service.start([Prompt([0], params)], stream=False)
+        replicas = [i for i, c in enumerate(engine.clients) if c.state is EngineState.READY]
+        prompts = [Prompt([0], params, replica=index) for index in replicas]
+        if not prompts:
+            raise EngineUnavailable(f"The engine is {engine.state.value}.")
+        call = await service.start(prompts, stream=False)
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 await call.wait()
@@ -56,9 +61,8 @@ def control_router(service: Service) -> APIRouter:
 
     @router.get("/v1/loads")
     async def loads() -> Response:
-        """Requests that run and wait, and pages of the K/V pool."""
-        load = await engine.query("load")
-        return json_response({**load, "num_requests": engine.num_requests})
+        """Requests that run and wait, and pages of the K/V pools: of all replicas, and of each."""
+        return json_response({**await engine.loads(), "num_requests": engine.num_requests})
 
     for path in ("/flush_cache", "/reset_prefix_cache"):
         router.add_api_route(
@@ -82,8 +86,8 @@ def control_router(service: Service) -> APIRouter:
 
 def _flush_endpoint(service: Service) -> Any:
     async def flush_cache() -> Response:
-        """Empties the prefix cache; 400 while requests run."""
-        await service.engine.query("flush_cache")
+        """Empties the prefix caches; 400 while requests run."""
+        await service.engine.flush_cache()
         return json_response({"success": True, "message": "Cache flushed."})
 
     return flush_cache
@@ -100,11 +104,14 @@ def _add_information(router: APIRouter, service: Service) -> None:
         info, config = engine.info, asdict(engine.config)
         config |= config.pop("algorithm_options")
         config["model_path"] = str(engine.model_path)
-        state = {
-            "avg_spec_accept_length": stats["spec_accept_length_since_flush"],
-            "max_running_requests_per_dp": info.limits.slots,
-            **stats,
-        }
+        states = [
+            {
+                "avg_spec_accept_length": each["spec_accept_length_since_flush"],
+                "max_running_requests_per_dp": info.limits.slots,
+                **each,
+            }
+            for each in stats
+        ]
         return json_response(
             {
                 **config,
@@ -113,10 +120,11 @@ def _add_information(router: APIRouter, service: Service) -> None:
                 "version": __version__,
                 "max_total_num_tokens": (info.num_pages - 1) * info.limits.page_size,
                 "max_req_input_len": info.limits.context_length - 1,
-                "engine_pid": engine.pid,
+                "engine_pid": engine.clients[0].pid,
+                "engine_pids": [client.pid for client in engine.clients],
                 "engine_restarts": engine.restarts,
                 "explain": service.explain,
-                "internal_states": [state],
+                "internal_states": states,
             }
         )
 

@@ -22,7 +22,8 @@ from forerun.server.parsers.events import (
     Reasoning,
 )
 from forerun.server.parsers.output import OutputParser
-from forerun.server.service import Prompt, Service
+from forerun.server.prompt import Prompt
+from forerun.server.service import Service
 from forerun.server.tools import ToolUse, template_messages
 
 

@@ -1,4 +1,4 @@
-"""The API process's side of the engine: starts it, feeds it, and starts it again when it dies."""
+"""The API process's side of an engine: starts it, feeds it, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.request import QUEUE_TIMEOUT, FinishReason
-from forerun.engine.requests import RequestFactory
+from forerun.engine.metrics import EngineMetrics
 from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_link import EngineLink
 from forerun.server.errors import (
@@ -42,6 +41,8 @@ from forerun.server.messages import (
     ToEngine,
 )
 from forerun.server.metrics import ServerMetrics
+from forerun.server.placement import Placement
+from forerun.server.routing import Load
 
 log = logging.getLogger("forerun")
 
@@ -50,24 +51,44 @@ class EngineState(Enum):
     STARTING = "starting"
     READY = "ready"
     RESTARTING = "restarting"
+    GIVEN_UP = "not started again: it has died too often"
     CLOSED = "closed"
 
 
-class EngineClient:
-    """All methods belong to the event loop's thread."""
+class Running(NamedTuple):
+    """A request in flight, and the call that waits for it."""
 
-    def __init__(self, config: EngineConfig, model_path: Path, log_format: str = "plain") -> None:
-        self.config = config
-        self.model_path = model_path
-        self.metrics = ServerMetrics()
-        self._log_format = log_format
+    generation: Generation
+    call: Call
+
+
+class EngineClient:
+    """One engine process after the other. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        model_path: Path,
+        metrics: ServerMetrics,
+        log_format: str = "plain",
+        name: str = "The engine",
+    ) -> None:
+        """`name`: in log messages."""
+        self.metrics = metrics
+        self.name = name
         self.state = EngineState.STARTING
         self.restarts = 0
+        self.snapshot: EngineMetrics | None = None  # the newest; None: there is no engine
+        # Called with the requests of an engine that has ended, and what to tell who waits.
+        self.on_lost: Callable[[list[Running], ApiError], None] = self.fail_all
+        self.on_ready: Callable[[], None] = lambda: None  # called after a restart
+        self._placement, self._model_path, self._log_format = placement, model_path, log_format
         self._folder = Path(tempfile.mkdtemp(prefix="forerun-"))  # 0700
         self._link: EngineLink | None = None
         self._info: ExecutorInfo | None = None
-        self._factory: RequestFactory | None = None
-        self._calls: dict[str, tuple[Generation, Call]] = {}  # by request id
+        self._running: dict[str, Running] = {}  # by request id
+        self._queued_tokens: dict[str, int] = {}  # prompt tokens of those without a token yet
+        self._num_queued_tokens = 0
         self._queries: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()  # of queries, and of requests
         self._supervisor: asyncio.Task[str] | None = None
@@ -108,12 +129,6 @@ class EngineClient:
         return self._info
 
     @property
-    def factory(self) -> RequestFactory:
-        """Checks and makes requests as the engine does."""
-        assert self._factory is not None
-        return self._factory
-
-    @property
     def pid(self) -> int | None:
         """Of the engine process, while there is one."""
         return self._link.pid if self._link is not None else None
@@ -123,21 +138,27 @@ class EngineClient:
     @property
     def num_requests(self) -> int:
         """Requests in flight, running or waiting."""
-        return len(self._calls)
+        return len(self._running)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self._running), self._num_queued_tokens)
 
     def is_known(self, rid: str) -> bool:
-        return rid in self._calls
+        return rid in self._running
 
-    def submit(self, call: Call) -> None:
-        """Queues the generations of a call.
+    def submit(self, generations: Sequence[Generation], call: Call) -> None:
+        """Queues generations of a call.
 
         Raises:
             EngineUnavailable: there is no engine at the moment.
         """
         link = self._ready()
-        for generation in call.generations:
+        for generation in generations:
             generation.number = next(self._numbers)
-        self._calls |= {generation.rid: (generation, call) for generation in call.generations}
+            self._running[generation.rid] = Running(generation, call)
+            self._queued_tokens[generation.rid] = generation.uncached_tokens
+            self._num_queued_tokens += generation.uncached_tokens
         link.send(
             Submit(
                 [
@@ -151,7 +172,7 @@ class EngineClient:
                         scheduling=replace(g.scheduling, request_timeout=None),
                         number=g.number,
                     )
-                    for g in call.generations
+                    for g in generations
                 ]
             )
         )
@@ -162,23 +183,32 @@ class EngineClient:
         Args:
             reason: one of `ABORTED`, for the metrics; a call's deadline is known without it.
         """
-        known = [rid for rid in rids if rid in self._calls]
+        known = [rid for rid in rids if rid in self._running]
         if known and self._link is not None:
             self._link.send(Abort(known))
         for rid in known:
-            generation, call = self._calls.pop(rid)
+            generation, call = self._forget(rid)
+            if call.error is not None and not call.is_late:  # in another part of the call
+                self.metrics.ended(generation, "error")
+                continue
             generation.end(FinishReason("abort", message="aborted by the user"))
-            self.metrics.aborted[reason if call.error is None else "timeout"] += 1
+            self.metrics.aborted["timeout" if call.is_late else reason] += 1
             self.metrics.ended(generation, "abort")
             call.notify(ended=True)
 
     def abort_group(self, group: str) -> None:
         """`abort` of all samples of a prompt, by the id that the client gave."""
-        rids = [rid for rid, (g, _) in self._calls.items() if g.group == group]
+        rids = [rid for rid, (g, _) in self._running.items() if g.group == group]
         self.abort(rids, "abort_request")
 
     def abort_all(self) -> None:
-        self.abort(list(self._calls), "abort_request")
+        self.abort(list(self._running), "abort_request")
+
+    def fail_all(self, running: Sequence[Running], error: ApiError) -> None:
+        """Ends requests that are no longer in flight with an error."""
+        for generation, call in running:
+            call.fail(error)
+            self.metrics.ended(generation, "error")
 
     async def query(self, what: str) -> dict[str, Any]:
         """Asks the engine between two steps.
@@ -213,6 +243,15 @@ class EngineClient:
             raise EngineUnavailable(f"The engine is {self.state.value}; try again later.")
         return self._link
 
+    def _forget(self, rid: str) -> Running:
+        """A request is no longer in flight."""
+        self._begun(rid)
+        return self._running.pop(rid)
+
+    def _begun(self, rid: str) -> None:
+        """Its prompt is computed, or need not be any more."""
+        self._num_queued_tokens -= self._queued_tokens.pop(rid, 0)
+
     # --- the engine's messages ------------------------------------------------------------------
 
     async def _supervise(self) -> str:
@@ -223,7 +262,7 @@ class EngineClient:
             self.state = EngineState.RESTARTING
             self._lose(reason)
             while (delay := backoff.died()) is not None:
-                log.error("%s It is started again in %.1f s.", reason, delay)
+                log.error("%s: %s It is started again in %.1f s.", self.name, reason, delay)
                 await asyncio.sleep(delay)
                 backoff.started()
                 try:
@@ -232,18 +271,19 @@ class EngineClient:
                 except (ConfigError, ServerStartError) as error:
                     reason = str(error)
             else:
+                self.state = EngineState.GIVEN_UP
                 return f"{reason} It has died {MAX_QUICK_DEATHS + 1} times in a row."
             self.restarts += 1
-            log.warning("The engine is ready again.")
+            self.on_ready()
+            log.warning("%s is ready again.", self.name)
 
     async def _start(self) -> None:
         if self._link is not None:
             await self._link.close(at_once=True)
-        link = EngineLink(self.config, self.model_path, self._folder, self._log_format)
+        link = EngineLink(self._placement, self._model_path, self._folder, self._log_format)
         link.on_end = self._engine_ended
         self._link = link
         self._info = await self._link.ready()
-        self._factory = RequestFactory(self._info, self.config.random_seed)
         self.state = EngineState.READY
 
     def _engine_ended(self) -> None:
@@ -262,18 +302,19 @@ class EngineClient:
                     for advance in advances:
                         self._advance(advance, now)
                     if metrics is not None:
-                        self.metrics.engine = metrics
+                        self.snapshot = metrics
                 case Reply():
                     self._answer(message)
         return link.end()
 
     def _advance(self, advance: Advance, now: float) -> None:
-        known = self._calls.get(advance.rid)
+        known = self._running.get(advance.rid)
         # Ended by a stop string or its client while the step ran; its rid may be in use again.
         if known is None or known[0].number != advance.number:
             return
         generation, call = known
         if advance.tokens:
+            self._begun(advance.rid)
             self.metrics.generated(generation, len(advance.tokens), now)
         try:
             finish = generation.apply(advance)
@@ -292,16 +333,16 @@ class EngineClient:
                 self._fail(call, EngineFailed(reason.message or "aborted"))
             return
         if reason is not None:
-            del self._calls[advance.rid]
+            self._forget(advance.rid)
             self.metrics.ended(generation, reason.type)
         call.notify(ended=reason is not None)
 
     def _fail(self, call: Call, error: ApiError) -> None:
         """Ends all generations of a call with an error."""
         call.fail(error)
-        running = [g for g in call.generations if g.rid in self._calls]
+        running = [g for g in call.generations if g.rid in self._running]
         for generation in running:
-            del self._calls[generation.rid]
+            self._forget(generation.rid)
             self.metrics.ended(generation, "error")
         if running and self._link is not None:
             self._link.send(Abort([generation.rid for generation in running]))
@@ -318,11 +359,9 @@ class EngineClient:
     def _lose(self, reason: str) -> None:
         """Tells everyone who waits that the engine is gone."""
         error = EngineUnavailable(f"{reason} The request was lost.")
-        for generation, call in self._calls.values():
-            call.fail(error)
-            self.metrics.ended(generation, "error")
-        self._calls.clear()
-        self.metrics.engine = None
+        lost = [self._forget(rid) for rid in list(self._running)]
+        self.on_lost(lost, error)
+        self.snapshot = None
         for future in self._queries.values():
             if not future.done():
                 future.set_exception(error)

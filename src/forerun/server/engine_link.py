@@ -12,7 +12,6 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
 from forerun.server.engine_process import EngineTask, start_engine
@@ -26,6 +25,7 @@ from forerun.server.messages import (
     decode_from_engine,
     encode,
 )
+from forerun.server.placement import Placement
 
 LAST_WORDS_SECONDS = 0.5  # that messages of an ended process may be on their way
 TURN_SECONDS = 0.01  # of reading messages that wait, before others get their turn
@@ -38,10 +38,17 @@ class EngineLink:
     _numbers = itertools.count()
 
     def __init__(
-        self, config: EngineConfig, model_path: Path, folder: Path, log_format: str
+        self, placement: Placement, model_path: Path, folder: Path, log_format: str
     ) -> None:
         """`folder`: for the sockets; only this user may enter it."""
-        self._task = EngineTask(config, str(model_path), folder, next(self._numbers), log_format)
+        self._task = EngineTask(
+            placement.config,
+            str(model_path),
+            folder,
+            next(self._numbers),
+            log_format,
+            placement.cpus,
+        )
         self._receiving, self._sending = zmq.asyncio.Context(), zmq.Context()
         self._receiver = self._receiving.socket(zmq.PULL)
         self._sender = self._sending.socket(zmq.PUSH)

@@ -61,6 +61,7 @@ class EngineTask:
     folder: Path  # of the sockets
     number: int  # of this process among those of the server
     log_format: str = "plain"
+    cpus: tuple[int, ...] = ()  # that it may use; empty: all
 
     @property
     def inbox(self) -> str:
@@ -78,6 +79,8 @@ def run_engine(task: EngineTask) -> None:
     # Ctrl-C in a terminal reaches both processes: the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if task.cpus:
+        os.sched_setaffinity(0, task.cpus)
     threading.Thread(target=_end_with_parent, args=(task.folder,), daemon=True).start()
     set_up_logging(task.config.log_level, task.log_format)
     context = zmq.Context()

@@ -22,6 +22,8 @@ from forerun.llm.text import OutputText, Tokenizer, detokenize
 from forerun.server.errors import ApiError
 from forerun.server.messages import Advance, Finish
 
+TIMEOUT = "timeout"  # code of the error of a call whose deadline has passed
+
 
 class Part(NamedTuple):
     """What was added to a generation since the last part."""
@@ -55,24 +57,42 @@ class Generation:
         self, request: Request, tokenizer: Tokenizer | None, place: Place, stream: bool
     ) -> None:
         """`stream`: parts are taken while it runs."""
-        self.record = RequestRecord(
-            request.rid, request.prompt, arrival=request.arrival, logprobs=request.logprobs
-        )
         self.params: SamplingParams = request.params
         self.scheduling: SchedulingParams = request.scheduling
         self.seed = request.seed
         self.last_token_at: float | None = None  # time.monotonic()
         self.number = 0  # of the `NewRequest`; set when it is sent
+        self.replica = 0  # that runs it
+        self.uncached_tokens = len(request.prompt)  # of the prompt, probably
+        self.restarts = 0
         self.group, self.prompt_index, self.index = place
-        self._tokenizer = tokenizer
+        self._request, self._tokenizer, self._stream = request, tokenizer, stream
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing has arrived yet."""
+        request, tokenizer = self._request, self._tokenizer
+        self.record = RequestRecord(
+            request.rid, request.prompt, arrival=request.arrival, logprobs=request.logprobs
+        )
         # Otherwise the text is made at the end, by `output`.
         scored = request.logprobs is not None
         self._text: OutputText | None = None
-        if tokenizer is not None and (stream or request.params.stop or scored):
+        if tokenizer is not None and (self._stream or request.params.stop or scored):
             self._text = OutputText(tokenizer, request.params, with_text=scored)
         self._shown_text = ""
         self._shown_tokens = 0
         self._over = False  # the last part was taken
+
+    @property
+    def was_shown(self) -> bool:
+        """A client has seen a part of it."""
+        return self._shown_tokens > 0
+
+    def restart(self) -> None:
+        """Drops what has arrived: another engine runs it again. Not after `was_shown`."""
+        self.restarts += 1
+        self._begin()
 
     @property
     def rid(self) -> str:
@@ -186,6 +206,11 @@ class Call:
     def finished(self) -> bool:
         return all(generation.finished for generation in self.generations)
 
+    @property
+    def is_late(self) -> bool:
+        """Its deadline has passed."""
+        return self.error is not None and self.error.code == TIMEOUT
+
     def notify(self, ended: bool) -> None:
         """A generation advanced. Without a stream only the end of all is worth waking up for."""
         if self.stream or (ended and self.finished):
@@ -245,5 +270,5 @@ class Call:
                 "The request took longer than its request_timeout, or the server's"
                 " --request-timeout."
             )
-            self.error = ApiError(504, message, code="timeout")
+            self.error = ApiError(504, message, code=TIMEOUT)
             raise self.error from None

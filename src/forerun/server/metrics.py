@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from forerun.engine.metrics import EngineMetrics, Histogram
+from forerun.engine.metrics import Histogram
 from forerun.server.generation import Generation
 
 # Upper bounds: seconds, and tokens.
@@ -62,7 +62,6 @@ class ServerMetrics:
     """Counters and histograms since the start of the server, also over deaths of the engine."""
 
     def __init__(self) -> None:
-        self.engine: EngineMetrics | None = None  # newest snapshot; None: there is no engine
         self.prompt_tokens = self.generation_tokens = 0
         self.throughput = Throughput()
         # Requests of the engine: one per prompt and sample.
@@ -73,6 +72,9 @@ class ServerMetrics:
         self.request_seconds = Histogram(REQUEST_BUCKETS)
         self.prompt_lengths = Histogram(LENGTH_BUCKETS)
         self.generation_lengths = Histogram(LENGTH_BUCKETS)
+        self.retried = 0  # on another replica
+        self.routed: Counter[int] = Counter()  # requests by replica
+        self.routed_cached_tokens = 0  # of their prompts, by what was routed there before
         self.responses: Counter[tuple[str, int]] = Counter()  # by route and HTTP status
 
     def generated(self, generation: Generation, tokens: int, now: float) -> None:

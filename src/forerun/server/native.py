@@ -21,7 +21,8 @@ from forerun.server.errors import json_response
 from forerun.server.generation import Call, Generation
 from forerun.server.logprobs import with_texts
 from forerun.server.openai_protocol import StreamOptions
-from forerun.server.service import Prompt, Service
+from forerun.server.prompt import Prompt
+from forerun.server.service import Service
 from forerun.server.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
 from forerun.server.strict_model import Many, Scheduled, Unsupported
 

@@ -1,13 +1,13 @@
 """`/metrics`: Prometheus metrics under the names of SGLang and vLLM, and Forerun's own.
 
-Nothing is asked of the engine: it sends a snapshot a few times a second with its steps. Counters
-that come from it start again at 0 with a new engine process.
+Nothing is asked of the engines: they send a snapshot a few times a second with their steps. What
+replicas count is added up, those that have died included: no counter goes back.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,6 +24,7 @@ from forerun.engine.metrics import EngineMetrics, Histogram
 from forerun.engine.stats import accepted_per_position
 from forerun.server.engine_client import EngineClient, EngineState
 from forerun.server.metrics import THROUGHPUT_SECONDS, ServerMetrics
+from forerun.server.replicas import Replicas
 from forerun.server.service import Service
 
 # The only format: prometheus_client writes the colons of names as underscores in OpenMetrics.
@@ -56,14 +57,16 @@ class ServiceCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        make, client = _Families(self._service.model_name), self._service.engine
-        yield from _requests(make, client.metrics)
-        yield from _server(make, client)
-        yield from _queue(make, client.metrics.engine)
-        if client.metrics.engine is not None:
-            yield from _cache(make, client.metrics.engine)
-            yield from _speculation(make, client.metrics.engine)
-            yield from _steps(make, client.metrics.engine)
+        make, replicas = _Families(self._service.model_name), self._service.engine
+        engine = replicas.engine_metrics()
+        yield from _requests(make, replicas.metrics)
+        yield from _server(make, replicas)
+        yield from _replicas(make, replicas)
+        yield from _queue(make, engine)
+        if engine is not None:
+            yield from _cache(make, engine)
+            yield from _speculation(make, engine)
+            yield from _steps(make, engine)
 
 
 class _Families:
@@ -178,8 +181,8 @@ def _latencies(make: _Families, engine: str, metrics: ServerMetrics) -> Iterator
     )
 
 
-def _server(make: _Families, client: EngineClient) -> Iterator[Metric]:
-    metrics = client.metrics
+def _server(make: _Families, replicas: Replicas) -> Iterator[Metric]:
+    metrics = replicas.metrics
     yield make.counters(
         "forerun_http_responses",
         "Answers by route and HTTP status; 499: the client was gone.",
@@ -194,11 +197,47 @@ def _server(make: _Families, client: EngineClient) -> Iterator[Metric]:
     )
     yield make.gauge(
         "forerun_engine_up",
-        "1 while the engine process serves.",
-        float(client.state is EngineState.READY),
+        "1 while an engine process serves.",
+        float(replicas.state is EngineState.READY),
     )
     yield make.counter(
-        "forerun_engine_restarts", "Engine processes that replaced a dead one.", client.restarts
+        "forerun_engine_restarts", "Engine processes that replaced a dead one.", replicas.restarts
+    )
+
+
+def _replicas(make: _Families, replicas: Replicas) -> Iterator[Metric]:
+    def each(value: Callable[[EngineClient], float]) -> Iterator[tuple[str, float]]:
+        return ((str(at), value(client)) for at, client in enumerate(replicas.clients))
+
+    metrics = replicas.metrics
+    ready = EngineState.READY
+    yield make.gauges(
+        "forerun_replica_up",
+        "1 while the replica's engine process serves.",
+        "replica",
+        each(lambda client: float(client.state is ready)),
+    )
+    yield make.gauges(
+        "forerun_replica_requests",
+        "Requests in flight, running or waiting.",
+        "replica",
+        each(lambda client: client.num_requests),
+    )
+    yield make.counters(
+        "forerun_routed_requests",
+        "Requests that a replica was chosen for.",
+        ("replica",),
+        (((str(at),), metrics.routed[at]) for at in range(len(replicas.clients))),
+    )
+    yield make.counter(
+        "forerun_routed_cached_tokens",
+        "Tokens of their prompts that were sent to the same replica before.",
+        metrics.routed_cached_tokens,
+    )
+    yield make.counter(
+        "forerun_requests_retried",
+        "Requests that ran again on another replica, because theirs had died.",
+        metrics.retried,
     )
 
 
@@ -245,7 +284,7 @@ def _cache(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
     )
     yield make.gauge(
         "sglang:cache_hit_rate",
-        "Part of the prompt tokens that were in the prefix cache, since the engine's start.",
+        "Part of the prompt tokens that were in the prefix cache, since the server's start.",
         prefix.hits / prefix.queries if prefix.queries else 0.0,
     )
     yield make.counter(
@@ -284,12 +323,12 @@ def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
     )
     yield make.gauge(
         "sglang:spec_accept_length",
-        "Tokens per request and decode step, since the engine's start.",
+        "Tokens per request and decode step, since the server's start.",
         engine.decode_tokens / engine.request_steps if engine.request_steps else 0.0,
     )
     yield make.gauge(
         "sglang:spec_accept_rate",
-        "Accepted over drafted tokens, since the engine's start.",
+        "Accepted over drafted tokens, since the server's start.",
         correct / engine.draft_tokens if engine.draft_tokens else 0.0,
     )
     lengths = tuple(float(n) for n in range(1, len(engine.accepted) + 1))

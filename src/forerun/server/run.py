@@ -20,8 +20,8 @@ from forerun.engine.tracing import start_tracing
 from forerun.llm.setup import load_tokenizer
 from forerun.platform.open_files import allow_connections
 from forerun.server.app import build_app
-from forerun.server.engine_client import EngineClient
 from forerun.server.logs import set_up_logging
+from forerun.server.replicas import Replicas
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
@@ -51,14 +51,16 @@ def run_server(
         ConfigError: a setting, model or address cannot be used.
         ServerStartError: the engine process ended before it was ready.
     """
-    slots = config.max_running_requests or 0
+    slots = settings.dp_size * (config.max_running_requests or 0)
     allow_connections(slots + settings.max_queued_requests)
     with _bind(settings) as bound:
         set_up_logging(config.log_level, settings.log_format)
         spans = start_tracing(config)
         tracing = ServerTracing(spans) if spans else None
         text = TextService(load_tokenizer(config, target))
-        engine = EngineClient(config, target, settings.log_format)
+        engine = Replicas(
+            config, target, settings.dp_size, settings.load_balance_method, settings.log_format
+        )
         service = Service(settings, engine, text, tracing)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -145,7 +147,7 @@ class _Run:
             await self._engine.close(at_once=self._signals > 1)
 
     async def _start(self) -> bool:
-        """Builds the engine; False if a signal came first."""
+        """Builds the engines; False if a signal came first."""
         starting = asyncio.ensure_future(self._engine.start())
         await self._first(starting)
         if starting.done():

@@ -9,16 +9,15 @@ from typing import Any
 from uuid import uuid4
 
 from forerun.core.errors import RequestError, shown
-from forerun.core.logprobs import LogprobParams
-from forerun.core.sampling_params import SamplingParams
-from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
+from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import RequestOutput
-from forerun.server.engine_client import EngineClient
 from forerun.server.errors import EngineUnavailable
 from forerun.server.exchange import current_exchange
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.limits import check_queue
 from forerun.server.output_format import OutputFormat, choose_format
+from forerun.server.prompt import Prompt
+from forerun.server.replicas import Replicas
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 from forerun.server.tracing import ServerTracing
@@ -27,24 +26,12 @@ MAX_RID_LENGTH = 256
 BUNDLED_NAME = "bundled"
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids to complete, n times."""
-
-    ids: list[int]
-    params: SamplingParams
-    n: int = 1
-    rid: str | None = None  # default: a new one
-    logprobs: LogprobParams | None = None
-    scheduling: SchedulingParams = DEFAULT_SCHEDULING
-
-
 @dataclass(eq=False)
 class Service:
-    """One server: its engine, its tokenizer, its settings."""
+    """One server: its engines, its tokenizer, its settings."""
 
     settings: ServerSettings
-    engine: EngineClient
+    engine: Replicas
     text: TextService
     tracing: ServerTracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -60,7 +47,9 @@ class Service:
     @property
     def explain(self) -> dict[str, Any]:
         """What was chosen at start, and why."""
-        return {**self.engine.info.explain, **dict(self.format.explain)}
+        count, method = self.settings.dp_size, self.settings.load_balance_method
+        replicas = f"{count}; requests go by {method}" if count > 1 else "1"
+        return {**self.engine.info.explain, "replicas": replicas, **dict(self.format.explain)}
 
     @property
     def model_name(self) -> str:
@@ -108,11 +97,17 @@ class Service:
                 raise RequestError(f"n must be in [1, {settings.max_n}], got {prompt.n}.")
             if prompt.rid is not None:
                 _check_rid(prompt.rid)
-        grammars = (prompt.params.grammar for prompt in prompts)
-        for grammar in dict.fromkeys(filter(None, grammars)):
-            await engine.compile_grammar(grammar)
-        self.check_open()
         count = sum(prompt.n for prompt in prompts)
+        self._check_queue(engine.num_requests, count)
+        placed = engine.place(prompts)
+        grammars = [
+            (prompt.params.grammar, replica)
+            for prompt, (replica, _) in zip(prompts, placed, strict=True)
+        ]
+        for grammar, replica in dict.fromkeys(grammars):
+            if grammar is not None:
+                await engine.compile_grammar(grammar, replica)
+        self.check_open()
         self._check_queue(engine.num_requests, count)
         generations = [
             self._generation(prompt, Place(group, at, index), stream)
@@ -120,6 +115,8 @@ class Service:
             for group in [prompt.rid or uuid4().hex]
             for index in range(prompt.n)
         ]
+        for generation in generations:
+            generation.replica, generation.uncached_tokens = placed[generation.prompt_index]
         self._check_ids(generations)
         timeout = _earlier(*(g.scheduling.request_timeout for g in generations))
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -143,8 +140,7 @@ class Service:
         return await self.text.run(lambda: [g.output() for g in call.generations])
 
     def _check_queue(self, in_flight: int, new: int) -> None:
-        slots = self.engine.info.limits.slots
-        check_queue(in_flight, new, slots, self.settings.max_queued_requests)
+        check_queue(in_flight, new, self.engine.slots, self.settings.max_queued_requests)
 
     def _generation(self, prompt: Prompt, place: Place, stream: bool) -> Generation:
         if prompt.params.stop and self.text.tokenizer is None:

@@ -13,6 +13,7 @@ from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, nearest, shown
 from forerun.server.logs import LOG_FORMATS
 from forerun.server.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
+from forerun.server.routing import METHODS
 
 API_KEY_VARIABLE = "FORERUN_API_KEY"
 _TOOL_PARSERS = ", ".join((*TOOL_PARSERS, NONE))
@@ -45,6 +46,15 @@ class ServerSettings:
     )
     max_body_bytes: int = _setting(32 * 2**20, "Largest body of a request", int)
     max_n: int = _setting(128, "Most completions per prompt", int)
+    dp_size: int = _setting(
+        1, "Replicas: engines that share the requests, each on a GPU (or CPUs) of its own", int
+    )
+    load_balance_method: str = _setting(
+        "cache_aware",
+        "Which replica gets a request; cache_aware: the one that probably has its prefix, unless"
+        " it is much busier than others; round_robin; shortest_queue: the one with the fewest"
+        " requests",
+    )
     max_queued_requests: int = _setting(
         8192, "Requests that may wait besides those that run; more are refused with 429", int
     )
@@ -82,7 +92,7 @@ class ServerSettings:
                 of_type(spec.metadata["type"], spec.name, value, ConfigError)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}.")
-        for name in ("max_body_bytes", "max_n"):
+        for name in ("max_body_bytes", "max_n", "dp_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.max_queued_requests < 0:
@@ -93,6 +103,11 @@ class ServerSettings:
                 raise ConfigError(f"{name} must be > 0, got {value}.")
         _check_name("tool_call_parser", self.tool_call_parser, TOOL_PARSERS)
         _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
+        if self.load_balance_method not in METHODS:
+            raise ConfigError(
+                f"load_balance_method must be one of {', '.join(METHODS)}, got"
+                f" {shown(self.load_balance_method)}.{nearest(self.load_balance_method, METHODS)}"
+            )
         self._check_log()
         self._check_key()
         self._check_tls()

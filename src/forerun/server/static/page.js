@@ -571,7 +571,7 @@ async function watch() {
   while (watching) {
     if (!document.hidden) {
       try {
-        showGauges(await get("v1/loads"), (await get("server_info")).internal_states[0]);
+        showGauges(await get("v1/loads"), (await get("server_info")).internal_states);
         showHealth(true);
       } catch (error) {
         if (error.status === 401) break;
@@ -584,7 +584,8 @@ async function watch() {
   watching = false;
 }
 
-function showGauges(load, stats) {
+function showGauges(load, states) {
+  const total = (name) => states.reduce((sum, state) => sum + state[name], 0); // of all replicas
   const used = load.num_pages - load.num_free_pages - load.num_cached_pages;
   const percent = (pages) => `${(100 * pages) / load.num_pages}%`;
   setText($("g-running"), String(load.num_running_reqs));
@@ -593,8 +594,8 @@ function showGauges(load, stats) {
   $("g-pages").children[0].style.width = percent(used);
   $("g-pages").children[1].style.width = percent(load.num_cached_pages);
   // Of the steps that had drafts: plain requests would hide what speculation does.
-  setText($("g-accept"), fixed(1 + stats.spec_decode_num_accepted_tokens / stats.spec_decode_num_drafts, 2));
-  const now = { tokens: stats.decode_tokens, time: performance.now() };
+  setText($("g-accept"), fixed(1 + total("spec_decode_num_accepted_tokens") / total("spec_decode_num_drafts"), 2));
+  const now = { tokens: total("decode_tokens"), time: performance.now() };
   if (last) setText($("g-rate"), fixed(Math.max(0, (1000 * (now.tokens - last.tokens)) / (now.time - last.time)), 0));
   last = now;
 }
