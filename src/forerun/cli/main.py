@@ -50,6 +50,9 @@ COMMANDS = {
     "bench": Entry(
         "forerun.bench.cli.app:build", "Measure speed, plain and speculative.", builds=True
     ),
+    "plan": Entry(
+        "forerun.cli.plan:plan", "Memory, speed and cost of a model on GPUs that are not here."
+    ),
     "eval": Entry("forerun.cli.eval:app", "Measure quality and accept length."),
 }
 

@@ -129,7 +129,7 @@ def kv_budget(
         budget = min(int(free * config.mem_fraction_static), MAX_CPU_KV_BYTES)
     else:
         steps = profiled.activations + profiled.graphs + RESERVED_BYTES
-        budget = free - max(int(total * (1 - config.mem_fraction_static)), steps)
+        budget = gpu_kv_bytes(config, free, total, steps)
     if demand.slots_bytes > max(budget, 0):
         raise ConfigError(
             f"The recurrent states of {demand.num_slots - 1} requests take"
@@ -153,6 +153,15 @@ def kv_budget(
     return KVBudget(
         pages + 1, demand.token_bytes, snapshots, window_pages + 1, demand.window_token_bytes
     )
+
+
+def gpu_kv_bytes(config: EngineConfig, free: int, total: int, steps: int) -> int:
+    """Bytes for K/V and recurrent states on a GPU, of those that are free after loading weights.
+
+    Args:
+        steps: bytes that steps and graphs need.
+    """
+    return free - max(int(total * (1 - config.mem_fraction_static)), steps)
 
 
 def _num_snapshots(config: EngineConfig, demand: KVDemand, budget: int) -> int:
