@@ -98,7 +98,7 @@ class Recorder:
     def sequence(self, raw: dict[str, Any], place: WeightPlacement, tokens: int) -> list[str]:
         """Of a forward that captures a layer, and the LM head with argmax."""
         config = parse_model_config(raw)
-        self.width = config.num_heads * config.head_dim
+        self.width = config.num_heads // place.comm.size * config.head_dim
         self.latent_dim = raw.get("kv_lora_rank", 0)
         model = model_class(config)(config, place, max_positions=8)
         model.prepare()
@@ -216,10 +216,14 @@ def test_across_ranks_the_sum_comes_before_residual_and_norm(h200: Recorder) -> 
             h200.calls.append("all_reduce")
             return x
 
+        def all_reduce_max(self, x: Tensor) -> Tensor:
+            h200.calls.append("all_reduce_max")
+            return x
+
     layer = ["gemm", "attention", "gemm", "all_reduce", "add_rms_norm"]
     layer += ["gemm_silu_mul", "gemm", "all_reduce", "add_rms_norm"]
     got = h200.sequence(QWEN3_8B, WeightPlacement(torch.bfloat16, META, TwoRanks()), 16)
-    assert got == ["all_reduce", "rms_norm", *layer * LAYERS, "gemm_argmax"]
+    assert got == ["all_reduce", "rms_norm", *layer * LAYERS, "gemm", "all_reduce_max"]
 
 
 @pytest.mark.skipif(not gemm.onednn_serves(torch.empty(1)), reason="torch without oneDNN")

@@ -208,3 +208,8 @@ def test_where_replicas_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'cuda:1' is one GPU, and dp_size 2 needs 2"):
         place_replicas(EngineConfig(device="cuda:1"), 2)
     assert place_replicas(EngineConfig(device="cuda:1"), 1)[0].config.device == "cuda:1"
+    with pytest.raises(ConfigError, match="dp_size 2 of tp_size 2 needs 4 GPUs"):
+        place_replicas(EngineConfig(tp_size=2), 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    places = place_replicas(EngineConfig(tp_size=2), 2)
+    assert [place.config.device for place in places] == ["cuda:0", "cuda:2"]

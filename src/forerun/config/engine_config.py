@@ -66,6 +66,12 @@ class EngineConfig:
         ("auto", "bfloat16", "float32", "fp8_e4m3"),
     )
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N (NVIDIA and AMD)")
+    tp_size: int = _setting(
+        1, "Tensor parallelism: GPUs (on a CPU: processes) that share the target's weights"
+    )
+    dist_timeout: int = _setting(
+        300, "With tp_size: seconds that a rank waits for the others in one operation"
+    )
     context_length: int | None = _setting(
         None, "Maximum tokens of prompt and output; default: the model's"
     )
@@ -282,6 +288,8 @@ class EngineConfig:
 
 
 _POSITIVE = (
+    "tp_size",
+    "dist_timeout",
     "context_length",
     "max_total_tokens",
     "max_running_requests",

@@ -64,6 +64,12 @@ class Executor(Protocol):
             RequestError: it is invalid or takes too long, or xgrammar is not installed.
         """
 
+    def prepare_grammars(self) -> None:
+        """Reads the vocabulary before the first grammar needs it, which takes a second.
+
+        `explain` says what compiles grammars, or why nothing does.
+        """
+
     def disable_drafts(self) -> None:
         """Stops calling the algorithm. All later plans must have `num_verify_tokens` = 1."""
 

@@ -39,6 +39,7 @@ class Placement:
     kv_dtype: torch.dtype
     graphs: bool  # decode steps are captured as CUDA graphs
     arch: str | None = None  # of the GPU: `gpu_arch`
+    ranks: int = 1  # that share the target's heads
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def model_needs(
         if not isinstance(layer, RecurrentState)
     )
     need = replace(
-        _need(layout, model.config.num_heads, masks, where),
+        _need(layout, model.config.num_heads // where.ranks, masks, where),
         sinks=model.has_attention_sinks,
         logit_softcap=model.has_logit_softcap,
     )

@@ -14,6 +14,7 @@ from forerun.attention.model_attention import ModelAttention
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
+from forerun.executor.agreement import Agreement
 from forerun.executor.attention_setup import AttentionSetup
 from forerun.executor.cpu_graphs import CpuGraphSteps
 from forerun.executor.cuda_graphs import CudaGraphSteps
@@ -39,9 +40,10 @@ from forerun.grammar.vocabulary import VocabularySource
 from forerun.kernels.cpu import library
 from forerun.kvcache.pools import PoolShape
 from forerun.layers.attention import KVScales, ProjectedAttention
+from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.linear import LinearBase
 from forerun.models.base import CausalLM
-from forerun.models.loader import load_target, load_transformers_target
+from forerun.models.loader import load_target_at, load_transformers_target
 from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
@@ -55,26 +57,34 @@ MAX_GRAPH_BATCH = 256
 
 
 def build_executor(
-    config: EngineConfig, model_path: Path, overlap_depth: int | None = None
+    config: EngineConfig,
+    model_path: Path,
+    overlap_depth: int | None = None,
+    comm: Communicator = SINGLE_RANK,
 ) -> DeviceExecutor:
     """Validates the settings before any weight is read, then builds the executor.
 
     Args:
         model_path: folder of the target.
         overlap_depth: 0 or 1 instead of the device's default; for tests.
+        comm: the `tp_size` ranks of which this executor is one.
 
     Raises:
         ConfigError: invalid settings or checkpoint, or not enough memory.
     """
     algorithm = get_algorithm(config.speculative_algorithm)()
-    settings = resolve(config, model_path, algorithm, overlap_depth)
+    assert comm.size == config.tp_size, "`start_executor` starts the ranks"
+    settings = resolve(config, model_path, algorithm, overlap_depth, comm)
     with running_on(settings.device, settings.threads):
-        return _Builder(settings, algorithm).build(model_path)
+        return _Builder(settings, algorithm, comm).build(model_path)
 
 
 class _Builder:
-    def __init__(self, settings: Settings, algorithm: SpeculativeAlgorithm) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: Settings, algorithm: SpeculativeAlgorithm, comm: Communicator
+    ) -> None:
+        self.settings, self.comm = settings, comm
+        self.agreement = Agreement(comm, settings.device)
         self.algorithm = algorithm
         self.memory = MemoryLog(settings.device)
         self.piece_buckets: list[int] = []  # tokens of prefills that are captured in pieces
@@ -95,6 +105,7 @@ class _Builder:
         profiled = self._profile(make_step)
         limits = settings.limits
         budget = kv_budget(config, self._demand(), settings.device, profiled)
+        budget = budget.least(self.agreement.least)
         with self.memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
             step = make_step(budget)
         step.simulate = self._simulated()
@@ -145,8 +156,8 @@ class _Builder:
                 model = load_transformers_target(model_path, *where, load_format)
             else:
                 quantization = settings.config.quantization
-                extra = quantization, settings.kv_dtype
-                model = load_target(model_path, *where, load_format, positions, *extra)
+                place = WeightPlacement(*where, self.comm, quantization, allocate=False)
+                model = load_target_at(place, model_path, load_format, positions, settings.kv_dtype)
             self.algorithm.load(
                 DraftContext(
                     config=settings.config,
@@ -275,7 +286,8 @@ class _Builder:
             return CompiledCpuSteps(step, settings.limits.max_positions)
         graphs = self._graphs(step)
         if graphs is None:
-            if CpuGraphSteps.serves(step) and not settings.config.disable_cuda_graph:
+            records = CpuGraphSteps.serves(step) and self.comm.size == 1
+            if records and not settings.config.disable_cuda_graph:
                 return CpuGraphSteps(step, settings.limits.max_positions)
             return EagerSteps(step)
         fix = "lower mem_fraction_static or cuda_graph_max_bs, or set disable_cuda_graph"
@@ -294,7 +306,9 @@ class _Builder:
         compiled = settings.config.cpu_graph and library.library() is None
         measured = DeviceExecutor(executor.step) if compiled else executor
         with progress("measuring step costs"):
-            return measure_step_costs(measured, settings.widths, settings.limits.slots)
+            largest = settings.limits.slots
+            slowest = self.agreement.slowest
+            return measure_step_costs(measured, settings.widths, largest, slowest)
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings
@@ -328,6 +342,7 @@ def _explain(
         "architecture": settings.target.architecture,
         "model_impl": settings.config.model_impl,
         "device": str(settings.device),
+        "tp_size": settings.config.tp_size,
         "threads": None if settings.threads is None else asdict(settings.threads),
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),

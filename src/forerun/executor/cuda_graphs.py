@@ -54,6 +54,8 @@ from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
 from forerun.speculative.base import Draft
 
 log = logging.getLogger("forerun")
+# Threads of NCCL query events at any time.
+CAPTURE_ERROR_MODE = "thread_local"
 PREFILL_BUCKETS = (16, 32, 64, 128, 256)  # tokens of a prompt that is captured
 
 
@@ -256,7 +258,7 @@ class CudaGraphSteps:
             with self._on_stream(device):  # lazy initialisation must not be captured
                 for _ in range(WARM_UPS):
                     run()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.graph(graph, self._pool, self._stream, CAPTURE_ERROR_MODE):
                 output = run()
         except RuntimeError as error:  # may be caused by an error of the algorithm
             failed = error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -100,6 +100,15 @@ class KVBudget:
     num_snapshots: int = 0  # recurrent states that the prefix cache can keep
     num_window_pages: int = 1  # including the null page
     window_token_bytes: int = 0  # per token of windowed pools
+
+    def least(self, least: Callable[[Sequence[int]], list[int]]) -> KVBudget:
+        """What every rank has room for; `least`: of each number, the smallest of all ranks."""
+        pages, snapshots, window_pages = least(
+            (self.num_pages, self.num_snapshots, self.num_window_pages)
+        )
+        return replace(
+            self, num_pages=pages, num_snapshots=snapshots, num_window_pages=window_pages
+        )
 
     def describe(self, page_size: int) -> str:
         tokens = (self.num_pages - 1) * page_size

@@ -24,6 +24,7 @@ from forerun.core.plan import StepPlan, StepResult
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
 INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
+PREPARE = b""  # to the thread for grammars: `prepare_grammars`
 COMPILED = b"g"  # from the child's thread for grammars, or REFUSED or FAILED
 CLOSE_SECONDS = 10.0  # until a child that does not exit is killed
 
@@ -77,9 +78,15 @@ class ProcessExecutor:
         return step
 
     def compile_grammar(self, grammar: Grammar) -> None:
+        self._ask_grammars(encode(grammar))
+
+    def prepare_grammars(self) -> None:
+        self._info.explain["grammars"] = self._ask_grammars(PREPARE).decode()
+
+    def _ask_grammars(self, message: bytes) -> bytes:
         with self._compiling:
             try:
-                self._grammars.send_bytes(encode(grammar))
+                self._grammars.send_bytes(message)
                 answer = self._grammars.recv_bytes()
             except (EOFError, OSError) as error:
                 raise self._ended() from error
@@ -87,6 +94,7 @@ class ProcessExecutor:
             raise RequestError(answer[1:].decode())
         if answer[:1] != COMPILED:
             raise ExecutorError(f"The executor process failed: {answer[1:].decode()}")
+        return answer[1:]
 
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
@@ -163,7 +171,7 @@ def _serve(
     except ConfigError as error:
         connection.send_bytes(REFUSED + str(error).encode())
         return
-    threading.Thread(target=_compile_grammars, args=(grammars, executor), daemon=True).start()
+    threading.Thread(target=compile_grammars, args=(grammars, executor), daemon=True).start()
     connection.send_bytes(INFO + encode(executor.info))
     try:
         _run_plans(connection, executor)
@@ -176,15 +184,20 @@ def _serve(
         executor.close()
 
 
-def _compile_grammars(connection: Connection, executor: Executor) -> None:
+def compile_grammars(connection: Connection, executor: Executor) -> None:
+    """Body of a thread: answers what arrives until the parent has exited."""
     while True:
         try:
-            grammar = decode_grammar(connection.recv_bytes())
+            message = connection.recv_bytes()
         except (EOFError, OSError):
             return  # the parent has exited
         try:
-            executor.compile_grammar(grammar)
-            answer = COMPILED
+            if message == PREPARE:
+                executor.prepare_grammars()
+                answer = COMPILED + str(executor.info.explain["grammars"]).encode()
+            else:
+                executor.compile_grammar(decode_grammar(message))
+                answer = COMPILED
         except RequestError as error:
             answer = REFUSED + str(error).encode()
         except Exception as error:  # noqa: BLE001  raised again in the parent

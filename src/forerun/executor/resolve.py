@@ -15,11 +15,17 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.core.plan import Limits
 from forerun.executor.attention_setup import AttentionSetup, Placement, choose_attention
+from forerun.executor.tensor_parallel import rank_device
 from forerun.kernels.cpu import library
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import (
+    SINGLE_RANK,
+    Communicator,
+    UnreducedRank,
+    WeightPlacement,
+)
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.platform.cpu_threads import CpuThreads
-from forerun.platform.device import gpu_arch, resolve_device, resolve_dtype, resolve_kv_dtype
+from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
@@ -73,8 +79,10 @@ def resolve(
     model_path: Path,
     algorithm: SpeculativeAlgorithm,
     overlap_depth: int | None,
+    comm: Communicator = SINGLE_RANK,
 ) -> Settings:
-    device = resolve_device(config.device)
+    """`comm`: the tensor-parallel ranks; the settings are those of this one."""
+    device = rank_device(config, comm.rank)
     if config.enable_piecewise_cuda_graph and not captures_graphs(config, device):
         raise ConfigError(
             f"enable_piecewise_cuda_graph captures prefills on a GPU, and this is {device};"
@@ -91,9 +99,11 @@ def resolve(
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
     _check_draft_settings(config, caps)
     # On the meta device: its KV layout and attention follow from the config.
-    meta = WeightPlacement(dtype, torch.device("meta"))
+    ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
+    meta = WeightPlacement(dtype, torch.device("meta"), ranks)
     model = target_class(target, config.model_impl)(target, meta, max_positions=1)
-    where = Placement(device, dtype, kv_dtype, captures_graphs(config, device), gpu_arch(device))
+    graphs, arch = captures_graphs(config, device), gpu_arch(device)
+    where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size)
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits)

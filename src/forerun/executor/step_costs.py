@@ -31,23 +31,33 @@ CAPTURED, EAGER = MeasurementBudget(5.0, 2, 3), MeasurementBudget(2.0, 1, 2, mor
 
 @torch.inference_mode()
 def measure_step_costs(
-    executor: DeviceExecutor, widths: Sequence[int], largest: int
+    executor: DeviceExecutor,
+    widths: Sequence[int],
+    largest: int,
+    slowest: Callable[[float], float] = float,
 ) -> dict[int, list[float]]:
     """Seconds of a decode step of every width, by batch size up to `largest`.
 
     Stops at the batch size where time runs out; costs are extrapolated in proportion beyond it.
+    `slowest`: of a time, the largest of all ranks', which decides how many steps are run.
     """
     budget = CAPTURED if executor.steps.captured else EAGER
-    costs, end = {}, time.monotonic() + budget.seconds
+    costs, begin = {}, time.monotonic()
     with executor.step.dummy_steps():
         for batch in executor.steps.measured_batches(largest):
-            costs[batch] = [_cost(executor, batch, width, budget) for width in widths]
-            if time.monotonic() > end:
+            costs[batch] = [_cost(executor, batch, width, budget, slowest) for width in widths]
+            if slowest(time.monotonic() - begin) > budget.seconds:
                 break
     return costs
 
 
-def _cost(executor: DeviceExecutor, batch: int, width: int, budget: MeasurementBudget) -> float:
+def _cost(
+    executor: DeviceExecutor,
+    batch: int,
+    width: int,
+    budget: MeasurementBudget,
+    slowest: Callable[[float], float],
+) -> float:
     caps = executor.step.caps
     slots = [executor.tables.padding_slot] * batch
     lengths = HostBatch.padding(batch)
@@ -59,7 +69,7 @@ def _cost(executor: DeviceExecutor, batch: int, width: int, budget: MeasurementB
         for _ in range(budget.consecutive):
             executor.steps.decode(step)
         _wait(executor)
-        return (time.monotonic() - begin) / budget.consecutive
+        return slowest((time.monotonic() - begin) / budget.consecutive)
 
     executor.steps.decode(step)  # warm-up
     return shortest(seconds, budget)

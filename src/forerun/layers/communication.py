@@ -2,8 +2,8 @@
 
 Reductions across ranks happen in three layers only, all through a `Communicator`: the output of a
 row-parallel linear (`layers/linear.py`), of a mixture of experts (`layers/moe.py`) and of the
-vocabulary embedding (`layers/embedding.py`).
-The LM head gathers its logits.
+vocabulary embedding (`layers/embedding.py`). The LM head gathers its logits, or takes the largest
+of every rank's best ones. Every rank gets the same bits, so that all of them go on alike.
 """
 
 from __future__ import annotations
@@ -26,20 +26,45 @@ class Communicator(ABC):
         """The sum of every rank's x."""
 
     @abstractmethod
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """The largest of every rank's x, per element."""
+
+    @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x [..., n], concatenated in the last dimension by rank."""
 
 
 class SingleRank(Communicator):
-    """No parallelism: both collectives are the identity."""
+    """No parallelism: all collectives are the identity."""
 
     rank, size = 0, 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return x
+
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+
+class UnreducedRank(Communicator):
+    """A rank of several whose sums stay its own part: another layer reduces them, or, on the meta
+    device, nothing is computed.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("a maximum over ranks that do not communicate")
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("logits of ranks that do not communicate")
 
 
 SINGLE_RANK = SingleRank()

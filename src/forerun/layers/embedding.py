@@ -9,10 +9,12 @@ from torch import Tensor
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu import step as cpu
 from forerun.kernels.cpu.gemm import PackedWeight, take_packed_rows
+from forerun.kernels.sampling.argmax import argmax_keys, ids_of_keys
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import CpuGemm, LibraryGemm
-from forerun.layers.linear import LinearBase
+from forerun.layers.linear import LinearBase, Rows
 from forerun.layers.module import Module
+from forerun.layers.sharding import Shard, VocabShard
 
 
 class VocabEmbedding(Module):
@@ -22,7 +24,8 @@ class VocabEmbedding(Module):
         self, vocab_size: int, hidden_size: int, place: WeightPlacement, scale: float = 1.0
     ) -> None:
         """`scale`: of what is looked up, not of the weight, which may also be the LM head's."""
-        self.weight = place.empty(vocab_size, hidden_size)
+        self.vocab = VocabShard.of(vocab_size, place.comm)
+        self.weight = place.empty(self.vocab.rows, hidden_size)
         # Rounded to the weight's dtype, as in transformers.
         self._scale = float(torch.tensor(scale, dtype=place.dtype))
         self._comm = place.comm
@@ -30,9 +33,13 @@ class VocabEmbedding(Module):
         self._packed: PackedWeight | None = None
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        return {f"{prefix}weight": self.weight}
+        return {f"{prefix}weight": self.vocab.own(self.weight)}
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {f"{prefix}weight": self.vocab.shard} if self._comm.size > 1 else {}
 
     def prepare(self) -> None:
+        self.weight[self.vocab.count :] = 0
         self._cpu_kernels = library.serves(self.weight.dtype, self.weight.device)
 
     def read_packed(self, packed: PackedWeight) -> None:
@@ -41,6 +48,14 @@ class VocabEmbedding(Module):
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """input_ids [T] int -> [T, H]."""
+        if self._comm.size == 1:
+            return self._embed(input_ids)
+        ids = input_ids - self.vocab.first
+        elsewhere = (ids < 0) | (ids >= self.vocab.count)
+        own = self._embed(ids.masked_fill(elsewhere, 0)).masked_fill_(elsewhere.unsqueeze(1), 0)
+        return self._comm.all_reduce(own)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
         if self._packed is not None:
             embedded = take_packed_rows(self._packed, input_ids.long())
         elif self._cpu_kernels and input_ids.dtype == torch.int64:
@@ -49,7 +64,7 @@ class VocabEmbedding(Module):
             embedded = F.embedding(input_ids, self.weight)
         if self._scale != 1:
             embedded = embedded * self._scale
-        return self._comm.all_reduce(embedded)
+        return embedded
 
 
 class LMHead(LinearBase):
@@ -60,13 +75,17 @@ class LMHead(LinearBase):
     def __init__(
         self, vocab_size: int, hidden_size: int, place: WeightPlacement, tied: VocabEmbedding | None
     ) -> None:
-        super().__init__(hidden_size, 0 if tied is not None else vocab_size, False, place)
+        self.vocab = VocabShard.of(vocab_size, place.comm)
+        rows = 0 if tied is not None else self.vocab.rows
+        super().__init__(hidden_size, rows, False, place)
         self._comm, self._tied = place.comm, tied
         if tied is not None:
             self.weight, self.shared = tied.weight, True
             self.gemm = LibraryGemm(self.weight, None)
 
     def prepare(self) -> None:
+        if not self.shared:
+            self.weight[self.vocab.count :] = 0
         super().prepare()
         if self._tied is not None and isinstance(self.gemm, CpuGemm) and self.gemm.is_plain:
             self._tied.read_packed(self.gemm.weight)
@@ -75,10 +94,26 @@ class LMHead(LinearBase):
         """A tied head is loaded as the embedding."""
         return {} if self.shared else super().weights(prefix)
 
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {} if self.shared else super().shards(prefix)
+
+    def _rows(self, prefix: str) -> dict[str, Rows]:
+        return {prefix: self.vocab.own}
+
+    def _row_shards(self, prefix: str) -> dict[str, Shard]:
+        return {prefix: self.vocab.shard} if self._comm.size > 1 else {}
+
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [T, H] -> logits [T, V], in the weights' dtype."""
-        return self._comm.all_gather(self.gemm(hidden_states))
+        logits = self.gemm(hidden_states)
+        if self._comm.size == 1:
+            return logits
+        return self._comm.all_gather(logits)[:, : self.vocab.vocab_size]
 
     def argmax(self, hidden_states: Tensor) -> Tensor:
         """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits."""
-        return self.gemm.argmax(hidden_states)
+        if self._comm.size == 1:
+            return self.gemm.argmax(hidden_states)
+        own = self.vocab.own(self.gemm(hidden_states).t()).t()
+        keys = argmax_keys(own, self.vocab.first)
+        return ids_of_keys(self._comm.all_reduce_max(keys))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,10 +32,11 @@ from forerun.kernels.linear_attention.replay import (
 )
 from forerun.kvcache.layouts import SSM, RecurrentState, StatePool
 from forerun.layers.attention import KVLayer
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.linear import MergedLinear, PendingGemm, RowLinear
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+from forerun.layers.sharding import Shard, even_shard, share_of
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,32 @@ class DeltaHeads:
         """Channels of the convolution: q, k and v heads."""
         return 2 * self.key + self.value
 
+    def of_rank(self, comm: Communicator) -> DeltaHeads:
+        """
+        Raises:
+            ConfigError: the heads cannot be divided among the ranks.
+        """
+        num_k = share_of(self.num_k, comm, "linear attention's key heads")
+        return replace(self, num_k=num_k, num_v=num_k * (self.num_v // self.num_k))
+
+    def conv_shard(self, comm: Communicator) -> Shard:
+        """A rank's channels of q, k and v."""
+        kinds = ("queries", self.key), ("keys", self.key), ("values", self.value)
+        return Shard.joined(*(even_shard(size, comm, name) for name, size in kinds))
+
 
 class CausalConv(Module):
     """`weight` [C, 1, K], one short filter per channel; SiLU after it."""
 
     def __init__(self, heads: DeltaHeads, place: WeightPlacement) -> None:
-        self.weight = place.empty(heads.conv, heads.kernel_size)
+        self._ranks, self._channels = place.comm.size, heads.conv_shard(place.comm)
+        self.weight = place.empty(self._channels.count, heads.kernel_size)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight.unsqueeze(1)}
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {f"{prefix}weight": self._channels} if self._ranks > 1 else {}
 
     def __call__(self, x: Tensor, state: RecurrentContext) -> Tensor:
         """x [T, C] -> [T, C]."""
@@ -95,15 +113,20 @@ class GatedDeltaNet(KVLayer):
         hidden_size: int,
         heads: DeltaHeads,
         eps: float,
-        parts: Mapping[str, int],
+        parts: Mapping[str, int | Shard],
         place: WeightPlacement,
         row_order: Tensor | None = None,
     ) -> None:
-        self.layer_id, self.heads, self._row_order = layer_id, heads, row_order
+        """`heads`, `parts`: of the whole layer; `row_order`: of what is this rank's."""
+        self.layer_id, self._row_order = layer_id, row_order
+        self.heads = heads.of_rank(place.comm)
+        self._ranks = place.comm.size
+        self._value_heads = even_shard(heads.num_v, place.comm, "linear attention's value heads")
         self.in_proj = MergedLinear(hidden_size, parts, False, place)
         self.conv1d = CausalConv(heads, place)
         float32 = WeightPlacement(torch.float32, place.device)
-        self._a_log, self._dt_bias = float32.empty(heads.num_v), float32.empty(heads.num_v)
+        num_v = self.heads.num_v
+        self._a_log, self._dt_bias = float32.empty(num_v), float32.empty(num_v)
         self._decay = torch.empty(0)
         self.norm = RMSNorm(heads.v_dim, eps, place)
         self.out_proj = RowLinear(heads.value, hidden_size, False, place)
@@ -112,6 +135,12 @@ class GatedDeltaNet(KVLayer):
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         own = {f"{prefix}A_log": self._a_log, f"{prefix}dt_bias": self._dt_bias}
         return super().weights(prefix) | own
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        if self._ranks == 1:
+            return {}
+        own = dict.fromkeys((f"{prefix}A_log", f"{prefix}dt_bias"), self._value_heads)
+        return super().shards(prefix) | own
 
     def prepare(self) -> None:
         if self._row_order is not None:

@@ -1,12 +1,13 @@
 """Linear layers, and how each is split across tensor-parallel ranks.
 
     Linear         whole on every rank
+    ColumnLinear   by output columns (ColumnParallelLinear)
     QKVLinear      by heads (vLLM, SGLang: QKVParallelLinear)
     MergedLinear   by output columns, each part separately (MergedColumnParallelLinear)
-    RowLinear      by input rows; outputs are summed across ranks (RowParallelLinear)
+    RowLinear      by input columns; outputs are summed across ranks (RowParallelLinear)
 
-There is one rank so far. Projections of the same input are one matrix: a loader fills it part by
-part, through views.
+Sizes are those of the whole model; each linear keeps what is its rank's. Projections of the same
+input are one matrix: a loader fills it part by part, through views.
 
 Some linears return their GEMM before it has run (`PendingGemm`). What reads it, a norm or an
 activation, runs it with itself fused in, if the implementation of the GEMM can do that.
@@ -29,6 +30,7 @@ from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacem
 from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for, quantized_gemm_for
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+from forerun.layers.sharding import Shard, even_shard, kv_head_shard
 
 
 class Pending(ABC):
@@ -146,6 +148,11 @@ class LinearBase(Module):
             return {}
         return {f"{n}weight": self.quantized.map(rows) for n, rows in self._rows(prefix).items()}
 
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        kinds = ("weight",) if self.bias is None else ("weight", "bias")
+        rows = self._row_shards(prefix).items()
+        return {f"{name}{kind}": shard for kind in kinds for name, shard in rows}
+
     def prepare(self) -> None:
         if self.quantized is not None:
             self.gemm = quantized_gemm_for(self.quantized, self.bias, self.weight.dtype)
@@ -174,6 +181,10 @@ class LinearBase(Module):
         """Path in checkpoints, ending with a dot -> which rows of weight and bias it has."""
         return {prefix: lambda tensor: tensor}
 
+    def _row_shards(self, prefix: str) -> dict[str, Shard]:
+        """The same paths -> the rows in the checkpoint, where these are divided among ranks."""
+        return {}
+
 
 class Linear(LinearBase):
     """y = x Wᵀ + b."""
@@ -193,14 +204,35 @@ class Linear(LinearBase):
         return self.gemm(x)
 
 
+class ColumnLinear(Linear):
+    """A `Linear` of which every rank has some output columns."""
+
+    def __init__(self, input_size: int, columns: Shard, bias: bool, place: WeightPlacement) -> None:
+        super().__init__(input_size, columns.count, bias, place)
+        self._columns, self._ranks = columns, place.comm.size
+
+    def _row_shards(self, prefix: str) -> dict[str, Shard]:
+        return {prefix: self._columns} if self._ranks > 1 else {}
+
+
 class MergedBase(LinearBase):
     """Several projections of one input; `parts`: checkpoint name -> output columns, in order."""
 
     def __init__(
-        self, input_size: int, parts: Mapping[str, int], bias: bool, place: WeightPlacement
+        self,
+        input_size: int,
+        parts: Mapping[str, int | Shard],
+        bias: bool,
+        place: WeightPlacement,
     ) -> None:
-        super().__init__(input_size, sum(parts.values()), bias, place)
-        self.parts = dict(parts)
+        """`parts`: a number of columns is divided evenly; a `Shard` says what the rank has."""
+        self._shards = {
+            name: part if isinstance(part, Shard) else even_shard(part, place.comm, name)
+            for name, part in parts.items()
+        }
+        self.parts = {name: shard.count for name, shard in self._shards.items()}  # of this rank
+        self._ranks = place.comm.size
+        super().__init__(input_size, sum(self.parts.values()), bias, place)
         self.fused = False  # whether checkpoints have the parts as one matrix, too (Phi-3)
 
     def scale_part(self, part: str, factor: float) -> None:
@@ -226,6 +258,14 @@ class MergedBase(LinearBase):
             for name, rows in zip(self.parts, slices, strict=True)
         }
 
+    def _row_shards(self, prefix: str) -> dict[str, Shard]:
+        if self._ranks == 1:
+            return {}
+        if self.fused:
+            return {prefix: Shard.joined(*self._shards.values())}
+        above = prefix[: prefix.rfind(".", 0, -1) + 1]
+        return {f"{above}{name}.": shard for name, shard in self._shards.items()}
+
 
 class QKVLinear(MergedBase):
     """[q heads | k heads | v heads] of one attention layer."""
@@ -239,10 +279,23 @@ class QKVLinear(MergedBase):
         bias: bool,
         place: WeightPlacement,
     ) -> None:
-        sizes = (head_dim * heads for heads in (num_heads, num_kv_heads, num_kv_heads))
-        parts = dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=True))
+        self._of_heads(num_heads, num_kv_heads, head_dim, place)
+        shards = (each.scaled(head_dim) for each in (self._q, self._kv, self._kv))
+        parts = dict(zip(("q_proj", "k_proj", "v_proj"), shards, strict=True))
         super().__init__(input_size, parts, bias, place)
+
+    def _of_heads(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, place: WeightPlacement
+    ) -> None:
+        self._q = even_shard(num_heads, place.comm, "attention heads")
+        self._kv = kv_head_shard(num_kv_heads, place.comm)
+        self.num_heads, self.num_kv_heads = self._q.count, self._kv.count  # of this rank
         self.head_dim = head_dim
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads and K/V heads of this rank, and their dim."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
     def reorder_heads(self, order: Tensor) -> None:
         """Reorders the dims of every q and k head by `order` [D] (`rotary_order`).
@@ -301,10 +354,10 @@ class GatedQKVLinear(QKVLinear):
         bias: bool,
         place: WeightPlacement,
     ) -> None:
-        q, kv = num_heads * head_dim, num_kv_heads * head_dim
+        self._of_heads(num_heads, num_kv_heads, head_dim, place)
+        q, kv = self._q.scaled(head_dim), self._kv.scaled(head_dim)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate": q}
         MergedBase.__init__(self, input_size, parts, bias, place)
-        self.num_heads, self.head_dim = num_heads, head_dim
 
     def _rows(self, prefix: str) -> dict[str, Rows]:
         """The view of q_proj is [Hq, 2, D, in]: the first row of a gate is that of its query and
@@ -321,6 +374,12 @@ class GatedQKVLinear(QKVLinear):
         parts = {n: rows for n, rows in super()._rows(prefix).items() if n != f"{above}gate."}
         return parts | {f"{above}q_proj.": q_and_gate}
 
+    def _row_shards(self, prefix: str) -> dict[str, Shard]:
+        above = prefix[: prefix.rfind(".", 0, -1) + 1]
+        parts = {n: s for n, s in super()._row_shards(prefix).items() if n != f"{above}gate."}
+        both = {f"{above}q_proj.": self._q.scaled(2 * self.head_dim)}
+        return parts | both if parts else {}
+
 
 class MergedLinear(MergedBase):
     """Projections that an activation joins, such as gate and up."""
@@ -336,8 +395,17 @@ class RowLinear(LinearBase):
     def __init__(
         self, input_size: int, output_size: int, bias: bool, place: WeightPlacement
     ) -> None:
-        super().__init__(input_size, output_size, bias, place)
+        self._columns = even_shard(input_size, place.comm, "intermediate size or heads", dim=1)
+        super().__init__(self._columns.count, output_size, bias, place)
         self._comm = place.comm
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {f"{prefix}weight": self._columns} if self._comm.size > 1 else {}
+
+    def prepare(self) -> None:
+        if self.bias is not None and self._comm.rank:
+            self.bias.zero_()  # the first rank adds it
+        super().prepare()
 
     def __call__(self, x: Tensor) -> PendingGemm:
         """x [T, in] -> [T, out]."""

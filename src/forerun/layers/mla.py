@@ -30,6 +30,7 @@ from forerun.layers.attention import KVLayer
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+from forerun.layers.sharding import Shard
 
 
 class LatentUpProjection(LatentProjection, Module):
@@ -38,12 +39,17 @@ class LatentUpProjection(LatentProjection, Module):
     Absorbed and expanded forms read the same matrix; nothing is stored twice.
     """
 
-    def __init__(self, num_heads: int, dims: LatentDims, place: WeightPlacement) -> None:
-        self.num_heads, self.dims = num_heads, dims
-        self.weight = place.empty(num_heads * (dims.nope + dims.v), dims.latent)
+    def __init__(self, heads: Shard, dims: LatentDims, place: WeightPlacement) -> None:
+        """`heads`: of this rank."""
+        self._rows, self._ranks = heads.scaled(dims.nope + dims.v), place.comm.size
+        self.num_heads, self.dims = heads.count, dims
+        self.weight = place.empty(self._rows.count, dims.latent)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return {f"{prefix}weight": self.weight}
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {f"{prefix}weight": self._rows} if self._ranks > 1 else {}
 
     def prepare(self) -> None:
         dims = self.dims

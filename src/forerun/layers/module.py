@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from forerun.layers.sharding import Shard
+
 T = TypeVar("T", bound="Module")
 
 
@@ -44,6 +46,13 @@ class Module:
         out: dict[str, Tensor] = {}
         for name, child in self.children():
             out |= child.weights(f"{prefix}{name}.")
+        return out
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        """Checkpoint name -> which part of the tensor fills the view; absent: all of it."""
+        out: dict[str, Shard] = {}
+        for name, child in self.children():
+            out |= child.shards(f"{prefix}{name}.")
         return out
 
     def prepare(self) -> None:

@@ -14,6 +14,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -35,13 +36,14 @@ from forerun.kernels.moe.router_logits_sm90 import (
 )
 from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
 from forerun.kernels.runtime.gpu import gpu_of
-from forerun.layers.communication import Communicator, WeightPlacement
+from forerun.layers.communication import Communicator, UnreducedRank, WeightPlacement
 from forerun.layers.gemm import Gemm, plain_gemm_for
 from forerun.layers.linear import Hidden, Pending, PendingGemm
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm
+from forerun.layers.sharding import Shard, even_shard
 
 __all__ = [
     "Experts",
@@ -132,21 +134,26 @@ class Experts(Module):
         num_shared: int = 0,
     ) -> None:
         """`num_experts`: the routed ones."""
-        for name, size in (("hidden_size", hidden_size), ("expert width", intermediate_size)):
+        self._ranks = place.comm.size
+        self._columns = even_shard(intermediate_size, place.comm, "expert width")
+        self.width = self._columns.count  # of this rank
+        for name, size in (("hidden_size", hidden_size), ("expert width", self.width)):
             if size < ALIGNMENT or size % ALIGNMENT:
                 raise ConfigError(
-                    f"A mixture of experts with {name} {size} is not supported: the kernels need"
-                    f" multiples of {ALIGNMENT}."
+                    f"A mixture of experts with {name} {size}{self._per_rank()} is not supported:"
+                    f" the kernels need multiples of {ALIGNMENT}."
                 )
         self.num_experts, self.num_shared = num_experts, num_shared
         count = num_experts + num_shared
-        self.w13 = place.empty_weight(count, 2 * intermediate_size, hidden_size)
-        self.w2 = place.empty_weight(count, hidden_size, intermediate_size)
-        self.width = intermediate_size
+        self.w13 = place.empty_weight(count, 2 * self.width, hidden_size)
+        self.w2 = place.empty_weight(count, hidden_size, self.width)
         self._device = place.device
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
         self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
         self._shared_gate_up: list[Gemm] = []
+
+    def _per_rank(self) -> str:
+        return f" on each of tp_size {self._ranks} ranks" if self._ranks > 1 else ""
 
     def allocate(self) -> None:
         """Memory for the weights, if there is none yet."""
@@ -169,6 +176,29 @@ class Experts(Module):
             parts = zip(self.projections, (gate, up, w2), strict=True)
             out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts}
         return out
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        """Every rank has some columns of each expert."""
+        if self._ranks == 1:
+            return {}
+        own, columns = self._columns, replace(self._columns, dim=1)
+        if self.fused:
+            gate_up = replace(Shard.joined(own, own), dim=1)
+            down = replace(self._columns, dim=2)
+            return {f"{prefix}gate_up_proj": gate_up, f"{prefix}down_proj": down}
+        parts = dict(zip(self.projections, (own, own, columns), strict=True))
+        return {
+            f"{prefix}{i}.{name}.weight": shard
+            for i in range(self.num_experts)
+            for name, shard in parts.items()
+        }
+
+    def shared_shards(self, prefix: str = "") -> dict[str, Shard]:
+        if self._ranks == 1 or not self.num_shared:
+            return {}
+        rows = Shard.joined(*[self._columns] * self.num_shared)
+        parts = {"gate_proj": rows, "up_proj": rows, "down_proj": replace(rows, dim=1)}
+        return {f"{prefix}{name}.weight": shard for name, shard in parts.items()}
 
     def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
@@ -227,6 +257,9 @@ class SparseMoE(Module):
         shared = self.experts.shared_weights(f"{prefix}shared_experts.")
         return super().weights(prefix) | shared
 
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return super().shards(prefix) | self.experts.shared_shards(f"{prefix}shared_experts.")
+
     def __call__(self, x: Tensor | DeferredNorm) -> PendingExperts:
         """x [T, H] -> [T, H].
 
@@ -268,7 +301,8 @@ class SharedExpertMoE(SparseMoE):
     ) -> None:
         """`shared_size`: width of the shared MLP."""
         super().__init__(hidden_size, intermediate_size, routing, place)
-        own = WeightPlacement(place.dtype, place.device)  # summed with the experts, not before
+        ranks = UnreducedRank(place.comm.rank, place.comm.size)  # summed with the experts
+        own = WeightPlacement(place.dtype, place.device, ranks)
         self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False, place=own)
         self.shared_expert_gate = OutputGate(hidden_size, place)
 

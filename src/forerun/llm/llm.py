@@ -16,7 +16,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
 from forerun.core.unsupported import refusal
 from forerun.engine.engine import Engine
-from forerun.executor.build import build_executor
+from forerun.executor.start import start_executor
 from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.loop import Call, EngineLoop, Job
 from forerun.llm.prompts import chat_ids, text_ids, token_lists
@@ -59,7 +59,7 @@ class LLM:
         """`overlap_depth`: 0 or 1 instead of the device's default; for tests."""
         self.config, target = with_models(checked_config({**settings, "model_path": model_path}))
         self.tokenizer = load_tokenizer(self.config, target)
-        executor = build_executor(self.config, target, overlap_depth)
+        executor = start_executor(self.config, target, overlap_depth)
         # Benchmarks and tests may step it while no call runs.
         self.engine = Engine(self.config, executor)
         self._loop = EngineLoop(self.engine)

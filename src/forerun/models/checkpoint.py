@@ -25,6 +25,7 @@ from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
+from forerun.layers.sharding import Shard
 from forerun.models.int4_formats import Int4Format
 from forerun.models.quantization import (
     BLOCKS,
@@ -117,7 +118,11 @@ class Checkpoint:
         return self.int4 is not None and _stem(name) + self.int4.key in self.headers
 
     def read_into(
-        self, views: Mapping[str, View], harmless: Collection[str] = (), hint: str = ""
+        self,
+        views: Mapping[str, View],
+        harmless: Collection[str] = (),
+        hint: str = "",
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
         """Copies every tensor named in `views` into its view, one at a time, converting floats.
 
@@ -128,6 +133,7 @@ class Checkpoint:
             views: name -> destination view; plain tensors are quantised for a quantised one.
             harmless: endings of names that may be in the files without a view.
             hint: a sentence added when a tensor is missing or unexpected.
+            shards: of plain tensors of which a part is read.
 
         Raises:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
@@ -144,11 +150,14 @@ class Checkpoint:
         stored = {**self._stored_as_mxfp4(packed), **self._stored_as_int4(int4)}
         unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
         unused = unused if self.int4 is None else self.int4.unused
+        parts = shards or {}
         self._check({**plain, **stored}, scales, (*harmless, *KV_SCALES, *unused), hint)
+        self._check_shapes({**plain, **stored}, scales, parts)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
-            self._copy({self._scale_name(n): t for n, t in scales.items()}, {}, lambda _: None)
-            self._copy(plain, scales, stage.advance)
+            named = {self._scale_name(name): scale for name, scale in scales.items()}
+            self._copy(named, {}, {}, lambda _: None)
+            self._copy(plain, scales, parts, stage.advance)
             for name, view in packed.items():
                 self._copy_mxfp4(name, view, stage.advance)
             for name, target in int4.items():
@@ -230,6 +239,7 @@ class Checkpoint:
         self,
         views: Mapping[str, View],
         scales: Mapping[str, Tensor],
+        shards: Mapping[str, Shard],
         advance: Callable[[float], None],
     ) -> None:
         """File by file; what has `scales` is FP8."""
@@ -240,7 +250,11 @@ class Checkpoint:
             device = str(views[names[0]].device)
             with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
                 for name in names:
-                    data = tensors.get_tensor(self.headers[name].stored_as)
+                    stored_as = self.headers[name].stored_as
+                    if name in shards:
+                        data = shards[name].take(tensors.get_slice(stored_as))
+                    else:
+                        data = tensors.get_tensor(stored_as)
                     fp8 = None
                     if name in scales:
                         assert self.fp8 is not None
@@ -266,10 +280,23 @@ class Checkpoint:
                 f"{self.folder} holds {_listing(extra)}, which this architecture does not have."
                 f" {hint}".rstrip()
             )
+
+    def _check_shapes(
+        self,
+        views: Mapping[str, View],
+        scales: Mapping[str, Tensor],
+        shards: Mapping[str, Shard],
+    ) -> None:
+        """And kinds; every name is there."""
+        named = {self._scale_name(name): scale for name, scale in scales.items()}
+        wanted: dict[str, View] = {**views, **named}
         for name, view in wanted.items():
             header = self.headers[name]
             shapes = _stored_shapes(tuple(view.shape))
-            if header.shape not in shapes:
+            shape = shards[name].shape_in(header.shape) if name in shards else header.shape
+            if shape not in shapes:
+                if name in shards:
+                    shapes = shards[name].shapes_of_whole(shapes)
                 raise ConfigError(
                     f"{header.file}: {name} has shape {list(header.shape)}, expected"
                     f" {' or '.join(map(str, map(list, shapes)))} from config.json. The two do not"
@@ -432,8 +459,13 @@ def _listing(names: list[str], noun: str = "tensor") -> str:
 DUMMY_FORMATS = ("dummy", "dummy_normal")
 
 
-def fill_dummy(views: Mapping[str, View], load_format: str, seed: int = 0) -> None:
-    """Random weights from a fixed seed.
+def fill_dummy(
+    views: Mapping[str, View],
+    load_format: str,
+    seed: int = 0,
+    shards: Mapping[str, Shard] | None = None,
+) -> None:
+    """Random weights from a fixed seed. A rank's `shards` are parts of the same whole ones.
 
     Args:
         load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. Layers
@@ -452,6 +484,11 @@ def fill_dummy(views: Mapping[str, View], load_format: str, seed: int = 0) -> No
             plain = torch.empty(view.shape, dtype=dtype, device=view.device)
             _fill_dummy(name, plain, load_format, generator)
             view.quantise_(plain)
+        elif shards is not None and name in shards:
+            shape = shards[name].shapes_of_whole(_stored_shapes(tuple(view.shape)))[0]
+            whole = torch.empty(shape, dtype=view.dtype, device=view.device)
+            _fill_dummy(name, whole, load_format, generator)
+            view.copy_(shards[name].take(whole).reshape(view.shape))
         else:
             _fill_dummy(name, view, load_format, generator)
 

@@ -6,6 +6,8 @@ correction bias). Kimi-K2 is of V3's shape and names V3's architecture.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
@@ -14,7 +16,14 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, Linear, MergedLinear, PendingGemm, RowLinear
+from forerun.layers.linear import (
+    ColumnLinear,
+    Hidden,
+    Linear,
+    MergedLinear,
+    PendingGemm,
+    RowLinear,
+)
 from forerun.layers.mla import LatentAttention, LatentHeads, LatentUpProjection, deinterleave
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
@@ -22,6 +31,7 @@ from forerun.layers.moe import Routing, SparseMoE
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.layers.rope import yarn_mscale
+from forerun.layers.sharding import Shard, even_shard
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
 
@@ -112,23 +122,25 @@ class DeepseekAttention(Module):
     ) -> None:
         if config.qkv_bias:
             raise ConfigError("attention_bias is not supported with latent attention.")
-        heads = latent_heads(config)
+        whole = latent_heads(config)
+        own = even_shard(whole.num_heads, place.comm, "attention heads")
+        heads = replace(whole, num_heads=own.count)  # of this rank
         dims, hidden_size, q_rank = heads.dims, config.hidden_size, config.raw.get("q_lora_rank")
         self.interleaved = bool(config.raw.get("rope_interleave", True))
-        q_size = heads.num_heads * dims.qk
-        q_a = {"q_proj": q_size} if q_rank is None else {"q_a_proj": int(q_rank)}
-        parts = {**q_a, "kv_a_proj_with_mqa": dims.latent + dims.rope}
-        self.sizes = tuple(parts.values())
+        q, kv_a = own.scaled(dims.qk), Shard.whole(dims.latent + dims.rope)
+        q_a = {"q_proj": q} if q_rank is None else {"q_a_proj": Shard.whole(int(q_rank))}
+        parts = {**q_a, "kv_a_proj_with_mqa": kv_a}
+        self.sizes = tuple(part.count for part in parts.values())
         self.qkv_a_proj = MergedLinear(hidden_size, parts, False, place)
         self.q_a_layernorm: RMSNorm | None = None
         self.q_b_proj: Linear | None = None
         if q_rank is not None:
             self.q_a_layernorm = RMSNorm(int(q_rank), INNER_EPS, place)
-            self.q_b_proj = Linear(int(q_rank), q_size, False, place)
+            self.q_b_proj = ColumnLinear(int(q_rank), q, False, place)
         self.kv_a_layernorm = RMSNorm(dims.latent, INNER_EPS, place)
-        self.kv_b_proj = LatentUpProjection(heads.num_heads, dims, place)
+        self.kv_b_proj = LatentUpProjection(own, dims, place)
         self.attn = LatentAttention(layer_id, mask, heads, self.kv_a_layernorm, self.kv_b_proj)
-        self.o_proj = RowLinear(heads.num_heads * dims.v, hidden_size, False, place)
+        self.o_proj = RowLinear(whole.num_heads * dims.v, hidden_size, False, place)
 
     def prepare(self) -> None:
         dims = self.kv_b_proj.dims

@@ -52,7 +52,7 @@ class Eagle3Attention(Module):
             self.q_norm = RMSNorm(dim, eps, place)
             self.k_norm = RMSNorm(dim, eps, place)
             qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(0, mask, heads, kv_heads, dim, qk_norm)
+        self.attn = Attention(0, mask, *self.qkv_proj.sizes, qk_norm)
         self.o_proj = RowLinear(heads * dim, model.hidden_size, model.o_bias, place)
 
     def __call__(self, x: Tensor, rope: RopeInput, ctx: AttentionContext) -> PendingGemm:

@@ -38,7 +38,7 @@ class GemmaAttention(ProjectedAttention):
             self.q_norm = UnitOffsetRMSNorm(dim, eps, place)
             self.k_norm = UnitOffsetRMSNorm(dim, eps, place)
             qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim, qk_norm)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, qk_norm)
         scale = config.need("query_pre_attn_scalar") ** -0.5
         self.attn.spec = AttentionSpec(mask, scale, attention_softcap(config))
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)

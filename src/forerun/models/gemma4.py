@@ -86,7 +86,7 @@ class Gemma4Attention(Module):
         kind = SharedKVLinear if full and config.raw.get("attention_k_eq_v") else QKVLinear
         self.qkv_proj = kind(size, heads, kv_heads, dim, config.qkv_bias, place)
         self.q_norm, self.k_norm = RMSNorm(dim, eps, place), RMSNorm(dim, eps, place)
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim, (self.q_norm, self.k_norm))
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, (self.q_norm, self.k_norm))
         self.attn.spec = AttentionSpec(mask, SCALE)
         self.o_proj = RowLinear(heads * dim, size, config.o_bias, place)
         self._values = kv_heads, dim, eps
@@ -307,6 +307,7 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     decoder = Gemma4Model
     activations: ClassVar = ("gelu_pytorch_tanh",)
     partial_rotary = True
+    tensor_parallel = False  # embeddings per layer, layers that share K/V
 
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
         if config.raw.get("use_bidirectional_attention") == "all":

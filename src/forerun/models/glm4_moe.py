@@ -33,7 +33,7 @@ class Glm4MoeAttention(ProjectedAttention):
         if config.raw.get("use_qk_norm"):
             self.q_norm, self.k_norm = RMSNorm(dim, eps, place), RMSNorm(dim, eps, place)
             qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim, qk_norm)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, qk_norm)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
         self._qk_norm = qk_norm
         self._rotary_order = rotary_order(config.rope, dim)

@@ -38,7 +38,7 @@ class GptOssAttention(ProjectedAttention):
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
         self.sinks = place.empty(heads)  # a logit per head, without a value
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
@@ -184,3 +184,4 @@ class GptOssDecoderLayer(DecoderLayer):
 class GptOssForCausalLM(DecoderForCausalLM):
     decoder_layer = GptOssDecoderLayer
     has_attention_sinks = True
+    tensor_parallel = False  # sinks, and experts with biases

@@ -39,14 +39,28 @@ def load_target(
     quantization: str | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> CausalLM:
+    """`load_target_at` on one rank. `quantization`: of linears: "int8", on a CPU; "fp8": e4m3 with
+    a scale per output.
+    """
+    place = WeightPlacement(dtype, device, quantization=quantization, allocate=False)
+    return load_target_at(place, folder, load_format, max_positions, kv_dtype)
+
+
+def load_target_at(
+    place: WeightPlacement,
+    folder: Path,
+    load_format: str = "auto",
+    max_positions: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> CausalLM:
     """Builds the architecture that `config.json` names and fills it.
 
     Args:
+        place: where the weights go, not allocated; other floats are converted while they are
+            copied. Each of several ranks reads its part.
         folder: a Hugging Face model folder with safetensors; for `dummy` a config is enough.
-        dtype: of the weights; other floats are converted while they are copied.
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights from a fixed seed.
         max_positions: length of the rotary tables; None: `max_position_embeddings`.
-        quantization: of linears: "int8", on a CPU; "fp8": e4m3 with a scale per output.
         kv_dtype: of stored K/V; in float8 the checkpoint's scales of K/V apply. None: no scales.
 
     Raises:
@@ -57,9 +71,9 @@ def load_target(
     config = load_model_config(folder)
     build = model_class(config)
     stored = weight_format(config)
+    quantization = place.quantization
     check_quantization(config, quantization)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
-    place = WeightPlacement(dtype, device, quantization=quantization, allocate=False)
     model = build(config, place, max_positions or config.max_position)
     for experts in model.modules(Experts):
         if not (isinstance(stored, Mxfp4) and experts.allocate_mxfp4()):
@@ -71,7 +85,7 @@ def load_target(
         int4 = isinstance(stored, Int4Format) and stored.keeps_packed
         quantized = allocate_linears(model, None, INT4 if int4 else quantization)
         views: dict[str, View] = {**model.weights(), **quantized}
-        fill_dummy({name: views[name] for name in order}, load_format)
+        fill_dummy({name: views[name] for name in order}, load_format, shards=model.shards())
     else:
         checkpoint.rename(further_layers.prefixes_to_rename(config))
         further = _further_layers(config)
@@ -83,6 +97,7 @@ def load_target(
             {**model.weights(), **quantized},
             (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
+            shards=model.shards(),
         )
         fold_kv_scales(model, checkpoint, kv_dtype)
     model.prepare()

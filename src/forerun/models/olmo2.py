@@ -30,7 +30,7 @@ class Olmo2Attention(ProjectedAttention):
         self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
         self.q_norm = RMSNorm(heads * dim, eps, place)  # of all heads together
         self.k_norm = RMSNorm(kv_heads * dim, eps, place)
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
 
     def key_norm(self) -> RMSNorm:
@@ -75,3 +75,4 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     """Olmo2ForCausalLM and Olmo3ForCausalLM: windows and RoPE are in the config."""
 
     decoder_layer = Olmo2DecoderLayer
+    tensor_parallel = False  # the norms of q and k are over all heads

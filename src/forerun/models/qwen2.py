@@ -23,7 +23,7 @@ class Qwen2Attention(ProjectedAttention):
         hidden_size = config.hidden_size
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, bias=True, place=place)
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
         self.o_proj = RowLinear(heads * dim, hidden_size, bias=False, place=place)
 
     def __call__(

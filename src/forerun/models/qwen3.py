@@ -27,7 +27,7 @@ class Qwen3Attention(ProjectedAttention):
         self.q_norm = RMSNorm(dim, eps, place)
         self.k_norm = RMSNorm(dim, eps, place)
         qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim, qk_norm)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, qk_norm)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
 
     def __call__(

@@ -7,6 +7,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.gated_delta_net import GatedDeltaNet
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import SparseMoE
+from forerun.layers.sharding import Shard
 from forerun.models.qwen3_next import (
     HybridDecoderLayer,
     HybridForCausalLM,
@@ -19,8 +20,8 @@ class Qwen3_5DecoderLayer(HybridDecoderLayer):
     @classmethod
     def delta_net(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedDeltaNet:
         heads = delta_heads(config)
-        parts = {
-            "in_proj_qkv": heads.conv,
+        parts: dict[str, int | Shard] = {
+            "in_proj_qkv": heads.conv_shard(place.comm),
             "in_proj_z": heads.value,
             "in_proj_b": heads.num_v,
             "in_proj_a": heads.num_v,

@@ -39,9 +39,10 @@ class GatedAttention(ProjectedAttention):
         self.q_norm = UnitOffsetRMSNorm(dim, eps, place)
         self.k_norm = UnitOffsetRMSNorm(dim, eps, place)
         qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(layer_id, mask, heads, kv_heads, dim, qk_norm)
+        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, qk_norm)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
-        self._widths = (heads + 2 * kv_heads) * dim, heads * dim
+        own_heads, own_kv_heads, _ = self.qkv_proj.sizes
+        self._widths = (own_heads + 2 * own_kv_heads) * dim, own_heads * dim
         self._rotary_order = rotary_order(config.rope, dim)
 
     def prepare(self) -> None:
@@ -157,11 +158,13 @@ class Qwen3NextDecoderLayer(HybridDecoderLayer):
     @classmethod
     def delta_net(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedDeltaNet:
         heads, size, eps = delta_heads(config), config.hidden_size, config.rms_norm_eps
+        # By key head, in checkpoints and so on a rank.
         parts = {
             "in_proj_qkvz": heads.conv + heads.value,
             "in_proj_ba": 2 * heads.num_v,
         }
-        return GatedDeltaNet(layer_id, size, heads, eps, parts, place, _by_kind(heads))
+        order = _by_kind(heads.of_rank(place.comm))
+        return GatedDeltaNet(layer_id, size, heads, eps, parts, place, order)
 
     @classmethod
     def dense_or_sparse_mlp(

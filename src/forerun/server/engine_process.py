@@ -7,6 +7,7 @@ requests it sleeps.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 import zmq
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import EngineMetrics
@@ -108,11 +109,11 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _serve(task: EngineTask, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-    from forerun.executor.build import build_executor
+    from forerun.executor.start import start_executor
     from forerun.platform.progress import progress
 
     try:
-        executor = build_executor(task.config, Path(task.model_path))
+        executor = start_executor(task.config, Path(task.model_path))
     except ConfigError as error:
         outbox.send(encode(Refused(str(error))))
         return
@@ -262,8 +263,8 @@ class EngineServer:
         except Exception as error:
             log.exception("A step failed.")
             self._failures += 1
-            if self._failures == MAX_FAILURES:
-                raise
+            if self._failures == MAX_FAILURES or isinstance(error, ExecutorError):
+                raise  # a process that has ended does not come back
             reason = f"{type(error).__name__}: {error}"
             failed = [_failed(rid, each.number, reason) for rid, each in self._running.items()]
             self._drop(list(self._running), reason)
@@ -312,8 +313,12 @@ def _failed(rid: str, number: int, message: str) -> Advance:
 
 def start_engine(task: EngineTask) -> BaseProcess:
     """Starts the child process, with `spawn`, which CUDA requires."""
+    # A daemonic process may not start ranks.
+    daemon = task.config.tp_size == 1
     process = multiprocessing.get_context("spawn").Process(
-        target=run_engine, args=(task,), name="forerun-engine", daemon=True
+        target=run_engine, args=(task,), name="forerun-engine", daemon=daemon
     )
     process.start()
+    if not daemon:  # this process waits for such a child before it exits
+        atexit.register(process.kill)
     return process

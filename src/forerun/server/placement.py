@@ -1,4 +1,4 @@
-"""Where replicas run: one GPU each, or a share of the CPUs."""
+"""Where replicas run: on GPUs of their own, or on a share of the CPUs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def place_replicas(config: EngineConfig, count: int) -> list[Placement]:
     """
     if count == 1:
         return [Placement(config)]
+    ranks = config.tp_size
     device = resolve_device(config.device)
     if device.type == "cpu":
         return [Placement(config, cpus) for cpus in cpu_shares(count)]
+    asked = f"dp_size {count}" if ranks == 1 else f"dp_size {count} of tp_size {ranks}"
+    gpus, needed = torch.cuda.device_count(), count * ranks
     if ":" in config.device:
         raise ConfigError(
-            f"device {config.device!r} is one GPU, and dp_size {count} needs {count}; set device to"
-            " cuda."
+            f"device {config.device!r} is one GPU, and {asked} needs {needed}; set device to cuda."
         )
-    gpus = torch.cuda.device_count()
-    if gpus < count:
+    if gpus < needed:
         raise ConfigError(
-            f"dp_size {count} needs {count} GPUs, and this machine shows {gpus}; lower dp_size, or"
+            f"{asked} needs {needed} GPUs, and this machine shows {gpus}; lower dp_size, or"
             " check CUDA_VISIBLE_DEVICES."
         )
-    return [Placement(replace(config, device=f"cuda:{index}")) for index in range(count)]
+    return [Placement(replace(config, device=f"cuda:{index * ranks}")) for index in range(count)]

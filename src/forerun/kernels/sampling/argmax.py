@@ -26,6 +26,26 @@ def argmax_ref(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
     return torch.where(largest.isfinite(), ids, invalid)
 
 
+def argmax_keys(logits: Tensor, first_id: int) -> Tensor:
+    """For a vocabulary in parts: the larger of two keys has the larger logit, or the lower id.
+
+    logits [R, V] of ids `first_id` to `first_id` + V -> [R] int64. A part with a NaN or +inf has
+    the largest key of all, whatever the others are.
+    """
+    values, ids = logits.float().max(-1)  # the first of equals; a NaN before all else
+    values = torch.where(values.isnan(), torch.inf, values) + 0.0  # -0 equals 0
+    bits = values.view(torch.int32)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # these integers sort as the floats do
+    return (order.long() << 32) | (0x7FFFFFFF - first_id - ids)
+
+
+def ids_of_keys(keys: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
+    """The token ids [R] int64 of keys; `invalid` as in `argmax`."""
+    order = keys >> 32
+    finite = (order > -0x7F800001) & (order < 0x7F800000)  # between the keys of -inf and +inf
+    return torch.where(finite, 0x7FFFFFFF - (keys & 0x7FFFFFFF), invalid)
+
+
 def argmax(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
     """The id of the largest logit in each row.
 

@@ -1,0 +1,106 @@
+"""One tensor-parallel rank: a process that builds an executor and runs the plans it is sent.
+
+All ranks run the same plans in the same order, so that their collectives meet. What depends on a
+step's result must be known before the same launch on each of them: a plan is launched when the
+results of all plans but the last `overlap_depth` have been read, as on the engine's side.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.codec import decode_plan, encode
+from forerun.core.errors import ConfigError
+from forerun.core.executor import Executor, PendingStep
+from forerun.executor.process_executor import (
+    DISABLE_DRAFTS,
+    FAILED,
+    INFO,
+    PLAN,
+    REFUSED,
+    RESULT,
+    compile_grammars,
+)
+from forerun.layers.torch_communicator import RankPlace
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What a rank's process is started with."""
+
+    place: RankPlace
+    config: EngineConfig
+    model_path: str
+    overlap_depth: int | None
+
+
+def run_rank(task: RankTask, connection: Connection, grammars: Connection) -> None:
+    """The body of the process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        _serve(task, connection, grammars)
+    except (EOFError, BrokenPipeError):
+        code = 0  # the parent has exited
+    except ConfigError as error:
+        code = 1
+        connection.send_bytes(REFUSED + str(error).encode())
+    except Exception as error:  # noqa: BLE001  raised again in the parent
+        code = 1
+        connection.send_bytes(FAILED + f"{type(error).__name__}: {error}".encode())
+    else:
+        code = 0
+    # At once: other ranks may be gone, and the process group would wait for them.
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Ends this process with its parent, though it may wait in a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _serve(task: RankTask, connection: Connection, grammars: Connection) -> None:
+    from forerun.executor.build import build_executor
+    from forerun.executor.tensor_parallel import check_ranks, rank_device
+    from forerun.layers.torch_communicator import TorchCommunicator
+
+    place = task.place
+    check_ranks(task.config, Path(task.model_path))
+    comm = TorchCommunicator(place, rank_device(task.config, place.rank))
+    executor = build_executor(task.config, Path(task.model_path), task.overlap_depth, comm)
+    threading.Thread(target=compile_grammars, args=(grammars, executor), daemon=True).start()
+    connection.send_bytes(INFO + encode(executor.info))
+    _run_plans(connection, executor, reports=place.rank == 0)
+
+
+def _run_plans(connection: Connection, executor: Executor, reports: bool) -> None:
+    depth, pending = executor.info.limits.overlap_depth, deque[PendingStep]()
+
+    def read_oldest() -> None:
+        result = pending.popleft().result()
+        if reports:
+            connection.send_bytes(RESULT + encode(result))
+
+    while True:
+        # Launch available plans before waiting for the result of an older one.
+        if pending and not connection.poll():
+            read_oldest()
+            continue
+        message = connection.recv_bytes()
+        if message[:1] == PLAN:
+            while len(pending) > depth:
+                read_oldest()
+            pending.append(executor.launch(decode_plan(message[1:])))
+        elif message[:1] == DISABLE_DRAFTS:
+            executor.disable_drafts()
+        else:
+            return

@@ -1,0 +1,60 @@
+"""Which settings and models can be divided among tensor-parallel ranks, and where a rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.models.quantization import weight_format
+from forerun.models.registry import TRANSFORMERS, model_class, target_config
+from forerun.platform.device import resolve_device
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of this rank: GPUs one after the other, from the one that `device` names.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+    first = resolve_device(config.device)
+    if first.type == "cpu" or config.tp_size == 1:
+        return first
+    gpus, begin = torch.cuda.device_count(), first.index
+    needed = begin + config.tp_size
+    if needed > gpus:
+        raise ConfigError(
+            f"tp_size {config.tp_size} from {first} on needs {needed} GPUs, and this machine"
+            f" shows {gpus}; lower tp_size, or check CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", begin + rank)
+
+
+def check_ranks(config: EngineConfig, model_path: Path) -> None:
+    """Before the ranks meet.
+
+    Raises:
+        ConfigError: a setting or a model that runs on one rank only.
+    """
+    where = f"with tp_size {config.tp_size}"
+    if config.model_impl == TRANSFORMERS:
+        raise ConfigError(f"model_impl transformers is not available {where}; drop one of them.")
+    for name in ("quantization", "enable_piecewise_cuda_graph", "cpu_graph"):
+        if vars(config)[name]:
+            raise ConfigError(f"{name} is not available {where}; drop one of them.")
+    target = target_config(model_path, config.model_impl)
+    if weight_format(target) is not None:
+        raise ConfigError(
+            f"Quantised checkpoints are not available {where}; use the bfloat16 one, or drop"
+            " tp_size."
+        )
+    if not model_class(target).tensor_parallel:
+        raise ConfigError(f"{target.architecture} is not available {where}; drop tp_size.")
+
+
+def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """What one rank does for all, is off on the others."""
+    return config if rank == 0 else replace(config, enable_trace=False)

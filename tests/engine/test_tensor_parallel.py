@@ -1,0 +1,265 @@
+"""Two tensor-parallel ranks give the text of one, with every algorithm.
+
+The matrix runs ranks as threads, and every step's result is compared between them. Some tests start
+processes, as the engine does.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from forerun import LLM
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError, ExecutorError
+from forerun.core.request import Request
+from forerun.core.sampling_params import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.executor.build import build_executor
+from forerun.executor.ranks import RanksExecutor
+from forerun.speculative.registry import all_options
+from tests import chain_models
+from tests.engine.test_hybrid_target import add_mtp_layer, config_of
+from tests.engine_runs import run_together
+from tests.golden_engine import CASES, GOLDEN
+from tests.models.support import _COMMON, FAMILIES, random_hf, save
+from tests.models.test_dflash import ZLAB, random_weights
+from tests.models.test_nextn import checkpoint
+from tests.thread_ranks import ThreadRanksExecutor
+
+NEW = 16
+KINDS = ("dense", "moe", "mla", "hybrid")
+RANDOM_DRAFTS = {"DFLASH": "block", "DDTREE": "block", "STANDALONE": "small"}
+DENSE_DRAFTS = {
+    "DFLASH": GOLDEN / "draft", "DDTREE": GOLDEN / "draft", "EAGLE3": "eagle3", "NEXTN": "nextn",
+    "STANDALONE": "standalone",
+}  # fmt: skip
+CELLS = [
+    *(("dense", name) for name in (None, "DFLASH", "DDTREE", "NGRAM", "EAGLE3", "NEXTN")),
+    ("dense", "STANDALONE"),
+    *(("moe", name) for name in (None, "DFLASH", "DDTREE", "STANDALONE", "NGRAM")),
+    *(("mla", name) for name in (None, "DFLASH", "DDTREE", "NEXTN", "NGRAM")),
+    *(("hybrid", name) for name in (None, "DFLASH", "NEXTN", "STANDALONE", "NGRAM")),
+]
+QUICK = {("dense", "DFLASH"), ("dense", "EAGLE3"), ("moe", "DDTREE"), ("mla", "NEXTN"),
+         ("hybrid", "NEXTN")}  # fmt: skip
+FOLDERS: dict[str, Path] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    FOLDERS["root"] = tmp_path_factory.mktemp("ranks")
+
+
+@cache
+def folder(name: str) -> Path:
+    """A target or a draft; made when it is first used."""
+    path = FOLDERS["root"] / name
+    match name:
+        case "dense":
+            path.mkdir()
+            return with_a_sixth_head(path)
+        case "eagle3":
+            return chain_models.eagle3(path)
+        case "nextn":
+            return chain_models.nextn(path)
+        case "standalone":
+            return chain_models.standalone(path)
+        case "moe":
+            kind, changes = FAMILIES["qwen3-moe"]
+            changes = {**changes, "num_hidden_layers": 5, "moe_intermediate_size": 32}
+            return save(random_hf(kind(**{**_COMMON, **changes})), path)
+        case "mla":
+            checkpoint(path, "deepseek-v3")
+            return path
+        case "hybrid":
+            save(random_hf(config_of("qwen3.5")), path)
+            add_mtp_layer(path)
+            return path
+        case "small":
+            sizes = {**_COMMON, "num_hidden_layers": 1}
+            return save(random_hf(LlamaConfig(**sizes), seed=1), path)
+        case "block":
+            return chain_models.write(path, {**ZLAB, "num_target_layers": 5}, random_weights())
+        case "block of 3":
+            layers = {**ZLAB["dflash_config"], "target_layer_ids": [0, 2]}
+            config = {**ZLAB, "num_target_layers": 3, "dflash_config": layers}
+            return chain_models.write(path, config, random_weights())
+    raise AssertionError(name)
+
+
+def with_a_sixth_head(path: Path) -> Path:
+    """The golden target, which has 5 heads: one more, that adds nothing."""
+    config = json.loads((GOLDEN / "target" / "config.json").read_text())
+    dim = config["head_dim"]
+    config["num_attention_heads"] += 1
+    weights = load_file(GOLDEN / "target" / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("q_proj.weight"):
+            weights[name] = torch.cat((weight, torch.zeros(dim, weight.shape[1])))
+        if name.endswith("o_proj.weight"):
+            zeros = torch.zeros(weight.shape[0], dim)
+            weights[name] = torch.cat((weight, zeros), 1).contiguous()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def config(kind: str, algorithm: str | None, **settings: Any) -> EngineConfig:
+    common = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True,
+              "speculative_adaptive": False, "max_running_requests": 4,
+              "model_path": str(folder(kind))}  # fmt: skip
+    if algorithm is not None:
+        common["speculative_algorithm"] = algorithm
+        drafts: dict[str, Any] = DENSE_DRAFTS if kind == "dense" else RANDOM_DRAFTS
+        draft = drafts.get(algorithm)
+        if kind == "mla" and draft == "block":
+            draft = "block of 3"
+        if draft is not None:
+            path = draft if isinstance(draft, Path) else folder(draft)
+            common["speculative_draft_model_path"] = str(path)
+    options = {option.name: option.default for option in all_options()}
+    return EngineConfig.of({**common, **settings}, options)
+
+
+@contextmanager
+def engine_of(settings: EngineConfig, overlap_depth: int | None = None) -> Iterator[Engine]:
+    """With ranks in threads, if there are several."""
+    path = Path(str(settings.model_path))
+    make = build_executor if settings.tp_size == 1 else ThreadRanksExecutor
+    engine = Engine(settings, make(settings, path, overlap_depth))
+    try:
+        yield engine
+        engine.check()
+    finally:
+        engine.close()
+
+
+@cache
+def prompts(kind: str) -> list[list[int]]:
+    """Two share a beginning of some pages."""
+    if kind == "dense":
+        return [list(CASES[i]["prompt"][:60]) for i in (0, 1, 2)] + [CASES[0]["prompt"][:40]]
+    draw = random.Random(3)
+    stem = [draw.randrange(_COMMON["vocab_size"]) for _ in range(60)]
+    return [stem[:54], stem[:37], stem[5:8], stem[9:10]]
+
+
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 1},
+    {"temperature": 0.9, "sampling_seed": 2, "min_new_tokens": 6, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "top_k": 12, "min_p": 0.02, "sampling_seed": 3},
+]
+
+
+def run(engine: Engine, kind: str, rotate: int = 0, preempts: bool = False) -> list[list[int]]:
+    requests: list[Request] = []
+    for i, prompt in enumerate(prompts(kind)):
+        asked = {**PARAMS[(i + rotate) % 4], "max_new_tokens": NEW, "ignore_eos": True}
+        requests.append(engine.make_request(list(prompt), SamplingParams.of(asked)))
+    run_together(engine, requests, preempts)
+    return [request.output for request in requests]
+
+
+@cache
+def of_one_rank(kind: str, rotate: int) -> list[list[int]]:
+    """Plain decoding."""
+    with engine_of(config(kind, None)) as engine:
+        return run(engine, kind, rotate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.exhaustive) for cell in CELLS],
+)
+def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
+    """Greedy and sampled, with hits of the prefix cache and preempted requests."""
+    with engine_of(config(kind, algorithm, tp_size=2, page_size=16)) as engine:
+        for rotate, preempts in ((0, False), (1, True)):
+            want = of_one_rank(kind, rotate)
+            assert run(engine, kind, rotate, preempts) == want
+        if algorithm in ("DFLASH", "EAGLE3") and kind == "dense":
+            assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def test_processes_give_the_same_text_and_one_that_dies_ends_the_engine() -> None:
+    settings = config("dense", "DFLASH", tp_size=2, speculative_adaptive=True)
+    executor = RanksExecutor.start(settings, folder("dense"))
+    engine = Engine(settings, executor)
+    try:
+        assert run(engine, "dense") == of_one_rank("dense", 0)
+        assert engine.explain()["tp_size"] == 2
+        request = engine.make_request(prompts("dense")[0], SamplingParams(max_new_tokens=64))
+        engine.submit(request)
+        engine.step()
+        executor._ranks[1].process.kill()
+        begin = time.monotonic()
+        with pytest.raises(ExecutorError, match=r"Rank 1 ended unexpectedly \(exit code -9\)"):
+            while engine.has_work:
+                engine.step()
+        assert time.monotonic() - begin < 5
+        assert request.finish is not None and request.finish.type == "abort"
+        engine.check()  # no page and no slot is lost
+        assert not any(rank.process.is_alive() for rank in executor._ranks)
+        with pytest.raises(ExecutorError, match="Rank 1 ended"):
+            executor.launch(None)  # type: ignore[arg-type]
+    finally:
+        engine.close()
+
+
+@pytest.mark.exhaustive
+def test_settings_that_cannot_work_are_refused_by_the_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"tp_size 4 does not divide .* attention heads, 6"):
+        LLM(folder("dense"), tp_size=4, skip_tokenizer_init=True, device="cpu")
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    """What a rank checks before it looks for the others."""
+    from forerun.executor.tensor_parallel import check_ranks
+
+    with pytest.raises(ConfigError, match="tp_size must be >= 1"):
+        config("dense", None, tp_size=0)
+    for name, value in (("quantization", "int8"), ("cpu_graph", True)):
+        settings = config("dense", None, tp_size=2, **{name: value})
+        with pytest.raises(ConfigError, match=f"{name} is not available with tp_size 2"):
+            check_ranks(settings, folder("dense"))
+    with pytest.raises(ConfigError, match="model_impl transformers is not available with tp_size"):
+        check_ranks(config("dense", None, tp_size=2, model_impl="transformers"), folder("dense"))
+    raw = json.loads((folder("dense") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(ConfigError, match="Quantised checkpoints are not available with tp_size 2"):
+        check_ranks(config("dense", None, tp_size=2), tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "architectures": ["Olmo2ForCausalLM"]})
+    )
+    with pytest.raises(ConfigError, match="Olmo2ForCausalLM is not available with tp_size 2"):
+        check_ranks(config("dense", None, tp_size=2), tmp_path)
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.executor import tensor_parallel
+
+    monkeypatch.setattr(tensor_parallel, "resolve_device", lambda name: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    settings = config("dense", None, tp_size=2)
+    with pytest.raises(ConfigError, match=r"tp_size 2 from cuda:1 on needs 3 GPUs.* shows 2"):
+        tensor_parallel.rank_device(settings, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert tensor_parallel.rank_device(settings, 1) == torch.device("cuda", 2)
