@@ -138,6 +138,19 @@ def test_drafts_are_accepted() -> None:
         assert out.meta_info["spec_accept_length"] > 2.5
 
 
+def test_experts_in_fp8_give_the_same_output_with_every_draft() -> None:
+    """They are kept in e4m3, which no kernel on a CPU reads."""
+    outputs = []
+    for algorithm in (None, "NGRAM", "DFLASH"):
+        chunk = 512 if algorithm is None else 4
+        with moe_llm(algorithm, quantization="fp8", chunked_prefill_size=chunk) as llm:
+            # 2 linears of attention in 5 layers and 2 of a dense MLP, and 4 layers of experts
+            assert llm.explain()["quantized_weights"] == {"dequantised when loaded": 16}
+            kinds = [params(GREEDY, i) for i in range(len(prompts()))]
+            outputs.append([o[0] for o in generate(llm, prompts(), kinds, False)])
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_compiled_steps_give_the_same_output() -> None:

@@ -62,8 +62,15 @@ def silu(name: str, x: str, parts: int) -> Case:
 
 def quantize(name: str, interleaved: bool) -> Case:
     pointers = {"x_ptr": B16, "out_ptr": "*u8", "scales_ptr": F32}
-    constants = {"INTERLEAVED": interleaved, "BLOCK": 1024}
+    constants = {"INTERLEAVED": interleaved, "NATIVE": False, "BLOCK": 1024}
     return case(name, quantize_fp8._quantize_tokens, pointers, "k* row_stride*", constants, 4)
+
+
+def quantize_short(name: str, interleaved: bool) -> Case:
+    pointers = {"x_ptr": B16, "out_ptr": "*u8", "scales_ptr": F32}
+    constants = {"INTERLEAVED": interleaved, "NATIVE": False, "ROWS": 4, "BLOCK_K": 1024}
+    kernel, warps = quantize_fp8._quantize_short_tokens, quantize_fp8.ROWS_WARPS
+    return case(name, kernel, pointers, "tokens k* row_stride*", constants, warps)
 
 
 def dequantise(name: str, interleaved: bool) -> Case:
@@ -155,6 +162,8 @@ _CASES = [
     silu("silu", B16, 1),
     quantize("quantize tokens", False),
     quantize("quantize tokens, interleaved", True),
+    quantize_short("quantize short tokens", False),
+    quantize_short("quantize short tokens, interleaved", True),
     dequantise("dequantise a weight", False),
     dequantise("dequantise a weight, interleaved", True),
     silu("silu of split-K partials", F32, 4),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.moe import align, experts, experts_mxfp4, gated_output, router
-from forerun.kernels.moe.config import choose_moe, router_slice
+from forerun.kernels.elementwise import quantize_fp8
+from forerun.kernels.moe import align, experts, experts_fp8, experts_mxfp4, gated_output, router
+from forerun.kernels.moe.config import choose_moe, choose_moe_fp8, router_slice
 from forerun.kernels.runtime.gpu import GpuInfo, next_power_of_2
 from tests.kernels.compiled import SMEM_LIMIT, TARGETS, Case
 
@@ -37,7 +38,7 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
     groups = constants.get("NUM_GROUPS", 1)
     all_ = {
         "rounded_like": None, "correction_bias": None, "SLICES": 8, "NUM_EXPERTS": num_experts,
-        "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "GROUPS_BLOCK": next_power_of_2(groups),
+        "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "ROWS_BLOCK": next_power_of_2(groups),
         "GROUP_BLOCK": next_power_of_2(num_experts // groups),
         "EXPERTS_BLOCK": next_power_of_2(num_experts), "TOP_K": TOP_K, "NUM_SHARED": 0,
         "CHOICES_BLOCK": 8, "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True,
@@ -140,6 +141,59 @@ def _gemms_on(
     return cases
 
 
+GATE_UP_FP8, DOWN_FP8 = experts_fp8.gate_up_fp8, experts_fp8.down_fp8
+SCALES = ("rows", "groups", "blocks")
+
+
+def fp8(tokens: int, out: str, scales: str) -> list[Case]:
+    """Both grouped GEMMs with weights in e4m3."""
+    return [case for target in TARGETS for case in _fp8_on(target, tokens, out, scales)]
+
+
+def _fp8_on(target: str, tokens: int, out: str, scales: str) -> list[Case]:
+    amd = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}.get(target)
+    capability = int(target.removeprefix("sm_")) if amd is None else 0
+    nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target], capability=capability)
+    config = choose_moe_fp8(tokens, amd or nvidia, grouped=scales != "rows")
+    decode = 0 if config.quantize_x else 2 if amd is None else 1
+    sizes = dict.fromkeys(("max_tiles", "h_groups", "i_groups"), "i32")
+    x, w = (B16, "*u8") if decode else ("*fp8e4nv", "*fp8e4nv")
+    common = {"values": w, "scales": F32, "pairs": I32, "tiles": I32, **sizes}
+    of_x = {} if decode else {"x_scales": F32, "act_scales": F32}
+    absent = {"x_scales": None, "act_scales": None} if decode else {}
+    quantises = not decode and scales != "rows" and config.tiles.gate_up.block_n == 128
+    of_gate_up: dict[str, Any] = {"INTERLEAVED": target == "sm_90", "NATIVE": capability >= 90}
+    of_gate_up |= {} if quantises else {"act_scales": None}
+    gate_up = {"x": x, "act": "*u8" if quantises else B16, **common, **of_x}
+    down = {"act": x, "out": out, "weights": F32, "T": "i32", "prefetch_k": "i32", **common, **of_x}
+    cases = []
+    for kernel, signature, tile, more in (
+        (GATE_UP_FP8, gate_up, config.tiles.gate_up, of_gate_up),
+        (DOWN_FP8, down, config.tiles.down, {"shared": None, "NUM_THREADS": 32}),
+    ):
+        constants = {
+            "TOP_K": TOP_K, "SCALES": SCALES.index(scales), "DECODE": decode,
+            "BLOCK_M": config.tiles.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        }  # fmt: skip
+        if "NUM_THREADS" in more:
+            more = {**more, "NUM_THREADS": 32 * tile.num_warps}
+        names = kernel.fn.__code__.co_varnames
+        cases.append(
+            Case(
+                f"{kernel.fn.__name__} of {tokens} tokens, scales of {scales}",
+                kernel,
+                {n: kind for n, kind in signature.items() if n in names and n not in more},
+                {**constants, **{n: v for n, v in absent.items() if n in names}, **more},
+                options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+                targets=(target,),
+                matrix=True,
+                wide=target != "gfx1100",
+                spill_bytes=0 if tokens <= 1024 else 1024,  # accumulators, and products beside
+            )
+        )
+    return cases
+
+
 def mxfp4(tokens: int, out: str) -> list[Case]:
     """Both grouped GEMMs of gpt-oss."""
     sizes = dict.fromkeys(("max_tiles", "h_blocks", "i_blocks"), "i32")
@@ -204,6 +258,24 @@ CASES = [
     *gemms("8192 tokens, Gemma 4", 8192, B16, gelu=True),
     *mxfp4(1, F32),
     *mxfp4(8192, B16),
+    *fp8(1, F32, "rows"),
+    *fp8(1, F32, "groups"),
+    *fp8(1, F32, "blocks"),
+    *fp8(1024, B16, "rows"),
+    *fp8(8192, B16, "groups"),
+    *fp8(8192, B16, "blocks"),
+    *(
+        Case(
+            "groups of tokens in e4m3",
+            quantize_fp8._quantize_groups,
+            {"x_ptr": B16, "out_ptr": "*u8", "scales_ptr": F32, "n": "i32"},
+            {"INTERLEAVED": True, "NATIVE": native, "BLOCK": quantize_fp8.ROWS_BLOCK},
+            options={"num_warps": quantize_fp8.ROWS_WARPS},
+            targets=("sm_90", "sm_100") if native else TARGETS,
+            multiples=("n",),
+        )
+        for native in (False, True)
+    ),
     *gemms("multiples of 8", 1, F32, even=False),
     Case(
         "gated output",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ from forerun.kernels.moe import experts_sm90, router_logits_sm90, router_sm90
 from forerun.kernels.moe.config import (
     SM90_DECODE,
     SM90_FEW_TOKENS,
+    SM90_FP8_DECODE,
+    SM90_FP8_ONE_TOKEN,
     Sm90MoeConfig,
     Sm90RouterConfig,
     choose_router_sm90,
@@ -109,6 +112,17 @@ def test_sm90_experts_compile_and_fit(config: Sm90MoeConfig) -> None:
     assert config.ctas_per_sm * (experts_sm90.smem_bytes(config) + 1024) <= 228 << 10
 
 
+@pytest.mark.parametrize("fp8", [1, 2], ids=["rows", "groups"])
+@pytest.mark.parametrize("config", [SM90_FP8_ONE_TOKEN, SM90_FP8_DECODE], ids=str)
+def test_sm90_experts_in_fp8_compile_and_fit(config: Sm90MoeConfig, fp8: int) -> None:
+    log = assert_compiles_well(experts_sm90.cuda_source(config, QWEN3_30B, None, fp8))
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None
+    per_thread = -(-int(registers[1]) // 8) * 8
+    assert config.ctas_per_sm * experts_sm90.THREADS * per_thread <= 64 << 10
+    assert config.ctas_per_sm * (experts_sm90.smem_bytes(config, fp8) + 1024) <= 228 << 10
+
+
 ROUTER = Sm90RouterConfig(slice=256, tiles_per_warp=2)
 QWEN3_MOE = Routing(128, 8, norm_topk_prob=True, float32_logits=False)
 ROUTERS = {  # also those with the most registers
@@ -166,13 +180,20 @@ def test_sm90_add_rms_norm_compiles(hidden: int, parts: int) -> None:
     assert_compiles_well(add_rms_norm_sm90.cuda_source(hidden, parts))
 
 
-def test_sm90_experts_that_choose_compile() -> None:
-    log = assert_compiles_well(
-        experts_sm90.cuda_source(SM90_FEW_TOKENS, QWEN3_30B, (QWEN3_MOE, False))
-    )
+@pytest.mark.parametrize(
+    ("config", "fp8"),
+    [
+        (SM90_FEW_TOKENS, 0),
+        *product((SM90_FP8_ONE_TOKEN, SM90_FP8_DECODE), (1, 2)),
+    ],
+    ids=str,
+)
+def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> None:
+    log = assert_compiles_well(experts_sm90.cuda_source(config, QWEN3_30B, (QWEN3_MOE, False), fp8))
     smem = re.search(r"(\d+) bytes smem", log)
     assert smem is not None
-    assert int(smem[1]) + experts_sm90.smem_bytes(SM90_FEW_TOKENS) <= MAX_SMEM_BYTES
+    per_cta = int(smem[1]) + experts_sm90.smem_bytes(config, fp8) + 1024
+    assert config.ctas_per_sm * per_cta <= MAX_SMEM_BYTES + 1024
 
 
 @pytest.mark.parametrize(

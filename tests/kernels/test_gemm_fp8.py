@@ -138,7 +138,9 @@ def test_sm90_compiles(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> None:
     assert smem_bytes(config, variant) <= MAX_SMEM_BYTES
 
 
-@pytest.mark.parametrize(("k", "interleaved"), [(1500, False), (1536, True)])
+@pytest.mark.parametrize(
+    ("k", "interleaved"), [(1500, False), (1536, True), (2500, False), (2560, True)]
+)
 def test_tokens_are_quantised_by_their_largest_value(k: int, interleaved: bool) -> None:
     x = torch.randn(4, k, device="cuda" if GPU else "cpu")
     x[2] = 0

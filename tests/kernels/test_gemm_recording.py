@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from forerun.bench.gemms import recording
+from forerun.bench.gemms import recording, touched_experts
 from forerun.kernels.gemm import gemm as own
 from forerun.kernels.gemm.config import TritonGemmConfig
 from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
 from forerun.kernels.gemm.int4 import Int4Weight
+from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.kernels.moe.config import choose_moe
+from forerun.kernels.moe.routing import Routing, align_ref, route_ref
+from forerun.kernels.runtime.gpu import gpu_of
+from forerun.layers.experts_fp8 import Fp8Experts
 from forerun.layers.gemm import Int4Gemm
 
 
@@ -56,3 +63,22 @@ def test_packed_weights_count_their_bytes(tokens: int, device: torch.device) -> 
         linear.silu_and_mul(x)
     assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 128, tokens)] * 2
     assert gemms[0].weight_bytes == linear.weight.packed.nbytes
+
+
+def test_experts_in_fp8_count_their_bytes(device: torch.device) -> None:
+    """Those of the experts that so many tokens are expected to touch."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    w13, w2 = (Fp8Weight.stack(shape, device, None) for shape in ((6, 256, 256), (6, 256, 128)))
+    for weight in (w13, w2):
+        weight.quantise_(torch.randn(weight.shape, device=device))
+    experts = Fp8Experts(w13, w2, 6)
+    routed = route_ref(torch.randn(3, 6, device=device), None, Routing(6, 2))
+    tiles = align_ref(routed.experts, 6, choose_moe(3, gpu_of(device)).block_m)
+    tiles = replace(tiles, progress=torch.zeros(64, dtype=torch.int32, device=device))
+    x = torch.randn(3, 256, device=device).to(dtype)
+    with torch.inference_mode(), recording() as gemms:
+        experts.partials(x, replace(routed, tiles=tiles), None)
+    assert [(g.n, g.k, g.tokens) for g in gemms] == [(256, 256, 6), (256, 128, 6)]
+    touched = touched_experts(3, 2, 6) / 6
+    wanted = [round(touched * weight.nbytes) for weight in (w13, w2)]
+    assert [g.weight_bytes for g in gemms] == wanted

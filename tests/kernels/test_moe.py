@@ -284,9 +284,9 @@ def test_a_gated_shared_expert_beside_the_kernel_for_hopper(
     """That kernel leaves room for it (here the reference implementation does), Triton's add it."""
 
     def stand_in(
-        x: Tensor, w13: Tensor, w2: Tensor, routed: Routed, _: object, num_more: int = 0
+        x: Tensor, weights: tuple[Tensor, Tensor], routed: Routed, _: object, num_more: int = 0
     ) -> Tensor:
-        out = expert_partials_ref(x, w13, w2, routed)
+        out = expert_partials_ref(x, *weights, routed)
         return torch.cat((out, out.new_full((num_more, *out.shape[1:]), torch.nan)))
 
     hidden, width = 64, 24
@@ -401,7 +401,7 @@ def test_experts_of_gpt_oss_stay_packed(device: torch.device) -> None:
         GptOssMoE(128, 64, routing, WeightPlacement(torch.float32, device, allocate=packs))
         for packs in (False, True)
     )
-    assert packed.experts.allocate_mxfp4()
+    packed.experts.allocate_mxfp4()
     generator, stored = torch.Generator(device).manual_seed(0), packed.weights()
     for name, view in stored.items():
         if view.is_floating_point():

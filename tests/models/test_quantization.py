@@ -13,6 +13,8 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.layers.moe import Experts
+from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from forerun.models.quantization import Fp8Blocks, Mxfp4
 from tests.models.support import CPU, Loop, family, random_hf, save
@@ -36,9 +38,12 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, scale, meant
 
 
-def two_checkpoints(folder: Path, name: str) -> tuple[Path, Path, int]:
-    """The same weights in FP8 blocks and plain, and how many matrices are quantised."""
-    model = family(name)
+def two_checkpoints(folder: Path, name: Any) -> tuple[Path, Path, int]:
+    """The same weights in FP8 blocks and plain, and how many matrices are quantised.
+
+    `name`: of a family, or a model of transformers.
+    """
+    model = family(name) if isinstance(name, str) else name
     quantised, plain = save(model, folder / "fp8"), save(model, folder / "plain")
     weights = load_file(plain / "model.safetensors")
     fp8: dict[str, Tensor] = {}
@@ -56,16 +61,42 @@ def two_checkpoints(folder: Path, name: str) -> tuple[Path, Path, int]:
     return quantised, plain, len(fp8) - len(weights)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3"])
-def test_blocks_are_dequantised_while_they_are_read(name: str, tmp_path: Path) -> None:
-    quantised, plain, count = two_checkpoints(tmp_path, name)
+def models_of(folder: Path, name: Any) -> list[CausalLM]:
+    """From a checkpoint in FP8 blocks and one of what these mean; both compute the same."""
+    quantised, plain, count = two_checkpoints(folder, name)
     assert count > 20
     ids = torch.arange(20)
-    got, want = (
-        Loop.of_model(load_target(folder, torch.float32, CPU)).ragged([(0, ids)])[0]
-        for folder in (quantised, plain)
-    )
+    models = [load_target(folder, torch.float32, CPU) for folder in (quantised, plain)]
+    got, want = (Loop.of_model(model).ragged([(0, ids)])[0] for model in models)
     assert torch.equal(got, want)
+    assert all(experts.quantized_gemm is None for experts in models[1].modules(Experts))
+    return models
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3", "qwen3-moe"])
+def test_a_checkpoint_in_blocks(name: str, tmp_path: Path) -> None:
+    """Experts stay in FP8, unless they share groups: two shared ones are one matrix there."""
+    experts = list(models_of(tmp_path, name)[0].modules(Experts))
+    assert bool(experts) == (name != "qwen3")
+    kept = None if name == "deepseek-v3" else "dequantised when loaded"  # no kernel on a CPU
+    assert all(each.quantized_gemm == kept for each in experts)
+
+
+def test_one_shared_expert_in_blocks(tmp_path: Path) -> None:
+    """As DeepSeek V3 has it."""
+    config = family("deepseek-v3").config
+    config = type(config)(**{**config.to_dict(), "n_shared_experts": 1})
+    [*experts] = models_of(tmp_path, random_hf(config))[0].modules(Experts)
+    assert experts and all(each.num_shared == 1 and each.quantized_gemm for each in experts)
+
+
+def test_rows_of_shared_experts_have_one_scale() -> None:
+    """Which is that of every part of the row."""
+    stored = Fp8Weight.stack((6, 20), CPU, None)
+    stored.quantise_(torch.randn(6, 20))
+    parts = Fp8Weight.stack((2, 6, 10), CPU, None).map(lambda tensor: tensor.transpose(0, 1))
+    parts.copy_(stored)
+    assert torch.equal(parts.dequantise().flatten(1), stored.dequantise())
 
 
 def test_experts_in_one_tensor_are_scaled_matrix_by_matrix() -> None:
@@ -184,9 +215,10 @@ def test_quantised_values_are_the_nearest(group: int | None) -> None:
     assert (got - weight).norm() < 0.04 * weight.norm()
 
 
-def test_fp8_of_a_plain_checkpoint(tmp_path: Path) -> None:
-    """Every linear is rounded row by row, and nothing else is."""
-    model = family("qwen3")
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_fp8_of_a_plain_checkpoint(name: str, tmp_path: Path) -> None:
+    """Every linear and expert is rounded row by row, and nothing else is."""
+    model = family(name)
     plain, rounded = save(model, tmp_path / "plain"), save(model, tmp_path / "rounded")
     weights = load_file(rounded / "model.safetensors")
     for key, weight in weights.items():

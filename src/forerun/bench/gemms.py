@@ -38,10 +38,11 @@ from forerun.kernels.gemm.gemm import GemmWeight
 from forerun.kernels.gemm.int4 import PackedInt4
 from forerun.kernels.moe import router
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices
+from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.router_logits_sm90 import LogitsRouter
 from forerun.kernels.moe.routing import Routed, RouterLogits
+from forerun.layers import experts_fp8, moe
 from forerun.layers import gemm as layers_gemm
-from forerun.layers import moe
 from forerun.models import gpt_oss
 from forerun.sampling.sampler import SamplingFlags
 
@@ -97,8 +98,9 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(moe, "add_rms_norm_router_logits_sm90", mode.watch_logits),
         _wrapped(layers_gemm, "gemm_int4", mode.watch_int4),
         _wrapped(moe, "expert_partials", mode.watch_experts),
+        _wrapped(experts_fp8, "expert_partials_fp8", mode.watch_packed_experts),
         _wrapped(gpt_oss, "expert_partials", mode.watch_experts),
-        _wrapped(gpt_oss, "expert_partials_mxfp4", mode.watch_experts_mxfp4),
+        _wrapped(gpt_oss, "expert_partials_mxfp4", mode.watch_packed_experts),
         _wrapped(cpu, "gemm", mode.watch_cpu),
         _wrapped(cpu, "gemm_add_rms_norm", mode.watch_cpu),
         _wrapped(cpu, "gemm_silu_mul", mode.watch_cpu),
@@ -198,9 +200,13 @@ class _Recorder(TorchDispatchMode):
 
         return watched
 
-    def watch_experts_mxfp4(self, partials: Callable[..., Any]) -> Callable[..., Any]:
+    def watch_packed_experts(self, partials: Callable[..., Any]) -> Callable[..., Any]:
         def watched(
-            x: Tensor, w13: Mxfp4Matrices, w2: Mxfp4Matrices, routed: Routed, *rest: Any
+            x: Tensor,
+            w13: Mxfp4Matrices | Fp8Matrices,
+            w2: Mxfp4Matrices | Fp8Matrices,
+            routed: Routed | RouterLogits,
+            *rest: Any,
         ) -> Tensor:
             for weight in (w13, w2):
                 self._add_experts(len(x), weight.shape, x.dtype, routed, weight.bits)

@@ -42,6 +42,7 @@ from forerun.kvcache.pools import PoolShape
 from forerun.layers.attention import KVScales, ProjectedAttention
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.linear import LinearBase
+from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target_at, load_transformers_target
 from forerun.models.registry import TRANSFORMERS
@@ -117,6 +118,7 @@ class _Builder:
         memory = self.memory.report(profiled)
         explain = _explain(settings, budget, self.piece_buckets, memory)
         kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))
+        kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
         explain["quantized_weights"] = {kind: count for kind, count in kinds.items() if kind}
         attentions = model.modules(ProjectedAttention)
         explain["kv_scales"] = sum(each.kv_scales != KVScales() for each in attentions)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
+from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.moe.experts import combine, expert_partials
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.router import new_counts, route
@@ -37,8 +39,9 @@ from forerun.kernels.moe.router_logits_sm90 import (
 from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import Communicator, UnreducedRank, WeightPlacement
+from forerun.layers.experts_fp8 import Fp8Experts, dequantise_stack, fp8_experts_serve
 from forerun.layers.gemm import Gemm, plain_gemm_for
-from forerun.layers.linear import Hidden, Pending, PendingGemm
+from forerun.layers.linear import Hidden, Pending, PendingGemm, Rows
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
@@ -122,8 +125,10 @@ class Router(Module):
 
 class Experts(Module):
     """E routed and n shared gated MLPs: `w13` [E + n, 2I, H], gate rows before up rows, and `w2`
-    [E + n, H, I].
+    [E + n, H, I]. Quantised weights take their place, which are empty then.
     """
+
+    quantizable: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -150,6 +155,9 @@ class Experts(Module):
         self._device = place.device
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
         self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
+        self.quantized_gemm: str | None = None  # what computes with quantised weights
+        self._stored_fp8: list[Fp8Weight] = []  # in place of w13 and w2, until they are prepared
+        self._fp8: Fp8Experts | None = None
         self._shared_gate_up: list[Gemm] = []
 
     def _per_rank(self) -> str:
@@ -161,21 +169,27 @@ class Experts(Module):
             self.w13 = torch.empty_like(self.w13, device=self._device)
             self.w2 = torch.empty_like(self.w2, device=self._device)
 
-    def allocate_mxfp4(self) -> bool:
+    def allocate_mxfp4(self) -> None:
         """Before they are loaded: keeps the weights in MXFP4, if kernels read them."""
-        return False
+
+    def quantize(self, group: int | None) -> None:
+        """Before they are loaded: the weights are kept in FP8, with scales of so many columns."""
+        for name in ("w13", "w2"):
+            weight: Tensor = getattr(self, name)
+            self._stored_fp8.append(Fp8Weight.stack(tuple(weight.shape), self._device, group))
+            setattr(self, name, weight.new_empty(0, device=self._device))
+
+    def can_quantize(self, group: int | None) -> bool:
+        """Whether `quantize` may be called: a shared expert has groups of its own."""
+        whole = group is None or self.width % group == 0
+        return self.quantizable and (self.num_shared <= 1 or whole)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Of the routed experts."""
-        w13s, w2s = self.w13[: self.num_experts], self.w2[: self.num_experts]
-        if self.fused:
-            return {f"{prefix}gate_up_proj": w13s, f"{prefix}down_proj": w2s}
-        out: dict[str, Tensor] = {}
-        for i, (w13, w2) in enumerate(zip(w13s, w2s, strict=True)):
-            gate, up = w13.chunk(2)
-            parts = zip(self.projections, (gate, up, w2), strict=True)
-            out |= {f"{prefix}{i}.{name}.weight": view for name, view in parts}
-        return out
+        if self._stored_fp8:
+            return {}
+        weights = self.w13, self.w2
+        return {name: rows(weights[i]) for name, (i, rows) in self._routed(prefix).items()}
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         """Every rank has some columns of each expert."""
@@ -202,15 +216,61 @@ class Experts(Module):
 
     def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
+        if self._stored_fp8:
+            return {}
+        weights = self.w13, self.w2
+        return {name: rows(weights[i]) for name, (i, rows) in self._shared_mlp(prefix).items()}
+
+    def quantized_weights(self, prefix: str, shared_prefix: str) -> dict[str, QuantizedWeight]:
+        """Both kinds, if they are quantised."""
+        if not self._stored_fp8:
+            return {}
+        views = self._routed(prefix) | self._shared_mlp(shared_prefix)
+        return {name: self._stored_fp8[i].map(rows) for name, (i, rows) in views.items()}
+
+    def _routed(self, prefix: str) -> dict[str, tuple[int, Rows]]:
+        """Name in checkpoints -> which matrices it has, of w13 (0) or w2 (1)."""
+        if self.fused:
+            routed = itemgetter(slice(self.num_experts))
+            return {f"{prefix}gate_up_proj": (0, routed), f"{prefix}down_proj": (1, routed)}
+        gate, up = slice(self.width), slice(self.width, None)
+        out: dict[str, tuple[int, Rows]] = {}
+        for i in range(self.num_experts):
+            views = (0, itemgetter((i, gate))), (0, itemgetter((i, up))), (1, itemgetter(i))
+            names = (f"{prefix}{i}.{name}.weight" for name in self.projections)
+            out |= dict(zip(names, views, strict=True))
+        return out
+
+    def _shared_mlp(self, prefix: str) -> dict[str, tuple[int, Rows]]:
+        """The same of the shared experts."""
         if not self.num_shared:
             return {}
-        gate, up = self.w13[self.num_experts :].chunk(2, 1)
-        down = self.w2[self.num_experts :].transpose(0, 1)
-        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
-        return {f"{prefix}{name}.weight": view for name, view in parts.items()}
+        shared = slice(self.num_experts, None)
+        return {
+            f"{prefix}gate_proj.weight": (0, itemgetter((shared, slice(self.width)))),
+            f"{prefix}up_proj.weight": (0, itemgetter((shared, slice(self.width, None)))),
+            f"{prefix}down_proj.weight": (1, lambda w2: w2[shared].transpose(0, 1)),
+        }
 
     def prepare(self) -> None:
+        if self._stored_fp8:
+            self._prepare_fp8(*self._stored_fp8)
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
+
+    def _prepare_fp8(self, w13: Fp8Weight, w2: Fp8Weight) -> None:
+        """Where no kernel reads the weights, they are dequantised."""
+        dtype = self.w13.dtype
+        if fp8_experts_serve(w13, w2, dtype):
+            self._fp8 = Fp8Experts(w13, w2, self.num_experts)
+        else:
+            self.w13, self.w2 = dequantise_stack(w13, dtype), dequantise_stack(w2, dtype)
+        self._stored_fp8 = []
+        self.quantized_gemm = self._fp8.describe() if self._fp8 else "dequantised when loaded"
+
+    @property
+    def can_choose(self) -> bool:
+        """Whether a kernel that chooses experts reads these weights."""
+        return self._fp8 is None or self._fp8.on_sm90
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
@@ -220,9 +280,13 @@ class Experts(Module):
         Shared experts that are not among the choices are added to the first. `shared` is too, or
         comes after the last, [k + 1, T, H].
         """
-        if isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared:
+        chosen = isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared
+        assert chosen or shared is None
+        if self._fp8 is not None:
+            dense = None if chosen else self._fp8.shared_output(x)
+            return self._fp8.partials(x, routed, shared if dense is None else dense)
+        if chosen:
             return expert_partials(x, self.w13, self.w2, routed, shared)
-        assert shared is None
         w13, w2 = self.w13[: self.num_experts], self.w2[: self.num_experts]
         return expert_partials(x, w13, w2, routed, self._shared_output(x))
 
@@ -260,6 +324,15 @@ class SparseMoE(Module):
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         return super().shards(prefix) | self.experts.shared_shards(f"{prefix}shared_experts.")
 
+    def expert_weights(self, prefix: str = "") -> dict[str, Tensor]:
+        """Those of `weights` that `quantized_weights` has once they are quantised."""
+        shared = self.experts.shared_weights(f"{prefix}shared_experts.")
+        return self.experts.weights(f"{prefix}experts.") | shared
+
+    def quantized_weights(self, prefix: str = "") -> dict[str, QuantizedWeight]:
+        """Those that `weights` lacks."""
+        return self.experts.quantized_weights(f"{prefix}experts.", f"{prefix}shared_experts.")
+
     def __call__(self, x: Tensor | DeferredNorm) -> PendingExperts:
         """x [T, H] -> [T, H].
 
@@ -273,7 +346,7 @@ class SparseMoE(Module):
     ) -> tuple[PendingExperts, Tensor]:
         """`x, residual = norm(x, residual)` and self(x), fused for few tokens."""
         fused = None
-        if self.experts_choose and isinstance(x, PendingGemm):
+        if self._experts_choose_now and isinstance(x, PendingGemm):
             fused = self.gate.add_norm_logits(x, residual, norm.norm, self.experts.width)
         if fused is not None:
             normed, residual, logits = fused
@@ -281,9 +354,13 @@ class SparseMoE(Module):
         normed_or_deferred, residual = norm(x, residual)
         return self(normed_or_deferred), residual
 
+    @property
+    def _experts_choose_now(self) -> bool:
+        return self.experts_choose and self.experts.can_choose
+
     def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
         """x [T, H] -> [k, T, H], of this rank. `logits`: of x, if they are there."""
-        if logits is None and self.experts_choose:
+        if logits is None and self._experts_choose_now:
             logits = self.gate.logits_for_experts(x, self.experts.width)
         return self.experts(x, self.gate(x) if logits is None else logits)
 
@@ -308,7 +385,7 @@ class SharedExpertMoE(SparseMoE):
 
     def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
         value = self.shared_expert(x).result()
-        if logits is None:
+        if logits is None and self._experts_choose_now:
             logits = self.gate.logits_for_experts(x, self.experts.width)
         routed = self.gate(x) if logits is None else logits
         return self.experts(x, routed, GatedOutput(x, self.shared_expert_gate.weight, value))

@@ -149,6 +149,8 @@ class Gemma4Router(Router):
 
 
 class Gemma4Experts(Experts):
+    quantizable = False  # in FP8: the kernels have SiLU
+
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
     ) -> Tensor:

@@ -62,6 +62,7 @@ class GptOssRouter(Router):
 class GptOssExperts(Experts):
     """With biases, and named as whole tensors; gate and up alternate in checkpoints."""
 
+    quantizable = False  # in FP8: the kernels have no biases
     alpha, limit = 1.702, 7.0  # of `ClampedSwiglu`; a config may have others
 
     def __init__(
@@ -78,16 +79,19 @@ class GptOssExperts(Experts):
         self._stored: list[tuple[Tensor, Tensor]] = []  # blocks and scales of w13, w2
         self._mxfp4: list[Mxfp4Matrices] = []
 
-    def allocate_mxfp4(self) -> bool:
+    def allocate_mxfp4(self) -> None:
         """On a GPU, in place of `w13` and `w2`."""
         (experts, hidden, width), device = self.w2.shape, self._device
         if not have_triton(device.type) or hidden % MXFP4_BLOCK_K or width % MXFP4_BLOCK_K:
-            return False
+            return
         for n, k in ((2 * width, hidden), (hidden, width)):
             runs = experts, n, k // MXFP4_RUN
             blocks = torch.empty(*runs, MXFP4_RUN // 2, dtype=torch.uint8, device=device)
             self._stored.append((blocks, torch.empty(runs, dtype=torch.uint8, device=device)))
-        return True
+
+    def allocate(self) -> None:
+        if not self._stored:
+            super().allocate()
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Views of gate_up_proj [E, H, I, 2] and down_proj [E, I, H], and of their biases."""
@@ -113,6 +117,7 @@ class GptOssExperts(Experts):
         super().prepare()
         self._mxfp4 = [Mxfp4Matrices.pack(blocks, scales) for blocks, scales in self._stored]
         self._stored = []
+        self.quantized_gemm = "mxfp4 experts: W4A16 in Triton" if self._mxfp4 else None
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None

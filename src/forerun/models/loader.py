@@ -15,7 +15,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import FP8, INT8
 from forerun.layers.linear import LinearBase
 from forerun.layers.module import Module
-from forerun.layers.moe import Experts, choose_expert_layout
+from forerun.layers.moe import Experts, SparseMoE, choose_expert_layout
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, View, fill_dummy
@@ -76,14 +76,17 @@ def load_target_at(
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
     model = build(config, place, max_positions or config.max_position)
     for experts in model.modules(Experts):
-        if not (isinstance(stored, Mxfp4) and experts.allocate_mxfp4()):
-            experts.allocate()
+        if isinstance(stored, Mxfp4):
+            experts.allocate_mxfp4()
     if checkpoint is None:
         for experts in model.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
         order = list(model.weights())
         int4 = isinstance(stored, Int4Format) and stored.keeps_packed
-        quantized = allocate_linears(model, None, INT4 if int4 else quantization)
+        quantized = {
+            **allocate_linears(model, None, INT4 if int4 else quantization),
+            **allocate_experts(model, None, quantization),
+        }
         views: dict[str, View] = {**model.weights(), **quantized}
         fill_dummy({name: views[name] for name in order}, load_format, shards=model.shards())
     else:
@@ -91,7 +94,10 @@ def load_target_at(
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
         choose_expert_layout(model, checkpoint.headers)
-        quantized = allocate_linears(model, checkpoint, quantization)
+        quantized = {
+            **allocate_linears(model, checkpoint, quantization),
+            **allocate_experts(model, checkpoint, quantization),
+        }
         tied = config.tie_word_embeddings  # then a stored head is the embedding again
         checkpoint.read_into(
             {**model.weights(), **quantized},
@@ -131,6 +137,26 @@ def allocate_linears(
         else:
             linear.allocate()
         views |= linear.quantized_weights(prefix)
+    return views
+
+
+def allocate_experts(
+    model: Module, checkpoint: Checkpoint | None, quantization: str | None
+) -> dict[str, QuantizedWeight]:
+    """The same for the experts; the checkpoint's in FP8 and with "fp8" all are kept so."""
+    views: dict[str, QuantizedWeight] = {}
+    for prefix, moe in model.named_modules(SparseMoE):
+        experts, names = moe.experts, moe.expert_weights(prefix)
+        stored = [checkpoint is not None and checkpoint.is_fp8(name) for name in names]
+        quantize, group = all(stored) or (quantization == FP8 and not any(stored)), None
+        if any(stored):
+            assert checkpoint is not None and checkpoint.fp8 is not None
+            group = checkpoint.fp8.group
+        if quantize and quantization != INT8 and experts.can_quantize(group):
+            experts.quantize(group)
+        views |= moe.quantized_weights(prefix)
+    for experts in model.modules(Experts):
+        experts.allocate()
     return views
 
 

@@ -61,14 +61,14 @@ def launch(config: TritonGemmConfig, args: GemmArguments, semaphores: Tensor) ->
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         MAX_SPLIT=max_split, EARLY_LAUNCH=config.early_launch, SWAP_AB=config.swap_ab,
         SILU_MUL=args.silu_mul, WRITE_PARTIALS=args.partials is not None,
-        FP8=_fp8_mode(weight), GROUP=args.group,
+        FP8=fp8_weight_mode(weight), GROUP=args.group,
         EVEN_K=k % config.block_k == 0,
         NUM_THREADS=32 * config.num_warps,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(x),
     )  # fmt: skip
 
 
-def _fp8_mode(weight: Tensor) -> int:
+def fp8_weight_mode(weight: Tensor) -> int:
     """0: not e4m3; 1: decoded by shifts in Triton; 2: by PTX, four at once."""
     if weight.dtype != FP8_DTYPE:
         return 0
@@ -175,7 +175,7 @@ def gemm_kernel(
                 xs = tl.load(x_tile + offset, mask=m_mask & k_mask, other=0.0)
                 ws = tl.load(w_tile + offset, mask=k_mask, other=0.0)
             if FP8:
-                ws = _decode(ws, xs.dtype, FP8)
+                ws = decode_fp8(ws, xs.dtype, FP8)
             if GROUP:
                 scale = tl.load(scales + row * tl.cdiv(K, GROUP) + offset // GROUP)
                 if SWAP_AB:
@@ -321,7 +321,7 @@ def _epilogue(
 
 
 @jit
-def _decode(bits, dtype: tl.constexpr, FP8: tl.constexpr):
+def decode_fp8(bits, dtype: tl.constexpr, FP8: tl.constexpr):
     """e4m3 bits (uint8) -> bfloat16 (float32 in tests), exact but for NaN.
 
     In bfloat16's fields a value is 2^-120 of the true one: the exponent biases are 7 and 127.

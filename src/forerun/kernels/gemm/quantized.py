@@ -1,7 +1,8 @@
 """Quantised weights of GEMMs: how they are kept, and what they mean.
 
 A quantised weight [N, K] is some tensors of which the first dimension is N, so that whatever
-selects or reorders rows of a weight does the same to each of them (`map`). `dequantise` is the
+selects or reorders rows of a weight does the same to each of them (`map`). Matrices of experts are
+stacked, [E, N, K]. `dequantise` is the
 reference: a GEMM over the weight computes the same as one over the result.
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from forerun.kernels.runtime.fp8 import E4M3_MAX, FP8
+
+MAX_QUANTISED = 1 << 28  # values that are quantised at once, in float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +53,9 @@ class QuantizedWeight(ABC):
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def map(self, select: Callable[[Tensor], Tensor]) -> Self:
-        """The same of other rows: `select` works on dimension 0 of a tensor [N, ...]."""
+        """The same of other rows, or of some matrices [N, K]: `select` works on the dimensions
+        before the last of each tensor.
+        """
         return replace(self, **{name: select(t) for name, t in self._tensors().items()})
 
     def copy_(self, other: Self) -> None:
@@ -78,9 +84,15 @@ class Fp8Weight(QuantizedWeight):
     @classmethod
     def empty(cls, n: int, k: int, device: torch.device, group: int | None) -> Fp8Weight:
         """Uninitialised. `group` None: one scale per row."""
+        return cls.stack((n, k), device, group)
+
+    @classmethod
+    def stack(cls, shape: tuple[int, ...], device: torch.device, group: int | None) -> Fp8Weight:
+        """The same of matrices [..., N, K]."""
+        *outer, k = shape
         group = k if group is None else group
-        values = torch.empty(n, k, dtype=FP8, device=device)
-        return cls(values, torch.empty(n, -(-k // group), device=device), group)
+        values = torch.empty(shape, dtype=FP8, device=device)
+        return cls(values, torch.empty(*outer, -(-k // group), device=device), group)
 
     @property
     def shape(self) -> torch.Size:
@@ -93,13 +105,25 @@ class Fp8Weight(QuantizedWeight):
     def scale_(self, factor: float) -> None:
         self.scales.mul_(factor)
 
+    def copy_(self, other: Self) -> None:
+        """Also where a row of `other` is several here, which then have its scale."""
+        repeats = self.scales.numel() // other.scales.numel()
+        super().copy_(replace(other, scales=other.scales.repeat_interleave(repeats, -1)))
+
     def quantise_(self, weight: Tensor) -> None:
         """A scale is its group's largest value / 448; that of a group of zeros is 1."""
+        weight = weight.reshape(self.shape)
+        size = max(1, MAX_QUANTISED * len(weight) // weight.numel())
+        for first in range(0, len(weight), size):
+            part = slice(first, first + size)
+            self.map(itemgetter(part))._quantise(weight[part])
+
+    def _quantise(self, weight: Tensor) -> None:
         k = self.values.shape[-1]
         padded = torch.nn.functional.pad(weight.float(), (0, -k % self.group))
         groups = padded.unflatten(-1, (-1, self.group))
         scales = groups.abs().amax(-1) / E4M3_MAX
         scales = torch.where(scales > 0, scales, 1.0)
         values = (groups / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
-        self.scales.copy_(scales.reshape(self.scales.shape))
-        self.values.copy_(values.flatten(-2)[..., :k].reshape(self.values.shape))
+        self.scales.copy_(scales)
+        self.values.copy_(values.flatten(-2)[..., :k])

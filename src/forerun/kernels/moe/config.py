@@ -9,7 +9,7 @@ On Hopper up to `MAX_DECODE_TOKENS` tokens have kernels of their own: one for th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,14 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class Fp8MoeConfig:
+    """Of `experts_fp8.py`, whose tiles of columns are those of a `MoeConfig`."""
+
+    tiles: MoeConfig
+    quantize_x: bool  # W8A8: FP8 tensor cores; else W8A16
+
+
+@dataclass(frozen=True)
 class Sm90MoeConfig:
     """The kernel for Hopper (`experts_sm90.py`), with tiles of `DECODE_BLOCK_M` pairs."""
 
@@ -52,6 +60,11 @@ class Sm90MoeConfig:
 SM90_FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=6, ctas_per_sm=1)
 SM90_MAX_FEW_TOKENS = 4
 SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2, dynamic=True)
+
+
+# The same for weights in e4m3; a stage is a group of columns.
+SM90_FP8_ONE_TOKEN = Sm90MoeConfig(block_k=128, num_stages=10, ctas_per_sm=1)
+SM90_FP8_DECODE = Sm90MoeConfig(block_k=128, num_stages=6, ctas_per_sm=2, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,17 @@ def choose_moe_sm90(
     if num_tokens <= SM90_MAX_FEW_TOKENS and hidden % 128 == 0 and width % 128 == 0:
         return SM90_FEW_TOKENS
     return SM90_DECODE
+
+
+def choose_moe_fp8_sm90(
+    num_tokens: int, hidden: int, width: int, dtype: torch.dtype, gpu: GpuInfo
+) -> Sm90MoeConfig | None:
+    """The same for weights in e4m3, whose columns are interleaved for it."""
+    if choose_moe_sm90(num_tokens, hidden, width, dtype, gpu) is None:
+        return None
+    if hidden % 128 or width % 128:
+        return None
+    return SM90_FP8_ONE_TOKEN if num_tokens == 1 else SM90_FP8_DECODE
 
 
 def choose_router_sm90(
@@ -153,6 +177,27 @@ def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
     stages = max(2, min(4, gpu.smem_bytes // stage_bytes))
     gate_up = GroupedGemmConfig(block_n, block_k, warps, stages)
     return MoeConfig(block_m, gate_up, GroupedGemmConfig(2 * block_n, block_k, warps, stages))
+
+
+def choose_moe_fp8(num_tokens: int, gpu: GpuInfo, grouped: bool = False) -> Fp8MoeConfig:
+    """The same for weights in e4m3, with tiles of the same height.
+
+    `grouped`: with scales of 128 columns.
+    """
+    plain = choose_moe(num_tokens, gpu)
+    quantize_x = num_tokens > MAX_DECODE_TOKENS and not gpu.amd and gpu.capability >= 90
+    if gpu.amd:
+        return Fp8MoeConfig(plain, quantize_x)
+    if num_tokens <= MAX_DECODE_TOKENS:
+        gate_up, down = GroupedGemmConfig(32, 128), GroupedGemmConfig(64, 128)
+    elif not quantize_x:
+        return Fp8MoeConfig(plain, quantize_x)
+    else:
+        down = GroupedGemmConfig(128, 128, num_warps=8, num_stages=3)
+        gate_up = GroupedGemmConfig(64, 128, num_warps=4, num_stages=3)
+        if grouped and num_tokens > 1024:  # products beside the accumulators
+            gate_up = down
+    return Fp8MoeConfig(replace(plain, gate_up=gate_up, down=down), quantize_x)
 
 
 def _choose_amd(num_tokens: int, gpu: GpuInfo) -> MoeConfig:

@@ -41,6 +41,7 @@ from forerun.kernels.moe.config import (
     choose_moe_sm90,
 )
 from forerun.kernels.moe.experts_sm90 import expert_partials_sm90
+from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import ExpertTiles, Routed, RouterLogits
 from forerun.kernels.runtime.gpu import gpu_of
@@ -131,7 +132,7 @@ def expert_partials(
     tokens, (_, hidden, width) = x.shape[0], w2.shape
     if isinstance(routed, RouterLogits):
         assert config is None and activation is None
-        return _partials_sm90(x, (w13, w2), routed, shared, SM90_FEW_TOKENS)
+        return partials_with_shared_sm90(x, (w13, w2), routed, shared, SM90_FEW_TOKENS)
     if not use_triton(x):
         gated = shared.result() if isinstance(shared, GatedOutput) else shared
         return expert_partials_ref(x, w13, w2, routed, gated, activation)
@@ -142,7 +143,7 @@ def expert_partials(
     if config is None and plain and tiles.progress is not None:
         sm90 = choose_moe_sm90(tokens, hidden, width, x.dtype, gpu)
         if sm90 is not None:
-            return _partials_sm90(x, (w13, w2), routed, shared, sm90)
+            return partials_with_shared_sm90(x, (w13, w2), routed, shared, sm90)
     if isinstance(shared, GatedOutput):
         shared = shared.result()
     config = config or choose_moe(tokens, gpu, x.itemsize)
@@ -171,17 +172,18 @@ def expert_partials(
     return out
 
 
-def _partials_sm90(
+def partials_with_shared_sm90(
     x: Tensor,
-    weights: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor] | tuple[Fp8Matrices, Fp8Matrices],
     routed: Routed | RouterLogits,
     shared: Tensor | GatedOutput | None,
     config: Sm90MoeConfig,
 ) -> Tensor:
+    """By the kernel for Hopper; a gated output is one more, [k + 1, T, H]."""
     if shared is None:
-        return expert_partials_sm90(x, *weights, routed, config)
+        return expert_partials_sm90(x, weights, routed, config)
     assert isinstance(shared, GatedOutput), "dense shared experts are for more tokens"
-    out = expert_partials_sm90(x, *weights, routed, config, num_more=1)
+    out = expert_partials_sm90(x, weights, routed, config, num_more=1)
     shared.result(out[-1])
     return out
 

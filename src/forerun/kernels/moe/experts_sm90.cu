@@ -9,6 +9,7 @@
 //   DYNAMIC      CTAs claim work tiles one by one, so that faster ones compute more of them
 //   EXPERT_H, EXPERT_I, EXPERT_TOP_K  hidden size, width of an expert, experts of a token; constants,
 //                because divisions by them are on the way to the first load
+//   FP8          W is e4m3 (BLOCK_K is 128 then), with scales of rows; 2: of rows and 128 columns
 //   CHOOSE       every CTA chooses the experts of up to 4 tokens from the router's logits; then also
 //                NUM_EXPERTS, TOP_K, NUM_SHARED, NUM_GROUPS and more of router_sm90.cu's
 
@@ -20,6 +21,7 @@
 #define EXPERT_H 2048
 #define EXPERT_I 768
 #define EXPERT_TOP_K 8
+#define FP8 0
 #define CHOOSE 0
 #endif
 
@@ -32,8 +34,11 @@ constexpr int BLOCK_M = 16;     // most pairs of an expert's tile; N of wgmma
 constexpr int BLOCK_N = 64;     // rows of W; M of wgmma
 constexpr int ROW_BYTES = 128;  // of a tile in shared memory: 64 columns, the width of the swizzle
 constexpr int CHUNKS = BLOCK_K / 64;
+constexpr int W_CHUNKS = FP8 ? CHUNKS / 2 : CHUNKS;  // a row of e4m3 has 128 columns in one tile
 constexpr int W_CHUNK_BYTES = BLOCK_N * ROW_BYTES, X_CHUNK_BYTES = BLOCK_M * ROW_BYTES;
-constexpr int W_STAGE_BYTES = CHUNKS * W_CHUNK_BYTES, X_STAGE_BYTES = CHUNKS * X_CHUNK_BYTES;
+constexpr int W_STAGE_BYTES = W_CHUNKS * W_CHUNK_BYTES, X_STAGE_BYTES = CHUNKS * X_CHUNK_BYTES;
+constexpr int SCALES_STAGE_BYTES = FP8 == 2 ? BLOCK_N * 4 : 0;  // of the rows of W
+static_assert(!FP8 || BLOCK_K == 128, "a group of columns");
 
 // Warp 0 loads W, warps 1 and 2 load x or act; from warp 4: two consumer warpgroups.
 constexpr int X_PRODUCERS = 64, CONSUMER_WARPGROUPS = 2, THREADS = 128 * (1 + CONSUMER_WARPGROUPS);
@@ -69,6 +74,12 @@ __device__ void add_release(int* p, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+__device__ float load_shared(u32 smem) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem) : "memory");
+  return value;
+}
+
 __device__ u16 to_bf16(float x) { return (u16)pack_bf16x2(x, 0.f); }
 __device__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
 __device__ float round_bf16(float x) { return from_bf16(to_bf16(x)); }
@@ -80,6 +91,8 @@ struct Arguments {
   u16* act;              // [T * k, I] bf16
   float* out;            // [k, T, H]
   const float* weights;  // [T, k]
+  const float* scales13;  // FP8: [E, G, 2I], of rows of w13: G is 1, or H / 128
+  const float* scales2;   // [E, G, H]
   const int* pairs;
   int* progress;         // zero before and after: CTAs that wait for act no more; claims of work
                          // tiles; for each expert tile, work tiles of gate/up that are done
@@ -145,7 +158,7 @@ struct TileScheduler {
 // Shared-memory addresses. full: W and x have arrived; empty: they have been read. order: the other
 // consumer warpgroup waits for no more stages of the work tile before.
 struct SmemPipeline {
-  u32 w, x, full_barriers, empty_barriers, order_barriers;
+  u32 w, x, scales, full_barriers, empty_barriers, order_barriers;
   __device__ u32 full(int stage) const { return full_barriers + 8 * stage; }
   __device__ u32 empty(int stage) const { return empty_barriers + 8 * stage; }
   __device__ u32 order(int warpgroup) const { return order_barriers + 8 * warpgroup; }
@@ -217,7 +230,7 @@ __device__ void produce_w(const Context& context, const TmaDescriptor& w13,
       mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
       mbarrier_arrive_expect_tx(full, W_STAGE_BYTES);
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; chunk++, column += 64, smem += W_CHUNK_BYTES) {
+      for (int chunk = 0; chunk < W_CHUNKS; chunk++, column += 64, smem += W_CHUNK_BYTES) {
         if (work.down)
           tma_load(smem, w2, column, tile.expert * context.args.H + work.block_n * BLOCK_N, full,
                    cache_policy);
@@ -246,6 +259,14 @@ __device__ void reset_progress(const Context& context) {
   for (int i = 0; i < context.scheduler.num_tiles + 2; i++) progress[i] = 0;
 }
 
+// FP8: of the first rows of a work tile and the first group of columns.
+__device__ const float* scales_of(const Arguments& args, const WorkTile& work, int expert) {
+  int groups = FP8 == 1 ? 1 : (work.down ? args.I : args.H) / BLOCK_K;
+  u64 rows = (u64)expert * groups * (work.down ? args.H : 2 * args.I);
+  return (work.down ? args.scales2 : args.scales13) + rows +
+         work.block_n * (work.down ? BLOCK_N : BLOCK_N / 2);
+}
+
 // Gathers an expert tile's rows of x, or of act, swizzled as TMA does it. A thread copies one
 // 16-byte vector of every ROW_STEP-th row. Rows beyond the tile's are left as they are: a column of
 // wgmma's B affects the same column of the result only.
@@ -268,6 +289,8 @@ __device__ void produce_x(const Context& context, int thread) {
       source[r] = (work.down ? args.act + (u64)pair * args.I
                              : args.x + (u64)(pair / args.top_k) * args.H) + vector * 8;
     }
+    const float* scales = scales_of(args, work, tile.expert) + thread % 16 * 4;
+    if (!work.down && thread % 16 >= 8) scales += args.I - 32;  // after 32 rows of gate those of up
     if (work.down) wait_for_act(context, work.tile, thread);
     int k_blocks = context.k_blocks(work);
     for (int k = 0; k < k_blocks; k++, state.advance()) {
@@ -281,6 +304,10 @@ __device__ void produce_x(const Context& context, int thread) {
                       source[r]);
         source[r] += BLOCK_K;
       }
+      if (FP8 == 2 && thread < 16) {
+        cp_async_16(pipeline.scales + state.stage * SCALES_STAGE_BYTES + thread * 16, scales);
+        scales += work.down ? args.H : 2 * args.I;
+      }
       cp_async_arrive(pipeline.full(state.stage));
     }
   }
@@ -290,6 +317,16 @@ __device__ void produce_x(const Context& context, int thread) {
 // --- consumer warpgroups -------------------------------------------------------------------------
 
 // acc += 64 rows of W times 16 rows of x, 16 deep.
+#if FP8
+__device__ void wgmma(float (&acc)[BLOCK_M / 2], const u32 (&w)[4], u64 x_descriptor) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]),
+        "+f"(acc[6]), "+f"(acc[7])
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x_descriptor));
+}
+#else
 __device__ void wgmma(float (&acc)[BLOCK_M / 2], u64 w_descriptor, u64 x_descriptor) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
@@ -298,6 +335,7 @@ __device__ void wgmma(float (&acc)[BLOCK_M / 2], u64 w_descriptor, u64 x_descrip
         "+f"(acc[6]), "+f"(acc[7])
       : "l"(w_descriptor), "l"(x_descriptor));
 }
+#endif
 
 // A thread's pairs: columns 8 j + 2 (lane % 4) and the next of the accumulators, at 2 j, 2 j + 1.
 struct ThreadPairs {
@@ -315,6 +353,93 @@ struct ThreadPairs {
   }
 };
 
+#if FP8
+// The rows of a work tile that a thread has in its accumulators: of gate and of up, or 8 apart.
+struct ThreadRows {
+  int first, other;
+  float scales[2];  // FP8 == 1
+  __device__ ThreadRows(const Arguments& args, const WorkTile& work, int expert) {
+    int warp = threadIdx.x / 32 % 4, row = threadIdx.x % 32 / 4;
+    first = (work.down ? 16 : 8) * warp + row;
+    other = first + (work.down ? 8 : BLOCK_N / 2);
+    if (FP8 == 1) {
+      const float* of_rows = scales_of(args, work, expert);
+      scales[0] = of_rows[first];
+      scales[1] = of_rows[work.down ? other : first + args.I];
+    }
+  }
+};
+
+// Bits of two e4m3 numbers, in the upper bytes of both halves -> bfloat16, exact but for NaN. In
+// bfloat16's fields the value is 2^-120 of the true one (exponent biases 7 and 127).
+__device__ u32 decode(u32 magnitudes, u32 signs) {
+  return scale_bf16x2(magnitudes & 0x07f007f0 | signs & 0x80008000, 0x7b807b80);  // 2^120
+}
+
+// acc += 64 columns of a stage; w: the bytes of both rows, as `interleave` orders them.
+__device__ void multiply(float (&acc)[BLOCK_M / 2], u32 (&fragments)[4][4], const uint4 (&w)[2],
+                         u32 x_smem) {
+  const u32 words[2][4] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      u32 word = words[row][k];
+      fragments[k][row] = decode(word << 4, word << 8);
+      fragments[k][2 + row] = decode(word >> 4, word);
+    }
+  u64 x = k_major_descriptor(x_smem);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; k++) wgmma(acc, fragments[k], x + 2 * k);
+  wgmma_commit();
+}
+
+// sum = the work tile's rows of W times the expert tile's rows of x.
+__device__ void mainloop(float (&sum)[BLOCK_M / 2], const SmemPipeline& pipeline,
+                         PipelineState& state, int k_blocks, int other_warpgroup,
+                         const ThreadRows& rows) {
+  bool first_thread = threadIdx.x % 128 == 0;
+  float acc[BLOCK_M / 2];
+  u32 fragments[2][4][4];  // of both halves of a stage: one is converted while one is multiplied
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, previous_stage = 0;
+  u32 chunk = (u32)((lane % 4 * 2) ^ (lane / 4)) << 4;  // swizzled
+#pragma unroll
+  for (int i = 0; i < BLOCK_M / 2; i++) acc[i] = sum[i] = 0.f;
+  for (int k = 0; k < k_blocks; k++, state.advance()) {
+    mbarrier_wait(pipeline.full(state.stage), state.phase);
+    fence_proxy_async();  // x was written by cp.async
+    u32 x = pipeline.x + state.stage * X_STAGE_BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      uint4 w[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        w[i] = load_shared_16(pipeline.w + state.stage * W_STAGE_BYTES + (row + 8 * i) * ROW_BYTES +
+                              (chunk ^ half * 16));
+      multiply(acc, fragments[half], w, x + half * X_CHUNK_BYTES);
+      wgmma_wait<1>();  // this half stays in flight; the one before has been read
+      if (half == 0 && k > 0 && lane == 0) mbarrier_arrive(pipeline.empty(previous_stage));
+    }
+    previous_stage = state.stage;
+    if (FP8 == 2) {
+      u32 stage = pipeline.scales + state.stage * SCALES_STAGE_BYTES;
+      float scale[2] = {load_shared(stage + 4 * rows.first), load_shared(stage + 4 * rows.other)};
+      wgmma_wait<0>();
+      fence_registers(acc);
+#pragma unroll
+      for (int i = 0; i < BLOCK_M / 2; i++) sum[i] += acc[i] * scale[i / 2 % 2], acc[i] = 0.f;
+    }
+  }
+  if (first_thread) mbarrier_arrive(pipeline.order(other_warpgroup));
+  wgmma_wait<0>();
+  fence_registers(acc);
+  if (lane == 0) mbarrier_arrive(pipeline.empty(previous_stage));
+  if (FP8 == 1)
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 2; i++) sum[i] = acc[i] * rows.scales[i / 2 % 2];
+}
+#else
 // acc = the work tile's rows of W times the expert tile's rows of x.
 __device__ void mainloop(float (&acc)[BLOCK_M / 2], const SmemPipeline& pipeline,
                          PipelineState& state, int k_blocks, int other_warpgroup) {
@@ -343,6 +468,7 @@ __device__ void mainloop(float (&acc)[BLOCK_M / 2], const SmemPipeline& pipeline
   if (first_thread) mbarrier_arrive(pipeline.empty(previous_stage));
   fence_registers(acc);
 }
+#endif
 
 // act = SiLU(gate) * up, both rounded before, as the output of a GEMM is. Of a warp's 16 rows, the
 // first 8 are gate and the last 8 up.
@@ -397,10 +523,20 @@ __device__ void consume(const Context& context, int warpgroup) {
       state.advance(k_blocks);
       continue;
     }
+#if FP8
+    ThreadRows rows(context.args, work, context.tiles[work.tile].expert);
+#else
     ThreadPairs pairs(context.tiles[work.tile], context.args, work.down);
+#endif
     mbarrier_wait(context.pipeline.order(warpgroup), i / 2 % 2 ^ (warpgroup == 0));
     float acc[BLOCK_M / 2];
+#if FP8
+    mainloop(acc, context.pipeline, state, k_blocks, 1 - warpgroup, rows);
+    // Not before the main loop, for want of registers; the other warpgroup multiplies meanwhile.
+    ThreadPairs pairs(context.tiles[work.tile], context.args, work.down);
+#else
     mainloop(acc, context.pipeline, state, k_blocks, 1 - warpgroup);
+#endif
     if (work.down) {
       store_out(acc, context.args, pairs, work.block_n);
     } else {
@@ -559,14 +695,15 @@ __device__ int load_tiles(ExpertTile* list, const int* tiles, int max_tiles) {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM)
 experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
                     const __grid_constant__ TmaDescriptor w2, const u16* x, u16* act, float* out,
-                    const float* weights, const int* pairs, const int* tiles,
-                    int* progress, const float* logits, const float* correction_bias, float factor,
-                    int max_tiles, int T) {
+                    const float* scales13, const float* scales2, const float* weights,
+                    const int* pairs, const int* tiles, int* progress, const float* logits,
+                    const float* correction_bias, float factor, int max_tiles, int T) {
   griddepcontrol_launch_dependents();  // takes effect when all CTAs have started
   extern __shared__ unsigned char smem[];
   u32 base = (smem_address(smem) + 1023) & ~1023u;
-  u32 barriers = base + NUM_STAGES * (W_STAGE_BYTES + X_STAGE_BYTES);
-  SmemPipeline pipeline{base, base + NUM_STAGES * W_STAGE_BYTES, barriers,
+  u32 scales = base + NUM_STAGES * (W_STAGE_BYTES + X_STAGE_BYTES);
+  u32 barriers = scales + NUM_STAGES * SCALES_STAGE_BYTES;
+  SmemPipeline pipeline{base, base + NUM_STAGES * W_STAGE_BYTES, scales, barriers,
                         barriers + 8 * NUM_STAGES, barriers + 16 * NUM_STAGES};
   u32 claims = pipeline.order(CONSUMER_WARPGROUPS);
   int* claimed = (int*)(smem + (claims + (DYNAMIC ? 8 * QUEUE : 0) - smem_address(smem)));
@@ -574,7 +711,7 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   if (threadIdx.x == 0) {
     for (int i = 0; i < NUM_STAGES; i++) {
       mbarrier_init(pipeline.full(i), 1 + X_PRODUCERS);
-      mbarrier_init(pipeline.empty(i), 1);
+      mbarrier_init(pipeline.empty(i), FP8 ? 4 : 1);  // warps read W, or wgmma does
     }
     for (int i = 0; i < CONSUMER_WARPGROUPS; i++) mbarrier_init(pipeline.order(i), 1);
     if (DYNAMIC)
@@ -595,7 +732,7 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   int used = load_tiles(list, tiles, max_tiles);
 #endif
 
-  Context context{{x, act, out, weights, pairs, progress, T},
+  Context context{{x, act, out, weights, scales13, scales2, pairs, progress, T},
                   TileScheduler(used, (int)blockIdx.x, (int)gridDim.x), pipeline, list,
                   {claims, claimed}};
   int warp = threadIdx.x / 32;

@@ -11,6 +11,8 @@ experts once. One persistent kernel reads them without a pause:
   two warps gather the rows of x or act by cp.async, and two consumer warpgroups alternate
   (ping-pong), so that one multiplies while the other stores.
 - W is wgmma's left operand, 64 rows, and the pairs are its N, 16 columns.
+- W in e4m3 is read from shared memory and converted to bfloat16 in registers, as in
+  `gemm_fp8_sm90.py`, whose order of columns it has; scales multiply the sums, in float32.
 - Up to 4 tokens come with the router's logits (`router_logits_sm90.py`); every CTA chooses their
   experts.
 - down needs whole rows of act, from many CTAs. They count the finished work tiles of each expert
@@ -33,7 +35,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.kernels.elementwise.quantize_fp8 import GROUP
 from forerun.kernels.moe.config import DECODE_BLOCK_M, Sm90MoeConfig
+from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.router_sm90 import routing_macros
 from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
 from forerun.kernels.runtime import nvrtc
@@ -54,19 +58,24 @@ class ExpertShape(NamedTuple):
     top_k: int  # experts of a token, shared ones included
 
 
-def smem_bytes(config: Sm90MoeConfig) -> int:
+def smem_bytes(config: Sm90MoeConfig, fp8: int = 0) -> int:
     """Dynamic shared memory per CTA: pipeline, mbarriers, tiles, alignment to 1,024 bytes."""
-    stage = (BLOCK_N + DECODE_BLOCK_M) * config.block_k * 2  # bfloat16
+    rows = (BLOCK_N if fp8 else 2 * BLOCK_N) + 2 * DECODE_BLOCK_M  # bytes of a column
+    stage = rows * config.block_k + (4 * BLOCK_N if fp8 == 2 else 0)
     claims = 12 * QUEUE * config.dynamic
     return config.num_stages * (stage + 16) + 16 + claims + 8 * MAX_TILES + 1024
 
 
 def cuda_source(
-    config: Sm90MoeConfig, shape: ExpertShape, choose: tuple[Routing, bool] | None = None
+    config: Sm90MoeConfig,
+    shape: ExpertShape,
+    choose: tuple[Routing, bool] | None = None,
+    fp8: int = 0,
 ) -> str:
     """`experts_sm90.cu` with its configuration as macros in front, ready to compile.
 
     `choose`: the CTAs choose the experts by this routing, and whether it has a correction bias.
+    `fp8`: the macro of this name.
     """
     macros = {
         "BLOCK_K": config.block_k,
@@ -76,6 +85,7 @@ def cuda_source(
         "EXPERT_H": shape.hidden,
         "EXPERT_I": shape.width,
         "EXPERT_TOP_K": shape.top_k,
+        "FP8": fp8,
         "CHOOSE": int(choose is not None),
     }
     if choose is not None:
@@ -85,16 +95,18 @@ def cuda_source(
 
 def expert_partials_sm90(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    weights: tuple[Tensor, Tensor] | tuple[Fp8Matrices, Fp8Matrices],
     routed: Routed | RouterLogits,
     config: Sm90MoeConfig,
     num_more: int = 0,
 ) -> Tensor:
     """`expert_partials` for bfloat16 and up to 128 tokens: float32 [k, T, H].
 
-    `num_more`: so many [T, H] are left after these for the caller to fill.
+    Args:
+        weights: w13 and w2; in e4m3, interleaved.
+        num_more: so many [T, H] are left after these for the caller to fill.
     """
+    (w13, w2), scales, fp8 = _values_and_scales(weights)
     tokens, (experts, hidden, width) = x.shape[0], w2.shape
     inputs: tuple[Tensor | None, ...]
     if isinstance(routed, RouterLogits):
@@ -114,16 +126,33 @@ def expert_partials_sm90(
     shape = top_k + num_more, tokens, hidden
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
     # [I / 8, 2E, 8, H]: a box has 8 rows of gate, the 8 rows of up that go with them, and so on.
-    paired = w13.view(2 * experts, width // 8, 8, hidden).transpose(0, 1)
+    # Of e4m3, an element of the descriptor is two.
+    paired = w13.view(2 * experts, width // 8, 8, hidden).transpose(0, 1).view(torch.bfloat16)
+    rows = w2.view(experts * hidden, width).view(torch.bfloat16)
     args = (
         nvrtc.tma_descriptor(paired, (BLOCK_N // 16, 2, 8, 64)),
-        nvrtc.tma_descriptor(w2.view(experts * hidden, width), (BLOCK_N, 64)),
-        x, act, out, *inputs, float(factor), max_tiles, tokens,
+        nvrtc.tma_descriptor(rows, (BLOCK_N, 64)),
+        x, act, out, *scales, *inputs, float(factor), max_tiles, tokens,
     )  # fmt: skip
     grid = gpu_of(x.device).num_sms * config.ctas_per_sm
-    kernel = _load_kernel(config, ExpertShape(hidden, width, top_k), choose, x.device)
+    kernel = _load_kernel(config, ExpertShape(hidden, width, top_k), choose, fp8, x.device)
     nvrtc.launch(kernel, grid, THREADS, args, x.device)
     return out
+
+
+def _values_and_scales(
+    weights: tuple[Tensor, Tensor] | tuple[Fp8Matrices, Fp8Matrices],
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], int]:
+    """And the macro `FP8`."""
+    w13, w2 = weights
+    if isinstance(w13, Tensor):
+        assert isinstance(w2, Tensor)
+        return (w13, w2), (None, None), 0
+    assert isinstance(w2, Fp8Matrices) and w13.interleaved and w2.interleaved
+    fp8 = 2 if w13.grouped or w2.grouped else 1
+    for each in (w13, w2):
+        assert each.scales.shape[1] == (1 if fp8 == 1 else each.values.shape[2] // GROUP)
+    return (w13.values, w2.values), (w13.scales, w2.scales), fp8
 
 
 @cache
@@ -131,7 +160,9 @@ def _load_kernel(
     config: Sm90MoeConfig,
     shape: ExpertShape,
     choose: tuple[Routing, bool] | None,
+    fp8: int,
     device: torch.device,
 ) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config, shape, choose), smem_bytes(config)
+    source = cuda_source(config, shape, choose, fp8)
+    smem = smem_bytes(config, fp8)
     return nvrtc.load_kernel(source, "experts_sm90_kernel", nvrtc.SM90A, smem, device)

@@ -43,6 +43,12 @@ def encode_e4m3(x):
     return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
 
 
+@jit
+def to_e4m3(x, NATIVE: tl.constexpr):
+    """`encode_e4m3`, by the hardware's conversion if NATIVE (`fp8_mode` is 2)."""
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode_e4m3(x)
+
+
 def encode_e4m3_ref(x: Tensor) -> Tensor:
     """Reference implementation of `encode_e4m3`; returns a float8_e4m3fn tensor."""
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
