@@ -27,7 +27,7 @@ LAYERS = (
     ("executor",),
     ("engine",),
     ("llm",),
-    ("cli", "server", "bench", "evals"),
+    ("cli", "server", "bench", "evals", "ray"),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 TOP = len(LAYERS) - 1  # entry points; `forerun/__init__.py` is one too

@@ -45,7 +45,9 @@ class Link:
 @pytest.fixture
 def replicas() -> Any:
     made = Replicas(EngineConfig(device="cpu"), Path("model"), count=2)
-    made._router = Router("cache_aware", [1000, 1000], 4)
+    made._router = Router("cache_aware", 4)
+    for index in range(2):
+        made._router.add(index, 1000)
     for client in made.clients:
         client._link, client.state = Link(), EngineState.READY  # type: ignore[assignment]
     yield made

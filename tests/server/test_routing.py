@@ -31,8 +31,15 @@ LOADS = st.dictionaries(
 )
 
 
-def router(method: str = "cache_aware", replicas: int = 4, capacity: int = 1 << 20) -> Router:
-    return Router(method, [capacity] * replicas, BLOCK)
+def router(method: str = "cache_aware", replicas: int = 4, capacity: int = 1 << 20) -> Router[int]:
+    return made(method, replicas, capacity, BLOCK)
+
+
+def made(method: str, replicas: int, capacity: int, block: int) -> Router[int]:
+    routing = Router[int](method, block)
+    for replica in range(replicas):
+        routing.add(replica, capacity)
+    return routing
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -148,7 +155,7 @@ def test_a_cleared_cache_is_forgotten() -> None:
 def test_conversations_stay_where_their_prefix_is(seed: int) -> None:
     """Each turn continues the one before. Loads stay close to each other all the same."""
     rng, replicas = random.Random(seed), 4
-    routing = Router("cache_aware", [1 << 20] * replicas, block=64)
+    routing = made("cache_aware", replicas, 1 << 20, block=64)
     talks = [[rng.randrange(1000) for _ in range(4096)] for _ in range(24)]
     lengths, running = [512] * len(talks), Counter[int]()
     cached = prompts = 0

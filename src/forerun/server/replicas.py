@@ -55,7 +55,7 @@ class Replicas:
         self._method = method
         self.clients: list[EngineClient] = []
         self._past: EngineMetrics | None = None  # counters of engines that have ended
-        self._router: Router | None = None
+        self._router: Router[int] | None = None
         self._factory: RequestFactory | None = None
         self._num_pages = 0  # that it knows
         self._closed = False
@@ -83,9 +83,9 @@ class Replicas:
                 task.cancel()
             await asyncio.wait(starting)
         caches = not self.config.disable_radix_cache
-        capacities = [_capacity(client.info) if caches else 0 for client in self.clients]
-        block = block_size(self.info.limits.page_size)
-        self._router = Router(self._method, capacities, block)
+        self._router = Router(self._method, block_size(self.info.limits.page_size))
+        for index, client in enumerate(self.clients):
+            self._router.add(index, _capacity(client.info) if caches else 0)
         self._update_factory()
 
     async def gave_up(self) -> str:

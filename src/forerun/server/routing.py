@@ -7,9 +7,9 @@ sent where: a `PrefixIndex` per replica keeps the beginnings of those prompts, a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 MIN_BLOCK = 32  # tokens of a block, at least; a multiple of the page size
 # What a request in flight delays a new one by, in prompt tokens that take as long.
@@ -28,15 +28,21 @@ class Load(NamedTuple):
         return Load(self.requests + requests, self.prompt_tokens + prompt_tokens)
 
 
-class Choice(NamedTuple):
+R = TypeVar("R", bound=Hashable)
+
+
+class Choice(NamedTuple, Generic[R]):
     """A replica, and the tokens of the prompt that it probably has cached."""
 
-    replica: int
+    replica: R
     cached_tokens: int
 
 
-def block_keys(ids: Sequence[int], size: int) -> list[int]:
-    """A key per whole block of a prompt. It depends on all tokens up to the block's end."""
+def block_keys(ids: Sequence[Hashable], size: int) -> list[int]:
+    """A key per whole block of a prompt. It depends on all that comes before the block's end.
+
+    `ids`: tokens, or characters.
+    """
     keys, key = [], 0
     for end in range(size, len(ids) + 1, size):
         key = hash((key, *ids[end - size : end]))
@@ -82,11 +88,11 @@ class PrefixIndex:
 class _Candidate:
     """A replica that serves."""
 
-    replica: int
+    replica: Hashable
     load: Load
     cached_tokens: int
     prompt_tokens: int
-    last_chosen: int  # number of the choice
+    turn: tuple[int, int]  # number of the choice when it was chosen last, then of its addition
 
     @property
     def cost(self) -> int:
@@ -96,18 +102,18 @@ class _Candidate:
 
 
 def _round_robin(candidates: Sequence[_Candidate]) -> _Candidate:
-    return min(candidates, key=lambda c: (c.last_chosen, c.replica))
+    return min(candidates, key=lambda c: c.turn)
 
 
 def _shortest_queue(candidates: Sequence[_Candidate]) -> _Candidate:
-    return min(candidates, key=lambda c: (c.load.requests, c.last_chosen, c.replica))
+    return min(candidates, key=lambda c: (c.load.requests, c.turn))
 
 
 def _cache_aware(candidates: Sequence[_Candidate]) -> _Candidate:
     """The least cost, among those that are not too far ahead of the least busy one."""
     most = most_requests(min(c.load.requests for c in candidates))
     allowed = [c for c in candidates if c.load.requests <= most]
-    return min(allowed, key=lambda c: (c.cost, c.last_chosen, c.replica))
+    return min(allowed, key=lambda c: (c.cost, c.turn))
 
 
 def most_requests(least: int) -> int:
@@ -122,48 +128,66 @@ METHODS: dict[str, Callable[[Sequence[_Candidate]], _Candidate]] = {
 }
 
 
-class Router:
-    """Chooses replicas for prompts."""
+class Router(Generic[R]):
+    """Chooses replicas for prompts. R: what names a replica."""
 
-    def __init__(self, method: str, capacities: Sequence[int], block: int) -> None:
+    def __init__(self, method: str, block: int) -> None:
         """
         Args:
             method: one of `METHODS`.
-            capacities: of every replica's prefix cache, in tokens.
             block: tokens of a block.
         """
         self._choose = METHODS[method]
         self._block = block
-        self._indices = [PrefixIndex(tokens // block) for tokens in capacities]
-        self._last_chosen = [0] * len(capacities)
+        self._indices: dict[R, PrefixIndex] = {}
+        self._turns: dict[R, tuple[int, int]] = {}
         self._num_choices = 0
 
-    def choose(self, ids: Sequence[int], loads: Mapping[int, Load]) -> Choice:
+    def add(self, replica: R, capacity: int) -> None:
+        """`capacity`: of its prefix cache, in tokens."""
+        self._indices[replica] = PrefixIndex(capacity // self._block)
+        self._turns[replica] = (0, len(self._turns))
+
+    def keep(self, replicas: Collection[R]) -> None:
+        """Forgets all others."""
+        for replica in self._indices.keys() - set(replicas):
+            del self._indices[replica], self._turns[replica]
+
+    def __contains__(self, replica: R) -> bool:
+        return replica in self._indices
+
+    def choose(self, ids: Sequence[int], loads: Mapping[R, Load]) -> Choice[R]:
         """A replica for a prompt, and from now on the prompt is taken to be cached there.
 
         Args:
             loads: of the replicas that serve; at least one.
         """
         if len(self._indices) == 1:
-            return Choice(0, 0)
-        keys = block_keys(ids, self._block)
-        chosen = self._choose(
-            [
-                _Candidate(
-                    replica,
-                    load,
-                    self._block * self._indices[replica].match(keys),
-                    len(ids),
-                    self._last_chosen[replica],
-                )
-                for replica, load in loads.items()
-            ]
-        )
-        self._num_choices += 1
-        self._last_chosen[chosen.replica] = self._num_choices
-        self._indices[chosen.replica].add(keys)
-        return Choice(chosen.replica, chosen.cached_tokens)
+            (replica,) = loads
+            return Choice(replica, 0)
+        return self.choose_by_keys(block_keys(ids, self._block), len(ids), loads)
 
-    def forget(self, replica: int) -> None:
+    def choose_by_keys(
+        self, keys: Sequence[int], num_tokens: int, loads: Mapping[R, Load]
+    ) -> Choice[R]:
+        """The same for a prompt whose blocks have these keys."""
+        candidates = {
+            replica: _Candidate(
+                replica,
+                load,
+                self._block * self._indices[replica].match(keys),
+                num_tokens,
+                self._turns[replica],
+            )
+            for replica, load in loads.items()
+        }
+        best = self._choose(list(candidates.values()))
+        chosen = next(replica for replica, each in candidates.items() if each is best)
+        self._num_choices += 1
+        self._turns[chosen] = (self._num_choices, 0)
+        self._indices[chosen].add(keys)
+        return Choice(chosen, best.cached_tokens)
+
+    def forget(self, replica: R) -> None:
         """The replica's cache is empty."""
         self._indices[replica].clear()

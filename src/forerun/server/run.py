@@ -54,21 +54,29 @@ def run_server(
     slots = settings.dp_size * (config.max_running_requests or 0)
     allow_connections(slots + settings.max_queued_requests)
     with _bind(settings) as bound:
-        set_up_logging(config.log_level, settings.log_format)
-        spans = start_tracing(config)
-        tracing = ServerTracing(spans) if spans else None
-        text = TextService(load_tokenizer(config, target))
-        engine = Replicas(
-            config, target, settings.dp_size, settings.load_balance_method, settings.log_format
-        )
-        service = Service(settings, engine, text, tracing)
+        service = make_service(settings, config, target)
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 return runner.run(_Run(service, on_ready).run(bound))
         finally:
-            text.close()
-            if tracing is not None:
-                tracing.shutdown()
+            service.text.close()
+            if service.tracing is not None:
+                service.tracing.shutdown()
+
+
+def make_service(settings: ServerSettings, config: EngineConfig, target: Path) -> Service:
+    """A server without an address; its engines are not started yet.
+
+    Raises:
+        ConfigError: a setting or model cannot be used.
+    """
+    set_up_logging(config.log_level, settings.log_format)
+    spans = start_tracing(config)
+    text = TextService(load_tokenizer(config, target))
+    engine = Replicas(
+        config, target, settings.dp_size, settings.load_balance_method, settings.log_format
+    )
+    return Service(settings, engine, text, ServerTracing(spans) if spans else None)
 
 
 def _bind(settings: ServerSettings) -> socket.socket:
