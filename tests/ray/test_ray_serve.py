@@ -69,7 +69,9 @@ def app() -> Iterator[Application]:
     )
     serve.start(http_options={"port": port})
     run()
-    yield Application(port)
+    made = Application(port)
+    yield made
+    made.http.close()
     serve.shutdown()
     ray.shutdown()
 
