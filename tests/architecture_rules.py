@@ -68,6 +68,7 @@ HOST_READS = {
     "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
     "executor/step_costs.py:_wait": "measures step costs at start",
     "executor/agreement.py:Agreement._largest": "ranks agree at start",
+    "layers/torch_communicator.py:TorchCommunicator._exchange_buffers": "at start",
     "executor/memory.py:_reserved": "measures memory at start",
     "executor/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
     "executor/piecewise.py:_is_host_bound.seconds": "measures prefills at start",

@@ -17,17 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from forerun import LLM
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, ExecutorError
+from forerun.core.logprobs import LogprobParams
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.executor.ranks import RanksExecutor
+from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
 from tests import chain_models
 from tests.engine.test_hybrid_target import add_mtp_layer, config_of
@@ -37,6 +38,7 @@ from tests.models.support import _COMMON, FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
 from tests.models.test_nextn import checkpoint
 from tests.thread_ranks import ThreadRanksExecutor
+from tests.tp_models import with_a_sixth_head
 
 NEW = 16
 KINDS = ("dense", "moe", "mla", "hybrid")
@@ -97,23 +99,6 @@ def folder(name: str) -> Path:
             config = {**ZLAB, "num_target_layers": 3, "dflash_config": layers}
             return chain_models.write(path, config, random_weights())
     raise AssertionError(name)
-
-
-def with_a_sixth_head(path: Path) -> Path:
-    """The golden target, which has 5 heads: one more, that adds nothing."""
-    config = json.loads((GOLDEN / "target" / "config.json").read_text())
-    dim = config["head_dim"]
-    config["num_attention_heads"] += 1
-    weights = load_file(GOLDEN / "target" / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith("q_proj.weight"):
-            weights[name] = torch.cat((weight, torch.zeros(dim, weight.shape[1])))
-        if name.endswith("o_proj.weight"):
-            zeros = torch.zeros(weight.shape[0], dim)
-            weights[name] = torch.cat((weight, zeros), 1).contiguous()
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(weights, path / "model.safetensors")
-    return path
 
 
 def config(kind: str, algorithm: str | None, **settings: Any) -> EngineConfig:
@@ -194,6 +179,42 @@ def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
 
 
+@pytest.mark.exhaustive
+def test_text_of_four_ranks_that_share_two_kv_heads() -> None:
+    with engine_of(config("moe", "DFLASH", tp_size=4, page_size=16)) as engine:
+        assert run(engine, "moe") == of_one_rank("moe", 0)
+
+
+@pytest.mark.exhaustive
+def test_log_probabilities_and_grammars_of_two_ranks() -> None:
+    """With the bundled pair, whose tokenizer grammars need."""
+    pytest.importorskip("xgrammar")
+    pair = {"model_path": str(bundled("target")), "skip_tokenizer_init": False}
+    draft = {"speculative_draft_model_path": str(bundled("draft"))}
+    outputs: list[list[list[int]]] = []
+    values: list[list[float]] = []
+    for ranks in (1, 2):
+        settings = config("dense", "DFLASH", tp_size=ranks, **pair, **draft)
+        with engine_of(settings) as engine:
+            asked = [
+                SamplingParams(temperature=0.0, max_new_tokens=24, regex="[0-9]+( [a-z]{2,5}){3}"),
+                SamplingParams(temperature=0.8, sampling_seed=2, max_new_tokens=24, ebnf=EBNF),
+                SamplingParams(temperature=0.0, max_new_tokens=NEW, repetition_penalty=1.2),
+            ]
+            logprobs = LogprobParams(start_len=0, top=2)
+            made = [engine.make_request([5, 6, 7], each, logprobs=logprobs) for each in asked]
+            run_together(engine, made)
+            assert all(request.finish and request.finish.type != "abort" for request in made)
+            outputs.append([request.output for request in made])
+            kept = [*made[0].output_logprobs, *made[2].output_logprobs, *made[2].prompt_logprobs]
+            values.append([value for each in kept for value in (each.logprob, each.top[0][0])])
+    assert outputs[0] == outputs[1]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+EBNF = 'root ::= "yes" | "no" | "per" root'
+
+
 # --- processes ----------------------------------------------------------------------------------
 
 
@@ -215,7 +236,9 @@ def test_processes_give_the_same_text_and_one_that_dies_ends_the_engine() -> Non
         assert time.monotonic() - begin < 5
         assert request.finish is not None and request.finish.type == "abort"
         engine.check()  # no page and no slot is lost
-        assert not any(rank.process.is_alive() for rank in executor._ranks)
+        for rank in executor._ranks:
+            rank.process.join(5)
+            assert rank.process.exitcode is not None
         with pytest.raises(ExecutorError, match="Rank 1 ended"):
             executor.launch(None)  # type: ignore[arg-type]
     finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.golden_engine import CASES, golden_llm
+from forerun import LLM
+from tests.golden_engine import CASES, GOLDEN, golden_llm
+from tests.tp_models import with_a_sixth_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +34,24 @@ def test_text_on_the_second_gpu(algorithm: str | None, graph: bool) -> None:
         assert torch.cuda.current_device() == 0
         outs = llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)
         assert torch.cuda.memory_allocated(0) == before  # nothing of it lies on the first GPU
+    assert [out.output_ids for out in outs] == WANT
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"], ids=str)
+def test_text_of_two_ranks(algorithm: str | None, graph: bool, tmp_path: Path) -> None:
+    """Through NCCL: the kernel for few tokens is for bfloat16."""
+    draft = {"speculative_draft_model_path": str(GOLDEN / "draft")} if algorithm else {}
+    settings = {"disable_cuda_graph": not graph, "max_running_requests": 4, "tp_size": 2}
+    with LLM(
+        with_a_sixth_head(tmp_path),
+        speculative_algorithm=algorithm,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        **settings,
+        **draft,
+    ) as llm:
+        outs = llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     assert [out.output_ids for out in outs] == WANT
 
 

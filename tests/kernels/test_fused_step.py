@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kernels.sampling.argmax import argmax, argmax_ref
+from forerun.kernels.sampling.argmax import (
+    argmax,
+    argmax_keys,
+    argmax_keys_ref,
+    argmax_ref,
+    ids_of_keys,
+)
 from forerun.kernels.speculation.accept import SlotState, accept_commit, accept_commit_ref
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs, build_decode_inputs_ref
 from forerun.speculative.simulate import SimulatedAcceptance
@@ -24,6 +30,24 @@ def test_argmax(rows: int, vocab: int, dtype: torch.dtype, device: torch.device)
 @pytest.mark.parametrize("rows", [1, 16, 480])
 def test_argmax_real(rows: int, device: torch.device) -> None:
     check_argmax(rows, 151_936, torch.bfloat16, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_argmax_of_a_vocabulary_in_parts(dtype: torch.dtype, device: torch.device) -> None:
+    """The largest key has the id that the whole row has; keys are those of the reference."""
+    vocab, first = 3000, 1024
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    logits[1, 100] = logits[1, 2900] = 40.0
+    logits[2, 2000], logits[3, 50], logits[4] = torch.nan, torch.inf, -torch.inf
+    logits[5, :first] = -torch.inf
+    parts = logits[:, :first], logits[:, first:]
+    keys = [argmax_keys(part, at) for part, at in zip(parts, (0, first), strict=True)]
+    for got, part, at in zip(keys, parts, (0, first), strict=True):
+        want = argmax_keys_ref(part, at)
+        valid = ~part.isnan().any(-1)
+        assert torch.equal(got[valid], want[valid])
+        assert torch.equal(got >> 32, want >> 32)  # where there is a NaN, the id has no meaning
+    assert torch.equal(ids_of_keys(torch.stack(keys).amax(0)), argmax_ref(logits))
 
 
 def check_argmax(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:

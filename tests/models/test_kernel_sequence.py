@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.config.model_config import parse_model_config
+from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import dispatch
 from forerun.kernels.runtime.gpu import GpuInfo
@@ -224,6 +225,36 @@ def test_across_ranks_the_sum_comes_before_residual_and_norm(h200: Recorder) -> 
     layer += ["gemm_silu_mul", "gemm", "all_reduce", "add_rms_norm"]
     got = h200.sequence(QWEN3_8B, WeightPlacement(torch.bfloat16, META, TwoRanks()), 16)
     assert got == ["all_reduce", "rms_norm", *layer * LAYERS, "gemm", "all_reduce_max"]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_ranks_that_write_to_each_other_sum_in_the_norm(
+    h200: Recorder, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """One kernel: outputs of experts, the sum over ranks, residual, norm."""
+
+    class TwoRanks(SingleRank):
+        size, peers = 2, PeerBuffers(0, torch.zeros(2), torch.zeros(2), 1)
+
+        def all_reduce(self, x: Tensor) -> Tensor:
+            h200.calls.append("all_reduce")
+            return x
+
+    def fused(x: Tensor, residual: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        h200.calls.append(f"all_reduce_add_rms_norm of {x.dim() - 1}")
+        return residual, residual
+
+    monkeypatch.setattr(norm, "all_reduce_add_rms_norm", fused)
+    monkeypatch.setattr(norm.all_reduce_sm90, "fits", lambda x: True)
+    raw = QWEN3_8B | {"architectures": [architecture]}
+    mlp, parts = ["gemm_silu_mul", "gemm"], 1
+    if architecture == "Qwen3MoeForCausalLM":
+        raw |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+        mlp, parts = ["route", "expert_partials"], 2
+    summed = "all_reduce_add_rms_norm of"
+    layer = ["gemm", "attention", "gemm", f"{summed} 1", *mlp, f"{summed} {parts}"]
+    got = h200.sequence(raw, WeightPlacement(torch.bfloat16, META, TwoRanks()), 16)
+    assert got == ["all_reduce", "rms_norm", *layer * LAYERS, "gemm"]
 
 
 @pytest.mark.skipif(not gemm.onednn_serves(torch.empty(1)), reason="torch without oneDNN")

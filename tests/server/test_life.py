@@ -172,6 +172,37 @@ def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_an_engine_whose_rank_is_killed_is_replaced(tmp_path: Path) -> None:
+    """And no rank outlives its engine, nor the server."""
+    settings = {**ENGINE, "max_total_tokens": 8192, "max_running_requests": 2, "tp_size": 2}
+    with LiveServer(*flags(**settings), TMPDIR=str(tmp_path)) as live:
+        want = live.generate(text=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 9})
+        pid = live.get("/server_info")["engine_pid"]
+        ranks = children(pid)
+        assert len(ranks) == 2
+        thread, whole = in_background(lambda: live.http.post("/generate", json=BODY))
+        live.wait_running()
+        os.kill(ranks[1], signal.SIGKILL)
+        thread.join(20)
+        assert whole[0].status_code == 503
+        wait_for(lambda: live.http.get("/health").status_code == 200, 60)
+        again = live.generate(text=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 9})
+        assert again["output_ids"] == want["output_ids"]
+        wait_for(lambda: not any(map(exists, [pid, *ranks])), 10)
+        ranks = children(live.get("/server_info")["engine_pid"])
+        live.process.kill()
+        wait_for(lambda: not any(map(exists, ranks)), 10)
+    assert list(tmp_path.glob("forerun-*")) == []
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `spawn` has started, without its resource tracker."""
+    listed = (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()
+    lines = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in listed}
+    return [child for child, line in lines.items() if "spawn_main" in line]
+
+
+@pytest.mark.exhaustive
 def test_an_engine_that_keeps_dying_ends_the_server(tmp_path: Path) -> None:
     """Its model is gone when it is to start again."""
     from forerun.llm.bundled import bundled

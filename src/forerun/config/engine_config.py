@@ -72,6 +72,9 @@ class EngineConfig:
     dist_timeout: int = _setting(
         300, "With tp_size: seconds that a rank waits for the others in one operation"
     )
+    disable_custom_all_reduce: bool = _setting(
+        False, "With tp_size on NVIDIA GPUs: sums across ranks go through NCCL alone"
+    )
     context_length: int | None = _setting(
         None, "Maximum tokens of prompt and output; default: the model's"
     )

@@ -121,6 +121,7 @@ class _Builder:
         kinds.update(experts.quantized_gemm for experts in model.modules(Experts))
         explain["quantized_weights"] = {kind: count for kind, count in kinds.items() if kind}
         attentions = model.modules(ProjectedAttention)
+        explain["custom_all_reduce"] = self.comm.peers is not None
         explain["kv_scales"] = sum(each.kv_scales != KVScales() for each in attentions)
         log.info("engine: %s", explain)
         executor.info = ExecutorInfo(
@@ -146,7 +147,9 @@ class _Builder:
         folder = Path(config.tokenizer_path) if config.tokenizer_path else model_path
         source = VocabularySource(folder, target.vocab_size, target.eos_token_ids)
         spaces = not config.constrained_json_disable_any_whitespace
-        return GrammarCompiler(source, CompileOptions(any_whitespace=spaces))
+        # A clock of one rank decides for all: its result is what the engine reads.
+        first = self.comm.rank == 0
+        return GrammarCompiler(source, CompileOptions(spaces, follow_limit=first))
 
     def _load(self, model_path: Path) -> CausalLM:
         settings = self.settings

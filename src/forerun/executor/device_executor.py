@@ -312,6 +312,11 @@ class PendingDeviceStep:
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
     _result: StepResult | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._result is not None or self.clock.is_done
+
     def result(self) -> StepResult:
         """Waits for the step and reads its tokens."""
         if self._result is None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_plan, encode
 from forerun.core.errors import ConfigError
-from forerun.core.executor import Executor, PendingStep
 from forerun.executor.process_executor import (
     DISABLE_DRAFTS,
     FAILED,
@@ -29,6 +30,11 @@ from forerun.executor.process_executor import (
     compile_grammars,
 )
 from forerun.layers.torch_communicator import RankPlace
+
+if TYPE_CHECKING:
+    from forerun.executor.device_executor import DeviceExecutor, PendingDeviceStep
+
+POLL_SECONDS = 2e-5  # between two looks whether the device has completed a step
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,9 @@ def _serve(task: RankTask, connection: Connection, grammars: Connection) -> None
     _run_plans(connection, executor, reports=place.rank == 0)
 
 
-def _run_plans(connection: Connection, executor: Executor, reports: bool) -> None:
-    depth, pending = executor.info.limits.overlap_depth, deque[PendingStep]()
+def _run_plans(connection: Connection, executor: DeviceExecutor, reports: bool) -> None:
+    depth = executor.info.limits.overlap_depth
+    pending: deque[PendingDeviceStep] = deque()
 
     def read_oldest() -> None:
         result = pending.popleft().result()
@@ -91,9 +98,12 @@ def _run_plans(connection: Connection, executor: Executor, reports: bool) -> Non
             connection.send_bytes(RESULT + encode(result))
 
     while True:
-        # Launch available plans before waiting for the result of an older one.
-        if pending and not connection.poll():
+        # The next plan comes while the device works on this one: neither waits for the other.
+        if pending and pending[0].is_done:
             read_oldest()
+            continue
+        if pending and not connection.poll():
+            time.sleep(POLL_SECONDS)  # a timeout of `poll` is rounded up to a millisecond
             continue
         message = connection.recv_bytes()
         if message[:1] == PLAN:

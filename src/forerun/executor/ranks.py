@@ -8,7 +8,6 @@ that whoever waits for them finds the pipe closed and raises what has happened.
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_info, decode_result, encode
@@ -38,7 +38,7 @@ from forerun.executor.process_executor import (
 )
 from forerun.executor.rank_process import RankTask, run_rank
 from forerun.executor.tensor_parallel import config_of_rank
-from forerun.layers.torch_communicator import RankPlace
+from forerun.layers.torch_communicator import RankPlace, meeting_point
 
 JOIN_SECONDS = 5.0  # until the watching thread has seen how a process ended
 
@@ -53,14 +53,14 @@ class _Rank:
 class RanksExecutor:
     """The engine's side. Results arrive in the order of the plans."""
 
-    def __init__(self, ranks: Sequence[_Rank], folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, ranks: Sequence[_Rank], store: Any) -> None:
         """Waits until all ranks are ready.
 
         Raises:
             ConfigError: the settings are invalid.
             ExecutorError: a rank failed to start.
         """
-        self._ranks, self._folder = ranks, folder
+        self._ranks, self._store = ranks, store
         self._pending: deque[_RemoteStep] = deque()
         self._compiling = threading.Lock()  # a request and its answers in the pipes of grammars
         self._closing = threading.Event()
@@ -75,20 +75,24 @@ class RanksExecutor:
         cls, config: EngineConfig, model_path: Path, overlap_depth: int | None = None
     ) -> RanksExecutor:
         """Starts the processes, with `spawn`, which CUDA requires."""
-        folder = tempfile.TemporaryDirectory(prefix="forerun-ranks-")
-        store = str(Path(folder.name) / "store")
+        store = meeting_point()
         ranks: list[_Rank] = []
         try:
             for i in range(config.tp_size):
-                place = RankPlace(i, config.tp_size, store, config.dist_timeout)
+                place = RankPlace(
+                    i,
+                    config.tp_size,
+                    store.port,
+                    config.dist_timeout,
+                    not config.disable_custom_all_reduce,
+                )
                 own = config_of_rank(config, i)
                 ranks.append(_start(RankTask(place, own, str(model_path), overlap_depth)))
-            return cls(ranks, folder)
+            return cls(ranks, store)
         except BaseException:
             for rank in ranks:
                 rank.process.kill()
                 rank.process.join()
-            folder.cleanup()
             raise
 
     @property
@@ -128,7 +132,6 @@ class RanksExecutor:
         for rank in self._ranks:
             rank.connection.close()
             rank.grammars.close()
-        self._folder.cleanup()
 
     def wait(self, step: _RemoteStep) -> StepResult:
         """Receives results up to that of `step`."""

@@ -56,6 +56,11 @@ class StepClock:
         # Otherwise this step was queued before the previous one had ended, and followed it at once.
         self._late = self._before is not None and self._before.passed
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._end.passed
+
     def wait(self) -> float:
         """Waits for the step; returns its time in seconds."""
         if self._end.event is not None:

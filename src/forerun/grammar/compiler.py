@@ -39,6 +39,7 @@ _PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is \w+
 class CompileOptions:
     any_whitespace: bool = True  # between the tokens of JSON; False: as json.dumps writes it
     seconds: float = COMPILE_SECONDS
+    follow_limit: bool = True  # a request whose grammar takes too long to follow ends
 
 
 @dataclass

@@ -36,6 +36,7 @@ class GrammarState:
     num_tokens: int = 0  # committed output tokens
     seconds: float = 0.0  # of CPU time so far
     num_steps: int = 0
+    limited: bool = True  # False: it may take any time
 
     @classmethod
     def of(
@@ -51,6 +52,7 @@ class GrammarState:
         source = compiler.source
         matcher = xgrammar.GrammarMatcher(compiler.compile(params.grammar))
         state = cls(params, source.eos_token_ids, source.vocab_size, matcher)
+        state.limited = compiler.options.follow_limit
         state.accept(output)
         return state
 
@@ -69,7 +71,7 @@ class GrammarState:
     @property
     def too_slow(self) -> bool:
         """Whether it has taken too long. Then its masks are incomplete."""
-        return self.seconds > MAX_SECONDS + MAX_STEP_SECONDS * self.num_steps
+        return self.limited and self.seconds > MAX_SECONDS + MAX_STEP_SECONDS * self.num_steps
 
     def _count(self, begin: float) -> float:
         """Adds the time since `begin`; returns the time now."""

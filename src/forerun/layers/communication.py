@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
+
 
 class Communicator(ABC):
     """Collectives among the tensor-parallel ranks of one model."""
 
     rank: int
     size: int
+    peers: PeerBuffers | None = None  # of GPUs that write to each other's memory
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -64,10 +64,18 @@ class PendingGemm(Pending):
         self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
         if self._comm.size > 1:
-            return norm.add(self.result(), residual)
+            return norm.add_across(self._own(norm, residual), residual, self._comm)
         x = self._take()
         assert isinstance(x, Tensor)
         return self._gemm.add_rms_norm(x, residual, norm, reader)
+
+    def _own(self, norm: RMSNorm, residual: Tensor) -> Tensor:
+        """[T, out] of this rank, or partials, where one kernel sums these and across ranks."""
+        x = self._take()
+        if self._comm.peers is None or not norm.fuses_sum(residual, residual):
+            return self._gemm(x)
+        partials = self._gemm.split_k_partials(x) if isinstance(x, Tensor) else None
+        return self._gemm(x) if partials is None else partials
 
     def split_k_partials(self, free_smem: int = 0) -> Tensor | None:
         """Partials [S, T, out] that a norm is to add up; None: nothing is computed yet.

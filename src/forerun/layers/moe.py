@@ -420,7 +420,9 @@ class PendingExperts(Pending):
         partials = self._partials()
         if self._comm.size == 1:
             return norm.add(partials, residual)
-        return norm.add(self._reduced(partials), residual)
+        fuses = self._comm.peers is not None and norm.fuses_sum(partials, residual)
+        own = partials if fuses else combine(partials, self._x.dtype)
+        return norm.add_across(own, residual, self._comm)
 
     def _reduced(self, partials: Tensor) -> Tensor:
         return self._comm.all_reduce(combine(partials, self._x.dtype))

@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.communication import all_reduce_sm90
+from forerun.kernels.communication.all_reduce_sm90 import all_reduce_add_rms_norm
 from forerun.kernels.cpu import library as cpu_library
 from forerun.kernels.cpu import norm as cpu
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm, sum_split_k_ref
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.module import Module
 
 
@@ -84,6 +86,18 @@ class RMSNorm(Module):
             return add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + sum_split_k_ref(x, residual.dtype)
         return self(residual), residual
+
+    def add_across(self, x: Tensor, residual: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+        """`add` of the sum over all ranks of x."""
+        peers = comm.peers
+        if peers is not None and self.fuses_sum(x, residual):
+            return all_reduce_add_rms_norm(x, residual, self.weight, self.eps, peers)
+        return self.add(comm.all_reduce(sum_split_k_ref(x, residual.dtype)), residual)
+
+    def fuses_sum(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether one kernel does what `add_across` does, where ranks have `peers`."""
+        plain = type(self) is RMSNorm and self.weight.dtype == residual.dtype == torch.bfloat16
+        return plain and residual.is_contiguous() and all_reduce_sm90.fits(x)
 
 
 class UnitOffsetRMSNorm(RMSNorm):

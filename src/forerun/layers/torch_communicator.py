@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
+from forerun.kernels.communication import all_reduce_sm90
+from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
 from forerun.layers.communication import Communicator
+
+log = logging.getLogger("forerun")
+HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -20,8 +28,15 @@ class RankPlace:
 
     rank: int
     size: int
-    store: str  # a file, by which they find each other
+    port: int  # on this machine, of the `meeting_point` by which they find each other
     timeout: int  # seconds that one waits for the others in an operation
+    peer_memory: bool = True  # write to each other's, if that is possible
+
+
+def meeting_point() -> Any:
+    """A store on a free `port`, open as long as this object lives."""
+    store = dist.TCPStore  # type: ignore[attr-defined]
+    return store(HOST, 0, is_master=True, wait_for_workers=False)
 
 
 class TorchCommunicator(Communicator):
@@ -31,19 +46,46 @@ class TorchCommunicator(Communicator):
         """Waits until all ranks have come."""
         self.rank, self.size = place.rank, place.size
         self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            torch.cuda.set_device(device)
         if sys.platform == "linux":  # one machine: no other interface is needed
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = timedelta(seconds=place.timeout)
+        store = dist.TCPStore  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if self._on_gpu else "gloo",
-            init_method=f"file://{place.store}",
+            store=store(HOST, place.port, is_master=False, timeout=timeout),
             rank=place.rank,
             world_size=place.size,
-            timeout=timedelta(seconds=place.timeout),
+            timeout=timeout,
             device_id=device if self._on_gpu else None,
         )
 
+        if place.peer_memory and all_reduce_sm90.serves(device):
+            self._exchange_buffers(device, place.timeout)
+
+    def _exchange_buffers(self, device: torch.device, timeout: int) -> None:
+        """Sets `peers`, if the GPUs can write to each other's memory."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used
+        size, group = all_reduce_sm90.buffer_bytes(self.size), dist.group.WORLD
+        assert group is not None
+        try:
+            self._buffer = symm_mem.empty(size, dtype=torch.uint8, device=device)
+            self._buffer.zero_()
+            self._handle = symm_mem.rendezvous(self._buffer, group)
+        except RuntimeError as error:
+            log.warning("Sums across ranks go through NCCL: no peer memory (%s).", error)
+            return
+        addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        state = torch.zeros(2, dtype=torch.int32, device=device)
+        self.peers = PeerBuffers(self.rank, addresses, state, timeout)
+        torch.cuda.synchronize(device)
+        dist.barrier()  # all buffers are zeros
+
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if self.peers is not None and all_reduce_sm90.fits(x):
+            return all_reduce_sm90.all_reduce(x, self.peers)
         dist.all_reduce(x)
         return x
 

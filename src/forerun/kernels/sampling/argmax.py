@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.elementwise.rms_norm import vector_warps
 from forerun.kernels.runtime.gpu import gpu_of
-from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 MIN_BLOCK, MAX_BLOCK = 1024, 8192  # logits that a CTA reads: with few rows, and with many
@@ -26,12 +26,8 @@ def argmax_ref(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
     return torch.where(largest.isfinite(), ids, invalid)
 
 
-def argmax_keys(logits: Tensor, first_id: int) -> Tensor:
-    """For a vocabulary in parts: the larger of two keys has the larger logit, or the lower id.
-
-    logits [R, V] of ids `first_id` to `first_id` + V -> [R] int64. A part with a NaN or +inf has
-    the largest key of all, whatever the others are.
-    """
+def argmax_keys_ref(logits: Tensor, first_id: int) -> Tensor:
+    """Reference implementation of `argmax_keys`."""
     values, ids = logits.float().max(-1)  # the first of equals; a NaN before all else
     values = torch.where(values.isnan(), torch.inf, values) + 0.0  # -0 equals 0
     bits = values.view(torch.int32)
@@ -46,6 +42,20 @@ def ids_of_keys(keys: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
     return torch.where(finite, 0x7FFFFFFF - (keys & 0x7FFFFFFF), invalid)
 
 
+def argmax_keys(logits: Tensor, first_id: int) -> Tensor:
+    """For a vocabulary in parts: the larger of two keys has the larger logit, or the lower id.
+
+    logits [R, V] of ids `first_id` to `first_id` + V -> [R] int64. A part with a NaN or +inf has
+    the largest key of all, whatever the others are.
+    """
+    if not use_triton(logits):
+        return argmax_keys_ref(logits, first_id)
+    keys = _part_keys(logits)
+    out = torch.empty(len(keys), dtype=torch.int64, device=logits.device)
+    _reduce(keys, out, INVALID_TOKEN, first_id)
+    return out
+
+
 def argmax(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
     """The id of the largest logit in each row.
 
@@ -58,24 +68,36 @@ def argmax(logits: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
     """
     if not use_triton(logits):
         return argmax_ref(logits, invalid)
+    keys = _part_keys(logits)
+    out = torch.empty(len(keys), dtype=torch.int64, device=logits.device)
+    _reduce(keys, out, invalid)
+    return out
+
+
+def _part_keys(logits: Tensor) -> Tensor:
+    """[R, parts] int64: the largest key of each part of a row."""
     rows, vocab = logits.shape
     # At least two CTAs per SM; beyond that, larger blocks have more loads in flight.
     block = triton.next_power_of_2(rows * vocab // (2 * gpu_of(logits.device).num_sms) + 1)
     block = min(max(block // 2, MIN_BLOCK), MAX_BLOCK)
     num_parts = triton.cdiv(vocab, block)
     keys = torch.empty(rows, num_parts, dtype=torch.int64, device=logits.device)
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    options = pdl_options(logits)
     _argmax_part[(num_parts, rows)](
         logits, keys, vocab, logits.stride(0), num_parts,
-        BLOCK=block, num_warps=max(1, vector_warps(block, logits) // 4), **options,
+        BLOCK=block, num_warps=max(1, vector_warps(block, logits) // 4), **pdl_options(logits),
     )  # fmt: skip
+    return keys
+
+
+def _reduce(keys: Tensor, out: Tensor, invalid: int, first_id: int | None = None) -> None:
+    """The ids of the largest keys [R, parts]; with `first_id`, the id of column 0, keys."""
+    num_parts = keys.shape[1]
     padded = triton.next_power_of_2(num_parts)
-    _argmax_reduce[(rows,)](
-        keys, out, num_parts,
-        INVALID=invalid, BLOCK=padded, num_warps=1 if padded <= 128 else 4, **options,
+    _argmax_reduce[(len(keys),)](
+        keys, out, num_parts, 0 if first_id is None else first_id,
+        INVALID=invalid, KEYS=first_id is not None, BLOCK=padded,
+        num_warps=1 if padded <= 128 else 4, **pdl_options(out),
     )  # fmt: skip
-    return out
 
 
 @jit
@@ -99,11 +121,14 @@ def _argmax_part(
     tl.store(keys + row * num_parts + part, key)
 
 
-@jit
+@jit_no_specialize("first_id")
 def _argmax_reduce(
-    keys, out, num_parts, INVALID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    """One CTA per row: the largest key, so that of equal logits the lowest id wins."""
+    keys, out, num_parts, first_id,
+    INVALID: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One CTA per row: the largest key, so that of equal logits the lowest id wins. KEYS: out is
+    that key, for an id that counts from `first_id`.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -111,6 +136,9 @@ def _argmax_reduce(
     i = tl.arange(0, BLOCK)
     key = tl.load(keys + row * num_parts + i, mask=i < num_parts, other=-0x7FFFFFFFFFFFFFFF)
     key = tl.max(key, 0)
-    order = key >> 32
-    finite = (order > -0x7F800001) & (order < 0x7F800000)  # between the keys of -inf and +inf
-    tl.store(out + row, tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), INVALID))
+    if KEYS:
+        tl.store(out + row, key - first_id)
+    else:
+        order = key >> 32
+        finite = (order > -0x7F800001) & (order < 0x7F800000)  # between the keys of -inf and +inf
+        tl.store(out + row, tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), INVALID))
