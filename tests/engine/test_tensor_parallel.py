@@ -27,6 +27,7 @@ from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
+from forerun.executor.device_executor import device_step
 from forerun.executor.ranks import RanksExecutor
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
@@ -172,6 +173,8 @@ def of_one_rank(kind: str, rotate: int) -> list[list[int]]:
 def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
     """Greedy and sampled, with hits of the prefix cache and preempted requests."""
     with engine_of(config(kind, algorithm, tp_size=2, page_size=16)) as engine:
+        with pytest.raises(ConfigError, match="in other processes with tp_size; drop it"):
+            device_step(engine.executor)
         for rotate, preempts in ((0, False), (1, True)):
             want = of_one_rank(kind, rotate)
             assert run(engine, kind, rotate, preempts) == want

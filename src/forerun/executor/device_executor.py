@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import Executor, ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams
@@ -376,8 +376,10 @@ def device_step(executor: Executor) -> DeviceStep:
     """The `DeviceStep` of an executor in this process, for benchmarks and tests.
 
     Raises:
-        TypeError: the executor is not a `DeviceExecutor`.
+        ConfigError: the executor is not a `DeviceExecutor`.
     """
     if not isinstance(executor, DeviceExecutor):
-        raise TypeError(f"{type(executor).__name__} has no step in this process.")
+        raise ConfigError(
+            "This reads the engine's steps, which are in other processes with tp_size; drop it."
+        )
     return executor.step
