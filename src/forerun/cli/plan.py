@@ -27,7 +27,8 @@ from forerun.llm.hub import with_local_paths
 NOTES = (
     "Estimates: bytes and operations over the GPU's ceilings, with constants fitted to one H200"
     " (docs/performance.md).",
-    "Between GPUs nothing was measured: tp > 1 assumes 10 us per all-reduce and 70 % of the link.",
+    "tp > 1: 6.5 us per all-reduce, fitted to one step on two GPUs; 70 % of the link is an"
+    " assumption.",
 )
 
 

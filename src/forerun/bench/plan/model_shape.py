@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.int4_formats import Int4Format
-from forerun.models.loader import INT4, allocate_linears
+from forerun.models.loader import INT4, allocate_experts, allocate_linears
 from forerun.models.quantization import Fp8Format, Mxfp4, check_quantization, weight_format
 from forerun.models.registry import model_class
 from forerun.platform.device import DTYPES, resolve_kv_dtype
@@ -91,23 +91,29 @@ class ModelShape:
         for experts in model.modules(Experts):
             experts.fused = True
         shapes = [(linear, linear.weight.shape) for linear in model.modules(LinearBase)]
+        stacks = [
+            (moe, (moe.experts.w13.shape, moe.experts.w2.shape)) for moe in model.modules(SparseMoE)
+        ]
         checkpoint = _checkpoint(folder, config)
         if checkpoint is None:
             if isinstance(stored, Int4Format) and stored.keeps_packed:
                 quantization = INT4
             elif isinstance(stored, Fp8Format):
                 quantization = FP8
-        allocate_linears(model, checkpoint, quantization)
+        packed = [
+            *allocate_linears(model, checkpoint, quantization).values(),
+            *allocate_experts(model, checkpoint, quantization).values(),
+        ]
         matrices = [_linear(linear, shape, dtype) for linear, shape in shapes]
-        matrices += [each for moe in model.modules(SparseMoE) for each in _experts(moe, mxfp4)]
-        dense = [weight.nbytes for weight in model.weights().values()]
-        packed = [q.nbytes for each, _ in shapes if (q := each.quantized) is not None]
+        matrices += [each for stack in stacks for each in _experts(*stack, dtype, mxfp4)]
+        size = sum(weight.nbytes for weight in model.weights().values())
+        size += sum(weight.nbytes for weight in packed)
         layout = model.kv_layout(resolve_kv_dtype(kv_cache_dtype, dtype))
         heads = {each.num_kv_heads for each in layout.paged if isinstance(each, DenseKV)}
         return cls(
             name=str(folder),
             matrices=tuple(matrices),
-            weight_bytes=_memory(sum(dense) + sum(packed), model, mxfp4),
+            weight_bytes=_memory(size, model, mxfp4),
             layout=layout,
             masks=tuple(model.layer_masks),
             hidden_size=config.hidden_size,
@@ -189,21 +195,20 @@ def _linear(linear: LinearBase, shape: torch.Size, dtype: torch.dtype) -> Matrix
     return Matrix(n, k, dtype, bits)
 
 
-def _experts(moe: SparseMoE, mxfp4: bool) -> Sequence[Matrix]:
-    experts, routing = moe.experts, moe.gate.routing
-    dtype = experts.w13.dtype
-    _, n, k = experts.w13.shape
-    stacked = Matrix(
-        n,
-        k,
-        dtype,
-        MXFP4_BITS if mxfp4 else 8.0 * dtype.itemsize,
-        experts.num_experts,
-        experts.num_shared,
-        routing.top_k,
-    )
-    _, n, k = experts.w2.shape
-    return stacked, replace(stacked, n=n, k=k), _router(moe.gate)
+def _experts(
+    moe: SparseMoE, shapes: Sequence[torch.Size], dtype: torch.dtype, mxfp4: bool
+) -> Sequence[Matrix]:
+    """`shapes`: of the stacked weights, before they were quantised."""
+    experts, top_k = moe.experts, moe.gate.routing.top_k
+    packed = sum(weight.nbytes for weight in moe.quantized_weights().values())
+    bits = MXFP4_BITS if mxfp4 else 8.0 * dtype.itemsize
+    if packed:
+        bits = 8 * packed / sum(shape.numel() for shape in shapes)
+    made = [
+        Matrix(n, k, dtype, bits, experts.num_experts, experts.num_shared, top_k)
+        for _, n, k in shapes
+    ]
+    return [*made, _router(moe.gate)]
 
 
 def _router(router: Router) -> Matrix:

@@ -1,8 +1,7 @@
 """The time of a step: what it reads and computes over the GPU's ceilings, and what comes on top.
 
-The constants are fitted to steps that were measured on one H200 (docs/performance.md); a test holds
-the result against these. Across GPUs (`tp`) nothing was measured: the figures of a reduction are
-assumptions.
+The constants are fitted to steps that were measured on one H200, and that of a reduction to one
+step on two (docs/performance.md); a test holds the result against these.
 """
 
 from __future__ import annotations
@@ -11,16 +10,18 @@ import math
 from dataclasses import dataclass
 
 from forerun.bench.plan.gpus import Gpu
-from forerun.bench.plan.model_shape import DraftShape, ModelShape
+from forerun.bench.plan.model_shape import DraftShape, Matrix, ModelShape
 
 # Of the read bandwidth: what kernels reach.
-PACKED_READ = 0.8  # weights in fewer bits than the activations
+DENSE_READ, EXPERTS_READ = 0.9, 1.0
+PACKED_DENSE_READ, PACKED_EXPERTS_READ = 0.68, 0.8  # in fewer bits than the activations
 KV_READ, LATENT_READ = 0.7, 0.33
-# Seconds of a layer in which memory waits: launches, norms, the ends of kernels.
-LAYER, LATENT_LAYER, EXPERTS_LAYER = 13.5e-6, 8.5e-6, 2.5e-6  # the last two come on top
-DRAFT_PASS = 0.4e-3  # propose and observe, besides weights and layers
+# Seconds of a layer in which memory waits: launches, norms, attention of few tokens.
+LAYER, LATENT_LAYER, EXPERTS_LAYER = 3e-6, 9e-6, 11e-6  # the last two come on top
+DRAFT_PASS = 0.5e-3  # propose and observe, besides weights and layers
 PREFILL_GEMM, PREFILL_EXPERTS = 0.87, 0.29  # of the GEMM rate, attention included
-REDUCE, REDUCE_READ = 10e-6, 0.7  # an all-reduce of few bytes; of the link's bandwidth
+REDUCE = 6.5e-6  # an all-reduce of few tokens, with what dividing a layer costs besides
+REDUCE_READ = 0.7  # of the link's bandwidth; an assumption
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,14 @@ class Deployment:
         model, work = self.model, self.model.work(batch_size, context, width)
         read = self.gpu.read_bytes_per_second
         weights = sum(
-            gemm.weight_bytes / (PACKED_READ if matrix.packed else 1)
+            gemm.weight_bytes / _reached(matrix)
             for gemm, matrix in zip(work.gemms, model.matrices, strict=True)
         )
         flops, seconds = float(work.flops), self._fixed_seconds(batch_size * width)
         if self.speculation is not None and self.speculation.draft is not None:
             draft = self.speculation.draft
             size = draft.passes * (draft.weight_bytes + self._head_bytes())
-            weights += size
+            weights += size / DENSE_READ
             flops += batch_size * width * size  # two operations per value of two bytes
             seconds += draft.passes * (DRAFT_PASS + draft.num_layers * LAYER)
         gemms = math.hypot(weights / read, flops / self.gpu.flops) / self.tp
@@ -92,3 +93,10 @@ class Deployment:
         size = 2 * tokens * self.model.hidden_size * 2 * (self.tp - 1) / self.tp
         one = REDUCE + size / (self.gpu.link_bytes_per_second * REDUCE_READ)
         return 2 * self.model.num_layers * one
+
+
+def _reached(matrix: Matrix) -> float:
+    """Part of the read bandwidth with which a weight is read."""
+    if matrix.packed:
+        return PACKED_EXPERTS_READ if matrix.routed else PACKED_DENSE_READ
+    return EXPERTS_READ if matrix.routed else DENSE_READ
