@@ -38,7 +38,7 @@ def top_k(name: str, num_experts: int = 128, **constants: Any) -> Case:
     groups = constants.get("NUM_GROUPS", 1)
     all_ = {
         "rounded_like": None, "correction_bias": None, "SLICES": 8, "NUM_EXPERTS": num_experts,
-        "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "ROWS_BLOCK": next_power_of_2(groups),
+        "NUM_GROUPS": 1, "KEPT_GROUPS": 1, "GROUPS_BLOCK": next_power_of_2(groups),
         "GROUP_BLOCK": next_power_of_2(num_experts // groups),
         "EXPERTS_BLOCK": next_power_of_2(num_experts), "TOP_K": TOP_K, "NUM_SHARED": 0,
         "CHOICES_BLOCK": 8, "SIGMOID": False, "TOP2": False, "NORM": True, "ALIGN": True,
