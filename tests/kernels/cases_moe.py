@@ -154,7 +154,7 @@ def _fp8_on(target: str, tokens: int, out: str, scales: str) -> list[Case]:
     amd = {"gfx942": CDNA, "gfx950": CDNA, "gfx1100": RDNA}.get(target)
     capability = int(target.removeprefix("sm_")) if amd is None else 0
     nvidia = replace(NVIDIA, smem_bytes=SMEM_LIMIT[target], capability=capability)
-    config = choose_moe_fp8(tokens, amd or nvidia, grouped=scales != "rows")
+    config = choose_moe_fp8(tokens, amd or nvidia, SCALES.index(scales))
     decode = 0 if config.quantize_x else 2 if amd is None else 1
     sizes = dict.fromkeys(("max_tiles", "h_groups", "i_groups"), "i32")
     x, w = (B16, "*u8") if decode else ("*fp8e4nv", "*fp8e4nv")
@@ -188,7 +188,8 @@ def _fp8_on(target: str, tokens: int, out: str, scales: str) -> list[Case]:
                 targets=(target,),
                 matrix=True,
                 wide=target != "gfx1100",
-                spill_bytes=0 if tokens <= 1024 else 1024,  # accumulators, and products beside
+                # accumulators, and products beside them
+                spill_bytes=256 if tokens > 1024 and scales == "blocks" else 0,
             )
         )
     return cases

@@ -171,10 +171,17 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     amd = GpuInfo(304, amd=True, warp_size=64)
     for gpu in (H200, replace(H200, capability=80), amd, GpuInfo(4, False, interpreted=True)):
         for tokens in (1, 64, 128, 129, 1024, 1025, 8192):
-            chosen = choose_moe_fp8(tokens, gpu, grouped=tokens % 2 == 1)
+            chosen = choose_moe_fp8(tokens, gpu, tokens % 3)
             cores = not gpu.amd and gpu.capability >= 90
             assert chosen.tiles.block_m == choose_moe(tokens, gpu).block_m  # those of the routing
             assert chosen.quantize_x == (cores and tokens > MAX_DECODE_TOKENS)
+    consumer = replace(H200, capability=120, smem_bytes=99 << 10)
+    for tokens in (129, 2048, 8192):
+        for kind in range(3):
+            tiles = choose_moe_fp8(tokens, consumer, kind).tiles
+            for tile, rows in ((tiles.gate_up, 2 * tiles.gate_up.block_n), (tiles.down, 0)):
+                stage = (tiles.block_m + (rows or tile.block_n)) * tile.block_k
+                assert tile.num_stages * stage <= consumer.smem_bytes
 
 
 def moe_pair(

@@ -18,6 +18,7 @@ from forerun.kernels.runtime.gpu import GpuInfo
 
 MAX_DECODE_TOKENS = 128  # tiles are listed by the routing kernel; beyond, by `align.py`
 DECODE_BLOCK_M = 16  # pairs of a tile for them on NVIDIA
+FP8_WIDE_SMEM = 148 << 10  # bytes of shared memory that the widest tiles of `choose_moe_fp8` need
 ROUTER_SLICES = 8  # at most; the router's K is split into so many parts
 
 
@@ -179,25 +180,27 @@ def choose_moe(num_tokens: int, gpu: GpuInfo, itemsize: int = 2) -> MoeConfig:
     return MoeConfig(block_m, gate_up, GroupedGemmConfig(2 * block_n, block_k, warps, stages))
 
 
-def choose_moe_fp8(num_tokens: int, gpu: GpuInfo, grouped: bool = False) -> Fp8MoeConfig:
+def choose_moe_fp8(num_tokens: int, gpu: GpuInfo, scale_kind: int = 0) -> Fp8MoeConfig:
     """The same for weights in e4m3, with tiles of the same height.
 
-    `grouped`: with scales of 128 columns.
+    `scale_kind`: that of `Fp8Matrices`.
     """
     plain = choose_moe(num_tokens, gpu)
-    quantize_x = num_tokens > MAX_DECODE_TOKENS and not gpu.amd and gpu.capability >= 90
-    if gpu.amd:
-        return Fp8MoeConfig(plain, quantize_x)
-    if num_tokens <= MAX_DECODE_TOKENS:
+    if num_tokens <= MAX_DECODE_TOKENS and not gpu.amd:
         gate_up, down = GroupedGemmConfig(32, 128), GroupedGemmConfig(64, 128)
-    elif not quantize_x:
-        return Fp8MoeConfig(plain, quantize_x)
-    else:
-        down = GroupedGemmConfig(128, 128, num_warps=8, num_stages=3)
-        gate_up = GroupedGemmConfig(64, 128, num_warps=4, num_stages=3)
-        if grouped and num_tokens > 1024:  # products beside the accumulators
-            gate_up = down
-    return Fp8MoeConfig(replace(plain, gate_up=gate_up, down=down), quantize_x)
+        return Fp8MoeConfig(replace(plain, gate_up=gate_up, down=down), quantize_x=False)
+    if gpu.amd or gpu.capability < 90:
+        return Fp8MoeConfig(plain, quantize_x=False)
+    narrow, wide = (GroupedGemmConfig(n, 128, num_warps=8, num_stages=3) for n in (64, 128))
+    large = gpu.smem_bytes >= FP8_WIDE_SMEM
+    if num_tokens <= 1024:
+        gate_up, down = replace(narrow, num_warps=4), wide
+    elif scale_kind == 0:
+        down = replace(wide, num_stages=4) if num_tokens > 4096 and large else narrow
+        gate_up = narrow
+    else:  # products beside the accumulators: with scales of rows and groups they spill if wide
+        gate_up, down = wide if scale_kind == 2 and large else narrow, wide
+    return Fp8MoeConfig(replace(plain, gate_up=gate_up, down=down), quantize_x=True)
 
 
 def _choose_amd(num_tokens: int, gpu: GpuInfo) -> MoeConfig:

@@ -72,7 +72,7 @@ def expert_partials_fp8(
     assert isinstance(routed, Routed)
     if isinstance(shared, GatedOutput):
         shared = shared.result()
-    config = config or choose_moe_fp8(len(x), gpu_of(x.device), w13.grouped)
+    config = config or choose_moe_fp8(len(x), gpu_of(x.device), w13.scale_kind)
     assert config.quantize_x or not w13.interleaved
     act, act_scales = _run_gate_up(x, w13, routed, config)
     if config.quantize_x and act_scales is None:
