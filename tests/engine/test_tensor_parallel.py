@@ -260,7 +260,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="tp_size must be >= 1"):
         config("dense", None, tp_size=0)
-    for name, value in (("quantization", "int8"), ("cpu_graph", True)):
+    for name, value in (("quantization", "int8"), ("quantization", "fp8"), ("cpu_graph", True)):
         settings = config("dense", None, tp_size=2, **{name: value})
         with pytest.raises(ConfigError, match=f"{name} is not available with tp_size 2"):
             check_ranks(settings, folder("dense"))
