@@ -18,6 +18,7 @@ from forerun.kernels.moe.routing import Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.experts_fp8 import Fp8Experts
 from forerun.layers.gemm import Int4Gemm
+from forerun.layers.norm import RMSNorm
 
 
 def all_epilogues(w: GemmWeight, x: torch.Tensor, config: TritonGemmConfig) -> list[object]:
@@ -51,17 +52,19 @@ def test_every_entry_point_counts_once(
     assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 64, 3)] * len(made)
 
 
+@pytest.mark.parametrize("k", [128, 1024])
 @pytest.mark.parametrize("tokens", [3, 130])
-def test_packed_weights_count_their_bytes(tokens: int, device: torch.device) -> None:
+def test_packed_weights_count_their_bytes(tokens: int, k: int, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    weight = Int4Weight.empty(64, 128, device)
-    weight.quantise_(torch.randn(64, 128, device=device))
-    linear, x = Int4Gemm(weight, None), torch.randn(tokens, 128, device=device).to(dtype)
+    weight = Int4Weight.empty(64, k, device)
+    weight.quantise_(torch.randn(64, k, device=device))
+    linear, x = Int4Gemm(weight, None), torch.randn(tokens, k, device=device).to(dtype)
     with torch.inference_mode(), recording() as gemms:
         x = x.clone()  # made in the step
         linear(x)
         linear.silu_and_mul(x)
-    assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 128, tokens)] * 2
+        linear.add_rms_norm(x, x.new_zeros(tokens, 64), RMSNorm.of(x.new_ones(64), 1e-6), None)
+    assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, k, tokens)] * 3
     assert gemms[0].weight_bytes == linear.weight.packed.nbytes
 
 

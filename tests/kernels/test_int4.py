@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.gemm import gemm_int4_sm90
-from forerun.kernels.gemm.gemm_int4 import dequantize_int4, gemm_int4, gemm_int4_ref
+from forerun.kernels.gemm.gemm_int4 import (
+    dequantize_int4,
+    gemm_int4,
+    gemm_int4_partials,
+    gemm_int4_ref,
+)
+from forerun.kernels.gemm.gemm_int4_sm90 import (
+    CONFIGS,
+    PARTIALS_CONFIGS,
+    Int4GemmConfig,
+    Int4Variant,
+)
 from forerun.kernels.gemm.int4 import (
     Int4Weight,
     PackedInt4,
@@ -124,6 +136,16 @@ def test_hopper(name: str, device: torch.device) -> None:
         assert (out - want).norm() < 5e-3 * want.norm()
         if m <= 128:
             assert torch.equal(out, whole[:m])
+    if (n, k) == (4096, 12288):  # K is divided; without the bias
+        plain_weight = PackedInt4(weight.packed)
+        partials = gemm_int4_partials(x[:128], plain_weight)
+        assert partials is not None and len(partials) > 1
+        torch.testing.assert_close(
+            partials.sum(0), gemm_int4_ref(x[:128], plain_weight), rtol=1e-4, atol=1e-2
+        )
+        for m in (1, 9, 31, 64):
+            fewer = gemm_int4_partials(x[:m], plain_weight)
+            assert fewer is not None and torch.equal(fewer, partials[:, :m])
     wide = torch.zeros(5, k + 9, dtype=torch.bfloat16, device=device)
     wide[:, :k] = x[:5]  # rows that TMA cannot read
     assert torch.equal(gemm_int4(wide[:, :k], weight, silu), whole[:5])
@@ -155,32 +177,38 @@ def test_captured(device: torch.device) -> None:
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 @pytest.mark.parametrize(
-    ("tokens", "config", "silu", "bias"),
+    ("config", "variant"),
     [
-        (8, gemm_int4_sm90.CONFIGS[0], False, True),
-        (128, gemm_int4_sm90.CONFIGS[4], True, False),
-        (64, gemm_int4_sm90.CONFIGS[2], False, False),
+        (CONFIGS[0], Int4Variant(8, bias=True)),
+        (CONFIGS[4], Int4Variant(128, silu_mul=True)),
+        (CONFIGS[2], Int4Variant(64)),
+        (PARTIALS_CONFIGS[0], Int4Variant(16, partials=True)),
+        (PARTIALS_CONFIGS[0], Int4Variant(128, partials=True)),
     ],
     ids=str,
 )
-def test_hopper_kernel_compiles(
-    tokens: int, config: gemm_int4_sm90.Int4GemmConfig, silu: bool, bias: bool
-) -> None:
-    log = nvrtc.compile_source(
-        gemm_int4_sm90.cuda_source(config, tokens, silu, bias), nvrtc.SM90A, verbose=True
-    )[1]
+def test_hopper_kernel_compiles(config: Int4GemmConfig, variant: Int4Variant) -> None:
+    """With the registers that its footprint asks for."""
+    source = gemm_int4_sm90.cuda_source(config, variant)
+    log = nvrtc.compile_source(source, nvrtc.SM90A, verbose=True)[1]
+    registers = variant.footprint.registers
+    assert not registers or f"Used {registers} registers" in log
     assert "warning" not in log
     spills = re.search(r"(\d+) bytes spill stores", log)
     assert spills is not None and int(spills[1]) <= 64
 
 
 def test_every_configuration_fits() -> None:
-    for config in gemm_int4_sm90.CONFIGS:
-        for tokens in (t for t in (8, 16, 32, 64, 128) if t <= config.max_tokens):
-            assert gemm_int4_sm90.num_stages(config, tokens) >= 2
-            assert gemm_int4_sm90.smem_bytes(config, tokens) <= gemm_int4_sm90.MAX_SMEM_BYTES
-            sums = tokens * (config.rows + 4) * 4
-            assert sums <= gemm_int4_sm90.smem_bytes(config, tokens) - 2048
+    for chosen, tokens, partials in product(
+        CONFIGS + PARTIALS_CONFIGS, (8, 16, 32, 64, 128), (False, True)
+    ):
+        if tokens <= chosen.max_tokens:
+            config = gemm_int4_sm90.tile_config(chosen, tokens)
+            variant = Int4Variant(tokens, partials=partials)
+            smem = gemm_int4_sm90.smem_bytes(config, variant)
+            assert gemm_int4_sm90.num_stages(config, variant) >= 2
+            assert smem <= gemm_int4_sm90.MAX_SMEM_BYTES
+            assert tokens * (config.rows + 4) * 4 <= smem - 2048  # the sums
     hopper = GpuInfo(132, amd=False, capability=90)
     if nvrtc.available():
         for k in (128, 640, 4096, 11008, 12288):

@@ -97,6 +97,7 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(moe, "router_logits_sm90", mode.watch_logits),
         _wrapped(moe, "add_rms_norm_router_logits_sm90", mode.watch_logits),
         _wrapped(layers_gemm, "gemm_int4", mode.watch_int4),
+        _wrapped(layers_gemm, "gemm_int4_partials", mode.watch_int4),
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(experts_fp8, "expert_partials_fp8", mode.watch_packed_experts),
         _wrapped(gpt_oss, "expert_partials", mode.watch_experts),
@@ -233,9 +234,10 @@ class _Recorder(TorchDispatchMode):
 
     def watch_int4(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def watched(x: Tensor, weight: PackedInt4, *rest: Any, **named: Any) -> Any:
-            n, k = weight.shape
-            self.gemms.append(Gemm(n, k, x.dtype, x.shape[0], bits=weight.bits))
-            return run(x, weight, *rest, **named)
+            out, (n, k) = run(x, weight, *rest, **named), weight.shape
+            if out is not None:  # else another call computes it
+                self.gemms.append(Gemm(n, k, x.dtype, x.shape[0], bits=weight.bits))
+            return out
 
         return watched
 

@@ -60,7 +60,7 @@ from forerun.kernels.gemm.gemm import (
     gemm_silu_mul,
 )
 from forerun.kernels.gemm.gemm_int4 import MAX_M as MAX_INT4_M
-from forerun.kernels.gemm.gemm_int4 import gemm_int4
+from forerun.kernels.gemm.gemm_int4 import gemm_int4, gemm_int4_partials
 from forerun.kernels.gemm.gemm_int4_sm90 import choose_config as choose_int4_sm90
 from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
@@ -363,6 +363,16 @@ class Int4Gemm(Gemm):
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         return gemm_int4(_whole(x), self.weight)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
+    ) -> tuple[Tensor | DeferredNorm, Tensor]:
+        """The norm adds up split-K partials."""
+        partials = self.split_k_partials(x)
+        return norm.add(self(x) if partials is None else partials, residual)
+
+    def split_k_partials(self, x: Tensor, free_smem: int = 0) -> Tensor | None:
+        return None if self.weight.bias is not None else gemm_int4_partials(x, self.weight)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
         return gemm_int4(_whole(x), self.weight, silu_mul=True)

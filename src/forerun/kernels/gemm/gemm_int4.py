@@ -52,6 +52,22 @@ def gemm_int4(x: Tensor, weight: PackedInt4, silu_mul: bool = False) -> Tensor:
     return split_silu_mul(out, out.dtype) if silu_mul else out
 
 
+def gemm_int4_partials(x: Tensor, weight: PackedInt4) -> Tensor | None:
+    """x Wᵀ as split-K partials [S, M, N] float32, which the reader adds up; the bias is not added.
+
+    None: another kernel computes it.
+    """
+    (m, _), (n, k) = x.shape, weight.shape
+    if not use_triton(x) or m > MAX_M:
+        return None
+    config = gemm_int4_sm90.choose_config(n, k, False, gpu_of(x.device), x.dtype, partials=True)
+    if config is None:
+        return None
+    partials = torch.empty(config.split_k, m, n, dtype=torch.float32, device=x.device)
+    gemm_int4_sm90.launch(config, x, weight, partials)
+    return partials
+
+
 def dequantize_int4(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """`PackedInt4.packed` -> W [N, K], rounded."""
     if not use_triton(packed):
