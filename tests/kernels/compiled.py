@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,9 @@ def problems(case: Case, facts: Facts) -> list[str]:
     return found
 
 
-def main(family: str, only: str) -> None:
-    for case in importlib.import_module(f"tests.kernels.cases_{family}").CASES:
+def compile_family(family: str, cases: Sequence[Case], only: str) -> None:
+    """`only`: a case or a target; empty: all."""
+    for case in cases:
         for target in case.targets:
             if only and only not in (case.name, target):
                 continue
@@ -157,7 +158,13 @@ def main(family: str, only: str) -> None:
             print(json.dumps(found), flush=True)
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Imports all cases first: loading one kernel of a module replaces the others there too."""
+    chosen = [argument.partition(":")[::2] for argument in arguments]
+    modules = [importlib.import_module(f"tests.kernels.cases_{family}") for family, _ in chosen]
+    for (family, only), module in zip(chosen, modules, strict=True):
+        compile_family(family, module.CASES, only)
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        name, _, chosen = argument.partition(":")
-        main(name, chosen)
+    main(sys.argv[1:])
