@@ -10,10 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_grammar, decode_info, decode_plan, decode_result, encode
@@ -26,6 +28,7 @@ PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
 INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
 PREPARE = b""  # to the thread for grammars: `prepare_grammars`
 COMPILED = b"g"  # from the child's thread for grammars, or REFUSED or FAILED
+WHO = "The executor process"  # in errors
 CLOSE_SECONDS = 10.0  # until a child that does not exit is killed
 
 
@@ -41,7 +44,7 @@ class ProcessExecutor:
         """
         self._connection, self._grammars, self._process = connection, grammars, process
         self._compiling = threading.Lock()  # a request and its answer in `_grammars`
-        self._pending: deque[_RemoteStep] = deque()
+        self._pending: deque[RemoteStep] = deque()
         self._info = decode_info(self._receive(INFO))
 
     @classmethod
@@ -49,17 +52,7 @@ class ProcessExecutor:
         cls, config: EngineConfig, model_path: Path, overlap_depth: int | None = None
     ) -> ProcessExecutor:
         """Starts `build_executor` in a child process, with `spawn`, which CUDA requires."""
-        context = multiprocessing.get_context("spawn")
-        connection, child_connection = context.Pipe()
-        grammars, child_grammars = context.Pipe()
-        process = context.Process(
-            target=_serve,
-            args=(child_connection, child_grammars, config, str(model_path), overlap_depth),
-            daemon=True,
-        )
-        process.start()
-        for end in (child_connection, child_grammars):
-            end.close()  # so that the child's ends of the pipes close with the child
+        connection, grammars, process = spawn(_serve, (config, str(model_path), overlap_depth))
         try:
             return cls(connection, grammars, process)
         except BaseException:
@@ -73,7 +66,7 @@ class ProcessExecutor:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         self._send(PLAN + encode(plan))
-        step = _RemoteStep(self)
+        step = RemoteStep(self.wait)
         self._pending.append(step)
         return step
 
@@ -90,11 +83,7 @@ class ProcessExecutor:
                 answer = self._grammars.recv_bytes()
             except (EOFError, OSError) as error:
                 raise self._ended() from error
-        if answer[:1] == REFUSED:
-            raise RequestError(answer[1:].decode())
-        if answer[:1] != COMPILED:
-            raise ExecutorError(f"The executor process failed: {answer[1:].decode()}")
-        return answer[1:]
+        return compiled_body(answer, WHO)
 
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
@@ -110,7 +99,7 @@ class ProcessExecutor:
             self._connection.close()
             self._grammars.close()
 
-    def wait(self, step: _RemoteStep) -> StepResult:
+    def wait(self, step: RemoteStep) -> StepResult:
         """Receives results up to that of `step`."""
         while step.value is None:
             self._pending.popleft().value = decode_result(self._receive(RESULT))
@@ -127,12 +116,7 @@ class ProcessExecutor:
             message = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended() from error
-        tag, body = message[:1], message[1:]
-        if tag == REFUSED:
-            raise ConfigError(body.decode())
-        if tag != expected:
-            raise ExecutorError(f"The executor process failed: {body.decode(errors='replace')}")
-        return body
+        return message_body(message, expected, WHO)
 
     def _ended(self) -> ExecutorError:
         self._process.join(CLOSE_SECONDS)
@@ -142,8 +126,10 @@ class ProcessExecutor:
 
 
 @dataclass(eq=False)
-class _RemoteStep:
-    executor: ProcessExecutor
+class RemoteStep:
+    """A step that another process runs."""
+
+    wait: Callable[[RemoteStep], StepResult]
     value: StepResult | None = field(default=None)
 
     def result(self) -> StepResult:
@@ -151,7 +137,54 @@ class _RemoteStep:
         Raises:
             ExecutorError: the step failed, or the process ended.
         """
-        return self.executor.wait(self)
+        return self.wait(self)
+
+
+def spawn(
+    target: Callable[..., None], args: tuple[Any, ...], name: str | None = None
+) -> tuple[Connection, Connection, BaseProcess]:
+    """Starts `target(connection, grammars, *args)` in a process, with `spawn`, which CUDA requires.
+
+    Returns:
+        This side's ends of both pipes, and the process.
+    """
+    context = multiprocessing.get_context("spawn")
+    connection, child_connection = context.Pipe()
+    grammars, child_grammars = context.Pipe()
+    process = context.Process(
+        target=target, args=(child_connection, child_grammars, *args), name=name, daemon=True
+    )
+    process.start()
+    for end in (child_connection, child_grammars):
+        end.close()  # so that the child's ends of the pipes close with the child
+    return connection, grammars, process
+
+
+def message_body(message: bytes, expected: bytes, who: str) -> bytes:
+    """
+    Raises:
+        ConfigError: the settings are invalid.
+        ExecutorError: it is another message; `who` failed.
+    """
+    tag, body = message[:1], message[1:]
+    if tag == REFUSED:
+        raise ConfigError(body.decode())
+    if tag != expected:
+        raise ExecutorError(f"{who} failed: {body.decode(errors='replace')}")
+    return body
+
+
+def compiled_body(answer: bytes, who: str) -> bytes:
+    """
+    Raises:
+        RequestError: the grammar is invalid.
+        ExecutorError: `who` failed.
+    """
+    if answer[:1] == REFUSED:
+        raise RequestError(answer[1:].decode())
+    if answer[:1] != COMPILED:
+        raise ExecutorError(f"{who} failed: {answer[1:].decode()}")
+    return answer[1:]
 
 
 # --- the child process --------------------------------------------------------------------------

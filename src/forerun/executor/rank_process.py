@@ -47,7 +47,7 @@ class RankTask:
     overlap_depth: int | None
 
 
-def run_rank(task: RankTask, connection: Connection, grammars: Connection) -> None:
+def run_rank(connection: Connection, grammars: Connection, task: RankTask) -> None:
     """The body of the process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -7,12 +7,11 @@ that whoever waits for them finds the pipe closed and raises what has happened.
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import Any
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_info, decode_result, encode
-from forerun.core.errors import ConfigError, ExecutorError, RequestError
+from forerun.core.errors import ConfigError, ExecutorError
 from forerun.core.executor import ExecutorInfo, PendingStep
 from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
 from forerun.executor.process_executor import (
     CLOSE,
     CLOSE_SECONDS,
-    COMPILED,
     DISABLE_DRAFTS,
     FAILED,
     INFO,
@@ -35,11 +33,16 @@ from forerun.executor.process_executor import (
     PREPARE,
     REFUSED,
     RESULT,
+    RemoteStep,
+    compiled_body,
+    message_body,
+    spawn,
 )
 from forerun.executor.rank_process import RankTask, run_rank
 from forerun.executor.tensor_parallel import config_of_rank
 from forerun.layers.torch_communicator import RankPlace, meeting_point
 
+WHO = "A rank"  # in errors
 JOIN_SECONDS = 5.0  # until the watching thread has seen how a process ended
 
 
@@ -61,7 +64,7 @@ class RanksExecutor:
             ExecutorError: a rank failed to start.
         """
         self._ranks, self._store = ranks, store
-        self._pending: deque[_RemoteStep] = deque()
+        self._pending: deque[RemoteStep] = deque()
         self._compiling = threading.Lock()  # a request and its answers in the pipes of grammars
         self._closing = threading.Event()
         self._cause: Exception | None = None  # why the ranks have ended; set by `_watch`
@@ -101,7 +104,7 @@ class RanksExecutor:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         self._send(PLAN + encode(plan))
-        step = _RemoteStep(self)
+        step = RemoteStep(self.wait)
         self._pending.append(step)
         return step
 
@@ -133,7 +136,7 @@ class RanksExecutor:
             rank.connection.close()
             rank.grammars.close()
 
-    def wait(self, step: _RemoteStep) -> StepResult:
+    def wait(self, step: RemoteStep) -> StepResult:
         """Receives results up to that of `step`."""
         while step.value is None:
             result = self._receive(self._ranks[0].connection, RESULT)
@@ -156,12 +159,7 @@ class RanksExecutor:
             message = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise self._ended() from error
-        tag, body = message[:1], message[1:]
-        if tag == REFUSED:
-            raise ConfigError(body.decode())
-        if tag != expected:
-            raise ExecutorError(f"A rank failed: {body.decode(errors='replace')}")
-        return body
+        return message_body(message, expected, WHO)
 
     def _ask_grammars(self, message: bytes) -> bytes:
         """Every rank; returns the first one's answer."""
@@ -172,12 +170,8 @@ class RanksExecutor:
                 answers = [rank.grammars.recv_bytes() for rank in self._ranks]
             except (EOFError, OSError) as error:
                 raise self._ended() from error
-        for answer in answers:
-            if answer[:1] == REFUSED:
-                raise RequestError(answer[1:].decode())
-            if answer[:1] != COMPILED:
-                raise ExecutorError(f"A rank failed: {answer[1:].decode()}")
-        return answers[0][1:]
+        bodies = [compiled_body(answer, WHO) for answer in answers]
+        return bodies[0]
 
     # --- processes that end -----------------------------------------------------------------------
 
@@ -227,29 +221,4 @@ def _last_words(index: int, rank: _Rank) -> Exception | None:
 
 
 def _start(task: RankTask) -> _Rank:
-    context = multiprocessing.get_context("spawn")
-    connection, child_connection = context.Pipe()
-    grammars, child_grammars = context.Pipe()
-    process = context.Process(
-        target=run_rank,
-        args=(task, child_connection, child_grammars),
-        name=f"forerun-rank-{task.place.rank}",
-        daemon=True,
-    )
-    process.start()
-    for end in (child_connection, child_grammars):
-        end.close()  # so that the child's ends of the pipes close with the child
-    return _Rank(connection, grammars, process)
-
-
-@dataclass(eq=False)
-class _RemoteStep:
-    executor: RanksExecutor
-    value: StepResult | None = field(default=None)
-
-    def result(self) -> StepResult:
-        """
-        Raises:
-            ExecutorError: the step failed, or a rank ended.
-        """
-        return self.executor.wait(self)
+    return _Rank(*spawn(run_rank, (task,), f"forerun-rank-{task.place.rank}"))

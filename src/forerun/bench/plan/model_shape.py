@@ -31,6 +31,7 @@ from forerun.models.registry import model_class
 from forerun.platform.device import DTYPES, resolve_kv_dtype
 
 META = torch.device("meta")
+MXFP4_BITS = 4.25  # 32 values of 4 bits share a scale of 8
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,3 @@ def _memory(total: int, model: CausalLM, mxfp4: bool) -> int:
         return total
     experts = sum(e.w13.nbytes + e.w2.nbytes for e in model.modules(Experts))
     return round(total - experts * (1 - MXFP4_BITS / 16))
-
-
-MXFP4_BITS = 4.25  # 32 values of 4 bits share a scale of 8

@@ -70,7 +70,7 @@ class Int4GemmConfig:
         return BLOCK_ROWS * self.row_blocks * self.row_warps
 
 
-# The best of a sweep on one H200, for tiles of so many rows; the last serves every shape.
+# Tuned on one H200, one per number of rows of a tile; the last serves every shape.
 CONFIGS = (
     Int4GemmConfig(1, 3, k_warps=4, stage_groups=4, max_tokens=64),
     Int4GemmConfig(1, 4, k_warps=2, stage_groups=2),

@@ -370,24 +370,10 @@ struct ThreadRows {
   }
 };
 
-// Bits of two e4m3 numbers, in the upper bytes of both halves -> bfloat16, exact but for NaN. In
-// bfloat16's fields the value is 2^-120 of the true one (exponent biases 7 and 127).
-__device__ u32 decode(u32 magnitudes, u32 signs) {
-  return scale_bf16x2(magnitudes & 0x07f007f0 | signs & 0x80008000, 0x7b807b80);  // 2^120
-}
-
 // acc += 64 columns of a stage; w: the bytes of both rows, as `interleave` orders them.
 __device__ void multiply(float (&acc)[BLOCK_M / 2], u32 (&fragments)[4][4], const uint4 (&w)[2],
                          u32 x_smem) {
-  const u32 words[2][4] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
-#pragma unroll
-  for (int k = 0; k < 4; k++)
-#pragma unroll
-    for (int row = 0; row < 2; row++) {
-      u32 word = words[row][k];
-      fragments[k][row] = decode(word << 4, word << 8);
-      fragments[k][2 + row] = decode(word >> 4, word);
-    }
+  decode_e4m3(fragments, w);
   u64 x = k_major_descriptor(x_smem);
   wgmma_fence();
 #pragma unroll

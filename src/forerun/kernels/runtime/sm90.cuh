@@ -262,6 +262,25 @@ __device__ inline u32 scale_bf16x2(u32 values, u32 factors) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(values), "r"(factors));
   return scaled;
 }
+
+// Bits of two e4m3 numbers, in the upper bytes of both halves -> bfloat16, exact but for NaN. In
+// bfloat16's fields the value is 2^-120 of the true one (exponent biases 7 and 127).
+__device__ u32 decode_e4m3x2(u32 magnitudes, u32 signs) {
+  return scale_bf16x2(magnitudes & 0x07f007f0 | signs & 0x80008000, 0x7b807b80);  // 2^120
+}
+
+// Four left operands of wgmma m64k16 from two rows of e4m3 values, in the order of `interleave`.
+__device__ void decode_e4m3(u32 (&fragments)[4][4], const uint4 (&w)[2]) {
+  const u32 words[2][4] = {{w[0].x, w[0].y, w[0].z, w[0].w}, {w[1].x, w[1].y, w[1].z, w[1].w}};
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+      u32 word = words[row][k];
+      fragments[k][row] = decode_e4m3x2(word << 4, word << 8);
+      fragments[k][2 + row] = decode_e4m3x2(word >> 4, word);
+    }
+}
 __device__ inline float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
 __device__ inline float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
 
