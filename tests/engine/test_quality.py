@@ -231,6 +231,7 @@ def gpt_oss(folder: Path) -> tuple[Path, Path]:
     """A random gpt-oss with MXFP4 experts, and plain with what they mean, which bfloat16 holds."""
     hf = family("gpt-oss")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    sizes["max_position_embeddings"] = 512  # prompts of 400 tokens
     hf = random_hf(type(hf.config)(**{**hf.config.to_dict(), **sizes}))
     plain, quantised = save(hf, folder / "plain"), save(hf, folder / "mxfp4")
     tensors = load_file(plain / "model.safetensors")
