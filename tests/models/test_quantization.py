@@ -23,9 +23,9 @@ BLOCK = (24, 10)  # neither divides the sizes: ragged last blocks
 PLAIN = ("norm", "embed", "lm_head", ".gate.", "bias", "eh_proj")
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
     """(e4m3, scales, what the two mean), element by element."""
-    (rows, columns), (n, k) = BLOCK, weight.shape
+    (rows, columns), (n, k) = block, weight.shape
     scale = torch.empty(-(-n // rows), -(-k // columns))
     stored = torch.empty(n, k, dtype=torch.float8_e4m3fn)
     meant = torch.empty(n, k)
@@ -38,7 +38,9 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, scale, meant
 
 
-def two_checkpoints(folder: Path, name: Any) -> tuple[Path, Path, int]:
+def two_checkpoints(
+    folder: Path, name: Any, block: tuple[int, int] = BLOCK
+) -> tuple[Path, Path, int]:
     """The same weights in FP8 blocks and plain, and how many matrices are quantised.
 
     `name`: of a family, or a model of transformers.
@@ -51,11 +53,11 @@ def two_checkpoints(folder: Path, name: Any) -> tuple[Path, Path, int]:
         if any(part in key for part in PLAIN):
             fp8[key] = weight
             continue
-        fp8[key], fp8[f"{key}_scale_inv"], weights[key] = quantise(weight)
+        fp8[key], fp8[f"{key}_scale_inv"], weights[key] = quantise(weight, block)
     save_file(fp8, quantised / "model.safetensors")
     save_file(weights, plain / "model.safetensors")
     config = json.loads((quantised / "config.json").read_text())
-    spec = {"quant_method": "fp8", "weight_block_size": BLOCK, "activation_scheme": "dynamic"}
+    spec = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
     config["quantization_config"] = spec
     (quantised / "config.json").write_text(json.dumps(config))
     return quantised, plain, len(fp8) - len(weights)

@@ -9,7 +9,6 @@ import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.models.quantization import weight_format
 from forerun.models.registry import TRANSFORMERS, model_class, target_config
 from forerun.platform.device import resolve_device
 
@@ -42,15 +41,10 @@ def check_ranks(config: EngineConfig, model_path: Path) -> None:
     where = f"with tp_size {config.tp_size}"
     if config.model_impl == TRANSFORMERS:
         raise ConfigError(f"model_impl transformers is not available {where}; drop one of them.")
-    for name in ("quantization", "enable_piecewise_cuda_graph", "cpu_graph"):
+    for name in ("enable_piecewise_cuda_graph", "cpu_graph"):
         if vars(config)[name]:
             raise ConfigError(f"{name} is not available {where}; drop one of them.")
     target = target_config(model_path, config.model_impl)
-    if weight_format(target) is not None:
-        raise ConfigError(
-            f"Quantised checkpoints are not available {where}; use the bfloat16 one, or drop"
-            " tp_size."
-        )
     if not model_class(target).tensor_parallel:
         raise ConfigError(f"{target.architecture} is not available {where}; drop tp_size.")
 

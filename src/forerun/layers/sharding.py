@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import Communicator
 
+MAX_LISTED = 16  # ranks that errors propose
 VOCAB_ALIGNMENT = 8  # of a rank's rows of embedding and LM head: 16 bytes of bfloat16 logits
 
 
@@ -43,7 +44,37 @@ class Shard:
     def shapes_of_whole(self, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """For those `shapes` that this part may have, the shape of the whole tensor."""
         fitting = (s for s in shapes if len(s) > self.dim and s[self.dim] == self.count)
-        return [(*s[: self.dim], self.size, *s[self.dim + 1 :]) for s in fitting]
+        return [self.shape_of_whole(s) for s in fitting]
+
+    def shape_of_whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor of which a part has this shape."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+    def along(self, dim: int) -> Shard:
+        """The same of another dimension."""
+        return replace(self, dim=dim)
+
+    def in_groups(self, size: int, what: str) -> Shard:
+        """The same of a tensor that has an entry for `size` neighbours; fewer may be the last.
+
+        Raises:
+            ConfigError: neighbours are on two ranks; the message names `what` is divided, and
+                numbers of ranks that keep them together.
+        """
+        for each in self.ranges:
+            if each.start % size or (each.stop % size and each.stop != self.size):
+                self._refuse_groups(size, what)
+        ranges = tuple(range(each.start // size, -(-each.stop // size)) for each in self.ranges)
+        return Shard(self.dim, -(-self.size // size), ranges)
+
+    def _refuse_groups(self, size: int, what: str) -> None:
+        part = self.size // len(self.ranges)
+        fitting = [n for n in range(1, MAX_LISTED + 1) if part % (n * size) == 0]
+        advice = f"take one that does not: {', '.join(map(str, fitting))}" if fitting else "drop it"
+        raise ConfigError(
+            f"tp_size divides {what}, {self.size}, within a group of {size} that is quantised"
+            f" together; {advice}."
+        )
 
     def scaled(self, width: int) -> Shard:
         """The same where each of what is counted has `width` neighbouring rows or columns."""

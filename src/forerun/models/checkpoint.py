@@ -24,7 +24,8 @@ from torch import Tensor
 from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import Int4Weight
-from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
+from forerun.kernels.gemm.quantized import Fp8Weight, Largest, QuantizedWeight
+from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.layers.sharding import Shard
 from forerun.models.int4_formats import Int4Format
 from forerun.models.quantization import (
@@ -123,6 +124,7 @@ class Checkpoint:
         harmless: Collection[str] = (),
         hint: str = "",
         shards: Mapping[str, Shard] | None = None,
+        comm: Communicator = SINGLE_RANK,
     ) -> None:
         """Copies every tensor named in `views` into its view, one at a time, converting floats.
 
@@ -133,10 +135,12 @@ class Checkpoint:
             views: name -> destination view; plain tensors are quantised for a quantised one.
             harmless: endings of names that may be in the files without a view.
             hint: a sentence added when a tensor is missing or unexpected.
-            shards: of plain tensors of which a part is read.
+            shards: of tensors, by the names of their plain ones, of which a part is read.
+            comm: the ranks that read the other parts, of which all call this.
 
         Raises:
-            ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable.
+            ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable; a
+                part that divides what is quantised together.
         """
         packed = {
             name: view
@@ -146,33 +150,40 @@ class Checkpoint:
         int4 = {name: view for name, view in views.items() if self.is_int4(name)}
         apart = packed.keys() | int4.keys()
         plain = {name: view for name, view in views.items() if name not in apart}
-        scales = self._scales(plain)
-        stored = {**self._stored_as_mxfp4(packed), **self._stored_as_int4(int4)}
+        scales, parts = self._scales(plain), shards or {}
+        stored = {**self._stored_as_mxfp4(packed, parts), **self._stored_as_int4(int4, parts)}
         unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
         unused = unused if self.int4 is None else self.int4.unused
-        parts = shards or {}
         self._check({**plain, **stored}, scales, (*harmless, *KV_SCALES, *unused), hint)
         self._check_shapes({**plain, **stored}, scales, parts)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
             named = {self._scale_name(name): scale for name, scale in scales.items()}
-            self._copy(named, {}, {}, lambda _: None)
-            self._copy(plain, scales, parts, stage.advance)
+            self._copy(named, {}, _Parts({}, SINGLE_RANK), lambda _: None)
+            self._copy(plain, scales, _Parts(parts, comm), stage.advance)
             for name, view in packed.items():
-                self._copy_mxfp4(name, view, stage.advance)
+                self._copy_mxfp4(name, view, parts.get(name), stage.advance)
             for name, target in int4.items():
-                self._copy_int4(name, target, stage.advance)
+                self._copy_int4(name, target, parts.get(name), stage.advance)
 
-    def _stored_as_mxfp4(self, packed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _stored_as_mxfp4(
+        self, packed: Mapping[str, Tensor], shards: Mapping[str, Shard]
+    ) -> dict[str, Tensor]:
         """The tensors in the files that these views are made of, without data."""
         out: dict[str, Tensor] = {}
         for name, view in packed.items():
             assert self.mxfp4 is not None
-            for suffix, shape in zip((BLOCKS, SCALES), self.mxfp4.shapes(view), strict=True):
+            shard = shards.get(name)
+            if shard is not None:
+                self.mxfp4.shard_of_rows(shard)  # refuses what cannot be divided
+            shapes = self.mxfp4.shapes(view, shard)
+            for suffix, shape in zip((BLOCKS, SCALES), shapes, strict=True):
                 out[name + suffix] = torch.empty(shape, dtype=torch.uint8, device="meta")
         return out
 
-    def _copy_mxfp4(self, name: str, view: Tensor, advance: Callable[[float], None]) -> None:
+    def _copy_mxfp4(
+        self, name: str, view: Tensor, shard: Shard | None, advance: Callable[[float], None]
+    ) -> None:
         """Expert by expert, on the view's device."""
         assert self.mxfp4 is not None
         blocks, scales = self.headers[name + BLOCKS], self.headers[name + SCALES]
@@ -185,39 +196,49 @@ class Checkpoint:
         ):
             all_blocks = of_blocks.get_slice(blocks.stored_as)
             all_scales = of_scales.get_slice(scales.stored_as)
+            part = None if shard is None else self.mxfp4.shard_of_rows(shard)
             for i, expert in enumerate(view):
-                rows = self.mxfp4.dequantise(all_blocks[i], all_scales[i])  # [N, K]
+                stored = all_blocks[i], all_scales[i]
+                own = stored if part is None else map(part.take, stored)
+                rows = self.mxfp4.dequantise(*own)  # [N, K]
                 expert.copy_(rows.T.reshape(expert.shape))
         advance(blocks.bytes + scales.bytes)
 
-    def _stored_as_int4(self, views: Mapping[str, View]) -> dict[str, Tensor]:
+    def _stored_as_int4(
+        self, views: Mapping[str, View], shards: Mapping[str, Shard]
+    ) -> dict[str, Tensor]:
         """The tensors in the files that these views are made of, without data."""
         out: dict[str, Tensor] = {}
         for name, view in views.items():
             assert self.int4 is not None
-            *outer, k = view.shape
-            for suffix, shape in self.int4.shapes(math.prod(outer), k).items():
+            matrix: tuple[int, ...] = math.prod(view.shape[:-1]), view.shape[-1]
+            if name in shards:
+                self.int4.shards(shards[name])  # refuses what cannot be divided
+                matrix = shards[name].shape_of_whole(matrix)
+            for suffix, shape in self.int4.shapes(*matrix).items():
                 dtype = torch.float32 if "scale" in suffix else torch.int32
                 out[_stem(name) + suffix] = torch.empty(shape, dtype=dtype, device="meta")
         return out
 
-    def _copy_int4(self, name: str, view: View, advance: Callable[[float], None]) -> None:
+    def _copy_int4(
+        self, name: str, view: View, shard: Shard | None, advance: Callable[[float], None]
+    ) -> None:
         """Unpacked on the view's device."""
         assert self.int4 is not None
-        *outer, k = view.shape
+        parts = {} if shard is None else self.int4.shards(shard)
         stored: dict[str, Tensor] = {}
-        for suffix in self.int4.shapes(math.prod(outer), k):
+        for suffix in self.int4.axes:
             header = self.headers[_stem(name) + suffix]
             with (
                 _readable(header.file),
                 safe_open(header.file, framework="pt", device=str(view.device)) as tensors,
             ):
-                stored[suffix] = tensors.get_tensor(header.stored_as)
+                stored[suffix] = _read_part(tensors, header.stored_as, parts.get(suffix))
             advance(header.bytes)
         if isinstance(view, Int4Weight):
             view.copy_(self.int4.read(stored))
         else:
-            _fill(view, self.int4.dequantise(stored), None)
+            _fill(view, self.int4.dequantise(stored))
 
     def _scales(self, views: Mapping[str, View]) -> dict[str, Tensor]:
         """For every tensor that is stored in FP8, room for its scales."""
@@ -239,7 +260,7 @@ class Checkpoint:
         self,
         views: Mapping[str, View],
         scales: Mapping[str, Tensor],
-        shards: Mapping[str, Shard],
+        parts: _Parts,
         advance: Callable[[float], None],
     ) -> None:
         """File by file; what has `scales` is FP8."""
@@ -250,17 +271,14 @@ class Checkpoint:
             device = str(views[names[0]].device)
             with _readable(file), safe_open(file, framework="pt", device=device) as tensors:
                 for name in names:
-                    stored_as = self.headers[name].stored_as
-                    if name in shards:
-                        data = shards[name].take(tensors.get_slice(stored_as))
-                    else:
-                        data = tensors.get_tensor(stored_as)
+                    header, shard = self.headers[name], parts.shards.get(name)
+                    data = _read_part(tensors, header.stored_as, shard)
                     fp8 = None
                     if name in scales:
                         assert self.fp8 is not None
-                        fp8 = self.fp8.read(data, scales[name])
-                    _fill(views[name], data, fp8)
-                    advance(self.headers[name].bytes)
+                        fp8 = self.fp8.read(data, scales[name], shard)
+                    _fill(views[name], data, fp8, parts.across(name, len(header.shape)))
+                    advance(header.bytes)
 
     def _check(
         self,
@@ -302,6 +320,9 @@ class Checkpoint:
                     f" {' or '.join(map(str, map(list, shapes)))} from config.json. The two do not"
                     " belong together."
                 )
+            if name in scales and name in shards:
+                assert self.fp8 is not None
+                self.fp8.shard_of_scales(shards[name], len(header.shape))
             floats = isinstance(view, QuantizedWeight) or view.is_floating_point()
             if floats != (header.dtype in _FLOATS) and name not in scales:
                 raise ConfigError(
@@ -316,11 +337,34 @@ def _stem(name: str) -> str:
     return name.removesuffix("weight")
 
 
-def _fill(view: View, data: Tensor, fp8: Fp8Weight | None) -> None:
+@dataclass(frozen=True)
+class _Parts:
+    """What a rank reads of tensors, by name, and the ranks that read the rest."""
+
+    shards: Mapping[str, Shard]
+    comm: Communicator
+
+    def across(self, name: str, dims: int) -> Largest | None:
+        """If others have columns of the same rows of a tensor of `dims` dimensions."""
+        divided = name in self.shards and self.shards[name].dim == dims - 1
+        return self.comm.all_reduce_max if divided else None
+
+
+def _read_part(tensors: Any, stored_as: str, shard: Shard | None) -> Tensor:
+    """From an open safetensors file; None: all of it."""
+    if shard is None:
+        whole: Tensor = tensors.get_tensor(stored_as)
+        return whole
+    return shard.take(tensors.get_slice(stored_as))
+
+
+def _fill(
+    view: View, data: Tensor, fp8: Fp8Weight | None = None, across: Largest | None = None
+) -> None:
     """From a tensor as it is stored; `fp8`: with the scales that belong to it."""
     if isinstance(view, QuantizedWeight):
         if fp8 is None:
-            view.quantise_(data)
+            view.quantise_(data, across)
         else:
             view.copy_(fp8)
     else:
@@ -464,6 +508,7 @@ def fill_dummy(
     load_format: str,
     seed: int = 0,
     shards: Mapping[str, Shard] | None = None,
+    comm: Communicator = SINGLE_RANK,
 ) -> None:
     """Random weights from a fixed seed. A rank's `shards` are parts of the same whole ones.
 
@@ -479,18 +524,19 @@ def fill_dummy(
     generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed)
     plain_views = [view for view in views.values() if isinstance(view, Tensor)]
     dtype = next(view.dtype for view in plain_views if view.is_floating_point())
+    parts = _Parts(shards or {}, comm)
     for name, view in views.items():
-        if isinstance(view, QuantizedWeight):
-            plain = torch.empty(view.shape, dtype=dtype, device=view.device)
-            _fill_dummy(name, plain, load_format, generator)
-            view.quantise_(plain)
-        elif shards is not None and name in shards:
-            shape = shards[name].shapes_of_whole(_stored_shapes(tuple(view.shape)))[0]
-            whole = torch.empty(shape, dtype=view.dtype, device=view.device)
-            _fill_dummy(name, whole, load_format, generator)
-            view.copy_(shards[name].take(whole).reshape(view.shape))
-        else:
+        shard, shape = parts.shards.get(name), tuple(view.shape)
+        if shard is None and isinstance(view, Tensor) and view.is_contiguous():
             _fill_dummy(name, view, load_format, generator)
+            continue
+        if shard is not None:
+            shape = shard.shapes_of_whole(_stored_shapes(shape))[0]
+        kind = view.dtype if isinstance(view, Tensor) else dtype
+        whole = torch.empty(shape, dtype=kind, device=view.device)
+        _fill_dummy(name, whole, load_format, generator)
+        part = whole if shard is None else shard.take(whole)
+        _fill(view, part, across=parts.across(name, len(shape)))
 
 
 def _fill_dummy(name: str, view: Tensor, load_format: str, generator: torch.Generator) -> None:

@@ -27,9 +27,29 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import GROUP, Int4Weight
+from forerun.layers.sharding import Shard
 
+ROWS, COLUMNS = 0, 1  # dimensions of a matrix
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i have the integer of this column of eight
-Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of a stored tensor, which is one of the matrix."""
+
+    dim: int
+    size: int | None = 1  # rows or columns that have one entry; None: all of them
+    shared: bool = False  # any row or column may read any entry
+
+    def entries(self, count: int) -> int:
+        """Of so many rows or columns."""
+        return 1 if self.size is None else count // self.size
+
+    def divided_by(self, shard: Shard) -> bool:
+        return self.dim == shard.dim and self.size is not None and not self.shared
+
+
+Axes = dict[str, tuple[Axis, ...]]
 
 
 @dataclass(frozen=True)
@@ -49,12 +69,35 @@ class Int4Format(ABC):
         """Whether kernels read such weights; else they are dequantised while they are loaded."""
         return not self.reorders and (self.group is None or self.group % GROUP == 0)
 
-    def groups(self, k: int) -> int:
-        return 1 if self.group is None else k // self.group
-
+    @property
     @abstractmethod
-    def shapes(self, n: int, k: int) -> Shapes:
+    def axes(self) -> Axes:
+        """Of the stored tensors of a matrix, by name."""
+
+    @property
+    def groups(self) -> Axis:
+        return Axis(COLUMNS, self.group, shared=self.reorders)
+
+    def shapes(self, n: int, k: int) -> dict[str, tuple[int, ...]]:
         """Of the stored tensors of a matrix [N, K], by name."""
+        return {
+            name: tuple(axis.entries((n, k)[axis.dim]) for axis in axes)
+            for name, axes in self.axes.items()
+        }
+
+    def shards(self, shard: Shard) -> dict[str, Shard]:
+        """Of the stored tensors, if this is the part of a matrix; absent: all of it.
+
+        Raises:
+            ConfigError: rows or columns with one entry are on two ranks.
+        """
+        what = ("a matrix's rows", "a matrix's columns")[shard.dim]
+        return {
+            name: shard.along(i).in_groups(axis.size or 1, what)
+            for name, axes in self.axes.items()
+            for i, axis in enumerate(axes)
+            if axis.divided_by(shard)
+        }
 
     @abstractmethod
     def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,9 +127,14 @@ class Awq(Int4Format):
     method = "awq"
     key = "qweight"
 
-    def shapes(self, n: int, k: int) -> Shapes:
-        groups = self.groups(k)
-        return {"qweight": (k, n // 8), "qzeros": (groups, n // 8), "scales": (groups, n)}
+    @property
+    def axes(self) -> Axes:
+        rows, columns, words = Axis(ROWS), Axis(COLUMNS), Axis(ROWS, 8)
+        return {
+            "qweight": (columns, words),
+            "qzeros": (self.groups, words),
+            "scales": (self.groups, rows),
+        }
 
     def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, zeros = (_unpack(stored[name], 1, AWQ_ORDER) for name in ("qweight", "qzeros"))
@@ -104,13 +152,14 @@ class Gptq(Int4Format):
     key = "qweight"
     unused = (".bias",)  # AutoGPTQ stores zeros where a model has none
 
-    def shapes(self, n: int, k: int) -> Shapes:
-        groups = self.groups(k)
+    @property
+    def axes(self) -> Axes:
+        rows, columns = Axis(ROWS), Axis(COLUMNS)
         return {
-            "qweight": (k // 8, n),
-            "qzeros": (groups, n // 8),
-            "scales": (groups, n),
-            "g_idx": (k,),
+            "qweight": (Axis(COLUMNS, 8), rows),
+            "qzeros": (self.groups, Axis(ROWS, 8)),
+            "scales": (self.groups, rows),
+            "g_idx": (columns,),
         }
 
     def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,14 +178,18 @@ class PackQuantized(Int4Format):
     key = "weight_packed"
     unused = (".weight_shape",)
 
-    def shapes(self, n: int, k: int) -> Shapes:
-        groups = self.groups(k)
-        shapes: Shapes = {"weight_packed": (n, k // 8), "weight_scale": (n, groups)}
+    @property
+    def axes(self) -> Axes:
+        rows = Axis(ROWS)
+        axes: Axes = {
+            "weight_packed": (rows, Axis(COLUMNS, 8)),
+            "weight_scale": (rows, self.groups),
+        }
         if not self.symmetric:
-            shapes["weight_zero_point"] = (n // 8, groups)
+            axes["weight_zero_point"] = (Axis(ROWS, 8), self.groups)
         if self.reorders:
-            shapes["weight_g_idx"] = (k,)
-        return shapes
+            axes["weight_g_idx"] = (Axis(COLUMNS),)
+        return axes
 
     def unpack(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         q, scales = _unpack(stored["weight_packed"], 1), stored["weight_scale"]

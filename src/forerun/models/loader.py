@@ -88,7 +88,8 @@ def load_target_at(
             **allocate_experts(model, None, quantization),
         }
         views: dict[str, View] = {**model.weights(), **quantized}
-        fill_dummy({name: views[name] for name in order}, load_format, shards=model.shards())
+        ordered = {name: views[name] for name in order}
+        fill_dummy(ordered, load_format, shards=model.shards(), comm=place.comm)
     else:
         checkpoint.rename(further_layers.prefixes_to_rename(config))
         further = _further_layers(config)
@@ -104,6 +105,7 @@ def load_target_at(
             (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
             hint=f"Is config.json ({config.architecture}) the one of these weights?",
             shards=model.shards(),
+            comm=place.comm,
         )
         fold_kv_scales(model, checkpoint, kv_dtype)
     model.prepare()

@@ -13,6 +13,7 @@ Microscaling Formats, version 1.0). A tensor `x` [E, K, N] of a model is `x_bloc
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.layers.sharding import Shard
 from forerun.models import int4_formats
 from forerun.models.int4_formats import Int4Format
 
@@ -31,6 +33,7 @@ E4M3 = "F8_E4M3"  # as safetensors names it
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".prob_output_scale")
 # Beside FP8 weights: scales of activations, which are not quantised or get scales of their own.
 UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale")
+COLUMNS = "a matrix's columns"  # in errors
 
 
 class Fp8Format(ABC):
@@ -46,10 +49,25 @@ class Fp8Format(ABC):
     def row_scales(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Stored scales -> [..., N, G] float32, of every row."""
 
-    def read(self, weight: Tensor, scale: Tensor) -> Fp8Weight:
-        """[..., N, K] e4m3 and its scales, as stored."""
+    def read(self, weight: Tensor, scale: Tensor, shard: Shard | None = None) -> Fp8Weight:
+        """[..., N, K] e4m3 and its scales, as stored. `shard`: the part that `weight` is; `scale`
+        is that of the whole.
+        """
+        shape = tuple(weight.shape)
+        scales = self.row_scales(scale, shape if shard is None else shard.shape_of_whole(shape))
+        part = None if shard is None else self.shard_of_scales(shard, len(shape))
         group = weight.shape[-1] if self.group is None else self.group
-        return Fp8Weight(weight, self.row_scales(scale, tuple(weight.shape)), group)
+        return Fp8Weight(weight, scales if part is None else part.take(scales), group)
+
+    def shard_of_scales(self, shard: Shard, dims: int) -> Shard | None:
+        """Of `row_scales` of a tensor of `dims` dimensions; None: all of them.
+
+        Raises:
+            ConfigError: columns that share a scale are on two ranks.
+        """
+        if shard.dim < dims - 1:
+            return shard
+        return None if self.group is None else shard.in_groups(self.group, COLUMNS)
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
         """[..., N, K] e4m3 and its scales -> [..., N, K] float32."""
@@ -93,11 +111,21 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Mxfp4:
     """Tensors [E, K, N], of which the runs are along K."""
 
-    def shapes(self, view: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of blocks and scales of a tensor that fills `view` [E, K, ...]."""
-        experts, k = view.shape[:2]
-        n = view.numel() // (experts * k)
+    def shapes(self, view: Tensor, shard: Shard | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of blocks and scales of a tensor of which all, or this part, fills `view` [E, K, ...]."""
+        shape: tuple[int, ...] = (*view.shape[:2], math.prod(view.shape[2:]))
+        experts, k, n = shape if shard is None else shard.shape_of_whole(shape)
         return (experts, n, k // MXFP4_RUN, MXFP4_RUN // 2), (experts, n, k // MXFP4_RUN)
+
+    def shard_of_rows(self, shard: Shard) -> Shard:
+        """The same part of one expert's blocks [N, K / 32, 16] and scales.
+
+        Raises:
+            ConfigError: columns that share a scale are on two ranks.
+        """
+        if shard.dim == 2:
+            return shard.along(0)
+        return shard.along(1).in_groups(MXFP4_RUN, COLUMNS)
 
     def dequantise(self, blocks: Tensor, scales: Tensor) -> Tensor:
         """blocks [..., N, R, 16] and scales [..., N, R], uint8 -> [..., N, 32 R] float32.

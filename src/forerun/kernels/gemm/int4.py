@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.gemm.quantized import QuantizedWeight
+from forerun.kernels.gemm.quantized import Largest, QuantizedWeight
 
 GROUP = 128  # columns with one scale and zero point
 BLOCK_ROWS = 16
@@ -73,7 +73,7 @@ class Int4Weight(QuantizedWeight):
     def scale_(self, factor: float) -> None:
         self.scales.mul_(factor)
 
-    def quantise_(self, weight: Tensor) -> None:
+    def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
         """Symmetric: a scale is its group's largest value / 7; that of a group of zeros is 1.
 
         Scales are rounded to 16 significant bits, which `pack_int4` keeps.

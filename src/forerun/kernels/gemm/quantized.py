@@ -21,6 +21,8 @@ from forerun.kernels.runtime.fp8 import E4M3_MAX, FP8
 
 MAX_QUANTISED = 1 << 28  # values that are quantised at once, in float32
 
+Largest = Callable[[Tensor], Tensor]  # of all who have columns of the same rows, elementwise
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(ABC):
@@ -36,8 +38,11 @@ class QuantizedWeight(ABC):
         """[..., K] float32."""
 
     @abstractmethod
-    def quantise_(self, weight: Tensor) -> None:
-        """Takes the values of a plain weight [N, K], rounded. As many rows as this has."""
+    def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
+        """Takes the values of a plain weight [N, K], rounded. As many rows as this has.
+
+        `across`: if these are some columns of a larger weight.
+        """
 
     @abstractmethod
     def scale_(self, factor: float) -> None:
@@ -110,19 +115,25 @@ class Fp8Weight(QuantizedWeight):
         repeats = self.scales.numel() // other.scales.numel()
         super().copy_(replace(other, scales=other.scales.repeat_interleave(repeats, -1)))
 
-    def quantise_(self, weight: Tensor) -> None:
-        """A scale is its group's largest value / 448; that of a group of zeros is 1."""
+    def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
+        """A scale is its group's largest value / 448; that of a group of zeros is 1.
+
+        A group that is all columns goes on in those that others have.
+        """
         weight = weight.reshape(self.shape)
         size = max(1, MAX_QUANTISED * len(weight) // weight.numel())
         for first in range(0, len(weight), size):
             part = slice(first, first + size)
-            self.map(itemgetter(part))._quantise(weight[part])
+            self.map(itemgetter(part))._quantise(weight[part], across)
 
-    def _quantise(self, weight: Tensor) -> None:
+    def _quantise(self, weight: Tensor, across: Largest | None) -> None:
         k = self.values.shape[-1]
         padded = torch.nn.functional.pad(weight.float(), (0, -k % self.group))
         groups = padded.unflatten(-1, (-1, self.group))
-        scales = groups.abs().amax(-1) / E4M3_MAX
+        largest = groups.abs().amax(-1)
+        if across is not None and largest.shape[-1] == 1:
+            largest = across(largest)
+        scales = largest / E4M3_MAX
         scales = torch.where(scales > 0, scales, 1.0)
         values = (groups / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(FP8)
         self.scales.copy_(scales)
