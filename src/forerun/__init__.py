@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import ConfigError, ForerunError, RequestError
 from forerun.core.sampling_params import SamplingParams
+from forerun.core.version import __version__
 
 if TYPE_CHECKING:
     from forerun.llm import LLM, RequestOutput
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "ConfigError",

@@ -44,6 +44,20 @@ def test_values_of_another_type_are_refused(name: str) -> None:
         ({"log_level": "x" * 100_000}, "log_level must be one of"),
         ({"x" * 100_000: 1}, "Unknown setting 'xxx"),
         ({"speculative_ngram_max_match": "4"}, "speculative_ngram_max_match must be an integer"),
+        ({"nnodes": 0}, "nnodes must be >= 1, got 0."),
+        ({"nnodes": 2, "node_rank": 2, "tp_size": 2}, "number the nodes from 0 to 1."),
+        ({"node_rank": -1}, "node_rank -1 is not a node of nnodes 1"),
+        (
+            {"nnodes": 4, "tp_size": 6},
+            "does not divide tp_size 6, the ranks of all nodes together; take nnodes 2, 3, 6.",
+        ),
+        ({"nnodes": 2}, "nnodes 2 does not divide tp_size 1, the ranks of all nodes"),
+        ({"nnodes": 2, "tp_size": 2}, "needs dist_init_addr: HOST:PORT of node 0, the same on all"),
+        ({"dist_init_addr": "a:1"}, "dist_init_addr is set without nnodes; set that too"),
+        *(
+            ({"nnodes": 2, "tp_size": 2, "dist_init_addr": text}, "must be HOST:PORT of node 0")
+            for text in ("10.0.0.1", "a:0", "a:65536", "::1:5", "tcp://a:1", " a:1")
+        ),
         ({"piecewise_cuda_graph_max_tokens": 64}, "without enable_piecewise_cuda_graph; set that"),
         (
             {"enable_piecewise_cuda_graph": True, "disable_cuda_graph": True},
@@ -55,6 +69,13 @@ def test_llm_refuses_them(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         LLM(**settings)
     assert words in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_ranks_are_spread_evenly_over_nodes() -> None:
+    config = EngineConfig(tp_size=16, nnodes=2, node_rank=1, dist_init_addr="[fd00::1]:5000")
+    assert (config.nodes.ranks, config.nodes.ranks_of(0)) == (range(8, 16), range(8))
+    assert config.nodes.address == ("fd00::1", 5000)
+    assert EngineConfig(tp_size=4).nodes.ranks == range(4)
 
 
 def test_numpy_and_whole_numbers_are_taken() -> None:

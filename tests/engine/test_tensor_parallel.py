@@ -231,7 +231,8 @@ def test_processes_give_the_same_text_and_one_that_dies_ends_the_engine() -> Non
         request = engine.make_request(prompts("dense")[0], SamplingParams(max_new_tokens=64))
         engine.submit(request)
         engine.step()
-        executor._ranks[1].process.kill()
+        ranks = executor.local.ranks
+        ranks[1].process.kill()
         begin = time.monotonic()
         with pytest.raises(ExecutorError, match=r"Rank 1 ended unexpectedly \(exit code -9\)"):
             while engine.has_work:
@@ -239,7 +240,7 @@ def test_processes_give_the_same_text_and_one_that_dies_ends_the_engine() -> Non
         assert time.monotonic() - begin < 5
         assert request.finish is not None and request.finish.type == "abort"
         engine.check()  # no page and no slot is lost
-        for rank in executor._ranks:
+        for rank in ranks:
             rank.process.join(5)
             assert rank.process.exitcode is not None
         with pytest.raises(ExecutorError, match="Rank 1 ended"):
@@ -283,3 +284,8 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         tensor_parallel.rank_device(settings, 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert tensor_parallel.rank_device(settings, 1) == torch.device("cuda", 2)
+    nodes = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "a:1"}
+    settings = config("dense", None, tp_size=4, **nodes)
+    assert tensor_parallel.rank_device(settings, 3) == torch.device("cuda", 2)
+    with pytest.raises(ConfigError, match=r"tp_size 6 on nnodes 2 from cuda:1 on needs 4 GPUs"):
+        tensor_parallel.rank_device(config("dense", None, tp_size=6, **nodes), 3)

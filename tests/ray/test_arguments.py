@@ -27,6 +27,8 @@ def test_arguments_go_where_they_belong() -> None:
     assert made.resources == {"num_cpus": 1, "num_gpus": 2}
     assert Arguments.of({}).resources["num_gpus"] == 1
     assert Arguments.of({"tp_size": 4}).resources["num_gpus"] == 4
+    with pytest.raises(ConfigError, match="nnodes is not available with Ray Serve"):
+        Arguments.of({"tp_size": 4, "nnodes": 2, "dist_init_addr": "a:1"})
     assert Arguments.of({"device": "cpu", "num_cpus": 4}).resources == {
         "num_cpus": 4,
         "num_gpus": 0,

@@ -195,6 +195,28 @@ def test_an_engine_whose_rank_is_killed_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.glob("forerun-*")) == []
 
 
+@pytest.mark.exhaustive
+def test_a_node_joins_again_and_ends_with_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    settings = {**ENGINE, "max_total_tokens": 8192, "max_running_requests": 2, "tp_size": 2}
+    common = flags(**settings, nnodes=2, dist_init_addr=address)
+    short = {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 9}}
+    other = LiveServer(*common, "--node-rank", "1")
+    with LiveServer(*common) as live:
+        want = live.generate(**short)
+        pid = live.get("/server_info")["engine_pid"]
+        ranks = [*children(pid), *children(other.process.pid)]
+        assert len(ranks) == 2
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not any(map(exists, ranks)), 5)
+        wait_for(lambda: live.http.get("/health").status_code == 200, 60)
+        assert live.generate(**short)["output_ids"] == want["output_ids"]
+        assert "This node joins again" in other.output
+        live.process.send_signal(signal.SIGTERM)
+        assert (live.wait_end(), other.wait_end()) == (0, 0)
+
+
 def children(pid: int) -> list[int]:
     """Processes that `spawn` has started, without its resource tracker."""
     listed = (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()

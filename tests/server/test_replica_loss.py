@@ -212,6 +212,9 @@ def test_where_replicas_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_replicas(EngineConfig(device="cuda:1"), 1)[0].config.device == "cuda:1"
     with pytest.raises(ConfigError, match="dp_size 2 of tp_size 2 needs 4 GPUs"):
         place_replicas(EngineConfig(tp_size=2), 2)
+    nodes = EngineConfig(tp_size=2, nnodes=2, dist_init_addr="a:1")
+    with pytest.raises(ConfigError, match="dp_size 2 is not available with nnodes 2"):
+        place_replicas(nodes, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     places = place_replicas(EngineConfig(tp_size=2), 2)
     assert [place.config.device for place in places] == ["cuda:0", "cuda:2"]

@@ -32,18 +32,22 @@ def server_flags() -> list[Flag]:
 def serve(*, server: Values, engine: Values) -> None:
     """Serves a model over HTTP: OpenAI's API, and SGLang's native one.
 
-    SIGTERM and Ctrl-C end it after the requests in flight; a second one ends it at once.
+    SIGTERM and Ctrl-C end it after the requests in flight; a second one ends it at once. With
+    --node-rank above 0 there is no server here: the machine's GPUs work for the one on node 0.
     """
     settings = ServerSettings.of(server)
     # Slow imports, after the check above.
     from forerun.llm.setup import checked_config, with_models
     from forerun.server.errors import ServerStartError
+    from forerun.server.node import run_node
     from forerun.server.run import run_server
 
     config = checked_config(engine)
     if settings.served_model_name is None:  # the name as given: paths are made local below
         settings = replace(settings, served_model_name=config.model_path)
     config, target = with_models(config)
+    if config.node_rank > 0:
+        raise typer.Exit(run_node(settings, config, target))
 
     def on_ready(url: str, explain: Mapping[str, Any]) -> None:
         for line in chosen(explain):

@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from forerun.config.nodes import Nodes
 from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, nearest, shown
 
@@ -69,8 +70,19 @@ class EngineConfig:
     tp_size: int = _setting(
         1, "Tensor parallelism: GPUs (on a CPU: processes) that share the target's weights"
     )
+    nnodes: int = _setting(
+        1, "Machines over which the tp_size ranks are spread evenly; the same command on each"
+    )
+    node_rank: int = _setting(
+        0, "With nnodes: the number of this machine. Node 0 schedules and serves"
+    )
+    dist_init_addr: str | None = _setting(
+        None, "With nnodes: HOST:PORT of node 0, where the others join. For trusted networks only"
+    )
     dist_timeout: int = _setting(
-        300, "With tp_size: seconds that a rank waits for the others in one operation"
+        300,
+        "With tp_size: seconds that a rank waits for the others in one operation, and a node for"
+        " others to join",
     )
     disable_custom_all_reduce: bool = _setting(
         False, "With tp_size on NVIDIA GPUs: sums across ranks go through NCCL alone"
@@ -222,6 +234,7 @@ class EngineConfig:
                 f"max_mixed_step_ms must be >= 0, got {shown(self.max_mixed_step_ms)}."
             )
         self._check_piecewise()
+        _ = self.nodes  # raises ConfigError
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
                 f"mem_fraction_static must be between 0 and 1, got {self.mem_fraction_static}."
@@ -250,6 +263,10 @@ class EngineConfig:
                 "piecewise_cuda_graph_max_tokens is set without enable_piecewise_cuda_graph; set"
                 " that too."
             )
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes.of(self.nnodes, self.node_rank, self.tp_size, self.dist_init_addr)
 
     @classmethod
     def settings(cls) -> list[Field[Any]]:
@@ -292,6 +309,7 @@ class EngineConfig:
 
 _POSITIVE = (
     "tp_size",
+    "nnodes",
     "dist_timeout",
     "context_length",
     "max_total_tokens",

@@ -29,7 +29,8 @@ from forerun.executor.process_executor import (
     RESULT,
     compile_grammars,
 )
-from forerun.layers.torch_communicator import RankPlace
+from forerun.executor.tensor_parallel import config_of_rank
+from forerun.layers.torch_communicator import HOST, RankPlace
 
 if TYPE_CHECKING:
     from forerun.executor.device_executor import DeviceExecutor, PendingDeviceStep
@@ -45,6 +46,21 @@ class RankTask:
     config: EngineConfig
     model_path: str
     overlap_depth: int | None
+
+
+def rank_tasks(
+    config: EngineConfig, model_path: Path, overlap_depth: int | None, store_port: int
+) -> list[RankTask]:
+    """Of the ranks of this node. `store_port`: of the `meeting_point`, on node 0."""
+    nodes = config.nodes
+    peer_memory = nodes.count == 1 and not config.disable_custom_all_reduce
+    store = (HOST if nodes.address is None else nodes.address[0], store_port)
+    tasks = []
+    for rank in nodes.ranks:
+        place = RankPlace(rank, config.tp_size, store, config.dist_timeout, peer_memory)
+        own = config_of_rank(config, rank)
+        tasks.append(RankTask(place, own, str(model_path), overlap_depth))
+    return tasks
 
 
 def run_rank(connection: Connection, grammars: Connection, task: RankTask) -> None:

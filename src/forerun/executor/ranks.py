@@ -1,7 +1,7 @@
 """The executor of `tp_size` ranks: a process each, which run the same plans.
 
-Every rank gets the same bytes over a pipe of its own. Results are read from rank 0 alone. A thread
-watches the processes: when one ends, it ends the others, which may wait for it in a collective, so
+Every rank gets the same bytes, those of other nodes through the process that has joined from there
+(`host_ranks.py`). Results are read from rank 0 alone. When ranks end, all others are ended too, so
 that whoever waits for them finds the pipe closed and raises what has happened.
 """
 
@@ -10,12 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_info, decode_result, encode
@@ -23,80 +22,79 @@ from forerun.core.errors import ConfigError, ExecutorError
 from forerun.core.executor import ExecutorInfo, PendingStep
 from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
+from forerun.executor.node_join import gather_nodes
+from forerun.executor.node_ranks import LocalRanks, NodeRanks, RankGone
 from forerun.executor.process_executor import (
-    CLOSE,
-    CLOSE_SECONDS,
     DISABLE_DRAFTS,
-    FAILED,
     INFO,
     PLAN,
     PREPARE,
-    REFUSED,
     RESULT,
     RemoteStep,
     compiled_body,
     message_body,
-    spawn,
 )
-from forerun.executor.rank_process import RankTask, run_rank
-from forerun.executor.tensor_parallel import config_of_rank
-from forerun.layers.torch_communicator import RankPlace, meeting_point
+from forerun.executor.rank_process import rank_tasks
+from forerun.executor.remote_ranks import Start
+from forerun.layers.torch_communicator import meeting_point
 
 WHO = "A rank"  # in errors
-JOIN_SECONDS = 5.0  # until the watching thread has seen how a process ended
+FOLLOWING_SECONDS = 1.0  # between a rank that is gone and other ranks' errors that follow from it
+CAUSE_SECONDS = 5.0  # until it is known why ranks have ended
 
-
-@dataclass(frozen=True)
-class _Rank:
-    connection: Connection
-    grammars: Connection
-    process: BaseProcess
+T = TypeVar("T")
+Ends = SimpleQueue[Exception | None]  # causes; None: closed
 
 
 class RanksExecutor:
     """The engine's side. Results arrive in the order of the plans."""
 
-    def __init__(self, ranks: Sequence[_Rank], store: Any) -> None:
-        """Waits until all ranks are ready.
+    def __init__(self, local: LocalRanks, remote: Sequence[NodeRanks], ends: Ends) -> None:
+        """Waits until all ranks are ready. `ends`: where the nodes report why theirs have ended.
 
         Raises:
             ConfigError: the settings are invalid.
             ExecutorError: a rank failed to start.
         """
-        self._ranks, self._store = ranks, store
+        self.local, self._nodes = local, [local, *remote]
         self._pending: deque[RemoteStep] = deque()
-        self._compiling = threading.Lock()  # a request and its answers in the pipes of grammars
-        self._closing = threading.Event()
-        self._cause: Exception | None = None  # why the ranks have ended; set by `_watch`
-        self._watching = threading.Thread(target=self._watch, daemon=True)
-        self._watching.start()
-        infos = [self._receive(rank.connection, INFO) for rank in ranks]
-        self._info = decode_info(infos[0])
+        self._compiling = threading.Lock()  # a request and its answers, of grammars
+        self._ends = ends
+        self._cause: Exception | None = None  # why the ranks have ended
+        self._has_cause = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+        self.store: Any = None  # of the ranks' meeting point: open as long as this object lives
+        for node in self._nodes:
+            self._try(node.wait_ready)
+        self._info = decode_info(message_body(local.info, INFO, WHO))
 
     @classmethod
     def start(
         cls, config: EngineConfig, model_path: Path, overlap_depth: int | None = None
     ) -> RanksExecutor:
-        """Starts the processes, with `spawn`, which CUDA requires."""
-        store = meeting_point()
-        ranks: list[_Rank] = []
+        """Waits for the other nodes, if there are some, and starts the ranks on all of them.
+
+        Raises:
+            ConfigError: the settings are invalid, or a node does not join.
+            ExecutorError: a rank failed to start.
+        """
+        ends: Ends = SimpleQueue()
+        remote = gather_nodes(config, model_path)
+        nodes: list[NodeRanks] = [*remote]
         try:
-            for i in range(config.tp_size):
-                place = RankPlace(
-                    i,
-                    config.tp_size,
-                    store.port,
-                    config.dist_timeout,
-                    not config.disable_custom_all_reduce,
-                )
-                own = config_of_rank(config, i)
-                ranks.append(_start(RankTask(place, own, str(model_path), overlap_depth)))
-            return cls(ranks, store)
-        except BaseException:
-            for rank in ranks:
-                rank.process.kill()
-                rank.process.join()
+            store = meeting_point()
+            for each in remote:
+                each.start(Start(store.port, overlap_depth), ends.put)
+            tasks = rank_tasks(config, model_path, overlap_depth, store.port)
+            local = LocalRanks.start(tasks, ends.put)
+            nodes.append(local)
+            executor = cls(local, remote, ends)
+        except BaseException as error:
+            for node in nodes:
+                node.kill(ExecutorError(f"the start failed: {error}"))
             raise
+        executor.store = store
+        return executor
 
     @property
     def info(self) -> ExecutorInfo:
@@ -120,105 +118,66 @@ class RanksExecutor:
 
     def close(self) -> None:
         """Ends the processes; repeated calls do nothing."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        for rank in self._ranks:
-            if rank.process.is_alive():
-                self._send_to(rank, CLOSE)
-        end = time.monotonic() + CLOSE_SECONDS
-        for rank in self._ranks:
-            rank.process.join(max(0.0, end - time.monotonic()))
-            rank.process.kill()
-            rank.process.join()
-        self._watching.join()
-        for rank in self._ranks:
-            rank.connection.close()
-            rank.grammars.close()
+        self._ends.put(None)
+        for node in self._nodes:
+            node.close()
 
     def wait(self, step: RemoteStep) -> StepResult:
         """Receives results up to that of `step`."""
         while step.value is None:
-            result = self._receive(self._ranks[0].connection, RESULT)
+            result = message_body(self._try(self.local.receive), RESULT, WHO)
             self._pending.popleft().value = decode_result(result)
         return step.value
 
     def _send(self, message: bytes) -> None:
-        for rank in self._ranks:
-            self._send_to(rank, message)
-
-    def _send_to(self, rank: _Rank, message: bytes) -> None:
-        try:
-            rank.connection.send_bytes(message)
-        except OSError as error:
-            if not self._closing.is_set():
-                raise self._ended() from error
-
-    def _receive(self, connection: Connection, expected: bytes) -> bytes:
-        try:
-            message = connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            raise self._ended() from error
-        return message_body(message, expected, WHO)
+        # Other nodes first: their way is longer.
+        for node in reversed(self._nodes):
+            self._try(partial(node.send, message))
 
     def _ask_grammars(self, message: bytes) -> bytes:
         """Every rank; returns the first one's answer."""
         with self._compiling:
-            try:
-                for rank in self._ranks:
-                    rank.grammars.send_bytes(message)
-                answers = [rank.grammars.recv_bytes() for rank in self._ranks]
-            except (EOFError, OSError) as error:
-                raise self._ended() from error
+            for node in self._nodes:
+                self._try(partial(node.send_grammar, message))
+            answers = [self._try(node.receive_grammar) for node in self._nodes]
         bodies = [compiled_body(answer, WHO) for answer in answers]
         return bodies[0]
 
-    # --- processes that end -----------------------------------------------------------------------
+    # --- ranks that end ---------------------------------------------------------------------------
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """
+        Raises:
+            ConfigError, ExecutorError: why the ranks have ended.
+        """
+        try:
+            return action()
+        except (EOFError, OSError) as error:
+            self._has_cause.wait(CAUSE_SECONDS)
+            raise self._cause or ExecutorError("A rank ended unexpectedly.") from error
 
     def _watch(self) -> None:
-        """Body of the watching thread."""
-        ended = wait([rank.process.sentinel for rank in self._ranks])
-        if self._closing.is_set():
-            return
-        self._cause = self._why(ended)
-        for rank in self._ranks:
-            rank.process.kill()
+        """Body of the watching thread: when ranks have ended, ends the others."""
+        cause = self._ends.get()
+        if cause is None:
+            return  # closed
+        if len(self._nodes) > 1 and not isinstance(cause, ConfigError):
+            cause = self._first_cause(cause)
+        self._cause = cause
+        self._has_cause.set()
+        for node in self._nodes:
+            node.kill(cause)
 
-    def _why(self, ended: Sequence[object]) -> Exception:
-        """Of the ranks that have ended: the error of one that says nothing, or the first one's.
+    def _first_cause(self, cause: Exception) -> Exception:
+        """Of an error, and of what nodes report soon after it: a rank or node that is gone.
 
-        `ended`: their sentinels, which are seen before the processes can be waited for.
+        An error may follow from that, and be heard of first.
         """
-        said: list[Exception] = []
-        for i, rank in enumerate(self._ranks):
-            if rank.process.sentinel not in ended:
-                continue
-            rank.process.join()
-            error = _last_words(i, rank)
-            if error is None:
-                code = rank.process.exitcode
-                return ExecutorError(f"Rank {i} ended unexpectedly (exit code {code}).")
-            said.append(error)
-        return said[0]
-
-    def _ended(self) -> Exception:
-        self._watching.join(JOIN_SECONDS)
-        return self._cause or ExecutorError("A rank ended unexpectedly.")
-
-
-def _last_words(index: int, rank: _Rank) -> Exception | None:
-    """What a process that has ended sent before; None: nothing about an error."""
-    try:
-        while rank.connection.poll():
-            message = rank.connection.recv_bytes()
-            if message[:1] == REFUSED:
-                return ConfigError(message[1:].decode())
-            if message[:1] == FAILED:
-                return ExecutorError(f"Rank {index} failed: {message[1:].decode(errors='replace')}")
-    except (EOFError, OSError):
-        return None
-    return None
-
-
-def _start(task: RankTask) -> _Rank:
-    return _Rank(*spawn(run_rank, (task,), f"forerun-rank-{task.place.rank}"))
+        end = time.monotonic() + FOLLOWING_SECONDS
+        while not isinstance(cause, RankGone):
+            try:
+                later = self._ends.get(timeout=max(0.0, end - time.monotonic()))
+            except Empty:
+                return cause
+            cause = later if isinstance(later, RankGone) else cause
+        return cause

@@ -14,7 +14,8 @@ from forerun.platform.device import resolve_device
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of this rank: GPUs one after the other, from the one that `device` names.
+    """The device of this rank: GPUs of its node one after the other, from the one that `device`
+    names.
 
     Raises:
         ConfigError: there are fewer GPUs.
@@ -22,14 +23,15 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     first = resolve_device(config.device)
     if first.type == "cpu" or config.tp_size == 1:
         return first
-    gpus, begin = torch.cuda.device_count(), first.index
-    needed = begin + config.tp_size
+    gpus, begin, ranks = torch.cuda.device_count(), first.index, config.nodes.ranks
+    needed = begin + len(ranks)
     if needed > gpus:
+        per_node = f" on nnodes {config.nnodes}" if config.nnodes > 1 else ""
         raise ConfigError(
-            f"tp_size {config.tp_size} from {first} on needs {needed} GPUs, and this machine"
-            f" shows {gpus}; lower tp_size, or check CUDA_VISIBLE_DEVICES."
+            f"tp_size {config.tp_size}{per_node} from {first} on needs {needed} GPUs, and this"
+            f" machine shows {gpus}; lower tp_size, or check CUDA_VISIBLE_DEVICES."
         )
-    return torch.device("cuda", begin + rank)
+    return torch.device("cuda", begin + rank - ranks.start)
 
 
 def check_ranks(config: EngineConfig, model_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from forerun.kernels.communication import all_reduce_sm90
 from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
 from forerun.layers.communication import Communicator
+from forerun.platform.network import interface_to
 
 log = logging.getLogger("forerun")
 HOST = "127.0.0.1"
@@ -28,7 +28,7 @@ class RankPlace:
 
     rank: int
     size: int
-    port: int  # on this machine, of the `meeting_point` by which they find each other
+    store: tuple[str, int]  # host and port of the `meeting_point` by which they find each other
     timeout: int  # seconds that one waits for the others in an operation
     peer_memory: bool = True  # write to each other's, if that is possible
 
@@ -48,13 +48,14 @@ class TorchCommunicator(Communicator):
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
             torch.cuda.set_device(device)
-        if sys.platform == "linux":  # one machine: no other interface is needed
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        interface = interface_to(place.store)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         timeout = timedelta(seconds=place.timeout)
         store = dist.TCPStore  # type: ignore[attr-defined]
         dist.init_process_group(
             "nccl" if self._on_gpu else "gloo",
-            store=store(HOST, place.port, is_master=False, timeout=timeout),
+            store=store(*place.store, is_master=False, timeout=timeout),
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,

@@ -45,8 +45,13 @@ class LLM:
 
     Thread-safe: requests of all threads run in one batch.
 
+    With `nnodes` the same script runs on every node. On others than node 0 this is where it ends:
+    the constructor hosts the node's ranks until the `LLM` on node 0 is closed.
+
     Raises:
         ConfigError: invalid settings, checkpoint or draft; the message says how to fix it.
+        ExecutorError: with `node_rank` above 0: the engine has failed, or node 0 is gone.
+        SystemExit: with `node_rank` above 0: the `LLM` on node 0 is closed.
     """
 
     def __init__(
@@ -58,6 +63,11 @@ class LLM:
     ) -> None:
         """`overlap_depth`: 0 or 1 instead of the device's default; for tests."""
         self.config, target = with_models(checked_config({**settings, "model_path": model_path}))
+        if self.config.node_rank > 0:
+            from forerun.executor.host_ranks import host_ranks
+
+            host_ranks(self.config, target)
+            raise SystemExit(0)
         self.tokenizer = load_tokenizer(self.config, target)
         executor = start_executor(self.config, target, overlap_depth)
         # Benchmarks and tests may step it while no call runs.

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 FIX_FILE = "Download it again"
 FIX_FOLDER = "give the path of a Hugging Face model folder, or org/name of one on the Hub"
+SAMPLES, SAMPLE_BYTES = 8, 4096  # of a file's data, in its fingerprint
 
 View = Tensor | QuantizedWeight  # what a tensor of a checkpoint is copied into
 
@@ -466,6 +468,25 @@ def _check_index(folder: Path, headers: Mapping[str, Header]) -> None:
     for name, file in _weight_map(folder).items():
         if name not in headers:
             raise ConfigError(f"{folder / file} lacks {name}, which the index says it holds.")
+
+
+def fingerprint(folder: Path, weights: bool = True) -> str:
+    """A digest of config.json, and of headers and samples of `weights`.
+
+    Raises:
+        ConfigError: there are no weights, or files cannot be read.
+    """
+    digest = sha256()
+    with _readable(folder / "config.json"):
+        digest.update((folder / "config.json").read_bytes())
+    for file in sorted(_files(folder)) if weights else ():
+        with _readable(file), file.open("rb") as stream:
+            size, length = file.stat().st_size, int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(min(length, size)))
+            for part in range(1, SAMPLES + 1):
+                stream.seek(max(0, size * part // SAMPLES - SAMPLE_BYTES))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:12]
 
 
 def _read_headers(file: Path) -> dict[str, Header]:

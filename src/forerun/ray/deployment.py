@@ -49,7 +49,8 @@ class Arguments:
             part = "ray" if name in of_ray else "server" if name in of_server else "engine"
             parts[part][name] = value
         ServerSettings.of(parts["server"])
-        checked_config(parts["engine"])
+        if checked_config(parts["engine"]).nnodes > 1:
+            raise ConfigError("nnodes is not available with Ray Serve: an engine is one actor.")
         made = cls(parts["server"], parts["engine"], **parts["ray"])
         if made.num_replicas is not None and made.autoscaling_config is not None:
             raise ConfigError("num_replicas and autoscaling_config exclude each other; drop one.")

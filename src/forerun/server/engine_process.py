@@ -120,11 +120,9 @@ def _serve(task: EngineTask, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]
     with progress("preparing grammars"):
         executor.prepare_grammars()
     engine = Engine(task.config, executor)
-    try:
-        outbox.send(encode(Ready(engine.info)))
-        EngineServer(engine, inbox, outbox).run()
-    finally:
-        engine.close()
+    outbox.send(encode(Ready(engine.info)))
+    EngineServer(engine, inbox, outbox).run()
+    engine.close()  # not after an error: other nodes would take it for the end of the server
 
 
 @dataclass(eq=False)

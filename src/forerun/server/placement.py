@@ -23,10 +23,15 @@ class Placement:
 def place_replicas(config: EngineConfig, count: int) -> list[Placement]:
     """
     Raises:
-        ConfigError: there are fewer GPUs than replicas.
+        ConfigError: there are fewer GPUs than replicas, or the engine has several nodes.
     """
     if count == 1:
         return [Placement(config)]
+    if config.nnodes > 1:
+        raise ConfigError(
+            f"dp_size {count} is not available with nnodes {config.nnodes}; drop one of them, and"
+            " put a router before servers of one engine each."
+        )
     ranks = config.tp_size
     device = resolve_device(config.device)
     if device.type == "cpu":
