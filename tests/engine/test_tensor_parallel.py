@@ -6,7 +6,6 @@ processes, as the engine does.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -255,7 +254,7 @@ def test_settings_that_cannot_work_are_refused_by_the_ranks() -> None:
         LLM(folder("dense"), tp_size=4, skip_tokenizer_init=True, device="cpu")
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input() -> None:
     """What a rank checks before it looks for the others."""
     from forerun.executor.tensor_parallel import check_ranks
 
@@ -263,15 +262,9 @@ def test_bad_input(tmp_path: Path) -> None:
         config("dense", None, tp_size=0)
     settings = config("dense", None, tp_size=2, cpu_graph=True)
     with pytest.raises(ConfigError, match="cpu_graph is not available with tp_size 2"):
-        check_ranks(settings, folder("dense"))
+        check_ranks(settings)
     with pytest.raises(ConfigError, match="model_impl transformers is not available with tp_size"):
-        check_ranks(config("dense", None, tp_size=2, model_impl="transformers"), folder("dense"))
-    raw = json.loads((folder("dense") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps({**raw, "architectures": ["Olmo2ForCausalLM"]})
-    )
-    with pytest.raises(ConfigError, match="Olmo2ForCausalLM is not available with tp_size 2"):
-        check_ranks(config("dense", None, tp_size=2), tmp_path)
+        check_ranks(config("dense", None, tp_size=2, model_impl="transformers"))
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from forerun.kernels.cpu import library
 from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.layers.communication import SINGLE_RANK, Communicator, UnreducedRank, WeightPlacement
 from forerun.layers.sharding import Shard, even_shard
-from forerun.models import int4_formats
+from forerun.models import gpt_oss, int4_formats
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target_at
 from tests.models import test_int4_formats as int4
@@ -102,6 +102,18 @@ def test_two_ranks_compute_as_one(make: Make, quantization: str | None, tmp_path
         want = logits(folder, SINGLE_RANK, *how)
         for got in on_ranks(2, lambda comm, how=how: logits(folder, comm, *how)):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_in_mxfp4(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dequantised while they are read, and packed, as on a GPU; 128 columns and 64."""
+    monkeypatch.setattr(gpt_oss, "have_triton", lambda device: packed)
+    fp8.mxfp4_checkpoint(tmp_path, hidden_size=64, intermediate_size=192)
+    want = logits(tmp_path, SINGLE_RANK)
+    for got in on_ranks(2, lambda comm: logits(tmp_path, comm)):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"too many for .* expert width, 192: .* at most 3"):
+        load(tmp_path, UnreducedRank(0, 4))
 
 
 # --- what is kept packed is divided, too ----------------------------------------------------------

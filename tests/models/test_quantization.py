@@ -128,12 +128,12 @@ def test_mxfp4_is_dequantised_as_in_transformers() -> None:
     assert len(got.unique()) > 20 and got.min() < 0 < got.max()
 
 
-def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
-    """Its experts are packed; everything else is as in the checkpoint without."""
-    hf = family("gpt-oss")  # hidden size 32, expert width 48
-    config = {**hf.config.to_dict(), "intermediate_size": 64}
+def mxfp4_checkpoint(folder: Path, **sizes: int) -> tuple[Any, list[str]]:
+    """A gpt-oss with packed experts: what it means, as a model of transformers, and their names."""
+    hf = family("gpt-oss")
+    config = {**hf.config.to_dict(), **sizes}
     hf = random_hf(type(hf.config)(**config, experts_implementation="eager"))
-    folder = save(hf, tmp_path)
+    folder = save(hf, folder)
     tensors = load_file(folder / "model.safetensors")
     experts = [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]
     assert len(experts) == 6
@@ -147,7 +147,13 @@ def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(raw))
+    return hf, experts
 
+
+def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are packed; everything else is as in the checkpoint without."""
+    folder = tmp_path
+    hf, experts = mxfp4_checkpoint(folder, intermediate_size=64)
     model = load_target(folder, torch.float32, CPU)
     ids = torch.arange(20)
     with torch.no_grad():
@@ -155,7 +161,7 @@ def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
     got = model.compute_logits(Loop.of_model(model).ragged([(0, ids)])[0])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
-    first = f"{experts[0]}_scales"
+    first, tensors = f"{experts[0]}_scales", load_file(folder / "model.safetensors")
     save_file({**tensors, first: tensors[first][:, 1:].contiguous()}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"{first} has shape .*, expected"):
         load_target(folder, torch.float32, CPU)

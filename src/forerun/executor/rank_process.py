@@ -96,7 +96,7 @@ def _serve(task: RankTask, connection: Connection, grammars: Connection) -> None
     from forerun.layers.torch_communicator import TorchCommunicator
 
     place = task.place
-    check_ranks(task.config, Path(task.model_path))
+    check_ranks(task.config)
     comm = TorchCommunicator(place, rank_device(task.config, place.rank))
     executor = build_executor(task.config, Path(task.model_path), task.overlap_depth, comm)
     threading.Thread(target=compile_grammars, args=(grammars, executor), daemon=True).start()

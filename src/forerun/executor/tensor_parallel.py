@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
-from forerun.models.registry import TRANSFORMERS, model_class, target_config
+from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import resolve_device
 
 
@@ -34,11 +33,11 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", begin + rank - ranks.start)
 
 
-def check_ranks(config: EngineConfig, model_path: Path) -> None:
+def check_ranks(config: EngineConfig) -> None:
     """Before the ranks meet.
 
     Raises:
-        ConfigError: a setting or a model that runs on one rank only.
+        ConfigError: a setting that runs on one rank only.
     """
     where = f"with tp_size {config.tp_size}"
     if config.model_impl == TRANSFORMERS:
@@ -46,9 +45,6 @@ def check_ranks(config: EngineConfig, model_path: Path) -> None:
     for name in ("enable_piecewise_cuda_graph", "cpu_graph"):
         if vars(config)[name]:
             raise ConfigError(f"{name} is not available {where}; drop one of them.")
-    target = target_config(model_path, config.model_impl)
-    if not model_class(target).tensor_parallel:
-        raise ConfigError(f"{target.architecture} is not available {where}; drop tp_size.")
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:

@@ -288,16 +288,16 @@ class QKVLinear(MergedBase):
         place: WeightPlacement,
     ) -> None:
         self._of_heads(num_heads, num_kv_heads, head_dim, place)
-        shards = (each.scaled(head_dim) for each in (self._q, self._kv, self._kv))
+        shards = (each.scaled(head_dim) for each in (self.q_heads, self.kv_heads, self.kv_heads))
         parts = dict(zip(("q_proj", "k_proj", "v_proj"), shards, strict=True))
         super().__init__(input_size, parts, bias, place)
 
     def _of_heads(
         self, num_heads: int, num_kv_heads: int, head_dim: int, place: WeightPlacement
     ) -> None:
-        self._q = even_shard(num_heads, place.comm, "attention heads")
-        self._kv = kv_head_shard(num_kv_heads, place.comm)
-        self.num_heads, self.num_kv_heads = self._q.count, self._kv.count  # of this rank
+        self.q_heads = even_shard(num_heads, place.comm, "attention heads")
+        self.kv_heads = kv_head_shard(num_kv_heads, place.comm)
+        self.num_heads, self.num_kv_heads = self.q_heads.count, self.kv_heads.count  # of this rank
         self.head_dim = head_dim
 
     @property
@@ -363,7 +363,7 @@ class GatedQKVLinear(QKVLinear):
         place: WeightPlacement,
     ) -> None:
         self._of_heads(num_heads, num_kv_heads, head_dim, place)
-        q, kv = self._q.scaled(head_dim), self._kv.scaled(head_dim)
+        q, kv = self.q_heads.scaled(head_dim), self.kv_heads.scaled(head_dim)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate": q}
         MergedBase.__init__(self, input_size, parts, bias, place)
 
@@ -385,7 +385,7 @@ class GatedQKVLinear(QKVLinear):
     def _row_shards(self, prefix: str) -> dict[str, Shard]:
         above = prefix[: prefix.rfind(".", 0, -1) + 1]
         parts = {n: s for n, s in super()._row_shards(prefix).items() if n != f"{above}gate."}
-        both = {f"{above}q_proj.": self._q.scaled(2 * self.head_dim)}
+        both = {f"{above}q_proj.": self.q_heads.scaled(2 * self.head_dim)}
         return parts | both if parts else {}
 
 

@@ -46,7 +46,7 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm
-from forerun.layers.sharding import Shard, even_shard
+from forerun.layers.sharding import Shard, block_shard, even_shard
 
 __all__ = [
     "Experts",
@@ -129,6 +129,7 @@ class Experts(Module):
     """
 
     quantizable: ClassVar[bool] = True
+    block: ClassVar[int | None] = None  # columns that stay on one rank; None: ranks have as many
 
     def __init__(
         self,
@@ -140,7 +141,11 @@ class Experts(Module):
     ) -> None:
         """`num_experts`: the routed ones."""
         self._ranks = place.comm.size
-        self._columns = even_shard(intermediate_size, place.comm, "expert width")
+        self._columns = (
+            even_shard(intermediate_size, place.comm, "expert width")
+            if self.block is None
+            else block_shard(intermediate_size, self.block, place.comm, "expert width")
+        )
         self.width = self._columns.count  # of this rank
         for name, size in (("hidden_size", hidden_size), ("expert width", self.width)):
             if size < ALIGNMENT or size % ALIGNMENT:

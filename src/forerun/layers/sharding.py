@@ -122,6 +122,22 @@ def even_shard(size: int, comm: Communicator, what: str, dim: int = 0) -> Shard:
     return Shard(dim, size, (range(comm.rank * count, (comm.rank + 1) * count),))
 
 
+def block_shard(size: int, block: int, comm: Communicator, what: str) -> Shard:
+    """Whole blocks of so many, of which the first ranks may have one more; the last may be smaller.
+
+    Raises:
+        ConfigError: a rank would have none.
+    """
+    blocks = -(-size // block)
+    if blocks < comm.size:
+        raise ConfigError(
+            f"tp_size {comm.size} is too many for the model's {what}, {size}: blocks of {block}"
+            f" stay on one rank. Take at most {blocks}."
+        )
+    first, last = (-(-rank * blocks // comm.size) for rank in (comm.rank, comm.rank + 1))
+    return Shard(0, size, (range(first * block, min(last * block, size)),))
+
+
 def kv_head_shard(num_kv_heads: int, comm: Communicator) -> Shard:
     """Of K/V heads. Where there are more ranks than heads, neighbouring ranks have the same one.
 

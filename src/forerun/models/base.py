@@ -60,7 +60,6 @@ class CausalLM(Module, ABC):
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # `hidden_act`s it computes
     partial_rotary: ClassVar[bool] = False  # whether part of a head may be rotated
     has_recurrent_layers: ClassVar[bool] = False
-    tensor_parallel: ClassVar[bool] = False  # whether its weights can be divided among ranks
     rms_norm: ClassVar[type[RMSNorm]] = RMSNorm  # outside of layers
     lm_head: LMHead
 

@@ -68,7 +68,6 @@ class DecoderForCausalLM(CausalLM):
     """A family of which only the layers are its own: `decoder_layer`."""
 
     decoder: ClassVar[type[DecoderModel]] = DecoderModel
-    tensor_parallel = True
 
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
         self.config = config

@@ -34,6 +34,7 @@ from forerun.layers.attention import Attention, SharedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
 from forerun.layers.linear import (
+    ColumnLinear,
     Hidden,
     Linear,
     PendingGemm,
@@ -47,6 +48,7 @@ from forerun.layers.module import Module
 from forerun.layers.moe import Experts, Router
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.layers.sharding import Shard, even_shard
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM, DecoderModel, Scales
 
@@ -89,7 +91,7 @@ class Gemma4Attention(Module):
         self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, (self.q_norm, self.k_norm))
         self.attn.spec = AttentionSpec(mask, SCALE)
         self.o_proj = RowLinear(heads * dim, size, config.o_bias, place)
-        self._values = kv_heads, dim, eps
+        self._values = self.qkv_proj.num_kv_heads, dim, eps
 
     def __call__(
         self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
@@ -108,7 +110,8 @@ class Gemma4SharedAttention(Module):
         source, dim = kv_source(config, layer_id), config.layer_head_dims[layer_id]
         assert source is not None
         size, width = config.hidden_size, config.num_heads * dim
-        self.q_proj = Linear(size, width, config.qkv_bias, place)
+        heads = even_shard(config.num_heads, place.comm, "attention heads")
+        self.q_proj = ColumnLinear(size, heads.scaled(dim), config.qkv_bias, place)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, place)
         spec = AttentionSpec(mask, SCALE)
         self.attn = SharedAttention(layer_id, source, spec, dim, self.q_norm)
@@ -185,6 +188,9 @@ class Gemma4DecoderLayer(DecoderLayer):
         """In checkpoints the parts of `moe` are the layer's."""
         own = {n.replace(f"{prefix}moe.", prefix): v for n, v in super().weights(prefix).items()}
         return own | {f"{prefix}layer_scalar": self.layer_scalar}
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {n.replace(f"{prefix}moe.", prefix): s for n, s in super().shards(prefix).items()}
 
     def prepare(self) -> None:
         super().prepare()
@@ -309,7 +315,6 @@ class Gemma4ForCausalLM(DecoderForCausalLM):
     decoder = Gemma4Model
     activations: ClassVar = ("gelu_pytorch_tanh",)
     partial_rotary = True
-    tensor_parallel = False  # embeddings per layer, layers that share K/V
 
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
         if config.raw.get("use_bidirectional_attention") == "all":

@@ -25,6 +25,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.moe import Experts, Router, Routing, SparseMoE
 from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.layers.sharding import Shard
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
 from forerun.models.quantization import BLOCKS, MXFP4_RUN, SCALES
@@ -37,12 +38,16 @@ class GptOssAttention(ProjectedAttention):
         hidden_size = config.hidden_size
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
-        self.sinks = place.empty(heads)  # a logit per head, without a value
+        self.sinks = place.empty(self.qkv_proj.num_heads)  # a logit per head, without a value
         self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         return super().weights(prefix) | {f"{prefix}sinks": self.sinks}
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        own = super().shards(prefix)
+        return own | {f"{prefix}sinks": self.qkv_proj.q_heads} if own else {}
 
     def prepare(self) -> None:
         super().prepare()
@@ -63,6 +68,7 @@ class GptOssExperts(Experts):
     """With biases, and named as whole tensors; gate and up alternate in checkpoints."""
 
     quantizable = False  # in FP8: the kernels have no biases
+    block = MXFP4_BLOCK_K  # as the kernels for MXFP4 read them
     alpha, limit = 1.702, 7.0  # of `ClampedSwiglu`; a config may have others
 
     def __init__(
@@ -74,8 +80,9 @@ class GptOssExperts(Experts):
         num_shared: int = 0,
     ) -> None:
         super().__init__(num_experts, hidden_size, intermediate_size, place, num_shared)
-        self.b13 = place.empty(num_experts, 2 * intermediate_size)
+        self.b13 = place.empty(num_experts, 2 * self.width)
         self.b2 = place.empty(num_experts, hidden_size)
+        self._adds_bias = place.comm.rank == 0  # of the sum over ranks
         self._stored: list[tuple[Tensor, Tensor]] = []  # blocks and scales of w13, w2
         self._mxfp4: list[Mxfp4Matrices] = []
 
@@ -113,8 +120,23 @@ class GptOssExperts(Experts):
         }
         return plain | biases
 
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        """Gate and up alternate, so a rank's columns of both are neighbours."""
+        if self._ranks == 1:
+            return {}
+        own, pairs = self._columns, self._columns.scaled(2)
+        gate_up, down = f"{prefix}gate_up_proj", f"{prefix}down_proj"
+        biases = {f"{gate_up}_bias": pairs.along(1)}
+        if not self._stored:
+            return biases | {gate_up: pairs.along(2), down: own.along(1)}
+        runs = own.in_groups(MXFP4_RUN, "expert width").along(2)
+        gates = dict.fromkeys((gate_up + BLOCKS, gate_up + SCALES), pairs.along(1))
+        return biases | gates | dict.fromkeys((down + BLOCKS, down + SCALES), runs)
+
     def prepare(self) -> None:
         super().prepare()
+        if not self._adds_bias:
+            self.b2.zero_()
         self._mxfp4 = [Mxfp4Matrices.pack(blocks, scales) for blocks, scales in self._stored]
         self._stored = []
         self.quantized_gemm = "mxfp4 experts: W4A16 in Triton" if self._mxfp4 else None
@@ -189,4 +211,3 @@ class GptOssDecoderLayer(DecoderLayer):
 class GptOssForCausalLM(DecoderForCausalLM):
     decoder_layer = GptOssDecoderLayer
     has_attention_sinks = True
-    tensor_parallel = False  # sinks, and experts with biases

@@ -11,13 +11,40 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.layers.attention import Attention, ProjectedAttention
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates
+from forerun.layers.sharding import Shard
 from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
+
+
+class AllHeadsNorm(RMSNorm):
+    """Of all heads together, of which this rank has some."""
+
+    def __init__(self, columns: Shard, eps: float, place: WeightPlacement) -> None:
+        super().__init__(columns.count, eps, place)
+        self._columns, self._ranks = columns, place.comm.size
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        return {f"{prefix}weight": self._columns} if self._ranks > 1 else {}
+
+
+def norm_across(comm: Communicator, *parts: tuple[AllHeadsNorm, Tensor]) -> list[Tensor]:
+    """Every part [T, size] normed with the statistics of all ranks, which are summed at once.
+
+    Heads that several ranks have are all as often in the sum, and so do not change the mean.
+    """
+    if comm.size == 1:
+        return [norm(x) for norm, x in parts]
+    means = torch.stack([x.float().square().mean(-1) for _, x in parts], -1)
+    means = comm.all_reduce(means) / comm.size
+    return [
+        (x * torch.rsqrt(means[:, i, None] + norm.eps) * norm.weight).to(x.dtype)
+        for i, (norm, x) in enumerate(parts)
+    ]
 
 
 class Olmo2Attention(ProjectedAttention):
@@ -26,19 +53,20 @@ class Olmo2Attention(ProjectedAttention):
     ) -> None:
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.sizes = heads * dim, kv_heads * dim, kv_heads * dim
         self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
-        self.q_norm = RMSNorm(heads * dim, eps, place)  # of all heads together
-        self.k_norm = RMSNorm(kv_heads * dim, eps, place)
+        self.sizes = tuple(self.qkv_proj.parts.values())
+        self.q_norm = AllHeadsNorm(self.qkv_proj.q_heads.scaled(dim), eps, place)
+        self.k_norm = AllHeadsNorm(self.qkv_proj.kv_heads.scaled(dim), eps, place)
         self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
         self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
+        self._comm = place.comm
 
     def key_norm(self) -> RMSNorm:
         return self.k_norm
 
     def __call__(self, x: Tensor, rope: RopeInput, ctx: AttentionContext) -> PendingGemm:
         q, k, v = self.qkv_proj(x).split_with_sizes(self.sizes, 1)
-        qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), 1)
+        qkv = torch.cat((*norm_across(self._comm, (self.q_norm, q), (self.k_norm, k)), v), 1)
         return self.o_proj(self.attn(qkv, rope, ctx))
 
 
@@ -75,4 +103,3 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
     """Olmo2ForCausalLM and Olmo3ForCausalLM: windows and RoPE are in the config."""
 
     decoder_layer = Olmo2DecoderLayer
-    tensor_parallel = False  # the norms of q and k are over all heads
