@@ -37,11 +37,11 @@ from tests.golden_engine import CASES, GOLDEN
 from tests.models.support import _COMMON, FAMILIES, random_hf, save
 from tests.models.test_dflash import ZLAB, random_weights
 from tests.models.test_nextn import checkpoint
+from tests.models.test_quantization import two_checkpoints
 from tests.thread_ranks import ThreadRanksExecutor
 from tests.tp_models import with_a_sixth_head
 
 NEW = 16
-KINDS = ("dense", "moe", "mla", "hybrid")
 RANDOM_DRAFTS = {"DFLASH": "block", "DDTREE": "block", "STANDALONE": "small"}
 DENSE_DRAFTS = {
     "DFLASH": GOLDEN / "draft", "DDTREE": GOLDEN / "draft", "EAGLE3": "eagle3", "NEXTN": "nextn",
@@ -53,9 +53,12 @@ CELLS = [
     *(("moe", name) for name in (None, "DFLASH", "DDTREE", "STANDALONE", "NGRAM")),
     *(("mla", name) for name in (None, "DFLASH", "DDTREE", "NEXTN", "NGRAM")),
     *(("hybrid", name) for name in (None, "DFLASH", "NEXTN", "STANDALONE", "NGRAM")),
+    *(("blocks", name) for name in ("DDTREE", "NGRAM")),
+    *((kind, name) for kind in ("gpt-oss", "gemma4", "olmo3") for name in ("STANDALONE", "NGRAM")),
 ]
 QUICK = {("dense", "DFLASH"), ("dense", "EAGLE3"), ("moe", "DDTREE"), ("mla", "NEXTN"),
-         ("hybrid", "NEXTN")}  # fmt: skip
+         ("hybrid", "NEXTN"), ("blocks", "DDTREE"), ("gpt-oss", "STANDALONE"),
+         ("gemma4", "STANDALONE"), ("olmo3", "NGRAM")}  # fmt: skip
 FOLDERS: dict[str, Path] = {}
 
 
@@ -81,6 +84,15 @@ def folder(name: str) -> Path:
         case "moe":
             kind, changes = FAMILIES["qwen3-moe"]
             changes = {**changes, "num_hidden_layers": 5, "moe_intermediate_size": 32}
+            return save(random_hf(kind(**{**_COMMON, **changes})), path)
+        case "blocks":
+            kind, changes = FAMILIES["qwen3-moe"]
+            changes = {**changes, "num_hidden_layers": 5, "moe_intermediate_size": 32}
+            hf = random_hf(kind(**{**_COMMON, **changes}))
+            return two_checkpoints(path, hf, block=(24, 8))[0]
+        case "gpt-oss" | "gemma4" | "olmo3":
+            kind, changes = FAMILIES["gemma4-per-layer" if name == "gemma4" else name]
+            changes = changes | ({"intermediate_size": 192} if name == "gpt-oss" else {})
             return save(random_hf(kind(**{**_COMMON, **changes})), path)
         case "mla":
             checkpoint(path, "deepseek-v3")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,12 +11,14 @@ from torch import Tensor
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu import step as cpu
 from forerun.kernels.cpu.gemm import PackedWeight, take_packed_rows
-from forerun.kernels.sampling.argmax import argmax_keys, ids_of_keys
+from forerun.kernels.sampling.argmax import argmax, argmax_keys, ids_of_keys
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import CpuGemm, LibraryGemm
 from forerun.layers.linear import LinearBase, Rows
 from forerun.layers.module import Module
 from forerun.layers.sharding import Shard, VocabShard
+
+Change = Callable[[Tensor], Tensor]  # elementwise
 
 
 class VocabEmbedding(Module):
@@ -110,10 +114,15 @@ class LMHead(LinearBase):
             return logits
         return self._comm.all_gather(logits)[:, : self.vocab.vocab_size]
 
-    def argmax(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits."""
+    def argmax(self, hidden_states: Tensor, change: Change | None = None) -> Tensor:
+        """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits.
+
+        `change`: what a family does to its logits before.
+        """
         if self._comm.size == 1:
-            return self.gemm.argmax(hidden_states)
-        own = self.vocab.own(self.gemm(hidden_states).t()).t()
-        keys = argmax_keys(own, self.vocab.first)
+            if change is None:
+                return self.gemm.argmax(hidden_states)
+            return argmax(change(self.gemm(hidden_states)))
+        logits = self.gemm(hidden_states) if change is None else change(self.gemm(hidden_states))
+        keys = argmax_keys(self.vocab.own(logits.t()).t(), self.vocab.first)
         return ids_of_keys(self._comm.all_reduce_max(keys))

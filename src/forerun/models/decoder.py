@@ -10,7 +10,6 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.linear import Hidden
@@ -27,6 +26,17 @@ class Scales:
     embedding: float = 1.0  # rounded to the weights' dtype
     logits: float = 1.0  # logits are divided by it
     logit_softcap: float | None = None  # c: logits become c · tanh(logit / c)
+
+    @property
+    def change_logits(self) -> bool:
+        return self.logits != 1 or self.logit_softcap is not None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        if self.logits != 1:
+            logits = logits / self.logits
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
 
 
 class DecoderModel(Module):
@@ -86,18 +96,12 @@ class DecoderForCausalLM(CausalLM):
         return self.model.embed_tokens(input_ids)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        logits, scales = self.lm_head(hidden_states), self.scales
-        if scales.logits != 1:
-            logits = logits / scales.logits
-        if scales.logit_softcap is not None:
-            logits = torch.tanh(logits / scales.logit_softcap) * scales.logit_softcap
-        return logits
+        return self.scales.apply(self.lm_head(hidden_states))
 
     def compute_argmax(self, hidden_states: Tensor) -> Tensor:
-        if self.scales.logits == 1 and self.scales.logit_softcap is None:
-            return self.lm_head.argmax(hidden_states)
         # Logits that differ may be equal after rounding; then the lowest id is the largest.
-        return argmax(self.compute_logits(hidden_states))
+        change = self.scales.apply if self.scales.change_logits else None
+        return self.lm_head.argmax(hidden_states, change)
 
     def forward(
         self,
