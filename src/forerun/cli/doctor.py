@@ -23,6 +23,7 @@ from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
 from forerun.kernels.gemm.dispatch import TUNED, choose_fp8_gemm, choose_gemm
+from forerun.kernels.moe.config import choose_moe_fp8_sm90, choose_moe_sm90
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -190,13 +191,22 @@ def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
         fp8_choices = {str(tokens): _choice(c) if c else None for tokens, c in fp8.items()}
         entry = {"n": n, "k": k, "tuned": (n, k) in tuned, "choices": choices}
         out.append(entry | {"fp8_choices": fp8_choices})
-    return {"cuda": nvrtc.available(), "int4": _int4_kernel(gpu), "matrices": out}
+    kernels = {"int4": _int4_kernel(gpu), "experts": _expert_kernels(gpu)}
+    return {"cuda": nvrtc.available(), **kernels, "matrices": out}
 
 
 def _int4_kernel(gpu: GpuInfo) -> str:
     """What multiplies up to 128 tokens by 4-bit integers."""
     config = gemm_int4_sm90.choose_config(4096, 4096, False, gpu, torch.bfloat16)
     return "triton" if config is None else "cuda"
+
+
+def _expert_kernels(gpu: GpuInfo) -> dict[str, str]:
+    """What computes experts of Qwen3-30B-A3B's size for up to 128 tokens, by their weights."""
+    sizes = 1, 2048, 768, torch.bfloat16, gpu  # tokens, hidden size, width
+    chosen = {"bfloat16": choose_moe_sm90(*sizes), "fp8": choose_moe_fp8_sm90(*sizes)}
+    kernels = {name: "triton" if config is None else "cuda" for name, config in chosen.items()}
+    return kernels | {"mxfp4": "triton"}
 
 
 def _choice(config: GemmConfig) -> dict[str, Any]:
@@ -295,6 +305,8 @@ def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
     int4 = "C++" if gemms["int4"] == "cuda" else "Triton"
     console.print(f"  4-bit integers (AWQ, GPTQ, compressed-tensors): up to 128 tokens in {int4}")
     console.print("  in FP8: the weight in 8 bits; the library then quantises tokens too")
+    said = (f"{name} {'C++' if k == 'cuda' else 'Triton'}" for name, k in gemms["experts"].items())
+    console.print(f"  experts (MoE), up to 128 tokens: {', '.join(said)}; more in Triton")
 
 
 def _who(config: dict[str, Any] | None, tuned: bool) -> str:
