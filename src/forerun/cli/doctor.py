@@ -305,8 +305,10 @@ def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
     int4 = "C++" if gemms["int4"] == "cuda" else "Triton"
     console.print(f"  4-bit integers (AWQ, GPTQ, compressed-tensors): up to 128 tokens in {int4}")
     console.print("  in FP8: the weight in 8 bits; the library then quantises tokens too")
-    said = (f"{name} {'C++' if k == 'cuda' else 'Triton'}" for name, k in gemms["experts"].items())
-    console.print(f"  experts (MoE), up to 128 tokens: {', '.join(said)}; more in Triton")
+    experts = ", ".join(
+        f"{w} {'C++' if k == 'cuda' else 'Triton'}" for w, k in gemms["experts"].items()
+    )
+    console.print(f"  experts (MoE), up to 128 tokens: {experts}; more in Triton")
 
 
 def _who(config: dict[str, Any] | None, tuned: bool) -> str:
