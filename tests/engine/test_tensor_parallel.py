@@ -7,12 +7,14 @@ processes, as the engine does.
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.executor.device_executor import device_step
 from forerun.executor.ranks import RanksExecutor
+from forerun.layers.embedding import LMHead
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options
 from tests import chain_models
@@ -191,6 +194,19 @@ def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
             assert run(engine, kind, rotate, preempts) == want
         if algorithm in ("DFLASH", "EAGLE3") and kind == "dense":
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
+
+
+def test_sampled_text_from_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request keeps more than some tokens of a row, so no rank has all logits."""
+    few = [{**each, "frequency_penalty": 0.0} for each in PARAMS]  # penalties need all logits
+    few[1]["top_k"] = 40
+    monkeypatch.setattr(sys.modules[__name__], "PARAMS", few)
+    with engine_of(config("moe", None)) as engine:
+        want = run(engine, "moe")
+    with engine_of(config("moe", "NGRAM", tp_size=2)) as engine:
+        gathered = Mock(side_effect=AssertionError("logits are gathered"))
+        monkeypatch.setattr(LMHead, "__call__", gathered)
+        assert run(engine, "moe") == want
 
 
 @pytest.mark.exhaustive

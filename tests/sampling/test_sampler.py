@@ -15,11 +15,11 @@ from forerun.core.request import Request
 from forerun.core.sampling_params import MAX_STOP_IDS, SamplingParams, check_stop_ids
 from forerun.kernels.sampling.params import SamplingBatch
 from forerun.sampling.noise import gumbel_argmax
-from forerun.sampling.sampler import SamplingFlags, sample
+from forerun.sampling.sampler import SAMPLED, SamplingFlags, sample
 from forerun.sampling.table import SamplingTable
 
 VOCABULARY, NUM_TOKENS = 97, 5
-EVERYTHING = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
+EVERYTHING = SAMPLED
 # Every kind of request, so that any two are neighbours in some batch.
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -171,7 +171,8 @@ def test_flags_state_what_a_batch_needs() -> None:
     assert flags_of([SamplingParams(top_k=1, top_p=0.5)]) == none
     assert flags_of(PARAMS) == EVERYTHING
     assert flags_of([SamplingParams()]) == SamplingFlags(sampled=True)
-    assert flags_of([SamplingParams(top_p=0.9)]) == SamplingFlags(sampled=True, top_p=True)
+    top_p = SamplingFlags(sampled=True, top_p=True, whole_rows=True)
+    assert flags_of([SamplingParams(top_p=0.9)]) == top_p
 
 
 def test_table_keeps_slots_apart() -> None:

@@ -13,8 +13,9 @@ from forerun.executor.step_inputs import SampledTokens, SampleInput, StepShape
 from forerun.kernels.sampling.bitmask import mask_tokens
 from forerun.kernels.sampling.penalties import penalize
 from forerun.models.base import CausalLM
+from forerun.sampling.across import sample_across
 from forerun.sampling.logprobs import LogprobQuery, LogprobRows, Logprobs
-from forerun.sampling.sampler import sample
+from forerun.sampling.sampler import SamplingFlags, sample
 
 # Logits in float32 that are processed together, where more than sampling is done with them.
 GROUP_BYTES = 256 << 20
@@ -33,11 +34,20 @@ class TokenSampler:
         positions = tokens.positions
         if not (shape.flags.sampled or shape.flags.min_tokens):
             ids = self.model.compute_argmax(tokens.hidden_states).view(positions.shape)
+        elif self.model.vocab_is_divided and not shape.flags.whole_rows:
+            ids = self._sample_across(tokens, shape.flags)
         else:
             logits = self._logits(tokens)
             params = self.tables.sampling.gather(tokens.slots)
             ids = sample(logits, positions, params, shape.flags)
         return SampledTokens(ids)
+
+    def _sample_across(self, tokens: SampleInput, flags: SamplingFlags) -> Tensor:
+        """[B, W], from this rank's logits and a few of the others'."""
+        head, positions = self.model.lm_head, tokens.positions
+        own = self.model.compute_own_logits(tokens.hidden_states).view(*positions.shape, -1)
+        params = self.tables.sampling.gather(tokens.slots)
+        return sample_across(own, head.vocab.first, positions, params, flags, head.comm)
 
     def _logits(self, tokens: SampleInput) -> Tensor:
         """[B, W, V]."""

@@ -82,7 +82,7 @@ class LMHead(LinearBase):
         self.vocab = VocabShard.of(vocab_size, place.comm)
         rows = 0 if tied is not None else self.vocab.rows
         super().__init__(hidden_size, rows, False, place)
-        self._comm, self._tied = place.comm, tied
+        self.comm, self._tied = place.comm, tied
         if tied is not None:
             self.weight, self.shared = tied.weight, True
             self.gemm = LibraryGemm(self.weight, None)
@@ -105,24 +105,28 @@ class LMHead(LinearBase):
         return {prefix: self.vocab.own}
 
     def _row_shards(self, prefix: str) -> dict[str, Shard]:
-        return {prefix: self.vocab.shard} if self._comm.size > 1 else {}
+        return {prefix: self.vocab.shard} if self.comm.size > 1 else {}
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [T, H] -> logits [T, V], in the weights' dtype."""
         logits = self.gemm(hidden_states)
-        if self._comm.size == 1:
+        if self.comm.size == 1:
             return logits
-        return self._comm.all_gather(logits)[:, : self.vocab.vocab_size]
+        return self.comm.all_gather(logits)[:, : self.vocab.vocab_size]
+
+    def own_logits(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [T, n], of the rank's token ids."""
+        return self.gemm(hidden_states)[:, : self.vocab.count]
 
     def argmax(self, hidden_states: Tensor, change: Change | None = None) -> Tensor:
         """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits.
 
         `change`: what a family does to its logits before.
         """
-        if self._comm.size == 1:
+        if self.comm.size == 1:
             if change is None:
                 return self.gemm.argmax(hidden_states)
             return argmax(change(self.gemm(hidden_states)))
-        logits = self.gemm(hidden_states) if change is None else change(self.gemm(hidden_states))
-        keys = argmax_keys(self.vocab.own(logits.t()).t(), self.vocab.first)
-        return ids_of_keys(self._comm.all_reduce_max(keys))
+        own = self.own_logits(hidden_states)
+        keys = argmax_keys(own if change is None else change(own), self.vocab.first)
+        return ids_of_keys(self.comm.all_reduce_max(keys))

@@ -62,6 +62,7 @@ class CausalLM(Module, ABC):
     has_recurrent_layers: ClassVar[bool] = False
     rms_norm: ClassVar[type[RMSNorm]] = RMSNorm  # outside of layers
     lm_head: LMHead
+    vocab_is_divided: bool = False  # every rank has the logits of some token ids
 
     @abstractmethod
     def __init__(self, config: ModelConfig, place: WeightPlacement, max_positions: int) -> None:
@@ -103,6 +104,10 @@ class CausalLM(Module, ABC):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[T, H] after the final norm -> logits [T, V], in the model's dtype."""
         return self.lm_head(hidden_states)
+
+    def compute_own_logits(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> [T, n], of this rank's token ids."""
+        return self.lm_head.own_logits(hidden_states)
 
     def compute_argmax(self, hidden_states: Tensor) -> Tensor:
         """[T, H] -> [T] int64: the largest logit's id, the lowest of equals; keeps no logits."""

@@ -86,6 +86,7 @@ class DecoderForCausalLM(CausalLM):
         self.model = self.decoder(config, self, place, max_positions)
         embed_tokens = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, place, embed_tokens)
+        self.vocab_is_divided = place.comm.size > 1
 
     @classmethod
     def scales_of(cls, config: ModelConfig) -> Scales:
@@ -97,6 +98,9 @@ class DecoderForCausalLM(CausalLM):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.scales.apply(self.lm_head(hidden_states))
+
+    def compute_own_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.scales.apply(self.lm_head.own_logits(hidden_states))
 
     def compute_argmax(self, hidden_states: Tensor) -> Tensor:
         # Logits that differ may be equal after rounding; then the lowest id is the largest.

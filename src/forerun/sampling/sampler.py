@@ -17,6 +17,8 @@ from forerun.kernels.sampling.sample import mask_stop_tokens, sample_tokens
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.noise import gumbel_scores
 
+MAX_CANDIDATES = 64  # of a row, that ranks with parts of its logits exchange
+
 
 @dataclass(frozen=True)
 class SamplingFlags:
@@ -32,6 +34,7 @@ class SamplingFlags:
     min_p: bool = False
     min_tokens: bool = False
     penalties: bool = False  # or logit biases
+    whole_rows: bool = False  # filters that may keep more than the `MAX_CANDIDATES` best tokens
 
     @classmethod
     def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
@@ -45,6 +48,9 @@ class SamplingFlags:
             min_p=any(p.min_p > 0 for p in sampled),
             min_tokens=any(bool(p.stop_ids) for p in batch),
             penalties=any(p.penalized for p in batch),
+            whole_rows=any(
+                p.top_k > MAX_CANDIDATES or (p.top_p < 1 and p.top_k < 1) for p in sampled
+            ),
         )
 
     def widened(self) -> SamplingFlags:
@@ -54,7 +60,9 @@ class SamplingFlags:
 
 
 GREEDY = SamplingFlags()
-SAMPLED = SamplingFlags(sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True)
+SAMPLED = SamplingFlags(
+    sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True, whole_rows=True
+)
 
 
 def sample(

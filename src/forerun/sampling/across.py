@@ -1,0 +1,99 @@
+"""Samples from logits of which every tensor-parallel rank has those of some token ids.
+
+The token is the one that `sample_ref` takes from all logits. Noise is keyed by the token's id, so a
+rank scores its own tokens, given the largest logit of all; the best score of all ranks wins. Top-k
+needs the k tokens of the largest logits of each rank, among which are those of all, and top-p after
+it no others. Top-p of whole rows, which may keep any number of tokens, is not for this.
+
+    all_reduce_max   [B, W]          the largest logit
+    all_gather       [B, W, 64 · n]  with top-k: the (gap, id) of each rank's candidates
+    all_reduce_max   [B, W]          the best (score, id)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forerun.core.tokens import INVALID_TOKEN
+from forerun.kernels.sampling.params import SamplingBatch
+from forerun.layers.communication import Communicator
+from forerun.sampling.filters import filtered_weights
+from forerun.sampling.noise import gumbel_scores
+from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags
+
+_NO_CANDIDATE = (0x7F800000 << 32) | 0x7FFFFFFF  # an infinite gap
+
+
+def sample_across(
+    own: Tensor,
+    first_id: int,
+    positions: Tensor,
+    batch: SamplingBatch,
+    flags: SamplingFlags,
+    comm: Communicator,
+) -> Tensor:
+    """`sample`, without `flags.whole_rows`, on every rank.
+
+    Args:
+        own: [B, W, n], the logits of ids `first_id` to `first_id` + n.
+        positions, batch, flags: as those of `sample`.
+
+    Returns:
+        [B, W] int64.
+    """
+    assert not flags.whole_rows
+    own = own.float()
+    if flags.min_tokens:
+        own = _without_stop_tokens(own, first_id, positions, batch)
+    largest = own.amax(-1)
+    largest = comm.all_reduce_max(torch.where(largest.isnan(), torch.inf, largest))
+    gap = (largest[..., None] - own).abs_()
+    temperature = batch.temperature[:, None]
+    greedy = temperature <= 0
+    warm = torch.where(greedy, 1.0, temperature)
+    min_p = batch.min_p[:, None] if flags.min_p else None
+    ids = torch.arange(first_id, first_id + own.shape[-1], dtype=torch.int64, device=own.device)
+    scores = gap
+    if flags.sampled:
+        weights = filtered_weights(gap, warm, min_p=min_p)
+        noisy = gumbel_scores(weights, batch.key[:, None], positions, ids)
+        scores = torch.where(greedy[..., None], gap, noisy)
+    best = -comm.all_reduce_max(-_keys(scores, ids).amin(-1))
+    if flags.top_k:
+        gap, ids = _candidates(gap, ids, comm)
+        top_k, top_p = batch.top_k[:, None], batch.top_p[:, None]
+        weights = filtered_weights(gap, warm, top_k, top_p if flags.top_p else None, min_p)
+        scores = gumbel_scores(weights, batch.key[:, None], positions, ids)
+        best = torch.where((top_k > 0) & ~greedy, _keys(scores, ids).amin(-1), best)
+    return torch.where(largest.isfinite(), best & 0x7FFFFFFF, INVALID_TOKEN)
+
+
+def _keys(values: Tensor, ids: Tensor) -> Tensor:
+    """Integers that sort like (value, id): values [..., n] float32, ids [n] or [..., n] int64."""
+    bits = (values + 0.0).view(torch.int32)  # -0 equals 0
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | ids
+
+
+def _candidates(gap: Tensor, ids: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+    """The smallest gaps of all ranks and their ids, [B, W, MAX_CANDIDATES], in order."""
+    keys = _keys(gap, ids)
+    missing = max(0, MAX_CANDIDATES - keys.shape[-1])
+    own = torch.nn.functional.pad(keys, (0, missing), value=_NO_CANDIDATE)
+    own = own.topk(MAX_CANDIDATES, largest=False).values
+    keys = comm.all_gather(own).sort(-1).values[..., :MAX_CANDIDATES]
+    return (keys >> 32).int().view(torch.float32), keys & 0x7FFFFFFF
+
+
+def _without_stop_tokens(
+    own: Tensor, first_id: int, positions: Tensor, batch: SamplingBatch
+) -> Tensor:
+    """-inf at this rank's stop ids in positions below `min_position`."""
+    count = own.shape[-1]
+    ids = batch.stop_ids - first_id
+    # Ids of other ranks are written behind the last one.
+    index = torch.where((ids < 0) | (ids >= count), count, ids)
+    stops = torch.zeros(len(ids), count + 1, dtype=torch.bool, device=own.device)
+    stops = stops.scatter_(1, index, True)[:, :count]
+    early = positions < batch.min_position[:, None]
+    return own.masked_fill(stops[:, None] & early[..., None], -torch.inf)
