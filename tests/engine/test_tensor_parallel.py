@@ -209,6 +209,12 @@ def test_sampled_text_from_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> 
         assert run(engine, "moe") == want
 
 
+def test_text_of_two_ranks_that_divide_the_experts_whole() -> None:
+    with engine_of(config("moe", None, tp_size=2, ep_size=2, page_size=16)) as engine:
+        assert run(engine, "moe") == of_one_rank("moe", 0)
+        assert engine.explain()["ep_size"] == 2
+
+
 @pytest.mark.exhaustive
 def test_text_of_four_ranks_that_share_two_kv_heads() -> None:
     with engine_of(config("moe", "DFLASH", tp_size=4, page_size=16)) as engine:
@@ -288,6 +294,10 @@ def test_bad_input() -> None:
 
     with pytest.raises(ConfigError, match="tp_size must be >= 1"):
         config("dense", None, tp_size=0)
+    with pytest.raises(ConfigError, match=r"ep_size 4 does not divide tp_size 6.* take 1, 2, 3, 6"):
+        config("moe", None, tp_size=6, ep_size=4)
+    with pytest.raises(ConfigError, match=r"ep_size 2 divides experts, and .* has none; drop it"):
+        ThreadRanksExecutor(config("dense", None, tp_size=2, ep_size=2), folder("dense"), None)
     settings = config("dense", None, tp_size=2, cpu_graph=True)
     with pytest.raises(ConfigError, match="cpu_graph is not available with tp_size 2"):
         check_ranks(settings)

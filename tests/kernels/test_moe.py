@@ -259,6 +259,23 @@ def test_experts(
     torch.testing.assert_close(combine(got, dtype).cpu(), combine_ref(got.cpu(), dtype))
 
 
+@pytest.mark.parametrize("tokens", [3, 131])
+def test_a_part_of_the_experts(tokens: int, device: torch.device) -> None:
+    """Of the router's tiles those of other experts are skipped: their weights are not there."""
+    routing = Routing(8, 3, norm_topk_prob=True)
+    x, weight = (random(*s, seed=i).to(device) for i, s in enumerate([(tokens, 32), (8, 32)]))
+    w13, w2 = random(8, 48, 32, seed=2).to(device), random(8, 32, 24, seed=3).to(device)
+    routed = route(x, weight, None, routing, new_counts(routing, device))
+    whole, total = expert_partials_ref(x, w13, w2, routed), 0
+    for part in (range(5), range(5, 8)):
+        own = slice(part.start, part.stop)
+        got = expert_partials(x, w13[own].clone(), w2[own].clone(), routed.of_experts(part))
+        outside = (routed.experts < part.start) | (routed.experts >= part.stop)
+        assert not got[outside.t()].any()
+        total = total + got.float()
+    torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("out", [None, torch.float32])
 def test_gated_output(dtype: torch.dtype, out: torch.dtype | None, device: torch.device) -> None:

@@ -70,6 +70,11 @@ class EngineConfig:
     tp_size: int = _setting(
         1, "Tensor parallelism: GPUs (on a CPU: processes) that share the target's weights"
     )
+    ep_size: int = _setting(
+        1,
+        "With tp_size: groups of ranks among which experts are divided whole, instead of each"
+        " expert by columns among all",
+    )
     nnodes: int = _setting(
         1, "Machines over which the tp_size ranks are spread evenly; the same command on each"
     )
@@ -235,6 +240,12 @@ class EngineConfig:
             )
         self._check_piecewise()
         _ = self.nodes  # raises ConfigError
+        if self.tp_size % self.ep_size:
+            fitting = [str(n) for n in range(1, self.tp_size + 1) if self.tp_size % n == 0]
+            raise ConfigError(
+                f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the ranks that"
+                f" share the experts; take {', '.join(fitting)}."
+            )
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(
                 f"mem_fraction_static must be between 0 and 1, got {self.mem_fraction_static}."
@@ -309,6 +320,7 @@ class EngineConfig:
 
 _POSITIVE = (
     "tp_size",
+    "ep_size",
     "nnodes",
     "dist_timeout",
     "context_length",

@@ -161,7 +161,10 @@ class _Builder:
                 model = load_transformers_target(model_path, *where, load_format)
             else:
                 quantization = settings.config.quantization
-                place = WeightPlacement(*where, self.comm, quantization, allocate=False)
+                ep_size = settings.config.ep_size
+                place = WeightPlacement(
+                    *where, self.comm, quantization, ep_size=ep_size, allocate=False
+                )
                 model = load_target_at(place, model_path, load_format, positions, settings.kv_dtype)
             self.algorithm.load(
                 DraftContext(
@@ -348,6 +351,7 @@ def _explain(
         "model_impl": settings.config.model_impl,
         "device": str(settings.device),
         "tp_size": settings.config.tp_size,
+        "ep_size": settings.config.ep_size,
         "threads": None if settings.threads is None else asdict(settings.threads),
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),

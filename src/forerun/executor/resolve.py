@@ -23,6 +23,7 @@ from forerun.layers.communication import (
     UnreducedRank,
     WeightPlacement,
 )
+from forerun.layers.moe import Experts
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
@@ -100,8 +101,13 @@ def resolve(
     _check_draft_settings(config, caps)
     # On the meta device: its KV layout and attention follow from the config.
     ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
-    meta = WeightPlacement(dtype, torch.device("meta"), ranks)
+    meta = WeightPlacement(dtype, torch.device("meta"), ranks, ep_size=config.ep_size)
     model = target_class(target, config.model_impl)(target, meta, max_positions=1)
+    if config.ep_size > 1 and next(model.modules(Experts), None) is None:
+        raise ConfigError(
+            f"ep_size {config.ep_size} divides experts, and {target.architecture} has none; drop"
+            " it."
+        )
     graphs, arch = captures_graphs(config, device), gpu_arch(device)
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size)
     attention = choose_attention(config, model, caps, where)

@@ -82,6 +82,7 @@ class WeightPlacement:
     comm: Communicator = SINGLE_RANK
     # Of linears, when they are prepared: "int8", or "bfloat16" where that is faster than `dtype`.
     quantization: str | None = None
+    ep_size: int = 1  # groups of ranks among which experts are divided whole
     allocate: bool = True  # False: linears and experts later, when it is known how they are stored
 
     def empty(self, *shape: int) -> Tensor:

@@ -56,6 +56,7 @@ __all__ = [
     "SharedExpertMoE",
     "SparseMoE",
     "choose_expert_layout",
+    "other_ranks_experts",
 ]
 
 ALIGNMENT = 8  # of hidden size and expert width: 16 bytes of bfloat16
@@ -126,10 +127,14 @@ class Router(Module):
 class Experts(Module):
     """E routed and n shared gated MLPs: `w13` [E + n, 2I, H], gate rows before up rows, and `w2`
     [E + n, H, I]. Quantised weights take their place, which are empty then.
+
+    With expert parallelism, E are those of the rank's group (in SGLang: ep_size groups), and none
+    are shared.
     """
 
     quantizable: ClassVar[bool] = True
     block: ClassVar[int | None] = None  # columns that stay on one rank; None: ranks have as many
+    expert_parallel: ClassVar[bool] = True  # whether `ep_size` may be over 1
 
     def __init__(
         self,
@@ -139,12 +144,19 @@ class Experts(Module):
         place: WeightPlacement,
         num_shared: int = 0,
     ) -> None:
-        """`num_experts`: the routed ones."""
+        """`num_experts`: the routed ones, of all ranks.
+
+        Raises:
+            ConfigError: the ranks cannot share them.
+        """
         self._ranks = place.comm.size
+        self.part = self._part(num_experts, place)  # ids of the routed experts on this rank
+        group = place.comm.size // place.ep_size  # of ranks that share these
+        within = UnreducedRank(place.comm.rank % group, group)
         self._columns = (
-            even_shard(intermediate_size, place.comm, "expert width")
+            even_shard(intermediate_size, within, "expert width")
             if self.block is None
-            else block_shard(intermediate_size, self.block, place.comm, "expert width")
+            else block_shard(intermediate_size, self.block, within, "expert width")
         )
         self.width = self._columns.count  # of this rank
         for name, size in (("hidden_size", hidden_size), ("expert width", self.width)):
@@ -153,8 +165,10 @@ class Experts(Module):
                     f"A mixture of experts with {name} {size}{self._per_rank()} is not supported:"
                     f" the kernels need multiples of {ALIGNMENT}."
                 )
-        self.num_experts, self.num_shared = num_experts, num_shared
-        count = num_experts + num_shared
+        self.num_experts, self.num_shared = len(self.part), num_shared
+        self._num_all = num_experts
+        self.is_part = self.num_experts < num_experts
+        count = self.num_experts + num_shared
         self.w13 = place.empty_weight(count, 2 * self.width, hidden_size)
         self.w2 = place.empty_weight(count, hidden_size, self.width)
         self._device = place.device
@@ -164,6 +178,36 @@ class Experts(Module):
         self._stored_fp8: list[Fp8Weight] = []  # in place of w13 and w2, until they are prepared
         self._fp8: Fp8Experts | None = None
         self._shared_gate_up: list[Gemm] = []
+
+    def _part(self, num_experts: int, place: WeightPlacement) -> range:
+        ep_size = place.ep_size
+        if ep_size == 1:
+            return range(num_experts)
+        if not self.expert_parallel:
+            raise ConfigError(f"ep_size {ep_size} is not available with these experts; drop it.")
+        if num_experts % ep_size:
+            fitting = [n for n in range(1, place.comm.size + 1) if place.comm.size % n == 0]
+            known = ", ".join(str(n) for n in fitting if num_experts % n == 0)
+            raise ConfigError(
+                f"ep_size {ep_size} does not divide the model's {num_experts} experts; take"
+                f" {known}."
+            )
+        each = num_experts // ep_size
+        first = place.comm.rank * ep_size // place.comm.size * each
+        return range(first, first + each)
+
+    @property
+    def can_be_fused(self) -> bool:
+        """Whether this rank's part of all experts in one tensor is a range of one dimension."""
+        return not self.is_part or self._columns.count == self._columns.size
+
+    def other_ranks(self, prefix: str) -> set[str]:
+        """Names of tensors that only other ranks read."""
+        if self.fused or not self.is_part:
+            return set()
+        count = self._num_all
+        others = (i for i in range(count) if i not in self.part)
+        return {f"{prefix}{i}.{name}.weight" for i in others for name in self.projections}
 
     def _per_rank(self) -> str:
         return f" on each of tp_size {self._ranks} ranks" if self._ranks > 1 else ""
@@ -187,7 +231,7 @@ class Experts(Module):
     def can_quantize(self, group: int | None) -> bool:
         """Whether `quantize` may be called: a shared expert has groups of its own."""
         whole = group is None or self.width % group == 0
-        return self.quantizable and (self.num_shared <= 1 or whole)
+        return self.quantizable and not self.is_part and (self.num_shared <= 1 or whole)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Of the routed experts."""
@@ -197,9 +241,12 @@ class Experts(Module):
         return {name: rows(weights[i]) for name, (i, rows) in self._routed(prefix).items()}
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
-        """Every rank has some columns of each expert."""
+        """Every rank has some columns of each of its experts."""
         if self._ranks == 1:
             return {}
+        if self.fused and self.is_part:
+            whole = Shard(0, self._num_all, (self.part,))
+            return {f"{prefix}gate_up_proj": whole, f"{prefix}down_proj": whole}
         own, columns = self._columns, replace(self._columns, dim=1)
         if self.fused:
             gate_up = replace(Shard.joined(own, own), dim=1)
@@ -207,9 +254,7 @@ class Experts(Module):
             return {f"{prefix}gate_up_proj": gate_up, f"{prefix}down_proj": down}
         parts = dict(zip(self.projections, (own, own, columns), strict=True))
         return {
-            f"{prefix}{i}.{name}.weight": shard
-            for i in range(self.num_experts)
-            for name, shard in parts.items()
+            f"{prefix}{i}.{name}.weight": shard for i in self.part for name, shard in parts.items()
         }
 
     def shared_shards(self, prefix: str = "") -> dict[str, Shard]:
@@ -240,9 +285,9 @@ class Experts(Module):
             return {f"{prefix}gate_up_proj": (0, routed), f"{prefix}down_proj": (1, routed)}
         gate, up = slice(self.width), slice(self.width, None)
         out: dict[str, tuple[int, Rows]] = {}
-        for i in range(self.num_experts):
+        for i, number in enumerate(self.part):
             views = (0, itemgetter((i, gate))), (0, itemgetter((i, up))), (1, itemgetter(i))
-            names = (f"{prefix}{i}.{name}.weight" for name in self.projections)
+            names = (f"{prefix}{number}.{name}.weight" for name in self.projections)
             out |= dict(zip(names, views, strict=True))
         return out
 
@@ -275,7 +320,7 @@ class Experts(Module):
     @property
     def can_choose(self) -> bool:
         """Whether a kernel that chooses experts reads these weights."""
-        return self._fp8 is None or self._fp8.on_sm90
+        return not self.is_part and (self._fp8 is None or self._fp8.on_sm90)
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
@@ -285,6 +330,11 @@ class Experts(Module):
         Shared experts that are not among the choices are added to the first. `shared` is too, or
         comes after the last, [k + 1, T, H].
         """
+        if self.is_part:
+            assert isinstance(routed, Routed)
+            out = expert_partials(x, self.w13, self.w2, routed.of_experts(self.part))
+            # The first choice, to which it would be added, may be another rank's.
+            return out if shared is None else with_another(out, shared.result())
         chosen = isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared
         assert chosen or shared is None
         if self._fp8 is not None:
@@ -316,6 +366,12 @@ class SparseMoE(Module):
         self, hidden_size: int, intermediate_size: int, routing: Routing, place: WeightPlacement
     ) -> None:
         """`intermediate_size`: of one expert."""
+        # With experts divided whole, the shared ones are narrower: an MLP of their own.
+        self.shared_experts: GatedMLP | None = None
+        if place.ep_size > 1 and routing.num_shared:
+            width = intermediate_size * routing.num_shared
+            self.shared_experts = unreduced_mlp(hidden_size, width, place)
+            routing = replace(routing, num_shared=0)
         self.gate = self.router_type(hidden_size, routing, place)
         self.experts = self.experts_type(
             routing.num_experts, hidden_size, intermediate_size, place, routing.num_shared
@@ -367,7 +423,22 @@ class SparseMoE(Module):
         """x [T, H] -> [k, T, H], of this rank. `logits`: of x, if they are there."""
         if logits is None and self._experts_choose_now:
             logits = self.gate.logits_for_experts(x, self.experts.width)
-        return self.experts(x, self.gate(x) if logits is None else logits)
+        out = self.experts(x, self.gate(x) if logits is None else logits)
+        if self.shared_experts is None:
+            return out
+        return with_another(out, self.shared_experts(x).result())
+
+
+def with_another(partials: Tensor, output: Tensor) -> Tensor:
+    """[k, T, H] and [T, H] -> [k + 1, T, H]."""
+    return torch.cat((partials, output.unsqueeze(0).to(partials.dtype)))
+
+
+def unreduced_mlp(hidden_size: int, width: int, place: WeightPlacement) -> GatedMLP:
+    """An MLP of which a rank computes its part, to be summed with the experts."""
+    ranks = UnreducedRank(place.comm.rank, place.comm.size)
+    own = WeightPlacement(place.dtype, place.device, ranks)
+    return GatedMLP(hidden_size, width, bias=False, place=own)
 
 
 class SharedExpertMoE(SparseMoE):
@@ -383,9 +454,7 @@ class SharedExpertMoE(SparseMoE):
     ) -> None:
         """`shared_size`: width of the shared MLP."""
         super().__init__(hidden_size, intermediate_size, routing, place)
-        ranks = UnreducedRank(place.comm.rank, place.comm.size)  # summed with the experts
-        own = WeightPlacement(place.dtype, place.device, ranks)
-        self.shared_expert = GatedMLP(hidden_size, shared_size, bias=False, place=own)
+        self.shared_expert = unreduced_mlp(hidden_size, shared_size, place)
         self.shared_expert_gate = OutputGate(hidden_size, place)
 
     def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
@@ -438,7 +507,22 @@ class PendingExperts(Pending):
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:
-    """Before `weights()`: takes the experts as a checkpoint of these tensors stores them."""
+    """Before `weights()`: takes the experts as a checkpoint of these tensors stores them.
+
+    Raises:
+        ConfigError: a rank cannot read its part.
+    """
     fused = any(name.endswith("experts.gate_up_proj") for name in names)
     for experts in model.modules(Experts):
+        if fused and not experts.can_be_fused:
+            raise ConfigError(
+                "This checkpoint has all experts in one tensor, of which a rank reads whole experts"
+                " or columns, not both; set ep_size to 1 or tp_size."
+            )
         experts.fused = fused
+
+
+def other_ranks_experts(model: Module) -> set[str]:
+    """Names of tensors that this rank leaves in the files, after `choose_expert_layout`."""
+    named = model.named_modules(Experts)
+    return {name for prefix, experts in named for name in experts.other_ranks(prefix)}

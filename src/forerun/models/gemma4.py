@@ -153,6 +153,7 @@ class Gemma4Router(Router):
 
 class Gemma4Experts(Experts):
     quantizable = False  # in FP8: the kernels have SiLU
+    expert_parallel = False
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None

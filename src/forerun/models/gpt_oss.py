@@ -69,6 +69,7 @@ class GptOssExperts(Experts):
 
     quantizable = False  # in FP8: the kernels have no biases
     block = MXFP4_BLOCK_K  # as the kernels for MXFP4 read them
+    expert_parallel = False
     alpha, limit = 1.702, 7.0  # of `ClampedSwiglu`; a config may have others
 
     def __init__(

@@ -15,7 +15,12 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import FP8, INT8
 from forerun.layers.linear import LinearBase
 from forerun.layers.module import Module
-from forerun.layers.moe import Experts, SparseMoE, choose_expert_layout
+from forerun.layers.moe import (
+    Experts,
+    SparseMoE,
+    choose_expert_layout,
+    other_ranks_experts,
+)
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, View, fill_dummy
@@ -73,6 +78,11 @@ def load_target_at(
     stored = weight_format(config)
     quantization = place.quantization
     check_quantization(config, quantization)
+    if place.ep_size > 1 and (stored is not None or quantization is not None):
+        raise ConfigError(
+            f"ep_size {place.ep_size} is not available with quantised weights; drop it, or take the"
+            " bfloat16 checkpoint."
+        )
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
     model = build(config, place, max_positions or config.max_position)
     for experts in model.modules(Experts):
@@ -80,7 +90,7 @@ def load_target_at(
             experts.allocate_mxfp4()
     if checkpoint is None:
         for experts in model.modules(Experts):
-            experts.fused = True  # thousands of tensors fewer
+            experts.fused = experts.can_be_fused  # thousands of tensors fewer
         order = list(model.weights())
         int4 = isinstance(stored, Int4Format) and stored.keeps_packed
         quantized = {
@@ -95,6 +105,8 @@ def load_target_at(
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
         choose_expert_layout(model, checkpoint.headers)
+        others = other_ranks_experts(model)
+        checkpoint.keep(lambda name: name not in others)
         quantized = {
             **allocate_linears(model, checkpoint, quantization),
             **allocate_experts(model, checkpoint, quantization),

@@ -98,6 +98,7 @@ def expert_partials_ref(
     ends = (ids <= expert).sum(1, dtype=torch.int32)  # [E], where each expert's pairs end
     gate_up = torch._grouped_mm(x[order // top_k], w13.transpose(1, 2), offs=ends)
     swiglu = activation if isinstance(activation, ClampedSwiglu) else None
+    assert not routed.is_part or (swiglu is None and shared is None)
     if swiglu is not None:
         gate_up = gate_up + swiglu.b13[ids[order]]
     act = silu_mul_ref(gate_up, x.dtype) if activation is None else activation.act(gate_up)
@@ -106,6 +107,8 @@ def expert_partials_ref(
         by_expert = by_expert + swiglu.b2[ids[order]]
     out = by_expert[order.argsort()].view(tokens, top_k, -1).transpose(0, 1).float()
     out = out * routed.weights.t().unsqueeze(-1)
+    if routed.is_part:  # rows behind the last expert's are undefined
+        out = out.masked_fill((routed.experts == num_experts).t().unsqueeze(-1), 0.0)
     return out if shared is None else torch.cat((out[:1] + shared.float(), out[1:]))
 
 
@@ -124,8 +127,9 @@ def expert_partials(
     Hopper's kernel leaves a gated output to one more, [k + 1, T, H].
 
     Args:
-        routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`.
-        shared: [T, H], added to the first choice, or a gated output of x.
+        routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`. Of a part of
+            the experts, other choices are zeros.
+        shared: [T, H], added to the first choice, or a gated output of x. Not with a part.
         config: Triton's tile sizes; None: `choose_moe_sm90`, or else `choose_moe`.
         activation: with biases, if it has some; None: SiLU without biases.
     """
@@ -161,7 +165,9 @@ def expert_partials(
         **_constants(tiles, config.gate_up, hidden), **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
-    out = torch.empty(top_k, tokens, hidden, dtype=dtype, device=x.device)
+    # Choices that are not computed here are zeros.
+    new = torch.zeros if routed.is_part else torch.empty
+    out = new(top_k, tokens, hidden, dtype=dtype, device=x.device)
     _down[_grid(tiles, hidden, config.down)](
         act, w2, b2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // 8, width // 8,

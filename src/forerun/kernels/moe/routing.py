@@ -127,6 +127,24 @@ class Routed:
     experts: Tensor  # [T, k] int32
     tiles: ExpertTiles | None = None  # for the kernels
     num_shared: int = 0  # of the k choices, the last
+    is_part: bool = False  # some choices are not computed here: their ids are beyond the experts
+
+    def of_experts(self, part: range) -> Routed:
+        """With the pairs of these experts only, under ids from 0. No shared experts.
+
+        Triton's kernels skip a tile without rows; Hopper's takes all of them (`progress`).
+        """
+        inside = (self.experts >= part.start) & (self.experts < part.stop)
+        experts = torch.where(inside, self.experts - part.start, len(part))
+        if self.tiles is None:
+            return Routed(self.weights, experts, is_part=True)
+        owner, first, rows = self.tiles.tiles
+        inside = (owner >= part.start) & (owner < part.stop)
+        tiles = torch.stack(
+            (torch.where(inside, owner - part.start, 0), first, torch.where(inside, rows, 0))
+        )
+        made = ExpertTiles(self.tiles.pairs, tiles, self.tiles.block_m)
+        return Routed(self.weights, experts, made, is_part=True)
 
 
 def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
