@@ -215,6 +215,20 @@ def test_text_of_two_ranks_that_divide_the_experts_whole() -> None:
         assert engine.explain()["ep_size"] == 2
 
 
+def test_text_with_a_divided_draft() -> None:
+    """And as many drafts are accepted as with a whole one."""
+    accepted = []
+    for ranks in (1, 2):
+        settings = config("moe", "STANDALONE", tp_size=2, speculative_draft_tp_size=ranks)
+        with engine_of(settings) as engine:
+            assert run(engine, "moe") == of_one_rank("moe", 0)
+            accepted.append(engine.stats()["spec_decode_num_accepted_tokens"])
+            # K/V heads of the draft are divided as well.
+            layout = engine.executor.executors[1].step.draft_attention.pools.layout
+            assert layout.paged[0].num_kv_heads * ranks == 2
+    assert accepted[0] == accepted[1]
+
+
 @pytest.mark.exhaustive
 def test_text_of_four_ranks_that_share_two_kv_heads() -> None:
     with engine_of(config("moe", "DFLASH", tp_size=4, page_size=16)) as engine:
@@ -296,6 +310,11 @@ def test_bad_input() -> None:
         config("dense", None, tp_size=0)
     with pytest.raises(ConfigError, match=r"ep_size 4 does not divide tp_size 6.* take 1, 2, 3, 6"):
         config("moe", None, tp_size=6, ep_size=4)
+    with pytest.raises(ConfigError, match="speculative_draft_tp_size must be 1 or tp_size, 4, got"):
+        config("moe", "STANDALONE", tp_size=4, speculative_draft_tp_size=2)
+    with pytest.raises(ConfigError, match="speculative_draft_tp_size 2 is not available with DFLA"):
+        settings = config("dense", "DFLASH", tp_size=2, speculative_draft_tp_size=2)
+        ThreadRanksExecutor(settings, folder("dense"), None)
     with pytest.raises(ConfigError, match=r"ep_size 2 divides experts, and .* has none; drop it"):
         ThreadRanksExecutor(config("dense", None, tp_size=2, ep_size=2), folder("dense"), None)
     settings = config("dense", None, tp_size=2, cpu_graph=True)

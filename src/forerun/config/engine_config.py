@@ -186,6 +186,11 @@ class EngineConfig:
     speculative_draft_model_path: str | None = _setting(
         None, "Draft model: a folder or org/name[@revision]"
     )
+    speculative_draft_tp_size: int = _setting(
+        1,
+        "With tp_size: 1 has the whole draft model on every rank; tp_size divides it as the target"
+        " (large drafts; not every algorithm)",
+    )
     speculative_num_draft_tokens: int | None = _setting(
         None, "Tokens verified per request and step (drafts + 1); default: the algorithm's"
     )
@@ -240,6 +245,11 @@ class EngineConfig:
             )
         self._check_piecewise()
         _ = self.nodes  # raises ConfigError
+        if self.speculative_draft_tp_size not in (1, self.tp_size):
+            raise ConfigError(
+                f"speculative_draft_tp_size must be 1 or tp_size, {self.tp_size}, got"
+                f" {self.speculative_draft_tp_size}."
+            )
         if self.tp_size % self.ep_size:
             fitting = [str(n) for n in range(1, self.tp_size + 1) if self.tp_size % n == 0]
             raise ConfigError(

@@ -177,9 +177,15 @@ class _Builder:
                     dtype=settings.dtype,
                     max_positions=positions,
                     max_running_requests=settings.limits.slots,
+                    comm=self._draft_comm,
                 )
             )
         return model
+
+    @property
+    def _draft_comm(self) -> Communicator:
+        divided = self.settings.config.speculative_draft_tp_size > 1
+        return self.comm if divided else SINGLE_RANK
 
     def _tables(self) -> SlotTables:
         limits, device = self.settings.limits, self.settings.device

@@ -98,7 +98,7 @@ def resolve(
     caps = resolve_caps(algorithm, config, target, dtype)
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
-    _check_draft_settings(config, caps)
+    _check_draft_settings(config, caps, algorithm.shards_draft)
     # On the meta device: its KV layout and attention follow from the config.
     ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
     meta = WeightPlacement(dtype, torch.device("meta"), ranks, ep_size=config.ep_size)
@@ -154,8 +154,14 @@ def _check_quantization(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"{where} needs the kernels in C++, and there are none: {reason}.")
 
 
-def _check_draft_settings(config: EngineConfig, caps: SpecCaps) -> None:
-    """Refuses draft settings without a draft."""
+def _check_draft_settings(config: EngineConfig, caps: SpecCaps, shards_draft: bool) -> None:
+    """Refuses draft settings without a draft, or one that is not divided."""
+    if config.speculative_draft_tp_size > 1 and not shards_draft:
+        raise ConfigError(
+            f"speculative_draft_tp_size {config.speculative_draft_tp_size} is not available with"
+            f" {config.speculative_algorithm or 'plain decoding'}, whose draft is whole on every"
+            " rank; drop it."
+        )
     if config.speculative_algorithm is None:
         for name in (
             "speculative_draft_model_path",

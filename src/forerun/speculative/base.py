@@ -27,6 +27,7 @@ from forerun.attention.base import AttentionContext, LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.platform.device import upload
 
 
@@ -93,6 +94,7 @@ class DraftContext:
     dtype: torch.dtype
     max_positions: int  # positions that a request can reach, `kv_reserve` included
     max_running_requests: int
+    comm: Communicator = SINGLE_RANK  # ranks that share the draft's weights
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,9 @@ class SpeculativeAlgorithm(ABC):
     """Subclass this, register it, and the engine runs it."""
 
     options: ClassVar[tuple[Option, ...]] = ()
+    # Whether `load` divides the draft among `DraftContext.comm`, and `resolve` gives a rank's part
+    # of its K/V and heads, with `speculative_draft_tp_size`.
+    shards_draft: ClassVar[bool] = False
     bundled_draft: ClassVar[str | None] = None  # folder next to the bundled target, if one ships
 
     @classmethod

@@ -20,9 +20,10 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import SINGLE_RANK, UnreducedRank, WeightPlacement
 from forerun.models.checkpoint import FIX_FOLDER
-from forerun.models.loader import load_target
+from forerun.models.loader import load_target_at
+from forerun.models.quantization import weight_format
 from forerun.models.registry import model_class
 from forerun.speculative.base import (
     Draft,
@@ -41,6 +42,7 @@ DEFAULT_STEPS = 4
 
 class Standalone(SpeculativeAlgorithm):
     options = (NUM_STEPS,)
+    shards_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -57,8 +59,8 @@ class Standalone(SpeculativeAlgorithm):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=_layout(model, dtype),
-            draft_heads=model.num_heads,
+            draft_kv=_layout(config, folder, model, dtype),
+            draft_heads=model.num_heads // config.speculative_draft_tp_size,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
             deferred_observe=True,
             reads_hidden_states=False,
@@ -66,9 +68,8 @@ class Standalone(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        self._draft = load_target(
-            folder, ctx.dtype, ctx.device, ctx.config.load_format, ctx.max_positions
-        )
+        place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm, allocate=False)
+        self._draft = load_target_at(place, folder, ctx.config.load_format, ctx.max_positions)
         self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size
 
     def supports_target_verify_for_draft(self) -> bool:
@@ -117,10 +118,24 @@ def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
     return folder, model
 
 
-def _layout(draft: ModelConfig, dtype: torch.dtype) -> ModelLayout:
-    """What the draft's layers keep, which may differ (Gemma 4)."""
-    place = WeightPlacement(dtype, torch.device("meta"))
-    return model_class(draft)(draft, place, max_positions=1).kv_layout(dtype)
+def _layout(
+    config: EngineConfig, folder: Path, draft: ModelConfig, dtype: torch.dtype
+) -> ModelLayout:
+    """What the draft's layers keep on a rank, which may differ (Gemma 4).
+
+    Raises:
+        ConfigError: the draft cannot be divided as the settings ask for.
+    """
+    ranks, build = config.speculative_draft_tp_size, model_class(draft)
+    where = f"speculative_draft_tp_size {ranks}: the draft {folder}"
+    if ranks > 1 and weight_format(draft) is not None:
+        raise ConfigError(f"{where} is quantised and cannot be divided; drop the setting.")
+    comm = UnreducedRank(0, ranks) if ranks > 1 else SINGLE_RANK
+    place = WeightPlacement(dtype, torch.device("meta"), comm)
+    try:
+        return build(draft, place, max_positions=1).kv_layout(dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}" if ranks > 1 else str(error)) from None
 
 
 def _check_vocabulary(
