@@ -189,14 +189,17 @@ def cpu_flags() -> frozenset[str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of relevant packages (None: not installed), without importing them."""
+    """Versions of Python and of relevant packages (None: not installed), without importing them.
+
+    torch's names its build (+cpu, +cu130), which the metadata of the public index's wheel does not.
+    """
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    return found
+    return found | {"torch": str(torch.__version__)}
 
 
 def _host_memory() -> tuple[int, int]:
