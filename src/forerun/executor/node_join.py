@@ -91,7 +91,11 @@ class _Gathering:
             link = Link(connected)
             hello = msgspec.msgpack.decode(link.greeting(GREETING_SECONDS), type=Hello)
         except (EOFError, OSError, msgspec.MsgspecError) as error:
-            log.warning("Who connected to %s is no node: %s.", shown_address(self._address), error)
+            log.warning(
+                "The peer that connected to %s is not a Forerun node: %s.",
+                shown_address(self._address),
+                error,
+            )
             connected.close()
             return
         name = f"node {hello.node_rank} ({hello.host})"

@@ -51,7 +51,7 @@ class Link:
         return self._read(length)
 
     def greeting(self, seconds: float) -> bytes:
-        """The first message, of a peer that may be anybody.
+        """The first message, of a peer that is not verified yet.
 
         Raises:
             OSError: also if it does not come in time.
@@ -108,10 +108,10 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 def connect(address: tuple[str, int], seconds: int) -> Link:
-    """Tries again until somebody listens there.
+    """Retries until node 0 listens there, for up to `seconds`.
 
     Raises:
-        ConfigError: nobody does in time.
+        ConfigError: no connection before the timeout.
     """
     end = time.monotonic() + seconds
     while True:

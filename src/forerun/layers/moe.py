@@ -187,10 +187,10 @@ class Experts(Module):
             raise ConfigError(f"ep_size {ep_size} is not available with these experts; drop it.")
         if num_experts % ep_size:
             fitting = [n for n in range(1, place.comm.size + 1) if place.comm.size % n == 0]
-            known = ", ".join(str(n) for n in fitting if num_experts % n == 0)
+            sizes = ", ".join(str(n) for n in fitting if num_experts % n == 0)
             raise ConfigError(
                 f"ep_size {ep_size} does not divide the model's {num_experts} experts; take"
-                f" {known}."
+                f" {sizes}."
             )
         each = num_experts // ep_size
         first = place.comm.rank * ep_size // place.comm.size * each

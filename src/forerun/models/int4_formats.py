@@ -42,7 +42,7 @@ class Axis:
     shared: bool = False  # any row or column may read any entry
 
     def entries(self, count: int) -> int:
-        """Of so many rows or columns."""
+        """The number of entries that `count` rows or columns have."""
         return 1 if self.size is None else count // self.size
 
     def divided_by(self, shard: Shard) -> bool:

@@ -21,7 +21,7 @@ from forerun.kernels.runtime.fp8 import E4M3_MAX, FP8
 
 MAX_QUANTISED = 1 << 28  # values that are quantised at once, in float32
 
-Largest = Callable[[Tensor], Tensor]  # of all who have columns of the same rows, elementwise
+Largest = Callable[[Tensor], Tensor]  # elementwise maximum over the ranks of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class Fp8Weight(QuantizedWeight):
     def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
         """A scale is its group's largest value / 448; that of a group of zeros is 1.
 
-        A group that is all columns goes on in those that others have.
+        If a group is a whole row, its maximum is taken over all ranks that have columns of it.
         """
         weight = weight.reshape(self.shape)
         size = max(1, MAX_QUANTISED * len(weight) // weight.numel())
