@@ -25,15 +25,16 @@ def test_bits_do_not_depend_on_the_number_of_tokens(hidden: int, parts: int) -> 
     if gpu_of(device).capability != 90 or gpu_of(device).amd:
         pytest.skip("for Hopper")
     random = torch.Generator(device).manual_seed(parts)
-    x = torch.randn(parts, 64, hidden, generator=random, device=device)
-    residual = torch.randn(64, hidden, generator=random, device=device).bfloat16() * 4
+    total = add_rms_norm_sm90.MAX_TOKENS + 16
+    x = torch.randn(parts, total, hidden, generator=random, device=device)
+    residual = torch.randn(total, hidden, generator=random, device=device).bfloat16() * 4
     weight = torch.rand(hidden, generator=random, device=device).bfloat16()
     x[:, 3], residual[3] = 0, 0
     x[0, 8, 5] = float("nan")
     assert not add_rms_norm_sm90.fits(x, residual, weight)
     want = add_rms_norm(x, residual, weight, 1e-6)
-    for tokens in range(1, add_rms_norm_sm90.MAX_TOKENS + 1):
-        for first in range(0, 64 - tokens, 9):
+    for tokens in (*range(1, 18), 31, 32, 33, 63, add_rms_norm_sm90.MAX_TOKENS):
+        for first in range(0, total - tokens, 9):
             rows = slice(first, first + tokens)
             some = x[:, rows].contiguous(), residual[rows]
             assert add_rms_norm_sm90.fits(*some, weight)

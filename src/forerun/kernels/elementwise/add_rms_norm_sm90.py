@@ -20,7 +20,7 @@ from forerun.kernels.runtime.gpu import gpu_of
 SOURCE = Path(__file__).with_name("add_rms_norm_sm90.cu")
 HIDDEN = (2048, 4096)  # 8 and 16 warps of 8 columns per lane
 CLUSTER = 8  # CTAs
-MAX_TOKENS = 16
+MAX_TOKENS = 64
 
 
 def fits(x: Tensor, residual: Tensor, weight: Tensor) -> bool:
