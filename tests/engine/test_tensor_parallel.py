@@ -62,6 +62,7 @@ CELLS = [
 QUICK = {("dense", "DFLASH"), ("dense", "EAGLE3"), ("moe", "DDTREE"), ("mla", "NEXTN"),
          ("hybrid", "NEXTN"), ("blocks", "DDTREE"), ("gpt-oss", "STANDALONE"),
          ("gemma4", "STANDALONE"), ("olmo3", "NGRAM")}  # fmt: skip
+WIDER = {"hidden_size": 64}  # heads of 16, the least on GPUs
 FOLDERS: dict[str, Path] = {}
 
 
@@ -95,7 +96,9 @@ def folder(name: str) -> Path:
             return two_checkpoints(path, hf, block=(24, 8))[0]
         case "gpt-oss" | "gemma4" | "olmo3":
             kind, changes = FAMILIES["gemma4-per-layer" if name == "gemma4" else name]
-            changes = changes | ({"intermediate_size": 192} if name == "gpt-oss" else {})
+            changes = changes | {"gpt-oss": {"intermediate_size": 192}, "olmo3": WIDER}.get(
+                name, {}
+            )
             return save(random_hf(kind(**{**_COMMON, **changes})), path)
         case "mla":
             checkpoint(path, "deepseek-v3")
@@ -105,7 +108,7 @@ def folder(name: str) -> Path:
             add_mtp_layer(path)
             return path
         case "small":
-            sizes = {**_COMMON, "num_hidden_layers": 1}
+            sizes = {**_COMMON, **WIDER, "num_hidden_layers": 1}
             return save(random_hf(LlamaConfig(**sizes), seed=1), path)
         case "block":
             return chain_models.write(path, {**ZLAB, "num_target_layers": 5}, random_weights())
