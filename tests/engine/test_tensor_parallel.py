@@ -218,18 +218,30 @@ def test_text_of_two_ranks_that_divide_the_experts_whole() -> None:
         assert engine.explain()["ep_size"] == 2
 
 
-def test_text_with_a_divided_draft() -> None:
+@pytest.mark.parametrize(
+    ("kind", "algorithm"),
+    [
+        ("moe", "STANDALONE"),
+        ("moe", "DFLASH"),
+        pytest.param("moe", "DDTREE", marks=pytest.mark.exhaustive),
+        ("dense", "EAGLE3"),
+        ("mla", "NEXTN"),
+        pytest.param("hybrid", "NEXTN", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_text_with_a_divided_draft(kind: str, algorithm: str) -> None:
     """And as many drafts are accepted as with a whole one."""
-    accepted = []
+    accepted, heads = [], []
     for ranks in (1, 2):
-        settings = config("moe", "STANDALONE", tp_size=2, speculative_draft_tp_size=ranks)
+        settings = config(kind, algorithm, tp_size=2, speculative_draft_tp_size=ranks)
         with engine_of(settings) as engine:
-            assert run(engine, "moe") == of_one_rank("moe", 0)
+            assert run(engine, kind) == of_one_rank(kind, 0)
             accepted.append(engine.stats()["spec_decode_num_accepted_tokens"])
-            # K/V heads of the draft are divided as well.
             layout = engine.executor.executors[1].step.draft_attention.pools.layout
-            assert layout.paged[0].num_kv_heads * ranks == 2
+            heads.append(getattr(layout.paged[0], "num_kv_heads", None))
     assert accepted[0] == accepted[1]
+    if kind != "mla":  # whose cache has no heads
+        assert heads[0] == 2 * heads[1]
 
 
 @pytest.mark.exhaustive
@@ -315,7 +327,10 @@ def test_bad_input() -> None:
         config("moe", None, tp_size=6, ep_size=4)
     with pytest.raises(ConfigError, match="speculative_draft_tp_size must be 1 or tp_size, 4, got"):
         config("moe", "STANDALONE", tp_size=4, speculative_draft_tp_size=2)
-    with pytest.raises(ConfigError, match="speculative_draft_tp_size 2 is not available with DFLA"):
+    with pytest.raises(ConfigError, match="draft_tp_size 2 is not available with NGRAM"):
+        settings = config("dense", "NGRAM", tp_size=2, speculative_draft_tp_size=2)
+        ThreadRanksExecutor(settings, folder("dense"), None)
+    with pytest.raises(ConfigError, match=r"speculative_draft_tp_size 2: the draft .* attention h"):
         settings = config("dense", "DFLASH", tp_size=2, speculative_draft_tp_size=2)
         ThreadRanksExecutor(settings, folder("dense"), None)
     with pytest.raises(ConfigError, match=r"ep_size 2 divides experts, and .* has none; drop it"):

@@ -50,6 +50,7 @@ def engine_of(settings: EngineConfig) -> Iterator[Engine]:
         ("moe", "DDTREE", {}),
         ("moe", None, {"ep_size": 2}),
         ("moe", "STANDALONE", {"speculative_draft_tp_size": 2}),
+        ("moe", "DFLASH", {"speculative_draft_tp_size": 2}),
         ("mla", "NEXTN", {}),
         ("hybrid", "NEXTN", {}),
         ("blocks", "NGRAM", {}),

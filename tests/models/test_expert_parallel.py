@@ -57,12 +57,6 @@ def test_logits(folder: Path) -> None:
     torch.testing.assert_close(first, want, rtol=1e-5, atol=3e-5)
 
 
-def test_quantised_weights_are_refused(folder: Path) -> None:
-    place = WeightPlacement(torch.float32, CPU, UnreducedRank(0, 2), "fp8", ep_size=2)
-    with pytest.raises(ConfigError, match="ep_size 2 is not available with quantised weights"):
-        load_target_at(place, folder)
-
-
 def test_experts_of_a_rank_are_divided_by_columns_within_its_group() -> None:
     """4 ranks in 2 groups: names, shapes, and all of the weights on somebody."""
     seen: dict[str, int] = {}

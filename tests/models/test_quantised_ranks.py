@@ -68,9 +68,13 @@ def needs_kernels(*case: Any) -> Any:
 
 
 def load(
-    folder: Path, comm: Communicator, quantization: str | None = None, load_format: str = "auto"
+    folder: Path,
+    comm: Communicator,
+    quantization: str | None = None,
+    load_format: str = "auto",
+    ep_size: int = 1,
 ) -> CausalLM:
-    place = WeightPlacement(torch.float32, CPU, comm, quantization, allocate=False)
+    place = WeightPlacement(torch.float32, CPU, comm, quantization, ep_size, allocate=False)
     return load_target_at(place, folder, load_format)
 
 
@@ -102,6 +106,24 @@ def test_two_ranks_compute_as_one(make: Make, quantization: str | None, tmp_path
         want = logits(folder, SINGLE_RANK, *how)
         for got in on_ranks(2, lambda comm, how=how: logits(folder, comm, *how)):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "quantization"),
+    [
+        pytest.param(in_blocks("qwen3-moe"), None, id="blocks-moe"),
+        pytest.param(in_blocks("deepseek-v3", v_head_dim=12), None, id="blocks-shared"),
+        pytest.param(plain("qwen3-moe"), "fp8", id="to-fp8-moe"),
+    ],
+)
+def test_whole_experts_of_two_ranks(make: Make, quantization: str | None, tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    want = logits(folder, SINGLE_RANK, quantization)
+    for got in on_ranks(2, lambda comm: logits(folder, comm, quantization, "auto", 2)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=3e-5)
+    if quantization == "fp8":
+        with pytest.raises(ConfigError, match="fp8 is not available with ep_size 2 of tp_size 4"):
+            load(folder, UnreducedRank(0, 4), "fp8", ep_size=2)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -202,12 +202,12 @@ class Experts(Module):
         return not self.is_part or self._columns.count == self._columns.size
 
     def other_ranks(self, prefix: str) -> set[str]:
-        """Names of tensors that only other ranks read."""
+        """Paths of matrices that only other ranks read."""
         if self.fused or not self.is_part:
             return set()
         count = self._num_all
         others = (i for i in range(count) if i not in self.part)
-        return {f"{prefix}{i}.{name}.weight" for i in others for name in self.projections}
+        return {f"{prefix}{i}.{name}" for i in others for name in self.projections}
 
     def _per_rank(self) -> str:
         return f" on each of tp_size {self._ranks} ranks" if self._ranks > 1 else ""
@@ -231,7 +231,7 @@ class Experts(Module):
     def can_quantize(self, group: int | None) -> bool:
         """Whether `quantize` may be called: a shared expert has groups of its own."""
         whole = group is None or self.width % group == 0
-        return self.quantizable and not self.is_part and (self.num_shared <= 1 or whole)
+        return self.quantizable and (self.num_shared <= 1 or whole)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Of the routed experts."""
@@ -311,7 +311,7 @@ class Experts(Module):
         """Where no kernel reads the weights, they are dequantised."""
         dtype = self.w13.dtype
         if fp8_experts_serve(w13, w2, dtype):
-            self._fp8 = Fp8Experts(w13, w2, self.num_experts)
+            self._fp8 = Fp8Experts(w13, w2, self.num_experts, self.is_part)
         else:
             self.w13, self.w2 = dequantise_stack(w13, dtype), dequantise_stack(w2, dtype)
         self._stored_fp8 = []
@@ -332,7 +332,11 @@ class Experts(Module):
         """
         if self.is_part:
             assert isinstance(routed, Routed)
-            out = expert_partials(x, self.w13, self.w2, routed.of_experts(self.part))
+            here = routed.of_experts(self.part)
+            if self._fp8 is not None:
+                out = self._fp8.partials(x, here, None)
+            else:
+                out = expert_partials(x, self.w13, self.w2, here)
             # The first choice, to which it would be added, may be another rank's.
             return out if shared is None else with_another(out, shared.result())
         chosen = isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared
@@ -523,6 +527,6 @@ def choose_expert_layout(model: Module, names: Iterable[str]) -> None:
 
 
 def other_ranks_experts(model: Module) -> set[str]:
-    """Names of tensors that this rank leaves in the files, after `choose_expert_layout`."""
+    """Paths of matrices that this rank leaves in the files, after `choose_expert_layout`."""
     named = model.named_modules(Experts)
     return {name for prefix, experts in named for name in experts.other_ranks(prefix)}

@@ -348,7 +348,8 @@ class _Parts:
 
     def across(self, name: str, dims: int) -> Largest | None:
         """If others have columns of the same rows of a tensor of `dims` dimensions."""
-        divided = name in self.shards and self.shards[name].dim == dims - 1
+        shard = self.shards.get(name)
+        divided = shard is not None and shard.dim == dims - 1 and shard.count < shard.size
         return self.comm.all_reduce_max if divided else None
 
 

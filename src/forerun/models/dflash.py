@@ -111,7 +111,8 @@ class DFlashDraft(DraftModel):
         q_norm = self.layers[0].self_attn.q_norm
         k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in self.layers])
         norms = HeadNorms(q_norm.weight, k_norms, q_norm.eps)
-        self._context_norm_rope = ContextKVNormRope(self.config.num_kv_heads, norms)
+        kv_heads = self.layers[0].self_attn.qkv_proj.num_kv_heads  # of this rank
+        self._context_norm_rope = ContextKVNormRope(kv_heads, norms)
         super().prepare()
 
 
@@ -151,14 +152,18 @@ def load_dflash(
     config = load_dflash_config(folder)
     if load_format in DUMMY_FORMATS:
         draft = DFlashDraft(config, place, max_positions, target, window)
-        fill_dummy(draft.weights(), load_format)
+        fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
         draft.prepare()
         return draft
     checkpoint = Checkpoint(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     draft = DFlashDraft(config, place, max_positions, target, window, own)
     checkpoint.read_into(
-        draft.weights(), (*HARMLESS, *UNUSED), hint="Is config.json the one of these weights?"
+        draft.weights(),
+        (*HARMLESS, *UNUSED),
+        hint="Is config.json the one of these weights?",
+        shards=draft.shards(),
+        comm=place.comm,
     )
     check_offsets(folder, draft.d2t, config.vocab_size)
     draft.prepare()

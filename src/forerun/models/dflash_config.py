@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
+from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.models.draft_base import dense_layout
 from forerun.models.registry import check_layers
 
 
@@ -60,6 +65,10 @@ class DFlashConfig:
     @property
     def vocab_size(self) -> int:
         return self.model.vocab_size
+
+    def kv_layout(self, kv_dtype: torch.dtype, comm: Communicator = SINGLE_RANK) -> ModelLayout:
+        """What the layers keep on a rank."""
+        return dense_layout(self.model, self.num_layers, kv_dtype, comm)
 
     def layer_masks(self, window: int | None = None) -> tuple[LayerMask, ...]:
         """One per layer; `window` limits each context further than training did."""

@@ -14,10 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.communication import WeightPlacement
+from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.module import Module
+from forerun.layers.sharding import even_shard, kv_head_shard
 from forerun.models.checkpoint import Checkpoint
 
 OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
@@ -89,6 +92,19 @@ class DraftModel(Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """int64, any shape."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+def dense_layout(
+    model: ModelConfig, num_layers: int, dtype: torch.dtype, comm: Communicator
+) -> ModelLayout:
+    """What layers of such attention keep on a rank.
+
+    Raises:
+        ConfigError: the heads cannot be divided.
+    """
+    even_shard(model.num_heads, comm, "attention heads")
+    kv_heads = kv_head_shard(model.num_kv_heads, comm).count
+    return ModelLayout.dense(num_layers, kv_heads, model.head_dim, dtype)
 
 
 def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset[str]:

@@ -24,6 +24,7 @@ from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
+from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
@@ -136,10 +137,15 @@ class Eagle3Draft(DraftModel):
         return out, out if self.config.norm_output else residual
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        def stored(name: str) -> str:
-            return f"{self.config.layer_prefix}{name}" if name.startswith(self.LAYER) else name
+        views = super().weights().items()
+        return {f"{prefix}{self._stored_as(name)}": view for name, view in views}
 
-        return {f"{prefix}{stored(name)}": view for name, view in super().weights().items()}
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        shards = super().shards().items()
+        return {f"{prefix}{self._stored_as(name)}": shard for name, shard in shards}
+
+    def _stored_as(self, name: str) -> str:
+        return f"{self.config.layer_prefix}{name}" if name.startswith(self.LAYER) else name
 
     def prepare(self) -> None:
         super().prepare()
@@ -169,7 +175,7 @@ def load_eagle3(
         same = config.hidden_size == config.target_hidden_size
         own = frozenset({OWN_HEAD} if same else {OWN_EMBEDDING, OWN_HEAD})
         draft = Eagle3Draft(config, place, max_positions, target, own)
-        fill_dummy(draft.weights(), load_format)
+        fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
         draft.prepare()
         return draft
     checkpoint = Checkpoint(folder)
@@ -182,7 +188,11 @@ def load_eagle3(
         )
     draft = Eagle3Draft(config, place, max_positions, target, own)
     checkpoint.read_into(
-        draft.weights(), (*HARMLESS, *UNUSED), hint="Is config.json the one of these weights?"
+        draft.weights(),
+        (*HARMLESS, *UNUSED),
+        hint="Is config.json the one of these weights?",
+        shards=draft.shards(),
+        comm=place.comm,
     )
     check_offsets(folder, draft.d2t, config.vocab_size)
     draft.prepare()

@@ -13,6 +13,8 @@ from forerun.attention.base import LayerMask, Mask
 from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.models.draft_base import dense_layout
 from forerun.models.registry import check_layers
 
 # SpecForge's layer is Llama's; vLLM and others write the second name into the same files.
@@ -59,8 +61,9 @@ class Eagle3Config:
     def layer_masks(self) -> tuple[LayerMask, ...]:
         return (LayerMask(Mask.CAUSAL, self.model.windows[0]),)
 
-    def kv_layout(self, kv_dtype: torch.dtype) -> ModelLayout:
-        return ModelLayout.dense(1, self.model.num_kv_heads, self.model.head_dim, kv_dtype)
+    def kv_layout(self, kv_dtype: torch.dtype, comm: Communicator = SINGLE_RANK) -> ModelLayout:
+        """What the layer keeps on a rank."""
+        return dense_layout(self.model, 1, kv_dtype, comm)
 
     def target_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Decoder layers of such a target whose outputs `combine_hidden_states` reads, in order.

@@ -78,10 +78,10 @@ def load_target_at(
     stored = weight_format(config)
     quantization = place.quantization
     check_quantization(config, quantization)
-    if place.ep_size > 1 and (stored is not None or quantization is not None):
-        raise ConfigError(
-            f"ep_size {place.ep_size} is not available with quantised weights; drop it, or take the"
-            " bfloat16 checkpoint."
+    if quantization == FP8 and 1 < place.ep_size < place.comm.size:
+        raise ConfigError(  # scales of rows would need a maximum over each group's ranks
+            f"quantization fp8 is not available with ep_size {place.ep_size} of tp_size"
+            f" {place.comm.size}; set ep_size to 1 or {place.comm.size}, or take an FP8 checkpoint."
         )
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
     model = build(config, place, max_positions or config.max_position)
@@ -106,7 +106,7 @@ def load_target_at(
         checkpoint.keep(lambda name: not name.startswith(further))
         choose_expert_layout(model, checkpoint.headers)
         others = other_ranks_experts(model)
-        checkpoint.keep(lambda name: name not in others)
+        checkpoint.keep(lambda name: name.rpartition(".")[0] not in others)
         quantized = {
             **allocate_linears(model, checkpoint, quantization),
             **allocate_experts(model, checkpoint, quantization),

@@ -24,12 +24,13 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.attention import KVLayer
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.linear import Hidden, Linear
 from forerun.layers.module import Module
 from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
+from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
 from forerun.models.further_layers import COUNT, count_layers, prefix_of, prefixes_to_rename
 from forerun.models.quantization import weight_format
@@ -88,10 +89,13 @@ class NextNDraft(Module):
         self.rope = Rope(model.rope, model.rotary_dim, max_positions, place.dtype, place.device)
 
     @classmethod
-    def kv_layout(cls, config: NextNConfig, dtype: torch.dtype) -> ModelLayout:
-        """What the layer keeps: that of the target's layers."""
-        draft = cls(config, WeightPlacement(dtype, torch.device("meta")), max_positions=1)
-        return ModelLayout(tuple(kept.kv_layout(dtype) for kept in draft.layer.modules(KVLayer)))
+    def kv_layout(
+        cls, config: NextNConfig, dtype: torch.dtype, comm: Communicator = SINGLE_RANK
+    ) -> ModelLayout:
+        """What the layer keeps on a rank: that of the target's layers."""
+        place = WeightPlacement(dtype, torch.device("meta"), comm)
+        layers = cls(config, place, max_positions=1).layer.modules(KVLayer)
+        return ModelLayout(tuple(kept.kv_layout(dtype) for kept in layers))
 
     def forward(
         self, embeds: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
@@ -125,6 +129,10 @@ class NextNDraft(Module):
             **self.norm.weights(f"{p}shared_head.norm."),
         }
 
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        """Only the decoder layer is divided."""
+        return self.layer.shards(f"{prefix}{self.config.prefix}")
+
 
 def load_nextn(
     folder: Path,
@@ -142,13 +150,13 @@ def load_nextn(
     if load_format in DUMMY_FORMATS:
         for experts in draft.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
-        fill_dummy(draft.weights(), load_format)
+        fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
     else:
         checkpoint = Checkpoint(folder, weight_format(config.model))
         checkpoint.rename(prefixes_to_rename(config.model))
         checkpoint.keep(lambda name: name.startswith(config.prefix))
         choose_expert_layout(draft, checkpoint.headers)
         hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."
-        checkpoint.read_into(draft.weights(), SHARED, hint)
+        checkpoint.read_into(draft.weights(), SHARED, hint, draft.shards(), place.comm)
     draft.prepare()
     return draft

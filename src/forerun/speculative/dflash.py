@@ -17,7 +17,6 @@ from torch import Tensor
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import BFLOAT16
 from forerun.models.dflash import load_dflash
@@ -32,6 +31,7 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
+from forerun.speculative.sharding import rank_layout
 
 
 class DFlash(SpeculativeAlgorithm):
@@ -44,6 +44,7 @@ class DFlash(SpeculativeAlgorithm):
         ),
     )
     bundled_draft = "draft"
+    shards_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -62,8 +63,8 @@ class DFlash(SpeculativeAlgorithm):
             flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layer_ids,
-            draft_kv=ModelLayout.dense(draft.num_layers, draft.num_kv_heads, draft.head_dim, dtype),
-            draft_heads=draft.num_heads,
+            draft_kv=rank_layout(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
+            draft_heads=draft.num_heads // config.speculative_draft_tp_size,
             draft_attention=draft.layer_masks(window),
             draft_attends_in_prefill=False,
             deferred_observe=True,
@@ -75,7 +76,7 @@ class DFlash(SpeculativeAlgorithm):
         self._draft = load_dflash(
             folder,
             # Also in a float32 engine, since the target alone decides what is accepted.
-            WeightPlacement(ctx.dtype, ctx.device, quantization=BFLOAT16),
+            WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization=BFLOAT16),
             ctx.max_positions,
             ctx.target,
             ctx.config.speculative_draft_window_size,

@@ -19,6 +19,7 @@ from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
 from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCaps
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
+from forerun.speculative.sharding import rank_layout
 
 DEFAULT_STEPS = 5
 
@@ -29,6 +30,7 @@ class Eagle3(HiddenStateChain):
         Option("speculative_eagle_topk", int, 1, "Branches per draft token; only 1, a chain"),
     )
     bundled_draft = "eagle3"
+    shards_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -41,8 +43,8 @@ class Eagle3(HiddenStateChain):
             flexible=True,
             kv_reserve=drafts + 1,
             target_layers=draft.target_layers(target.num_layers),
-            draft_kv=draft.kv_layout(dtype),
-            draft_heads=draft.num_heads,
+            draft_kv=rank_layout(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
+            draft_heads=draft.num_heads // config.speculative_draft_tp_size,
             draft_attention=draft.layer_masks,
             prefix_lookahead=1,
             deferred_observe=True,
@@ -51,7 +53,7 @@ class Eagle3(HiddenStateChain):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        place = WeightPlacement(ctx.dtype, ctx.device)
+        place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm)
         self._draft = load_eagle3(
             folder, place, ctx.max_positions, ctx.target, ctx.config.load_format
         )

@@ -20,16 +20,19 @@ from forerun.attention.base import AttentionContext
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.communication import WeightPlacement
+from forerun.kvcache.layouts import ModelLayout
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
+from forerun.speculative.sharding import rank_layout
 
 DEFAULT_STEPS = 3
 
 
 class NextN(HiddenStateChain):
     options = (NUM_STEPS,)
+    shards_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -37,12 +40,18 @@ class NextN(HiddenStateChain):
         model, drafts = draft.model, resolve_num_drafts(config, DEFAULT_STEPS)
         check_match(folder, "hidden size", model.hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", model.vocab_size, target.vocab_size)
+
+        def layout(comm: Communicator) -> ModelLayout:
+            return NextNDraft.kv_layout(draft, dtype, comm)
+
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=NextNDraft.kv_layout(draft, dtype),
-            draft_heads=model.num_heads,
+            draft_kv=rank_layout(
+                config, folder, lambda comm: NextNDraft.kv_layout(draft, dtype, comm)
+            ),
+            draft_heads=model.num_heads // config.speculative_draft_tp_size,
             draft_attention=(draft.mask,),
             prefix_lookahead=1,
             deferred_observe=True,
@@ -53,7 +62,7 @@ class NextN(HiddenStateChain):
         self._layer = load_nextn(
             folder,
             config,
-            WeightPlacement(ctx.dtype, ctx.device),
+            WeightPlacement(ctx.dtype, ctx.device, ctx.comm),
             ctx.max_positions,
             ctx.config.load_format,
         )

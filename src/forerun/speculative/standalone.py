@@ -20,7 +20,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import SINGLE_RANK, UnreducedRank, WeightPlacement
+from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target_at
 from forerun.models.quantization import weight_format
@@ -35,6 +35,7 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.chain import NUM_STEPS, resolve_num_drafts, sample_chain
+from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
 DEFAULT_STEPS = 4
@@ -127,15 +128,17 @@ def _layout(
         ConfigError: the draft cannot be divided as the settings ask for.
     """
     ranks, build = config.speculative_draft_tp_size, model_class(draft)
-    where = f"speculative_draft_tp_size {ranks}: the draft {folder}"
     if ranks > 1 and weight_format(draft) is not None:
-        raise ConfigError(f"{where} is quantised and cannot be divided; drop the setting.")
-    comm = UnreducedRank(0, ranks) if ranks > 1 else SINGLE_RANK
-    place = WeightPlacement(dtype, torch.device("meta"), comm)
-    try:
+        raise ConfigError(
+            f"speculative_draft_tp_size {ranks}: the draft {folder} is quantised and cannot be"
+            " divided; drop the setting."
+        )
+
+    def layout(comm: Communicator) -> ModelLayout:
+        place = WeightPlacement(dtype, torch.device("meta"), comm)
         return build(draft, place, max_positions=1).kv_layout(dtype)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}" if ranks > 1 else str(error)) from None
+
+    return rank_layout(config, folder, layout)
 
 
 def _check_vocabulary(

@@ -55,7 +55,8 @@ def expert_partials_fp8(
     Up to `MAX_DECODE_TOKENS` tokens are Hopper's kernel's if the weights are interleaved for it.
 
     Args:
-        routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`.
+        routed: of `route` for the same x, with its tiles; or of `router_logits_sm90`. Of a part of
+            the experts, other choices are zeros.
         shared: [T, H], added to the first choice, or a gated output of x.
         config: Triton's; None: that of `choose_moe_fp8`.
     """
@@ -79,7 +80,8 @@ def expert_partials_fp8(
         act, act_scales = _quantized(act, w2)
     dtype = torch.float32 if len(x) <= MAX_DECODE_TOKENS else x.dtype
     shape = routed.experts.shape[1], *x.shape
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    new = torch.zeros if routed.is_part else torch.empty
+    out = new(shape, dtype=dtype, device=x.device)
     _run_down((act, act_scales), w2, routed, shared, config, out)
     return out
 
