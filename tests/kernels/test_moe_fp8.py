@@ -97,6 +97,28 @@ def test_w8a16_is_the_dequantised_weight(kind: str, tokens: int, device: torch.d
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("quantize_x", [False, True])
+def test_parts_of_the_experts_add_up(quantize_x: bool, device: torch.device) -> None:
+    """As ranks with `ep_size` compute them: other ranks' choices are zeros."""
+    (w13, w2), (x, routed) = matrices("blocks", device), routed_tokens(9, device)
+    x = x.bfloat16() if device.type == "cuda" else x
+    how = config(9, device, quantize_x)
+    want = expert_partials_fp8(x, w13, w2, routed, None, how)
+    total = torch.zeros_like(want)
+    for part in (range(2), range(2, 6)):
+        own = [
+            replace(w, values=w.values[part.start : part.stop].clone(),
+                    scales=w.scales[part.start : part.stop].clone())
+            for w in (w13, w2)
+        ]  # fmt: skip
+        got = expert_partials_fp8(x, *own, routed.of_experts(part), None, how)
+        outside = (routed.experts < part.start) | (routed.experts >= part.stop)
+        assert not got[outside.t()].any()
+        total += got
+    assert torch.equal(total, want)
+
+
 def dequantised(x: Tensor, group: int | None) -> Tensor:
     """As a kernel of W8A8 sees it."""
     made = Fp8Weight.stack(tuple(x.shape), x.device, group)
