@@ -136,6 +136,7 @@ def golden_ids(stdout: str) -> list[int]:
     return json.loads(stdout)["output_ids"]
 
 
+@pytest.mark.exhaustive
 def test_target_and_draft_come_from_the_hub_once(hub: Hub, shell: Shell) -> None:
     command = (*GENERATE, "--model-path", "acme/base@v1", *DRAFT)
     first = shell.forerun(*command)

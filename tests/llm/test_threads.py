@@ -184,6 +184,7 @@ def test_a_forgotten_llm_ends_its_thread() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.exhaustive
 def test_python_ends_while_a_stream_runs() -> None:
     """Without a crash, a hang, or a word."""
     code = (

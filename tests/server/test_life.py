@@ -50,6 +50,7 @@ def exists(pid: int) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 def test_a_killed_engine_is_replaced(live: LiveServer) -> None:
     want = live.generate(text=PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 9})
     pid = live.get("/server_info")["engine_pid"]

@@ -19,6 +19,8 @@ SMALL = {**ENGINE, "max_total_tokens": 8192, "max_running_requests": 4}
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
 SUBJECTS = ("zebra", "tower", "river", "violin")
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
