@@ -68,11 +68,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def two_checkpoints(folder: Path, method: str, **config: Any) -> tuple[Path, Path]:
-    """A small Qwen3 in 4 bits, and plain with what that means."""
-    hf = family("qwen3")
+def two_checkpoints(
+    folder: Path, method: str, name: str = "qwen3", **config: Any
+) -> tuple[Path, Path]:
+    """A small model in 4 bits, and plain with what that means."""
+    hf = family(name)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
-    sizes |= {"num_attention_heads": 8}
+    sizes |= {"num_attention_heads": 8, "moe_intermediate_size": 256}
     hf = random_hf(type(hf.config)(**{**hf.config.to_dict(), **sizes, "layer_types": None}))
     quantised, plain = save(hf, folder / "int4"), save(hf, folder / "plain")
     weights = load_file(plain / "model.safetensors")

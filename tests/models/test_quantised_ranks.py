@@ -114,6 +114,7 @@ def test_two_ranks_compute_as_one(make: Make, quantization: str | None, tmp_path
         pytest.param(in_blocks("qwen3-moe"), None, id="blocks-moe"),
         pytest.param(in_blocks("deepseek-v3", v_head_dim=12), None, id="blocks-shared"),
         pytest.param(plain("qwen3-moe"), "fp8", id="to-fp8-moe"),
+        pytest.param(in_4_bits("awq", name="qwen3-moe"), None, id="awq-moe"),
     ],
 )
 def test_whole_experts_of_two_ranks(make: Make, quantization: str | None, tmp_path: Path) -> None:
