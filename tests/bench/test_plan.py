@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from forerun import LLM
 from forerun.bench.bounds import Work
+from forerun.bench.gemms import touched_experts
 from forerun.bench.plan.gpus import GPUS, find_gpu
-from forerun.bench.plan.model_shape import DraftShape, ModelShape
+from forerun.bench.plan.model_shape import DraftShape, ModelShape, busiest_touched
 from forerun.bench.plan.plan import Traffic, make_rows, possible_tps, settle
 from forerun.bench.plan.step_time import Deployment, Speculation
 from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.layers.communication import UnreducedRank, WeightPlacement
 from forerun.llm.bundled import bundled, preset
+from forerun.models.registry import model_class
 from tests.cli.conftest import forerun
 from tests.cli.support import Result
 
@@ -143,6 +149,36 @@ def test_a_model_is_divided() -> None:
     assert shape("deepseek-v2-lite").kv_shards(4) == 1  # every rank keeps the latents
 
 
+@pytest.mark.parametrize("tokens, groups", [(1, 2), (1, 8), (8, 8), (32, 2), (32, 8)])
+def test_the_busiest_group_is_that_of_random_choices(tokens: int, groups: int) -> None:
+    """8 of 128 experts, as qwen3-30b-a3b."""
+    rng, trials, total = random.Random(0), 2000, 0
+    for _ in range(trials):
+        touched = {e for _ in range(tokens) for e in rng.sample(range(128), 8)}
+        counts = [sum(e * groups // 128 == group for e in touched) for group in range(groups)]
+        total += max(counts)
+    got = busiest_touched(tokens, 8, 128, groups)
+    assert got == pytest.approx(total / trials, rel=0.05)
+    assert got > touched_experts(tokens, 8, 128) / groups
+
+
+def test_experts_are_divided_whole() -> None:
+    """A rank has as many bytes as with columns of every expert; its steps wait for the busiest."""
+    folder, model = preset("qwen3-30b-a3b")[0], shape("qwen3-30b-a3b")
+    config, sizes = load_model_config(folder), []
+    for ep in (1, 2, 4):
+        place = WeightPlacement(torch.bfloat16, torch.device("meta"), UnreducedRank(3, 4), None, ep)
+        weights = model_class(config)(config, place, 1).weights().values()
+        sizes.append(sum(weight.nbytes for weight in weights))
+    assert sizes[0] == sizes[1] == sizes[2] == pytest.approx(model.weight_bytes / 4, rel=0.01)
+
+    def seconds(ep: int, batch_size: int) -> float:
+        return Deployment(model, GPUS["h200"], 4, ep=ep).step_seconds(batch_size, CONTEXT)
+
+    assert seconds(1, 1) < seconds(2, 1) < seconds(4, 1)
+    assert seconds(4, 4096) == pytest.approx(seconds(1, 4096))  # all experts are read
+
+
 def rows(name: str, count: int, gpu: str = "h200", rate: float = 5.0, **more: Any) -> list[Any]:
     deployment = Deployment(shape(name), GPUS[gpu], **more)
     traffic = Traffic(rate, 1024, 256)
@@ -198,6 +234,10 @@ def test_the_command(forerun: Callable[..., Result], tmp_path: Path) -> None:
     made = json.loads(forerun(*base, "--tp-size", "2", "--price", "2", "--json").out)
     (row,) = made["rows"]
     assert (row["tp"], row["replicas"], row["dollars_per_hour"], row["held"]) == (2, 4, 16, True)
+    experts = ("plan", "--preset", "qwen3-30b-a3b", "--count", "8", "--ep-size", "2")
+    assert "ep 2: no step was measured" in forerun(*experts).out
+    fp8 = json.loads(forerun(*experts, "--quantization", "fp8", "--json").out)["rows"]
+    assert [(row["tp"], row["ep"]) for row in fp8] == [(2, 2)]  # an engine refuses the others
     other = forerun(*base, "--read-bandwidth", "8").out
     assert "(not measured): read 8 TB/s" in other
     local = forerun("plan", "--model", str(bundled("target"))).out
@@ -215,6 +255,11 @@ def test_bad_input(forerun: Callable[..., Result]) -> None:
         ((*qwen, "--accept-length", "17"), "accept_length must be in [1, draft_tokens = 16]"),
         ((*qwen, "--tp-size", "2"), "tp_size 2 is more than the 1 GPUs"),
         ((*qwen, "--count", "3", "--tp-size", "3"), "does not divide 32 heads"),
+        ((*qwen, "--ep-size", "0"), "ep_size must be >= 1"),
+        ((*qwen, "--ep-size", "2"), "ep_size 2 is more than the 1 GPUs"),
+        ((*qwen, "--count", "3", "--ep-size", "3"), "K/V heads; take another ep_size"),
+        ((*qwen, "--count", "4", "--tp-size", "2", "--ep-size", "4"), "ep_size 4 does not divide"),
+        ((*qwen, "--count", "2", "--ep-size", "2"), "Qwen3ForCausalLM has none; drop it"),
         ((*qwen, "--input-len", "40960"), "over the model's context length 40960"),
         ((*qwen, "--gpu", "h20"), "Did you mean 'h200'"),
         ((*qwen, "--quantization", "fp9"), "quantization"),

@@ -14,7 +14,7 @@ from rich.table import Table
 from forerun.bench.cli.options import AsJson
 from forerun.bench.cli.tables import milliseconds, wide_console, yes_no
 from forerun.bench.plan.gpus import GIB, TERA, Gpu, find_gpu
-from forerun.bench.plan.model_shape import DraftShape, ModelShape
+from forerun.bench.plan.model_shape import DraftShape, ModelShape, check_ranks
 from forerun.bench.plan.plan import BATCHES, Row, Traffic, make_rows, possible_tps
 from forerun.bench.plan.step_time import Deployment, Speculation
 from forerun.cli.flags import Flag, Values, with_flags
@@ -24,11 +24,17 @@ from forerun.core.errors import ConfigError
 from forerun.llm.bundled import preset as bundled_preset
 from forerun.llm.hub import with_local_paths
 
-NOTES = (
+NOTE = (
     "Estimates: bytes and operations over the GPU's ceilings, with constants fitted to one H200"
-    " (docs/performance.md).",
+    " (docs/performance.md)."
+)
+TP_NOTE = (
     "tp > 1: 6.5 us per all-reduce, fitted to one step on two GPUs; 70 % of the link is an"
-    " assumption.",
+    " assumption."
+)
+EP_NOTE = (
+    "ep {}: no step was measured. A step waits for the group of which most experts are read, if"
+    " all are chosen equally often."
 )
 
 
@@ -50,6 +56,7 @@ class Options:
     gpu: str = _option("h200", "h200, h100, b200, a100 or l40s", panel="GPUs")
     count: int = _option(1, "GPUs in all", int, "GPUs")
     tp_size: int | None = _option(None, "GPUs per replica; default: all ways", int, "GPUs")
+    ep_size: int = _option(1, "Groups of a replica's GPUs that have whole experts", int, "GPUs")
     read_bandwidth: float | None = _option(None, "TB/s that a kernel reads", float, "GPUs")
     gemm_rate: float | None = _option(None, "bfloat16 TFLOP/s of a large GEMM", float, "GPUs")
     gpu_memory: float | None = _option(None, "GiB", float, "GPUs")
@@ -127,6 +134,8 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
         kv_cache_dtype=options.kv_cache_dtype,
         mem_fraction_static=options.mem_fraction_static,
         max_running_requests=options.max_running_requests,
+        tp_size=max(options.ep_size, 1) if options.tp_size is None else options.tp_size,
+        ep_size=options.ep_size,
     )
     if config.quantization == "int8":
         raise ConfigError("quantization int8 runs on a CPU; take fp8.")
@@ -138,8 +147,9 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
     if options.accept_length is not None:
         drafting = DraftShape.of(draft, options.draft_passes) if draft else None
         spec = Speculation(options.accept_length, options.draft_tokens, drafting)
-    deployment = Deployment(shape, gpu, speculation=spec)
+    deployment = Deployment(shape, gpu, speculation=spec, ep=options.ep_size)
     tps = possible_tps(deployment, options.count, options.tp_size)
+    tps = _usable(tps, folder, config)
     rows = make_rows(deployment, options.count, traffic, config, tps)
     if as_json:
         print_json({"gpu": vars(gpu), "model": shape.name, "rows": [r.as_dict() for r in rows]})
@@ -166,6 +176,24 @@ def _folders(options: Options) -> tuple[Path, Path | None]:
     return folder, draft or own_draft
 
 
+def _usable(tps: Sequence[int], folder: Path, config: EngineConfig) -> list[int]:
+    """Those of which an engine would start.
+
+    Raises:
+        ConfigError: there are none; of the first.
+    """
+    usable, refusals = [], []
+    for tp in tps:
+        try:
+            check_ranks(folder, config.quantization, tp, config.ep_size)
+            usable.append(tp)
+        except ConfigError as error:
+            refusals.append(error)
+    if not usable:
+        raise refusals[0]
+    return usable
+
+
 def _check_context(shape: ModelShape, tokens: int) -> None:
     if tokens > shape.context_length:
         raise ConfigError(
@@ -187,8 +215,17 @@ def _print(rows: Sequence[Row], shape: ModelShape, gpu: Gpu, traffic: Traffic) -
     console.print(_table("Memory and steps", MEMORY, [_memory_cells(row) for row in rows]))
     title = f"{traffic.rate:g} requests/s of {traffic.input_len} + {traffic.output_len} tokens"
     console.print(_table(title, SERVING, [_serving_cells(row, traffic) for row in rows]))
-    for note in NOTES if any(row.tp > 1 for row in rows) else NOTES[:1]:
+    for note in _notes(rows):
         console.print(note, style="dim", soft_wrap=True)
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    notes, ep = [NOTE], rows[0].ep
+    if any(row.tp > 1 for row in rows):
+        notes.append(TP_NOTE)
+    if ep > 1:
+        notes.append(EP_NOTE.format(ep))
+    return notes
 
 
 WAY = ("tp", "replicas", "drafts")

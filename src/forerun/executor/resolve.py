@@ -23,7 +23,7 @@ from forerun.layers.communication import (
     UnreducedRank,
     WeightPlacement,
 )
-from forerun.layers.moe import Experts
+from forerun.layers.moe import check_has_experts
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
@@ -103,11 +103,8 @@ def resolve(
     ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
     meta = WeightPlacement(dtype, torch.device("meta"), ranks, ep_size=config.ep_size)
     model = target_class(target, config.model_impl)(target, meta, max_positions=1)
-    if config.ep_size > 1 and next(model.modules(Experts), None) is None:
-        raise ConfigError(
-            f"ep_size {config.ep_size} divides experts, and {target.architecture} has none; drop"
-            " it."
-        )
+    if config.ep_size > 1:
+        check_has_experts(model, config.ep_size, target.architecture)
     graphs, arch = captures_graphs(config, device), gpu_arch(device)
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size)
     attention = choose_attention(config, model, caps, where)

@@ -359,6 +359,17 @@ class Experts(Module):
         return out
 
 
+def check_has_experts(model: Module, ep_size: int, architecture: str) -> None:
+    """
+    Raises:
+        ConfigError: there is nothing that `ep_size` divides.
+    """
+    if next(model.modules(Experts), None) is None:
+        raise ConfigError(
+            f"ep_size {ep_size} divides experts, and {architecture} has none; drop it."
+        )
+
+
 class SparseMoE(Module):
     """`gate` and `experts` of one layer."""
 

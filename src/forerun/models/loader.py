@@ -78,11 +78,7 @@ def load_target_at(
     stored = weight_format(config)
     quantization = place.quantization
     check_quantization(config, quantization)
-    if quantization == FP8 and 1 < place.ep_size < place.comm.size:
-        raise ConfigError(  # scales of rows would need a maximum over each group's ranks
-            f"quantization fp8 is not available with ep_size {place.ep_size} of tp_size"
-            f" {place.comm.size}; set ep_size to 1 or {place.comm.size}, or take an FP8 checkpoint."
-        )
+    check_fp8_groups(place)
     checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
     model = build(config, place, max_positions or config.max_position)
     for experts in model.modules(Experts):
@@ -152,6 +148,18 @@ def allocate_linears(
             linear.allocate()
         views |= linear.quantized_weights(prefix)
     return views
+
+
+def check_fp8_groups(place: WeightPlacement) -> None:
+    """
+    Raises:
+        ConfigError: scales of rows would need a maximum over each group's ranks.
+    """
+    if place.quantization == FP8 and 1 < place.ep_size < place.comm.size:
+        raise ConfigError(
+            f"quantization fp8 is not available with ep_size {place.ep_size} of tp_size"
+            f" {place.comm.size}; set ep_size to 1 or {place.comm.size}, or take an FP8 checkpoint."
+        )
 
 
 def allocate_experts(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -17,15 +18,15 @@ from forerun.bench.bounds import Work, kv_bytes
 from forerun.bench.gemms import Gemm, touched_experts
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout
-from forerun.layers.communication import WeightPlacement
+from forerun.layers.communication import UnreducedRank, WeightPlacement
 from forerun.layers.gemm import FP8
 from forerun.layers.linear import LinearBase
-from forerun.layers.moe import Experts, Router, SparseMoE
+from forerun.layers.moe import Experts, Router, SparseMoE, check_has_experts
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.int4_formats import Int4Format
-from forerun.models.loader import INT4, allocate_experts, allocate_linears
+from forerun.models.loader import INT4, allocate_experts, allocate_linears, check_fp8_groups
 from forerun.models.quantization import Fp8Format, Mxfp4, check_quantization, weight_format
 from forerun.models.registry import model_class
 from forerun.platform.device import DTYPES, resolve_kv_dtype
@@ -46,16 +47,35 @@ class Matrix:
     shared: int = 0  # experts that every token goes to
     top_k: int = 0
 
-    def gemm(self, tokens: int) -> Gemm:
+    def gemm(self, tokens: int, ep: int = 1) -> Gemm:
+        """Of all ranks. With `ep` groups of experts each reads as many as the busiest, for which
+        the others wait; operations are taken as even."""
         if not self.routed:
             return Gemm(self.n, self.k, self.dtype, tokens, bits=self.bits)
-        touched = touched_experts(tokens, self.top_k, self.routed) + self.shared
+        touched = ep * busiest_touched(tokens, self.top_k, self.routed, ep) + self.shared
         choices = tokens * (self.top_k + self.shared)
         return Gemm(self.n, self.k, self.dtype, choices, touched, bits=self.bits)
 
     @property
     def packed(self) -> bool:
         return self.bits < 8 * self.dtype.itemsize
+
+
+@lru_cache
+def busiest_touched(tokens: int, top_k: int, num_experts: int, groups: int) -> float:
+    """The expected number of different experts in the group that has most of them.
+
+    Every set of `top_k` is equally likely; experts are taken to be touched independently.
+    """
+    if groups == 1:
+        return touched_experts(tokens, top_k, num_experts)
+    each = num_experts // groups
+    touched = touched_experts(tokens, top_k, num_experts) / num_experts
+    at_most = expected = 0.0
+    for count in range(each):
+        at_most += math.comb(each, count) * touched**count * (1 - touched) ** (each - count)
+        expected += 1 - at_most**groups  # that some group has more
+    return expected
 
 
 @dataclass(frozen=True)
@@ -136,9 +156,9 @@ class ModelShape:
     def has_experts(self) -> bool:
         return any(matrix.routed for matrix in self.matrices)
 
-    def work(self, batch_size: int, context: int, tokens: int = 1) -> Work:
-        """Of a step with `tokens` per request, without drafts."""
-        gemms = tuple(matrix.gemm(batch_size * tokens) for matrix in self.matrices)
+    def work(self, batch_size: int, context: int, tokens: int = 1, ep: int = 1) -> Work:
+        """Of a step with `tokens` per request, without drafts; see `Matrix.gemm`."""
+        gemms = tuple(matrix.gemm(batch_size * tokens, ep) for matrix in self.matrices)
         return Work(gemms, batch_size * kv_bytes(self.layout, self.masks, context))
 
     def kv_shards(self, tp: int) -> int:
@@ -149,6 +169,20 @@ class ModelShape:
         """Whether `tp` ranks can share its heads."""
         kv = self.num_kv_heads
         return self.num_heads % tp == 0 and (kv is None or kv % tp == 0 or tp % kv == 0)
+
+
+def check_ranks(folder: Path, quantization: str | None, tp: int, ep: int) -> None:
+    """Builds one rank's model, as an engine does at start.
+
+    Raises:
+        ConfigError: `tp` ranks in `ep` groups cannot share it.
+    """
+    config = load_model_config(folder)
+    place = WeightPlacement(torch.bfloat16, META, UnreducedRank(0, tp), quantization, ep)
+    check_fp8_groups(place)
+    model = model_class(config)(config, place, 1)
+    if ep > 1:
+        check_has_experts(model, ep, config.architecture)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Row:
-    """One way: `tp` GPUs per replica."""
+    """One way: `tp` GPUs per replica, with whole experts in `ep` groups."""
 
     tp: int
+    ep: int
     replicas: int
     speculative: bool
     weight_bytes: float  # per GPU
@@ -85,25 +86,28 @@ def make_rows(
 
 
 def possible_tps(deployment: Deployment, count: int, asked: int | None) -> list[int]:
-    """Numbers of GPUs per replica: the one that was asked for, or all powers of two.
+    """Numbers of GPUs per replica: the one that was asked for, or `ep` times all powers of two.
 
     Raises:
-        ConfigError: the one that was asked for is not possible.
+        ConfigError: the one that was asked for is not possible, or none is.
     """
     model = deployment.model
-    powers = [2**n for n in range(count.bit_length()) if 2**n <= count]
-    possible = [tp for tp in powers if model.divides(tp)]
-    if asked is None:
+    sizes = [deployment.ep * 2**n for n in range(count.bit_length())]
+    possible = [tp for tp in sizes if tp <= count and model.divides(tp)]
+    for name, size in (("tp_size", asked or 1), ("ep_size", deployment.ep)):
+        if size > count:
+            raise ConfigError(f"{name} {size} is more than the {count} GPUs; raise --count.")
+    if asked is None and possible:
         return possible
-    if asked > count:
-        raise ConfigError(f"tp_size {asked} is more than the {count} GPUs; raise --count.")
-    if not model.divides(asked):
+    tp = asked or deployment.ep
+    if not model.divides(tp):
         known = ", ".join(map(str, possible))
         raise ConfigError(
-            f"tp_size {asked} does not divide {model.num_heads} heads and"
-            f" {model.num_kv_heads or 1} K/V heads; take one of {known}."
+            f"tp_size {tp} does not divide {model.num_heads} heads and"
+            f" {model.num_kv_heads or 1} K/V heads; take"
+            f" {f'one of {known}' if possible else 'another ep_size'}."
         )
-    return [asked]
+    return [tp]
 
 
 def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig) -> Row | None:
@@ -127,6 +131,7 @@ def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig)
     served = traffic.rate if load is not None else max_rate * replicas
     return Row(
         tp=way.tp,
+        ep=way.ep,
         replicas=replicas,
         speculative=way.speculation is not None,
         weight_bytes=weights,

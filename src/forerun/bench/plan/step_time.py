@@ -35,12 +35,13 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model on `tp` GPUs."""
+    """A model on `tp` GPUs, which have whole experts in `ep` groups."""
 
     model: ModelShape
     gpu: Gpu
     tp: int = 1
     speculation: Speculation | None = None
+    ep: int = 1
 
     @property
     def tokens_per_step(self) -> float:
@@ -50,7 +51,7 @@ class Deployment:
     def step_seconds(self, batch_size: int, context: int) -> float:
         """Of a decode step, at a mean context."""
         width = 1 if self.speculation is None else self.speculation.num_tokens
-        model, work = self.model, self.model.work(batch_size, context, width)
+        model, work = self.model, self.model.work(batch_size, context, width, self.ep)
         read = self.gpu.read_bytes_per_second
         weights = sum(
             gemm.weight_bytes / _reached(matrix)
