@@ -97,6 +97,15 @@ def test_steps_with_drafts_are_those_measured() -> None:
         assert got == pytest.approx(want, rel=WITHIN_DRAFTS), (batch, got)
 
 
+def test_drafts_are_whole_on_every_gpu() -> None:
+    draft = DraftShape(10 << 30, num_layers=1)
+    made = rows("qwen3-8b", 8, speculation=Speculation(3.0, 4, draft))
+    for plain, drafts in zip(made[::2], made[1::2], strict=True):
+        assert drafts.weight_bytes - plain.weight_bytes == 10 << 30
+        extra = drafts.step_seconds[1] - plain.step_seconds[1]
+        assert extra > 0.9 * (10 << 30) / GPUS["h200"].read_bytes_per_second
+
+
 def test_prefills_are_those_measured() -> None:
     dense = Deployment(shape("qwen3-8b"), GPUS["h200"])
     experts = Deployment(shape("qwen3-30b-a3b"), GPUS["h200"])

@@ -113,7 +113,7 @@ def possible_tps(deployment: Deployment, count: int, asked: int | None) -> list[
 def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig) -> Row | None:
     """None: it does not fit."""
     model, gpu = way.model, way.gpu
-    weights = (model.weight_bytes + _draft_bytes(way.speculation)) / way.tp
+    weights = model.weight_bytes / way.tp + _draft_bytes(way.speculation)
     total = int(gpu.memory_bytes)
     free = total - CONTEXT_BYTES - int(weights)
     slots = config.max_running_requests or 256
@@ -147,6 +147,7 @@ def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig)
 
 
 def _draft_bytes(speculation: Speculation | None) -> int:
+    """Of each GPU: drafts are whole on every rank."""
     if speculation is None or speculation.draft is None:
         return 0
     return speculation.draft.weight_bytes

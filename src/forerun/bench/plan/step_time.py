@@ -60,7 +60,8 @@ class Deployment:
         flops, seconds = float(work.flops), self._fixed_seconds(batch_size * width)
         if self.speculation is not None and self.speculation.draft is not None:
             draft = self.speculation.draft
-            size = draft.passes * (draft.weight_bytes + self._head_bytes())
+            # Of all ranks: each has the whole draft, and a part of the target's head.
+            size = draft.passes * (self.tp * draft.weight_bytes + self._head_bytes())
             weights += size / DENSE_READ
             flops += batch_size * width * size  # two operations per value of two bytes
             seconds += draft.passes * (DRAFT_PASS + draft.num_layers * LAYER)
