@@ -97,7 +97,7 @@ def test_choices_are_those_of_the_table(gpu: GpuInfo) -> None:
     assert "programmatic dependent launch: on" in shown
     hopper = gpu.capability == 90 and not gpu.amd and found["cuda"]
     language = "C++" if hopper else "Triton"
-    assert f"bfloat16 {language}, fp8 {language}, mxfp4 Triton" in shown
+    assert f"bfloat16 {language}, fp8 {language}, mxfp4 {language}" in shown
     rows = {line.split("  ")[1]: line.split()[3:] for line in shown.splitlines() if " x " in line}
     for (n, k), entry in shapes.items():
         said = rows[f"{n} x {k}"]

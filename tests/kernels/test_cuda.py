@@ -23,13 +23,22 @@ from forerun.kernels.gemm.gemm_sm90 import (
     num_stages,
     smem_bytes,
 )
-from forerun.kernels.moe import experts_sm90, router_logits_sm90, router_sm90
+from forerun.kernels.moe import (
+    experts_mxfp4_sm90,
+    experts_sm90,
+    router_logits_sm90,
+    router_sm90,
+)
 from forerun.kernels.moe.config import (
     SM90_DECODE,
     SM90_FEW_TOKENS,
     SM90_FP8_DECODE,
     SM90_FP8_ONE_TOKEN,
+    SM90_MXFP4_DECODE,
+    SM90_MXFP4_FEW_TOKENS,
+    SM90_MXFP4_FEW_TOKENS_NARROW,
     Sm90MoeConfig,
+    Sm90Mxfp4Config,
     Sm90RouterConfig,
     choose_router_sm90,
 )
@@ -123,6 +132,24 @@ def test_sm90_experts_in_fp8_compile_and_fit(config: Sm90MoeConfig, fp8: int) ->
     assert config.ctas_per_sm * (experts_sm90.smem_bytes(config, fp8) + 1024) <= 228 << 10
 
 
+GPT_OSS = experts_sm90.ExpertShape(hidden=2880, width=2880, top_k=4)
+
+
+@pytest.mark.parametrize(
+    "config", [SM90_MXFP4_FEW_TOKENS, SM90_MXFP4_FEW_TOKENS_NARROW, SM90_MXFP4_DECODE], ids=str
+)
+def test_sm90_experts_in_mxfp4_compile_and_fit(config: Sm90Mxfp4Config) -> None:
+    log = assert_compiles_well(experts_mxfp4_sm90.cuda_source(config, GPT_OSS, 1.702, 7))
+    registers = re.search(r"Used (\d+) registers", log)
+    assert registers is not None
+    per_thread, threads = (
+        -(-int(registers[1]) // 8) * 8,
+        -(-experts_mxfp4_sm90.THREADS // 128) * 128,
+    )
+    assert threads * per_thread <= 64 << 10
+    assert experts_mxfp4_sm90.smem_bytes(config) <= MAX_SMEM_BYTES
+
+
 ROUTER = Sm90RouterConfig(slice=256, tiles_per_warp=2)
 QWEN3_MOE = Routing(128, 8, norm_topk_prob=True, float32_logits=False)
 ROUTERS = {  # also those with the most registers
@@ -130,6 +157,7 @@ ROUTERS = {  # also those with the most registers
     "qwen3-235b-a22b": (QWEN3_MOE, 4096),
     "deepseek-v2-lite": (Routing(64, 6, num_shared=2), 2048),
     "mixtral": (Routing(8, 2, norm_topk_prob=True), 4096),
+    "gpt-oss": (Routing(128, 4, norm_topk_prob=True, float32_logits=False), 2880),
     "32 experts, H 6144": (Routing(32, 14, num_shared=2), 6144),
     "ragged slices": (Routing(120, 5, n_group=5, topk_group=2), 2888),
     "many experts": (Routing(336, 16, "sigmoid", True, correction_bias=True), 1024),
@@ -143,18 +171,22 @@ ROUTERS = {  # also those with the most registers
 }  # fmt: skip
 
 
-def router_source(name: str) -> str:
+def router_source(name: str, logit_bias: bool = False) -> str:
     routing, hidden = ROUTERS[name]
     hopper = GpuInfo(132, amd=False, capability=90)
     sizes = (routing.num_experts, routing.top_k, routing.groups[0])
     config = choose_router_sm90(1, hidden, *sizes, torch.bfloat16, hopper)
     assert config is not None
-    return router_sm90.cuda_source(config, routing, hidden, routing.correction_bias)
+    return router_sm90.cuda_source(config, routing, hidden, routing.correction_bias, logit_bias)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_sm90_router_compiles(name: str) -> None:
     assert_compiles_well(router_source(name))
+
+
+def test_sm90_router_with_biased_logits_compiles() -> None:
+    assert_compiles_well(router_source("gpt-oss", logit_bias=True))
 
 
 @pytest.mark.parametrize("norm_parts", [0, 4])
@@ -204,6 +236,10 @@ def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> No
         (decode_sm90.SOURCE, decode_sm90.cuda_source()),
         (mla_sm90.SOURCE, mla_sm90.cuda_source(2)),
         (experts_sm90.SOURCE, experts_sm90.cuda_source(SM90_FEW_TOKENS, QWEN3_30B)),
+        (
+            experts_mxfp4_sm90.SOURCE,
+            experts_mxfp4_sm90.cuda_source(SM90_MXFP4_DECODE, GPT_OSS, 1.702, 7),
+        ),
         (router_sm90.SOURCE, router_sm90.cuda_source(ROUTER, QWEN3_MOE, 2048, bias=False)),
         (
             router_logits_sm90.SOURCE,
@@ -211,7 +247,17 @@ def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> No
         ),
         (add_rms_norm_sm90.SOURCE, add_rms_norm_sm90.cuda_source(2048, 8)),
     ],
-    ids=["gemm", "prefill", "decode", "mla", "experts", "router", "router logits", "norm"],
+    ids=[
+        "gemm",
+        "prefill",
+        "decode",
+        "mla",
+        "experts",
+        "experts in mxfp4",
+        "router",
+        "router logits",
+        "norm",
+    ],
 )
 def test_sources_have_defaults_for_an_ide(source: Path, built: str) -> None:
     """The file compiles by itself, and its defaults name every macro that a build defines."""

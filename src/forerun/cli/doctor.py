@@ -23,7 +23,7 @@ from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
 from forerun.kernels.gemm.dispatch import TUNED, choose_fp8_gemm, choose_gemm
-from forerun.kernels.moe.config import choose_moe_fp8_sm90, choose_moe_sm90
+from forerun.kernels.moe.config import choose_moe_fp8_sm90, choose_moe_mxfp4_sm90, choose_moe_sm90
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of, have_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -204,9 +204,12 @@ def _int4_kernel(gpu: GpuInfo) -> str:
 def _expert_kernels(gpu: GpuInfo) -> dict[str, str]:
     """What computes experts of Qwen3-30B-A3B's size for up to 128 tokens, by their weights."""
     sizes = 1, 2048, 768, torch.bfloat16, gpu  # tokens, hidden size, width
-    chosen = {"bfloat16": choose_moe_sm90(*sizes), "fp8": choose_moe_fp8_sm90(*sizes)}
-    kernels = {name: "triton" if config is None else "cuda" for name, config in chosen.items()}
-    return kernels | {"mxfp4": "triton"}
+    chosen = {
+        "bfloat16": choose_moe_sm90(*sizes),
+        "fp8": choose_moe_fp8_sm90(*sizes),
+        "mxfp4": choose_moe_mxfp4_sm90(*sizes),
+    }
+    return {name: "triton" if config is None else "cuda" for name, config in chosen.items()}
 
 
 def _choice(config: GemmConfig) -> dict[str, Any]:

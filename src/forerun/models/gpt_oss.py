@@ -16,7 +16,11 @@ from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
 from forerun.kernels.moe.experts_mxfp4 import BLOCK_K as MXFP4_BLOCK_K
-from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
+from forerun.kernels.moe.experts_mxfp4 import (
+    Mxfp4Matrices,
+    describe_mxfp4,
+    expert_partials_mxfp4,
+)
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.kernels.runtime.gpu import have_triton
@@ -140,7 +144,8 @@ class GptOssExperts(Experts):
             self.b2.zero_()
         self._mxfp4 = [Mxfp4Matrices.pack(blocks, scales) for blocks, scales in self._stored]
         self._stored = []
-        self.quantized_gemm = "mxfp4 experts: W4A16 in Triton" if self._mxfp4 else None
+        if self._mxfp4:
+            self.quantized_gemm = describe_mxfp4(self._mxfp4[1], self.w2.dtype)
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None

@@ -69,6 +69,21 @@ SM90_FP8_DECODE = Sm90MoeConfig(block_k=128, num_stages=6, ctas_per_sm=2, dynami
 
 
 @dataclass(frozen=True)
+class Sm90Mxfp4Config:
+    """The kernel for Hopper of experts in MXFP4 (`experts_mxfp4_sm90.py`)."""
+
+    block_m: int  # most pairs of an expert's tile: 8 or 16
+    block_n: int  # rows of W of a work tile: 64 or 96
+    num_stages: int  # of the SMEM pipeline
+
+
+# The fastest of those in docs/kernels-lab-notes.md: up to 8 tokens, and for more.
+SM90_MXFP4_FEW_TOKENS = Sm90Mxfp4Config(block_m=8, block_n=96, num_stages=4)
+SM90_MXFP4_FEW_TOKENS_NARROW = Sm90Mxfp4Config(block_m=8, block_n=64, num_stages=6)
+SM90_MXFP4_DECODE = Sm90Mxfp4Config(block_m=DECODE_BLOCK_M, block_n=64, num_stages=5)
+
+
+@dataclass(frozen=True)
 class Sm90RouterConfig:
     """The router's kernel for Hopper (`router_sm90.py`), a cluster of `ROUTER_SLICES` CTAs."""
 
@@ -106,6 +121,20 @@ def choose_moe_fp8_sm90(
     if hidden % 128 or width % 128:
         return None
     return SM90_FP8_ONE_TOKEN if num_tokens == 1 else SM90_FP8_DECODE
+
+
+def choose_moe_mxfp4_sm90(
+    num_tokens: int, hidden: int, width: int, dtype: torch.dtype, gpu: GpuInfo
+) -> Sm90Mxfp4Config | None:
+    """The same for weights in MXFP4."""
+    if choose_moe_sm90(num_tokens, hidden, width, dtype, gpu) is None:
+        return None
+    if num_tokens > SM90_MXFP4_FEW_TOKENS.block_m:
+        return SM90_MXFP4_DECODE
+    wide = SM90_MXFP4_FEW_TOKENS
+    return (
+        SM90_MXFP4_FEW_TOKENS_NARROW if hidden % wide.block_n or 2 * width % wide.block_n else wide
+    )
 
 
 def choose_router_sm90(

@@ -5,10 +5,12 @@ A matrix [N, K] has a 4-bit code (e2m1: sign, two exponent bits, one mantissa bi
 scale, a power of two, per 32 values of a row (OCP Microscaling Formats, version 1.0).
 `Mxfp4Matrices` keeps them so that a kernel needs no shuffles: byte j of 64 values has value j in
 its lower bits and value 32 + j in its upper ones, so that either half of the bytes is 32
-neighbouring columns with one scale. A code's low three bits, as exponent and mantissa of a float32,
+neighbouring columns with one scale. The scales of a row's 64 values are two bytes, and those of
+neighbouring rows lie together. A code's low three bits, as exponent and mantissa of a float32,
 are its value times 2^-126; the kept byte of a scale is the exponent of the float32 that makes up
 for that, too. The values are exact in bfloat16, so only the order of sums differs from the kernels
-for bfloat16 weights.
+for bfloat16 weights. Up to 128 tokens on Hopper have a kernel of their own
+(`experts_mxfp4_sm90.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +21,14 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
-from forerun.kernels.moe.config import MAX_DECODE_TOKENS, GroupedGemmConfig, choose_moe
+from forerun.kernels.moe.config import (
+    MAX_DECODE_TOKENS,
+    GroupedGemmConfig,
+    choose_moe,
+    choose_moe_mxfp4_sm90,
+)
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials_ref
+from forerun.kernels.moe.experts_mxfp4_sm90 import expert_partials_mxfp4_sm90
 from forerun.kernels.moe.routing import ExpertTiles, Routed
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
@@ -37,7 +45,7 @@ class Mxfp4Matrices:
     """A matrix [N, K] per expert."""
 
     values: Tensor  # [E, N, K / 2] uint8
-    scales: Tensor  # [E, N, K / 32] uint8: the exponent of a float32
+    scales: Tensor  # [E, K / 64, N, 2] uint8: the exponent of a float32
 
     @classmethod
     def pack(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Matrices:
@@ -52,7 +60,8 @@ class Mxfp4Matrices:
         codes = torch.stack((blocks & 15, blocks >> 4), -1)  # [E, N, R, 16, 2]
         halves = codes.flatten(-2).unflatten(-2, (-1, 2))  # [E, N, K / 64, 2, 32]
         values = halves[..., 0, :] | halves[..., 1, :] << 4
-        return cls(values.flatten(-2), scales + SCALE_BIAS)
+        by_block = (scales + SCALE_BIAS).unflatten(-1, (-1, 2)).transpose(1, 2)
+        return cls(values.flatten(-2), by_block.contiguous())
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -70,7 +79,8 @@ class Mxfp4Matrices:
         blocks = self.values.unflatten(-1, (-1, RUN))  # [E, N, K / 64, 32]
         codes = torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3, -2)  # [E, N, K / 32, 32]
         table = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=codes.device)
-        exponents = self.scales.int().unsqueeze(-1) - SCALE_BIAS - 127
+        scales = self.scales.transpose(1, 2).flatten(-2)  # [E, N, K / 32]
+        exponents = scales.int().unsqueeze(-1) - SCALE_BIAS - 127
         return torch.ldexp(table[codes.long()], exponents).flatten(-2).to(dtype)
 
 
@@ -84,6 +94,9 @@ def expert_partials_mxfp4(
     tokens, (_, hidden, width), tiles = x.shape[0], w2.shape, routed.tiles
     assert tiles is not None and x.is_contiguous()
     assert hidden % BLOCK_K == 0 and width % BLOCK_K == 0
+    sm90 = choose_moe_mxfp4_sm90(tokens, hidden, width, x.dtype, gpu_of(x.device))
+    if sm90 is not None and tiles.progress is not None:
+        return expert_partials_mxfp4_sm90(x, (w13, w2), routed, swiglu, sm90)
     config = choose_moe(tokens, gpu_of(x.device), x.itemsize)
     assert tiles.block_m == config.block_m
     top_k = routed.experts.shape[1]
@@ -104,6 +117,14 @@ def expert_partials_mxfp4(
     return out
 
 
+def describe_mxfp4(w2: Mxfp4Matrices, dtype: torch.dtype) -> str:
+    """What computes with such weights, and activations of `dtype`."""
+    (_, hidden, width), gpu = w2.shape, gpu_of(w2.values.device)
+    sm90 = choose_moe_mxfp4_sm90(MAX_DECODE_TOKENS, hidden, width, dtype, gpu)
+    few = "" if sm90 is None else f"up to {MAX_DECODE_TOKENS} tokens W4A16 in CUDA C++, more "
+    return f"mxfp4 experts: {few}W4A16 in Triton"
+
+
 def _grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
     return (tiles.tiles.shape[1] * -(-columns // config.block_n),)
 
@@ -121,7 +142,7 @@ def _constants(tiles: ExpertTiles, config: GroupedGemmConfig) -> dict[str, int]:
 def gate_up_mxfp4(
     x,  # [T, H]
     values,  # [E, 2I, H / 2]
-    scales,  # [E, 2I, H / 32]
+    scales,  # [E, H / 64, 2I, 2]
     b13,  # [E, 2I]
     act,  # [T * k, I]
     pairs,
@@ -152,14 +173,17 @@ def gate_up_mxfp4(
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, 32)
         x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + k[None, :]
-        row = expert * 2 * I + tl.minimum(n, I - 1)
+        n_in = tl.minimum(n, I - 1)
+        row = expert * 2 * I + n_in
+        scale = scales + (expert * h_blocks * 2 * I + n_in) * 2
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(0, h_blocks):
             low = tl.load(x_tile + block * 64, mask=m_mask[:, None], other=0.0)
             high = tl.load(x_tile + block * 64 + 32, mask=m_mask[:, None], other=0.0)
-            gate = _multiply(low, high, values, scales, row, block, h_blocks, gate)
-            up = _multiply(low, high, values, scales, row + I, block, h_blocks, up)
+            of_block = scale + block * 4 * I
+            gate = _multiply(low, high, values, of_block, row, block, h_blocks, gate)
+            up = _multiply(low, high, values, of_block + 2 * I, row + I, block, h_blocks, up)
         gate += tl.load(b13 + row).to(tl.float32)[None, :]
         up += tl.load(b13 + row + I).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, before the activation.
@@ -177,7 +201,7 @@ def gate_up_mxfp4(
 def down_mxfp4(
     act,  # [T * k, I]
     values,  # [E, H, I / 2]
-    scales,  # [E, H, I / 32]
+    scales,  # [E, I / 64, H, 2]
     b2,  # [E, H]
     out,  # [k, T, H]
     weights,  # [T, k] float32
@@ -208,12 +232,14 @@ def down_mxfp4(
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, 32)
         act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
-        row = expert * H + tl.minimum(n, H - 1)
+        n_in = tl.minimum(n, H - 1)
+        row = expert * H + n_in
+        scale = scales + (expert * i_blocks * H + n_in) * 2
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for block in range(0, i_blocks):
             low = tl.load(act_tile + block * 64, mask=m_mask[:, None], other=0.0)
             high = tl.load(act_tile + block * 64 + 32, mask=m_mask[:, None], other=0.0)
-            acc = _multiply(low, high, values, scales, row, block, i_blocks, acc)
+            acc = _multiply(low, high, values, scale + block * 2 * H, row, block, i_blocks, acc)
         acc += tl.load(b2 + row).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, then weighted in float32.
         acc = acc.to(act.dtype.element_ty).to(tl.float32)
@@ -225,11 +251,13 @@ def down_mxfp4(
 
 
 @jit
-def _multiply(low, high, values, scales, row, block, num_blocks, acc):
-    """acc [M, N] + 64 columns of x [M, 32] and [M, 32] times those of rows of W [N]."""
+def _multiply(low, high, values, scale, row, block, num_blocks, acc):
+    """acc [M, N] + 64 columns of x [M, 32] and [M, 32] times those of rows of W [N].
+
+    `scale`: addresses [N] of both scales.
+    """
     address = values + (row * num_blocks + block)[:, None] * 32 + tl.arange(0, 32)[None, :]
     packed = tl.load(address).to(tl.int32)
-    scale = scales + (row * num_blocks + block) * 2
     low_w = _values(packed, tl.load(scale)).to(low.dtype)
     high_w = _values(packed >> 4, tl.load(scale + 1)).to(low.dtype)
     acc = tl.dot(low, tl.trans(low_w), acc, input_precision="ieee")

@@ -25,6 +25,7 @@
 #define CHOOSE 0
 #endif
 
+#include "expert_tiles.cuh"
 #include "sm90.cuh"
 #if CHOOSE
 #include "top_k.cuh"
@@ -43,35 +44,13 @@ static_assert(!FP8 || BLOCK_K == 128, "a group of columns");
 // Warp 0 loads W, warps 1 and 2 load x or act; from warp 4: two consumer warpgroups.
 constexpr int X_PRODUCERS = 64, CONSUMER_WARPGROUPS = 2, THREADS = 128 * (1 + CONSUMER_WARPGROUPS);
 constexpr int X_PRODUCER_BARRIER = 1, CONSUMER_BARRIER = 2;  // named barriers
-// Claimed work tiles that are kept: W's producer is ahead of all who read them by less than that.
-constexpr int QUEUE = 32;
 static_assert(!DYNAMIC || NUM_STAGES + 6 < QUEUE, "a slot is read before it is written again");
 
-// --- TMA, and memory that CTAs share -------------------------------------------------------------
+// --- TMA descriptors, shared memory --------------------------------------------------------------
 
 // Fetches a descriptor ahead of its first load.
 __device__ void prefetch_descriptor(const TmaDescriptor& descriptor) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&descriptor) : "memory");
-}
-
-// Loads one box of a tensor of four dimensions.
-__device__ void tma_load_4d(u32 smem, const TmaDescriptor& descriptor, int c0, int c1, int c2,
-                            int c3, u32 bar, u64 cache_policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
-      ::"r"(smem), "l"(&descriptor), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar),
-      "l"(cache_policy) : "memory");
-}
-
-__device__ int load_acquire(const int* p) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-}
-
-__device__ void add_release(int* p, int value) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
 __device__ float load_shared(u32 smem) {
@@ -79,10 +58,6 @@ __device__ float load_shared(u32 smem) {
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem) : "memory");
   return value;
 }
-
-__device__ u16 to_bf16(float x) { return (u16)pack_bf16x2(x, 0.f); }
-__device__ float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
-__device__ float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 
 // --- arguments and tile scheduler ----------------------------------------------------------------
 
@@ -98,12 +73,6 @@ struct Arguments {
                          // tiles; for each expert tile, work tiles of gate/up that are done
   int T;
   static constexpr int H = EXPERT_H, I = EXPERT_I, top_k = EXPERT_TOP_K;
-};
-
-// Up to BLOCK_M pairs of one expert, from ExpertTiles.
-struct alignas(8) ExpertTile {
-  short expert, rows;
-  int first;  // index into `pairs`
 };
 
 // An expert tile by BLOCK_N rows of its expert's weight. tile < 0: there are no more.
@@ -172,20 +141,6 @@ struct PipelineState {
   }
 };
 
-// The work tiles that this CTA claimed, in shared memory; a slot's mbarrier tells that it is written.
-struct ClaimQueue {
-  u32 barriers;
-  volatile int* indices;
-  __device__ void put(int i, int index) const {
-    indices[i % QUEUE] = index;
-    mbarrier_arrive(barriers + 8 * (i % QUEUE));
-  }
-  __device__ int get(int i) const {
-    mbarrier_wait(barriers + 8 * (i % QUEUE), i / QUEUE % 2);
-    return indices[i % QUEUE];
-  }
-};
-
 // What all roles share.
 struct Context {
   Arguments args;
@@ -242,23 +197,6 @@ __device__ void produce_w(const Context& context, const TmaDescriptor& w13,
   }
 }
 
-// Waits until all of an expert tile's act is written. All x producers.
-__device__ void wait_for_act(const Context& context, int tile, int thread) {
-  if (thread == 0)
-    while (load_acquire(context.args.progress + 2 + tile) < context.scheduler.gate_up_blocks) {
-    }
-  named_barrier_sync(X_PRODUCER_BARRIER, X_PRODUCERS);
-}
-
-// The last CTA that waits for act no more leaves `progress` zero. One thread.
-__device__ void reset_progress(const Context& context) {
-  int* progress = context.args.progress;
-  __threadfence();
-  if (atomicAdd(progress, 1) != context.scheduler.num_ctas - 1) return;
-  __threadfence();
-  for (int i = 0; i < context.scheduler.num_tiles + 2; i++) progress[i] = 0;
-}
-
 // FP8: of the first rows of a work tile and the first group of columns.
 __device__ const float* scales_of(const Arguments& args, const WorkTile& work, int expert) {
   int groups = FP8 == 1 ? 1 : (work.down ? args.I : args.H) / BLOCK_K;
@@ -291,7 +229,9 @@ __device__ void produce_x(const Context& context, int thread) {
     }
     const float* scales = scales_of(args, work, tile.expert) + thread % 16 * 4;
     if (!work.down && thread % 16 >= 8) scales += args.I - 32;  // after 32 rows of gate those of up
-    if (work.down) wait_for_act(context, work.tile, thread);
+    if (work.down)
+      wait_for_act(args.progress, work.tile, context.scheduler.gate_up_blocks, thread,
+                   X_PRODUCER_BARRIER, X_PRODUCERS);
     int k_blocks = context.k_blocks(work);
     for (int k = 0; k < k_blocks; k++, state.advance()) {
       mbarrier_wait(pipeline.empty(state.stage), state.phase ^ 1);
@@ -311,7 +251,7 @@ __device__ void produce_x(const Context& context, int thread) {
       cp_async_arrive(pipeline.full(state.stage));
     }
   }
-  if (thread == 0) reset_progress(context);
+  if (thread == 0) reset_progress(args.progress, context.scheduler.num_tiles);
 }
 
 // --- consumer warpgroups -------------------------------------------------------------------------
@@ -661,20 +601,6 @@ __device__ int choose_all(const float* logits, const float (&bias)[LANE_EXPERTS]
 
 // --- kernel --------------------------------------------------------------------------------------
 
-// Copies ExpertTiles into shared memory. Returns how many are in use.
-__device__ int load_tiles(ExpertTile* list, const int* tiles, int max_tiles) {
-  int used = 0;
-  for (int first = 0; first < max_tiles; first += THREADS) {
-    int i = first + (int)threadIdx.x, rows = 0;
-    if (i < max_tiles) {
-      rows = tiles[2 * max_tiles + i];
-      list[i] = ExpertTile{(short)tiles[i], (short)rows, tiles[max_tiles + i]};
-    }
-    used += __syncthreads_count(rows > 0);
-  }
-  return used;
-}
-
 // Shared memory: pipeline stages, mbarriers (full, empty, order, DYNAMIC: claims), DYNAMIC: claimed
 // work tiles, max_tiles expert tiles. All CTAs must fit on the GPU at once, since they wait for each
 // other's act.
@@ -715,7 +641,7 @@ experts_sm90_kernel(const __grid_constant__ TmaDescriptor w13,
   weights = choices.weights, pairs = choices.pairs;
 #else
   griddepcontrol_wait();
-  int used = load_tiles(list, tiles, max_tiles);
+  int used = load_tiles<THREADS>(list, tiles, max_tiles);
 #endif
 
   Context context{{x, act, out, weights, scales13, scales2, pairs, progress, T},

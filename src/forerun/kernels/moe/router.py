@@ -87,8 +87,8 @@ def route(
     sm90 = choose_router_sm90(
         tokens, hidden, routing.num_experts, routing.top_k, groups, x.dtype, gpu_of(x.device)
     )
-    if sm90 is not None and bias is None:
-        return route_sm90(x, weight, correction_bias, routing, counts, sm90)
+    if sm90 is not None:
+        return route_sm90(x, weight, correction_bias, routing, counts, sm90, bias)
     partials = router_partials(x, weight)
     if bias is not None:
         partials[0] += bias

@@ -13,6 +13,7 @@
 //   NORM                        the weights are divided by their sum
 //   ROUND_LOGITS                logits are rounded to bfloat16 first
 //   HAS_BIAS                    a bias is added to the scores to choose experts
+//   LOGIT_BIAS                  a bias is added to the logits
 
 #ifndef HIDDEN  // opened in an IDE: one consistent configuration
 #define HIDDEN 2048
@@ -28,6 +29,7 @@
 #define NORM 1
 #define ROUND_LOGITS 1
 #define HAS_BIAS 0
+#define LOGIT_BIAS 0
 #endif
 
 #include "router_logits.cuh"
@@ -54,6 +56,7 @@ struct Arguments {
   const u16* x;                  // [T, H] bf16
   const u16* weight;             // [E, H] bf16
   const float* correction_bias;  // [E], with HAS_BIAS
+  const u16* logit_bias;         // [E] bf16, with LOGIT_BIAS
   float* weights;                // [T, k + shared]
   int* experts;                  // [T, k + shared]
   int* pairs;                    // [E + shared, T]
@@ -179,9 +182,9 @@ __device__ void multiply_many(const WeightFragments& weight, const Arguments& ar
 
 // --- choice of experts: one warp per token -------------------------------------------------------
 
-// Sums of the slices, in order; -inf beyond the experts.
+// Sums of the slices, in order, and of the bias; -inf beyond the experts.
 __device__ void sum_slices(float (&logits)[LANE_EXPERTS], const float* partials,
-                           const TokenMap& map, int slot, int lane) {
+                           const u16* logit_bias, const TokenMap& map, int slot, int lane) {
 #pragma unroll
   for (int j = 0; j < LANE_EXPERTS; j++) {
     int expert = lane + 32 * j;
@@ -191,6 +194,7 @@ __device__ void sum_slices(float (&logits)[LANE_EXPERTS], const float* partials,
     float sum = p[0];
 #pragma unroll
     for (int slice = 1; slice < SLICES; slice++) sum += p[slice * map.slots * ROW];
+    if (LOGIT_BIAS) sum += from_bf16(logit_bias[expert]);
     logits[j] = ROUND_LOGITS ? low(pack_bf16x2(sum, 0.f)) : sum;
   }
 }
@@ -323,12 +327,14 @@ __device__ int list_shared(const Arguments& args, int used) {
 // A CTA may exit when it has sent its last value: others write into a CTA's shared memory only what
 // it waits for.
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)
-router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias, float* weights,
-                   int* experts, int* pairs, int* tiles, int T, int max_tiles, float factor) {
+router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias,
+                   const u16* logit_bias, float* weights, int* experts, int* pairs, int* tiles,
+                   int T, int max_tiles, float factor) {
   griddepcontrol_launch_dependents();
   __shared__ u64 barriers[2 + MAX_TOKENS / TOKENS_MMA];
   extern __shared__ __align__(16) unsigned char smem[];
-  Arguments args{x, weight, correction_bias, weights, experts, pairs, tiles, T, max_tiles, factor};
+  Arguments args{x,     weight, correction_bias, logit_bias, weights, experts,
+                 pairs, tiles,  T,               max_tiles,  factor};
   int cta_rank = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   bool many = T > TOKENS_MMA;
   TokenMap map(T);
@@ -360,7 +366,7 @@ router_sm90_kernel(const u16* x, const u16* weight, const float* correction_bias
   mbarrier_wait(exchange.partials_barrier, 0);
   for (int slot = warp; slot < map.count(cta_rank); slot += WARPS) {
     float scores[LANE_EXPERTS];
-    sum_slices(scores, partials, map, slot, lane);
+    sum_slices(scores, partials, args.logit_bias, map, slot, lane);
     to_scores(scores);
     choose_experts(args, exchange, scores, bias, map.token(cta_rank, slot), lane);
   }

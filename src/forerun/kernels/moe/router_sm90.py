@@ -49,12 +49,15 @@ SOURCE = Path(__file__).with_name("router_sm90.cu")
 CTAS, THREADS = ROUTER_SLICES, 256
 
 
-def cuda_source(config: Sm90RouterConfig, routing: Routing, hidden: int, bias: bool) -> str:
+def cuda_source(
+    config: Sm90RouterConfig, routing: Routing, hidden: int, bias: bool, logit_bias: bool = False
+) -> str:
     """`router_sm90.cu` with its configuration as macros in front, ready to compile.
 
-    `bias`: there is a correction bias.
+    `bias`: there is a correction bias; `logit_bias`: there is one of the logits.
     """
     sizes = {"HIDDEN": hidden, "SLICE": config.slice, "TILES_PER_WARP": config.tiles_per_warp}
+    sizes["LOGIT_BIAS"] = int(logit_bias)
     return nvrtc.with_macros(SOURCE, sizes | routing_macros(routing, bias))
 
 
@@ -82,10 +85,12 @@ def route_sm90(
     routing: Routing,
     counts: Tensor,
     config: Sm90RouterConfig,
+    bias: Tensor | None = None,
 ) -> Routed:
     """`route` for bfloat16 and up to 128 tokens. `counts`: only the experts' progress is used."""
     (tokens, hidden), num_experts, device = x.shape, routing.num_experts, x.device
     assert x.dtype == weight.dtype == torch.bfloat16 and weight.shape == (num_experts, hidden)
+    assert bias is None or bias.dtype == torch.bfloat16
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight))
     assert tokens <= MAX_DECODE_TOKENS
     shared = routing.num_shared
@@ -95,9 +100,10 @@ def route_sm90(
     pairs = torch.empty(all_experts * tokens, dtype=torch.int32, device=device)
     most = max_tiles(tokens * k, all_experts, DECODE_BLOCK_M)
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)
-    kernel = _load_kernel(config, routing, hidden, correction_bias is not None, device)
+    biases = correction_bias is not None, bias is not None
+    kernel = _load_kernel(config, routing, hidden, biases, device)
     args = (
-        x, weight, correction_bias, weights, experts, pairs, tiles,
+        x, weight, correction_bias, bias, weights, experts, pairs, tiles,
         tokens, most, float(routing.routed_scaling_factor),
     )  # fmt: skip
     smem = router_sm90_smem_bytes(tokens, num_experts, routing.top_k, config.slice)
@@ -108,10 +114,14 @@ def route_sm90(
 
 @cache
 def _load_kernel(
-    config: Sm90RouterConfig, routing: Routing, hidden: int, bias: bool, device: torch.device
+    config: Sm90RouterConfig,
+    routing: Routing,
+    hidden: int,
+    biases: tuple[bool, bool],
+    device: torch.device,
 ) -> nvrtc.CudaKernel:
     """With the shared memory of as many tokens as it serves, the most that a launch may ask for."""
-    source = cuda_source(config, routing, hidden, bias)
+    source = cuda_source(config, routing, hidden, *biases)
     sizes = (routing.num_experts, routing.top_k, config.slice)
     smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, *sizes)
     return nvrtc.load_kernel(source, "router_sm90_kernel", nvrtc.SM90A, smem, device)

@@ -189,6 +189,16 @@ __device__ void tma_load(u32 smem, const TmaDescriptor& descriptor, int column, 
         "l"(cache_policy) : "memory");
 }
 
+// The same from a tensor of four dimensions, the innermost first.
+__device__ inline void tma_load_4d(u32 smem, const TmaDescriptor& descriptor, int c0, int c1, int c2,
+                                   int c3, u32 bar, u64 cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+      ::"r"(smem), "l"(&descriptor), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(bar),
+      "l"(cache_policy) : "memory");
+}
+
 // Orders this thread's accesses to shared memory before those of TMA and wgmma (async proxy).
 __device__ inline void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -281,6 +291,9 @@ __device__ void decode_e4m3(u32 (&fragments)[4][4], const uint4 (&w)[2]) {
       fragments[k][2 + row] = decode_e4m3x2(word >> 4, word);
     }
 }
+__device__ inline u16 to_bf16(float x) { return (u16)pack_bf16x2(x, 0.f); }
+__device__ inline float from_bf16(u16 x) { return __uint_as_float((u32)x << 16); }
+__device__ inline float round_bf16(float x) { return from_bf16(to_bf16(x)); }
 __device__ inline float low(u32 bf16x2) { return __uint_as_float(bf16x2 << 16); }
 __device__ inline float high(u32 bf16x2) { return __uint_as_float(bf16x2 & 0xffff0000u); }
 
