@@ -49,9 +49,10 @@ def test_values_of_another_type_are_refused(name: str) -> None:
         ({"node_rank": -1}, "node_rank -1 is not a node of nnodes 1"),
         (
             {"nnodes": 4, "tp_size": 6},
-            "does not divide tp_size 6, the ranks of all nodes together; take nnodes 2, 3, 6.",
+            "does not divide tp_size 6, the ranks of all nodes together; take nnodes 1, 2, 3, 6,",
         ),
-        ({"nnodes": 2}, "nnodes 2 does not divide tp_size 1, the ranks of all nodes"),
+        ({"nnodes": 2}, "take nnodes 1, or change tp_size."),
+        ({"tp_size": 3**39, "ep_size": 2}, "take 1, 3, 9, 27, 81, 243, 729."),
         ({"nnodes": 2, "tp_size": 2}, "needs dist_init_addr: HOST:PORT of node 0, the same on all"),
         ({"dist_init_addr": "a:1"}, "dist_init_addr is set without nnodes; set that too"),
         *(

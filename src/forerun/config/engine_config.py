@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from forerun.config.nodes import Nodes
 from forerun.core.checks import of_type
-from forerun.core.errors import ConfigError, nearest, shown
+from forerun.core.errors import ConfigError, divisors, nearest, shown
 
 MAX_INT64 = 2**63 - 1
 
@@ -251,10 +251,9 @@ class EngineConfig:
                 f" {self.speculative_draft_tp_size}."
             )
         if self.tp_size % self.ep_size:
-            fitting = [str(n) for n in range(1, self.tp_size + 1) if self.tp_size % n == 0]
             raise ConfigError(
                 f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the ranks that"
-                f" share the experts; take {', '.join(fitting)}."
+                f" share the experts; take {divisors(self.tp_size)}."
             )
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from forerun.core.errors import ConfigError, shown
+from forerun.core.errors import ConfigError, divisors, shown
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,9 @@ class Nodes:
                 f" to {nnodes - 1}."
             )
         if tp_size % nnodes:
-            fitting = ", ".join(str(n) for n in range(2, tp_size + 1) if tp_size % n == 0)
-            fix = f"take nnodes {fitting}" if fitting else "raise tp_size"
             raise ConfigError(
                 f"nnodes {nnodes} does not divide tp_size {tp_size}, the ranks of all nodes"
-                f" together; {fix}."
+                f" together; take nnodes {divisors(tp_size)}, or change tp_size."
             )
         if nnodes > 1 and dist_init_addr is None:
             raise ConfigError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 MAX_WORD = 200  # characters; the time of `nearest` grows with them
+MAX_DIVISOR = 1024  # that `divisors` looks for
 
 
 class ForerunError(Exception):
@@ -84,3 +86,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
         folded = {name.lower(): name for name in names}
         match = [folded[m] for m in difflib.get_close_matches(word.lower(), folded, n=1)]
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def divisors(*sizes: int, at_most: int = MAX_DIVISOR) -> str:
+    """The numbers up to `at_most` that divide all `sizes` (each >= 1), ascending: "1, 2, 4"."""
+    size = math.gcd(*sizes)
+    return ", ".join(str(n) for n in range(1, min(size, at_most) + 1) if size % n == 0)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, divisors
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.moe.experts import combine, expert_partials
@@ -186,11 +186,9 @@ class Experts(Module):
         if not self.expert_parallel:
             raise ConfigError(f"ep_size {ep_size} is not available with these experts; drop it.")
         if num_experts % ep_size:
-            fitting = [n for n in range(1, place.comm.size + 1) if place.comm.size % n == 0]
-            sizes = ", ".join(str(n) for n in fitting if num_experts % n == 0)
             raise ConfigError(
                 f"ep_size {ep_size} does not divide the model's {num_experts} experts; take"
-                f" {sizes}."
+                f" {divisors(place.comm.size, num_experts)}."
             )
         each = num_experts // ep_size
         first = place.comm.rank * ep_size // place.comm.size * each

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, divisors
 from forerun.layers.communication import Communicator
 
 MAX_LISTED = 16  # ranks that errors propose
@@ -69,8 +69,8 @@ class Shard:
 
     def _refuse_groups(self, size: int, what: str) -> None:
         part = self.size // len(self.ranges)
-        fitting = [n for n in range(1, MAX_LISTED + 1) if part % (n * size) == 0]
-        advice = f"take one that does not: {', '.join(map(str, fitting))}" if fitting else "drop it"
+        fitting = "" if part % size else divisors(part // size, at_most=MAX_LISTED)
+        advice = f"take one that does not: {fitting}" if fitting else "drop it"
         raise ConfigError(
             f"tp_size divides {what}, {self.size}, within a group of {size} that is quantised"
             f" together; {advice}."
@@ -104,10 +104,9 @@ def share_of(size: int, comm: Communicator, what: str) -> int:
         ConfigError: it cannot be divided; the message has the numbers of ranks that it could be.
     """
     if size % comm.size:
-        fitting = [str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * comm.size]
         raise ConfigError(
             f"tp_size {comm.size} does not divide the model's {what}, {size}; take one that does:"
-            f" {', '.join(fitting)}."
+            f" {divisors(size, at_most=2 * comm.size)}."
         )
     return size // comm.size
 
