@@ -29,6 +29,7 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.executor.device_executor import device_step
+from forerun.executor.node_ranks import LocalRanks
 from forerun.executor.ranks import RanksExecutor
 from forerun.layers.embedding import LMHead
 from forerun.llm.bundled import bundled
@@ -313,8 +314,19 @@ def test_processes_give_the_same_text_and_one_that_dies_ends_the_engine() -> Non
 
 @pytest.mark.exhaustive
 def test_settings_that_cannot_work_are_refused_by_the_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"tp_size 4 does not divide .* attention heads, 6"):
-        LLM(folder("dense"), tp_size=4, skip_tokenizer_init=True, device="cpu")
+    with pytest.raises(ConfigError, match=r"ep_size 2 divides experts, and .* has none"):
+        LLM(folder("dense"), tp_size=2, ep_size=2, skip_tokenizer_init=True, device="cpu")
+
+
+@pytest.mark.parametrize("ranks", [4, 4096])
+def test_ranks_that_cannot_share_the_heads_are_not_started(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRanks, "start", None)
+    with pytest.raises(
+        ConfigError, match=rf"tp_size {ranks} does not divide .* attention heads, 6"
+    ):
+        LLM(folder("dense"), tp_size=ranks, skip_tokenizer_init=True, device="cpu")
 
 
 def test_bad_input() -> None:

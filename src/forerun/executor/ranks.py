@@ -36,6 +36,7 @@ from forerun.executor.process_executor import (
 )
 from forerun.executor.rank_process import rank_tasks
 from forerun.executor.remote_ranks import Start
+from forerun.executor.tensor_parallel import check_heads
 from forerun.layers.torch_communicator import meeting_point
 
 WHO = "A rank"  # in errors
@@ -82,6 +83,7 @@ class RanksExecutor:
         remote = gather_nodes(config, model_path)
         nodes: list[NodeRanks] = [*remote]
         try:
+            check_heads(config, model_path)
             store = meeting_point()
             for each in remote:
                 each.start(Start(store.port, overlap_depth), ends.put)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.layers.communication import UnreducedRank
+from forerun.layers.sharding import share_of
 from forerun.models.registry import TRANSFORMERS
 from forerun.platform.device import resolve_device
 
@@ -31,6 +35,16 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
             f" machine shows {gpus}; lower tp_size, or check CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", begin + rank - ranks.start)
+
+
+def check_heads(config: EngineConfig, model_path: Path) -> None:
+    """Before processes are started, of which a typing error may ask for thousands.
+
+    Raises:
+        ConfigError: `tp_size` does not divide the target's attention heads, or there is no model.
+    """
+    heads = load_model_config(model_path).num_heads
+    share_of(heads, UnreducedRank(0, config.tp_size), "attention heads")
 
 
 def check_ranks(config: EngineConfig) -> None:
