@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from forerun.bench.gemms import touched_experts
 from forerun.bench.plan.gpus import GPUS, find_gpu
 from forerun.bench.plan.model_shape import DraftShape, ModelShape, busiest_touched
 from forerun.bench.plan.plan import Traffic, make_rows, possible_tps, settle
-from forerun.bench.plan.step_time import Deployment, Speculation
+from forerun.bench.plan.step_time import REDUCE, REDUCE_READ, Deployment, Speculation
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
@@ -98,12 +99,32 @@ def test_steps_with_drafts_are_those_measured() -> None:
 
 
 def test_drafts_are_whole_on_every_gpu() -> None:
-    draft = DraftShape(10 << 30, num_layers=1)
+    draft = DraftShape(10 << 30, num_layers=1, hidden_size=4096)
     made = rows("qwen3-8b", 8, speculation=Speculation(3.0, 4, draft))
     for plain, drafts in zip(made[::2], made[1::2], strict=True):
         assert drafts.weight_bytes - plain.weight_bytes == 10 << 30
         extra = drafts.step_seconds[1] - plain.step_seconds[1]
         assert extra > 0.9 * (10 << 30) / GPUS["h200"].read_bytes_per_second
+
+
+def test_a_divided_draft_is_read_once_and_adds_its_reductions() -> None:
+    whole = DraftShape(10 << 30, num_layers=4, hidden_size=4096, passes=3)
+    model, gpu = shape("qwen3-8b"), GPUS["h200"]
+
+    def seconds(draft: DraftShape) -> float:
+        return Deployment(model, gpu, 2, Speculation(3.0, 4, draft)).step_seconds(1, CONTEXT)
+
+    half = replace(whole, weight_bytes=5 << 30)  # on every GPU
+    link = gpu.link_bytes_per_second * REDUCE_READ
+    one = REDUCE + 2 * 4 * 4096 * 2 * (2 - 1) / 2 / link
+    divided = seconds(replace(whole, ranks=2))
+    assert divided == pytest.approx(seconds(half) + 3 * 2 * 4 * one)
+    assert divided < seconds(whole)
+    made = make_rows(
+        Deployment(model, gpu, speculation=Speculation(3.0, 4, replace(whole, ranks=2))),
+        *(2, Traffic(5.0, 1024, 256), EngineConfig(max_running_requests=64), [2]),
+    )
+    assert made[1].weight_bytes - made[0].weight_bytes == 5 << 30
 
 
 def test_prefills_are_those_measured() -> None:
@@ -247,6 +268,8 @@ def test_the_command(forerun: Callable[..., Result], tmp_path: Path) -> None:
     assert "ep 2: no step was measured" in forerun(*experts).out
     fp8 = json.loads(forerun(*experts, "--quantization", "fp8", "--json").out)["rows"]
     assert [(row["tp"], row["ep"]) for row in fp8] == [(2, 2)]  # an engine refuses the others
+    drafts = (*base, "--accept-length", "4", "--speculative-draft-tp-size", "2", "--json")
+    assert {row["tp"] for row in json.loads(forerun(*drafts).out)["rows"]} == {2}
     other = forerun(*base, "--read-bandwidth", "8").out
     assert "(not measured): read 8 TB/s" in other
     local = forerun("plan", "--model", str(bundled("target"))).out
@@ -255,6 +278,7 @@ def test_the_command(forerun: Callable[..., Result], tmp_path: Path) -> None:
 
 def test_bad_input(forerun: Callable[..., Result]) -> None:
     qwen = ("plan", "--preset", "qwen3-8b")
+    drafts = ("--accept-length", "4", "--speculative-draft-tp-size")
     for flags, match in (
         (("plan",), "Give model or preset"),
         ((*qwen, "--model", "x"), "Give model or preset"),
@@ -264,6 +288,14 @@ def test_bad_input(forerun: Callable[..., Result]) -> None:
         ((*qwen, "--accept-length", "17"), "accept_length must be in [1, draft_tokens = 16]"),
         ((*qwen, "--tp-size", "2"), "tp_size 2 is more than the 1 GPUs"),
         ((*qwen, "--count", "3", "--tp-size", "3"), "does not divide 32 heads"),
+        ((*qwen, "--tp-size", "0"), "tp_size must be >= 1, got 0"),
+        ((*qwen, "--speculative-draft-tp-size", "2"), "is set without accept_length"),
+        ((*qwen, "--draft-model", "x"), "draft_model is set without accept_length"),
+        ((*qwen, *drafts, "0"), "speculative_draft_tp_size must be 1 or tp_size, 1, got 0"),
+        ((*qwen, *drafts, "2", "--tp-size", "4"), "must be 1 or tp_size, 4, got 2"),
+        ((*qwen, *drafts, "2"), "tp_size 2 is more than the 1 GPUs"),
+        ((*qwen, *drafts, "3", "--count", "3"), "does not divide the model's attention heads, 32"),
+        (("plan", "--model", str(bundled("target")), *drafts, "2"), "divides a draft model, and"),
         ((*qwen, "--ep-size", "0"), "ep_size must be >= 1"),
         ((*qwen, "--ep-size", "2"), "ep_size 2 is more than the 1 GPUs"),
         ((*qwen, "--count", "3", "--ep-size", "3"), "K/V heads; take another ep_size"),

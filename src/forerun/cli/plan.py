@@ -75,6 +75,12 @@ class Options:
         None, "Default: the preset's; with none drafts take no time", panel="Speculation"
     )
     draft_passes: int = _option(1, "Passes of the draft model per step", int, "Speculation")
+    speculative_draft_tp_size: int = _option(
+        1,
+        "1: the whole draft on every GPU; N: divided among the N GPUs of a replica",
+        int,
+        "Speculation",
+    )
 
     def __post_init__(self) -> None:
         """
@@ -93,6 +99,15 @@ class Options:
             raise ConfigError(
                 f"accept_length must be in [1, draft_tokens = {self.draft_tokens}], got {accept}."
             )
+        for name in ("draft_model", "speculative_draft_tp_size"):
+            if accept is None and vars(self)[name] not in (None, 1):
+                raise ConfigError(f"{name} is set without accept_length; set that too.")
+
+    @property
+    def asked_tp(self) -> int | None:
+        """GPUs per replica; None: all ways. A draft is divided among all of them."""
+        draft_tp = self.speculative_draft_tp_size
+        return draft_tp if self.tp_size is None and draft_tp > 1 else self.tp_size
 
     def chosen_gpu(self) -> Gpu:
         """The one in the table, with what is given in place of its figures."""
@@ -134,8 +149,9 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
         kv_cache_dtype=options.kv_cache_dtype,
         mem_fraction_static=options.mem_fraction_static,
         max_running_requests=options.max_running_requests,
-        tp_size=max(options.ep_size, 1) if options.tp_size is None else options.tp_size,
+        tp_size=max(options.ep_size, 1) if options.asked_tp is None else options.asked_tp,
         ep_size=options.ep_size,
+        speculative_draft_tp_size=options.speculative_draft_tp_size,
     )
     if config.quantization == "int8":
         raise ConfigError("quantization int8 runs on a CPU; take fp8.")
@@ -145,10 +161,9 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
     _check_context(shape, options.input_len + options.output_len)
     spec = None
     if options.accept_length is not None:
-        drafting = DraftShape.of(draft, options.draft_passes) if draft else None
-        spec = Speculation(options.accept_length, options.draft_tokens, drafting)
+        spec = Speculation(options.accept_length, options.draft_tokens, _draft(options, draft))
     deployment = Deployment(shape, gpu, speculation=spec, ep=options.ep_size)
-    tps = possible_tps(deployment, options.count, options.tp_size)
+    tps = possible_tps(deployment, options.count, options.asked_tp)
     tps = _usable(tps, folder, config)
     rows = make_rows(deployment, options.count, traffic, config, tps)
     if as_json:
@@ -174,6 +189,23 @@ def _folders(options: Options) -> tuple[Path, Path | None]:
         return Path(config.model_path), draft
     folder, own_draft = bundled_preset(options.preset)
     return folder, draft or own_draft
+
+
+def _draft(options: Options, folder: Path | None) -> DraftShape | None:
+    """None: drafts take no time.
+
+    Raises:
+        ConfigError: there is none to divide, or it cannot be divided.
+    """
+    ranks = options.speculative_draft_tp_size
+    if folder is not None:
+        return DraftShape.of(folder, options.draft_passes, ranks)
+    if ranks > 1:
+        raise ConfigError(
+            f"speculative_draft_tp_size {ranks} divides a draft model, and there is none; set"
+            " draft_model, or drop it."
+        )
+    return None
 
 
 def _usable(tps: Sequence[int], folder: Path, config: EngineConfig) -> list[int]:

@@ -17,11 +17,13 @@ from forerun.attention.base import LayerMask
 from forerun.bench.bounds import Work, kv_bytes
 from forerun.bench.gemms import Gemm, touched_experts
 from forerun.config.model_config import ModelConfig, load_model_config
+from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout
 from forerun.layers.communication import UnreducedRank, WeightPlacement
 from forerun.layers.gemm import FP8
 from forerun.layers.linear import LinearBase
 from forerun.layers.moe import Experts, Router, SparseMoE, check_has_experts
+from forerun.layers.sharding import even_shard, kv_head_shard
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
 from forerun.models.checkpoint import Checkpoint
@@ -191,22 +193,40 @@ class DraftShape:
 
     weight_bytes: int  # that one pass reads, without the LM head
     num_layers: int
+    hidden_size: int
     passes: int = 1  # per step
+    ranks: int = 1  # that share its weights; 1: every rank has all
 
     @classmethod
-    def of(cls, folder: Path, passes: int) -> DraftShape:
-        """From the headers of its safetensors; else as a decoder of the sizes in its config."""
+    def of(cls, folder: Path, passes: int, ranks: int = 1) -> DraftShape:
+        """From the headers of its safetensors; else as a decoder of the sizes in its config.
+
+        Raises:
+            ConfigError: the ranks cannot share its heads.
+        """
         config = load_model_config(folder)
+        _check_draft_ranks(folder, config, ranks)
+        sizes = config.num_layers, config.hidden_size, passes, ranks
         checkpoint = _checkpoint(folder, config)
         if checkpoint is None:
-            return cls(2 * _decoder_values(config), config.num_layers, passes)
+            return cls(2 * _decoder_values(config), *sizes)
         left_out = ("embed_tokens", "lm_head")
         size = sum(
             2 * math.prod(header.shape)
             for name, header in checkpoint.headers.items()
             if not any(part in name for part in left_out)
         )
-        return cls(size, config.num_layers, passes)
+        return cls(size, *sizes)
+
+
+def _check_draft_ranks(folder: Path, config: ModelConfig, ranks: int) -> None:
+    comm = UnreducedRank(0, ranks)
+    try:
+        even_shard(config.num_heads, comm, "attention heads")
+        kv_head_shard(config.num_kv_heads, comm)
+    except ConfigError as error:
+        where = f"speculative_draft_tp_size {ranks}: the draft {folder}"
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _decoder_values(config: ModelConfig) -> int:

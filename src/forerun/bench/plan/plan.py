@@ -146,11 +146,11 @@ def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig)
     )
 
 
-def _draft_bytes(speculation: Speculation | None) -> int:
-    """Of each GPU: drafts are whole on every rank."""
+def _draft_bytes(speculation: Speculation | None) -> float:
+    """Of each GPU."""
     if speculation is None or speculation.draft is None:
         return 0
-    return speculation.draft.weight_bytes
+    return speculation.draft.weight_bytes / speculation.draft.ranks
 
 
 def _seconds_per_request(way: Deployment, traffic: Traffic, batch_size: int) -> float:

@@ -60,11 +60,15 @@ class Deployment:
         flops, seconds = float(work.flops), self._fixed_seconds(batch_size * width)
         if self.speculation is not None and self.speculation.draft is not None:
             draft = self.speculation.draft
-            # Of all ranks: each has the whole draft, and a part of the target's head.
-            size = draft.passes * (self.tp * draft.weight_bytes + self._head_bytes())
+            # Of all ranks: each has the whole draft or its share, and a part of the target's head.
+            copies = self.tp // draft.ranks
+            size = draft.passes * (copies * draft.weight_bytes + self._head_bytes())
             weights += size / DENSE_READ
             flops += batch_size * width * size  # two operations per value of two bytes
             seconds += draft.passes * (DRAFT_PASS + draft.num_layers * LAYER)
+            if draft.ranks > 1:
+                one = self._reduce_seconds(batch_size * width, draft.hidden_size)
+                seconds += draft.passes * 2 * draft.num_layers * one
         gemms = math.hypot(weights / read, flops / self.gpu.flops) / self.tp
         of_bandwidth = LATENT_READ if model.is_latent else KV_READ
         kv = work.kv_bytes / (read * of_bandwidth) / model.kv_shards(self.tp)
@@ -78,7 +82,7 @@ class Deployment:
         ratio = PREFILL_EXPERTS if model.has_experts else PREFILL_GEMM
         computed = (flops + attention) / (self.gpu.flops * ratio * self.tp)
         # Not less than reading the weights once.
-        return max(computed + self._reduce_seconds(tokens), self.step_seconds(1, tokens))
+        return max(computed + self._layer_reduces(tokens), self.step_seconds(1, tokens))
 
     def _head_bytes(self) -> int:
         return max(matrix.n * matrix.k * 2 for matrix in self.model.matrices if not matrix.routed)
@@ -86,15 +90,18 @@ class Deployment:
     def _fixed_seconds(self, tokens: int) -> float:
         model = self.model
         layer = LAYER + LATENT_LAYER * model.is_latent + EXPERTS_LAYER * model.has_experts
-        return model.num_layers * layer + self._reduce_seconds(tokens)
+        return model.num_layers * layer + self._layer_reduces(tokens)
 
-    def _reduce_seconds(self, tokens: int) -> float:
-        """Two all-reduces of the hidden states per layer."""
+    def _layer_reduces(self, tokens: int) -> float:
+        """Two all-reduces of the target's hidden states per layer."""
+        return 2 * self.model.num_layers * self._reduce_seconds(tokens, self.model.hidden_size)
+
+    def _reduce_seconds(self, tokens: int, hidden_size: int) -> float:
+        """Of one all-reduce of hidden states [tokens, hidden_size] in bfloat16."""
         if self.tp == 1:
             return 0.0
-        size = 2 * tokens * self.model.hidden_size * 2 * (self.tp - 1) / self.tp
-        one = REDUCE + size / (self.gpu.link_bytes_per_second * REDUCE_READ)
-        return 2 * self.model.num_layers * one
+        size = 2 * tokens * hidden_size * 2 * (self.tp - 1) / self.tp
+        return REDUCE + size / (self.gpu.link_bytes_per_second * REDUCE_READ)
 
 
 def _reached(matrix: Matrix) -> float:
