@@ -260,7 +260,9 @@ def test_the_command(forerun: Callable[..., Result], tmp_path: Path) -> None:
     base = ("plan", "--preset", "qwen3-8b", "--count", "8", "--rate", "20")
     shown = forerun(*base, "--accept-length", "4").out
     assert "Memory and steps" in shown and "20 requests/s of 1024 + 256 tokens" in shown
-    assert "(measured)" in shown and "tp > 1: 6.5 us" in shown
+    assert shown.startswith("qwen3-8b on h200 (measured)") and "tp > 1: 6.5 us" in shown
+    assert "left over" not in shown
+    assert "3 GPUs: those left over" in forerun("plan", "--preset", "qwen3-8b", "--count", "3").out
     made = json.loads(forerun(*base, "--tp-size", "2", "--price", "2", "--json").out)
     (row,) = made["rows"]
     assert (row["tp"], row["replicas"], row["dollars_per_hour"], row["held"]) == (2, 4, 16, True)

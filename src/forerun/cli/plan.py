@@ -104,6 +104,11 @@ class Options:
                 raise ConfigError(f"{name} is set without accept_length; set that too.")
 
     @property
+    def name(self) -> str:
+        """Of the model, as given."""
+        return self.preset or str(self.model)
+
+    @property
     def asked_tp(self) -> int | None:
         """GPUs per replica; None: all ways. A draft is divided among all of them."""
         draft_tp = self.speculative_draft_tp_size
@@ -167,9 +172,9 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
     tps = _usable(tps, folder, config)
     rows = make_rows(deployment, options.count, traffic, config, tps)
     if as_json:
-        print_json({"gpu": vars(gpu), "model": shape.name, "rows": [r.as_dict() for r in rows]})
+        print_json({"gpu": vars(gpu), "model": options.name, "rows": [r.as_dict() for r in rows]})
         return
-    _print(rows, shape, gpu, traffic)
+    _print(rows, options, gpu, traffic)
 
 
 def _folders(options: Options) -> tuple[Path, Path | None]:
@@ -234,12 +239,13 @@ def _check_context(shape: ModelShape, tokens: int) -> None:
         )
 
 
-def _print(rows: Sequence[Row], shape: ModelShape, gpu: Gpu, traffic: Traffic) -> None:
+def _print(rows: Sequence[Row], options: Options, gpu: Gpu, traffic: Traffic) -> None:
     console = wide_console()
     source = "measured" if gpu.measured else "not measured"
     console.print(
-        f"{shape.name} on {gpu.name} ({source}): read {gpu.read_bytes_per_second / TERA:.3g} TB/s,"
-        f" bfloat16 GEMM {gpu.flops / TERA:.3g} TFLOP/s, {gpu.memory_bytes / GIB:.0f} GiB, at"
+        f"{options.name} on {gpu.name} ({source}): read"
+        f" {gpu.read_bytes_per_second / TERA:.3g} TB/s, bfloat16 GEMM"
+        f" {gpu.flops / TERA:.3g} TFLOP/s, {gpu.memory_bytes / GIB:.0f} GiB, at"
         f" ${gpu.dollars_per_hour:g} an hour (an assumption: --price)",
         style="dim",
         soft_wrap=True,
@@ -247,16 +253,18 @@ def _print(rows: Sequence[Row], shape: ModelShape, gpu: Gpu, traffic: Traffic) -
     console.print(_table("Memory and steps", MEMORY, [_memory_cells(row) for row in rows]))
     title = f"{traffic.rate:g} requests/s of {traffic.input_len} + {traffic.output_len} tokens"
     console.print(_table(title, SERVING, [_serving_cells(row, traffic) for row in rows]))
-    for note in _notes(rows):
+    for note in _notes(rows, options.count):
         console.print(note, style="dim", soft_wrap=True)
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(rows: Sequence[Row], count: int) -> list[str]:
     notes, ep = [NOTE], rows[0].ep
     if any(row.tp > 1 for row in rows):
         notes.append(TP_NOTE)
     if ep > 1:
         notes.append(EP_NOTE.format(ep))
+    if any(row.tp * row.replicas < count for row in rows):
+        notes.append(f"{count} GPUs: those left over, where tp does not divide them, cost nothing.")
     return notes
 
 

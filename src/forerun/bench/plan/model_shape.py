@@ -84,7 +84,6 @@ def busiest_touched(tokens: int, top_k: int, num_experts: int, groups: int) -> f
 class ModelShape:
     """What a step of a model reads and computes, and what its weights and K/V take."""
 
-    name: str
     matrices: tuple[Matrix, ...]
     weight_bytes: int  # in memory
     layout: ModelLayout
@@ -134,7 +133,6 @@ class ModelShape:
         layout = model.kv_layout(resolve_kv_dtype(kv_cache_dtype, dtype))
         heads = {each.num_kv_heads for each in layout.paged if isinstance(each, DenseKV)}
         return cls(
-            name=str(folder),
             matrices=tuple(matrices),
             weight_bytes=_memory(size, model, mxfp4),
             layout=layout,
