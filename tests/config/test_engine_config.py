@@ -45,14 +45,15 @@ def test_values_of_another_type_are_refused(name: str) -> None:
         ({"x" * 100_000: 1}, "Unknown setting 'xxx"),
         ({"speculative_ngram_max_match": "4"}, "speculative_ngram_max_match must be an integer"),
         ({"nnodes": 0}, "nnodes must be >= 1, got 0."),
-        ({"nnodes": 2, "node_rank": 2, "tp_size": 2}, "number the nodes from 0 to 1."),
+        ({"nnodes": 2, "node_rank": 2, "tp_size": 2}, "number the nodes from 0 to 1, and"),
         ({"node_rank": -1}, "node_rank -1 is not a node of nnodes 1"),
         (
             {"nnodes": 4, "tp_size": 6},
             "does not divide tp_size 6, the ranks of all nodes together; take nnodes 1, 2, 3, 6,",
         ),
+        ({"quantization": "awq"}, "that of a checkpoint, which says so itself; drop the setting"),
         ({"nnodes": 2}, "take nnodes 1, or change tp_size."),
-        ({"tp_size": 3**39, "ep_size": 2}, "take 1, 3, 9, 27, 81, 243, 729."),
+        ({"tp_size": 3**39, "ep_size": 2}, "take 1, 3, 9, 27, 81, 243, 729, or"),
         ({"nnodes": 2, "tp_size": 2}, "needs dist_init_addr: HOST:PORT of node 0, the same on all"),
         ({"dist_init_addr": "a:1"}, "dist_init_addr is set without nnodes; set that too"),
         *(

@@ -224,6 +224,11 @@ class EngineConfig:
                 "kv_cache_dtype fp8_e5m2 is not supported: its two mantissa bits are too few for"
                 " K/V; use fp8_e4m3."
             )
+        if self.quantization in ("awq", "gptq", "compressed-tensors", "mxfp4"):
+            raise ConfigError(
+                f"quantization {self.quantization} is that of a checkpoint, which says so itself;"
+                " drop the setting."
+            )
         self._check_types()
         for spec in self.settings():
             value, choices = getattr(self, spec.name), spec.metadata.get("choices")
@@ -253,7 +258,7 @@ class EngineConfig:
         if self.tp_size % self.ep_size:
             raise ConfigError(
                 f"ep_size {self.ep_size} does not divide tp_size {self.tp_size}, the ranks that"
-                f" share the experts; take {divisors(self.tp_size)}."
+                f" share the experts; take {divisors(self.tp_size)}, or change tp_size."
             )
         if not 0 < self.mem_fraction_static < 1:
             raise ConfigError(

@@ -26,7 +26,7 @@ class Nodes:
         if not 0 <= node_rank < nnodes:
             raise ConfigError(
                 f"node_rank {node_rank} is not a node of nnodes {nnodes}; number the nodes from 0"
-                f" to {nnodes - 1}."
+                f" to {nnodes - 1}, and give all of them the same nnodes."
             )
         if tp_size % nnodes:
             raise ConfigError(
