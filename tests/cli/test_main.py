@@ -100,6 +100,21 @@ def test_an_unknown_flag_names_the_nearest(forerun, given: str, nearest: str) ->
     assert error == f"No such option: {given}. Did you mean {nearest}?"
 
 
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [("--tensor-parallel-size", "--tp-size"), ("--tp", "--tp-size"), ("--dp", "--dp-size"),
+     *(("--enable-expert-parallel", "--ep-size"), ("--max-model-len", "--context-length"))],
+)  # fmt: skip
+def test_a_flag_of_another_engine(forerun, given: str, ours: str) -> None:
+    assert forerun("serve", given, "2").error == f"No such option: {given}. Did you mean {ours}?"
+
+
+def test_other_names_are_of_flags_that_the_command_has(forerun) -> None:
+    serve = forerun("serve", "--help").out
+    assert not [ours for ours in main.OTHER_NAMES.values() if ours not in serve]
+    assert "tp-size" not in forerun("doctor", "--tp", "2").error
+
+
 def test_an_unknown_flag_unlike_any_other(forerun) -> None:
     error = forerun("generate", "--xyzzy", "hello").error
     assert error == "No such option: --xyzzy. See: forerun generate --help"

@@ -19,6 +19,23 @@ from forerun.core.errors import ConfigError, RequestError, nearest
 # The class moved between releases of typer and click; its grandchild is public in all of them.
 ClickException: Any = typer.BadParameter.__mro__[2]
 
+# Names of vLLM, and short ones of SGLang, that are unlike ours.
+OTHER_NAMES = {
+    "--block-size": "--page-size",
+    "--data-parallel-size": "--dp-size",
+    "--dp": "--dp-size",
+    "--enable-expert-parallel": "--ep-size",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--ep": "--ep-size",
+    "--expert-parallel-size": "--ep-size",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-model-len": "--context-length",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--max-num-seqs": "--max-running-requests",
+    "--tensor-parallel-size": "--tp-size",
+    "--tp": "--tp-size",
+}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -135,7 +152,11 @@ def _one_line(error: Any, command: str | None) -> str:
     """The parser's error, with the nearest known flag if there is one."""
     details = vars(error)
     message = str(error.format_message()).partition(" (Possible options")[0].rstrip(".") + "."
-    close = details.get("possibilities")
+    close = details.get("possibilities") or []
+    context, given = details.get("ctx"), details.get("option_name")
+    if context is not None and given in OTHER_NAMES:
+        known = {name for each in context.command.params for name in each.opts}
+        close = [name for name in (OTHER_NAMES[given],) if name in known] or close
     if close:
         return f"{message} Did you mean {close[0]}?"
     return f"{message} See: forerun {command + ' ' if command else ''}--help"
