@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,12 @@ import pytest
 import torch
 
 from forerun import LLM
+from forerun.config.engine_config import EngineConfig
+from forerun.engine.engine import Engine
+from forerun.executor.build import build_executor
+from forerun.executor.host_ranks import host_ranks
+from forerun.executor.ranks import RanksExecutor
+from tests.engine import test_nodes as nodes
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.tp_models import with_a_sixth_head
 
@@ -53,6 +61,28 @@ def test_text_of_two_ranks(algorithm: str | None, graph: bool, tmp_path: Path) -
     ) as llm:
         outs = llm.generate(input_ids=PROMPTS, sampling_params=GREEDY)
     assert [out.output_ids for out in outs] == WANT
+
+
+def test_text_of_two_nodes(tmp_path: Path) -> None:
+    """A GPU of this machine each. NCCL sums; plans go through TCP."""
+    target = with_a_sixth_head(tmp_path)
+    alone = EngineConfig(dtype="float32", device="cuda:0", max_running_requests=2)
+    engine = Engine(alone, build_executor(alone, target))
+    want = nodes.texts(engine)
+    engine.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    first, second = (
+        nodes.node(address, rank, device=f"cuda:{rank}", dist_timeout=90) for rank in range(2)
+    )
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(host_ranks, second, target)
+        engine = Engine(first, RanksExecutor.start(first, target))
+        try:
+            assert nodes.texts(engine) == want
+        finally:
+            engine.close()
+        other.result(30)  # ends with the engine
 
 
 def test_an_engine_on_each_gpu_in_one_process() -> None:
