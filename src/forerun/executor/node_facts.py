@@ -13,10 +13,11 @@ from forerun.core.version import __version__, source_digest
 from forerun.models.checkpoint import fingerprint
 from forerun.platform.device import device_name, resolve_device
 
-# Each node has its own, or they say nothing about what is computed.
+# Each node has its own, or they say nothing about what is computed. `device` says where GPUs begin;
+# that they are of one kind is compared by their name.
 OWN_SETTINGS = {
-    "model_path", "tokenizer_path", "speculative_draft_model_path", "node_rank", "dist_init_addr",
-    "log_level", "enable_trace", "otlp_traces_endpoint",
+    "device", "model_path", "tokenizer_path", "speculative_draft_model_path", "node_rank",
+    "dist_init_addr", "log_level", "enable_trace", "otlp_traces_endpoint",
 }  # fmt: skip
 FIX = "Run the same versions and settings, with the same models, on machines of one kind."
 
