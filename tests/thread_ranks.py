@@ -48,6 +48,9 @@ class ThreadRank(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._all(x), -1)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.stack([each[self.rank] for each in self._all(x)])
+
     def give_up(self) -> None:
         """So that no other rank waits."""
         self._barrier.abort()

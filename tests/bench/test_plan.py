@@ -99,7 +99,7 @@ def test_steps_with_drafts_are_those_measured() -> None:
 
 
 def test_drafts_are_whole_on_every_gpu() -> None:
-    draft = DraftShape(10 << 30, num_layers=1, hidden_size=4096)
+    draft = DraftShape(10 << 30, num_layers=1, hidden_size=4096, ranks=1)
     made = rows("qwen3-8b", 8, speculation=Speculation(3.0, 4, draft))
     for plain, drafts in zip(made[::2], made[1::2], strict=True):
         assert drafts.weight_bytes - plain.weight_bytes == 10 << 30
@@ -108,7 +108,7 @@ def test_drafts_are_whole_on_every_gpu() -> None:
 
 
 def test_a_divided_draft_is_read_once_and_adds_its_reductions() -> None:
-    whole = DraftShape(10 << 30, num_layers=4, hidden_size=4096, passes=3)
+    whole = DraftShape(10 << 30, num_layers=4, hidden_size=4096, passes=3, ranks=1)
     model, gpu = shape("qwen3-8b"), GPUS["h200"]
 
     def seconds(draft: DraftShape) -> float:
@@ -120,6 +120,9 @@ def test_a_divided_draft_is_read_once_and_adds_its_reductions() -> None:
     divided = seconds(replace(whole, ranks=2))
     assert divided == pytest.approx(seconds(half) + 3 * 2 * 4 * one)
     assert divided < seconds(whole)
+    assert seconds(replace(whole, ranks=None)) == divided  # as an engine does
+    small = replace(whole, hidden_size=1024)
+    assert seconds(replace(small, ranks=None)) == seconds(small)
     made = make_rows(
         Deployment(model, gpu, speculation=Speculation(3.0, 4, replace(whole, ranks=2))),
         *(2, Traffic(5.0, 1024, 256), EngineConfig(max_running_requests=64), [2]),

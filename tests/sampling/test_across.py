@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.core.sampling_params import SamplingParams
 from forerun.layers.communication import Communicator
 from forerun.layers.sharding import VocabShard
-from forerun.sampling.across import sample_across
+from forerun.sampling.across import sample_across, sample_shares
 from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags, sample_ref
 from tests.sampling.test_sampler import batch_of, request
 from tests.thread_ranks import on_ranks
@@ -62,6 +62,28 @@ def test_ranks_sample_as_one(vocab_size: int) -> None:
         for got in on_ranks(3, work):
             assert got.tolist() == want.tolist()
         assert (want[:, :3] == -1).all() and (want[:, 3:] >= 0).all()
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(11, 7), (1, 2), (3, 1)])
+def test_ranks_sample_shares_of_the_rows(requests: int, tokens: int) -> None:
+    """Also with fewer rows than ranks, and where the ranks' rows or ids are not as many."""
+    vocab_size = 700
+    params = [*PARAMS, SamplingParams(top_p=0.9), SamplingParams(temperature=1.2, top_k=90)]
+    logits = scene(vocab_size, 40)[:1, 3 : 3 + tokens].repeat(requests, 1, 1)
+    stops = (5, vocab_size // 2, vocab_size - 1)
+    asked = [request(p, seed, stops=stops) for seed, p in enumerate(params[-requests:])]
+    batch, flags = batch_of(asked), SamplingFlags.of(each.sampling for each in asked)
+    positions = torch.arange(requests)[:, None] + torch.arange(tokens) + 3
+    want = sample_ref(logits, positions, batch, flags)
+
+    def work(comm: Communicator) -> Tensor:
+        part = VocabShard.of(vocab_size, comm)
+        own = logits[..., part.first : part.first + part.count]
+        return sample_shares(own, part, positions, batch, flags, comm)
+
+    assert flags.whole_rows and len(want.unique()) > 1
+    for got in on_ranks(3, work):
+        assert got.tolist() == want.tolist()
 
 
 def test_which_filters_need_whole_rows() -> None:

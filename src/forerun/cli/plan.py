@@ -75,9 +75,10 @@ class Options:
         None, "Default: the preset's; with none drafts take no time", panel="Speculation"
     )
     draft_passes: int = _option(1, "Passes of the draft model per step", int, "Speculation")
-    speculative_draft_tp_size: int = _option(
-        1,
-        "1: the whole draft on every GPU; N: divided among the N GPUs of a replica",
+    speculative_draft_tp_size: int | None = _option(
+        None,
+        "1: the whole draft on every GPU; N: divided among the N GPUs of a replica; default: as an"
+        " engine does",
         int,
         "Speculation",
     )
@@ -100,7 +101,7 @@ class Options:
                 f"accept_length must be in [1, draft_tokens = {self.draft_tokens}], got {accept}."
             )
         for name in ("draft_model", "speculative_draft_tp_size"):
-            if accept is None and vars(self)[name] not in (None, 1):
+            if accept is None and vars(self)[name] is not None:
                 raise ConfigError(f"{name} is set without accept_length; set that too.")
 
     @property
@@ -112,7 +113,7 @@ class Options:
     def asked_tp(self) -> int | None:
         """GPUs per replica; None: all ways. A draft is divided among all of them."""
         draft_tp = self.speculative_draft_tp_size
-        return draft_tp if self.tp_size is None and draft_tp > 1 else self.tp_size
+        return draft_tp if self.tp_size is None and (draft_tp or 1) > 1 else self.tp_size
 
     def chosen_gpu(self) -> Gpu:
         """The one in the table, with what is given in place of its figures."""
@@ -205,7 +206,7 @@ def _draft(options: Options, folder: Path | None) -> DraftShape | None:
     ranks = options.speculative_draft_tp_size
     if folder is not None:
         return DraftShape.of(folder, options.draft_passes, ranks)
-    if ranks > 1:
+    if ranks is not None and ranks > 1:
         raise ConfigError(
             f"speculative_draft_tp_size {ranks} divides a draft model, and there is none; set"
             " draft_model, or drop it."

@@ -186,10 +186,11 @@ class EngineConfig:
     speculative_draft_model_path: str | None = _setting(
         None, "Draft model: a folder or org/name[@revision]"
     )
-    speculative_draft_tp_size: int = _setting(
-        1,
+    speculative_draft_tp_size: int | None = _setting(
+        None,
         "With tp_size: 1 has the whole draft model on every rank; tp_size divides it as the target"
-        " (large drafts; not every algorithm)",
+        " (not every algorithm); default: divided if that is faster, which it is on GPUs from a"
+        " hidden size of 2048 on",
     )
     speculative_num_draft_tokens: int | None = _setting(
         None, "Tokens verified per request and step (drafts + 1); default: the algorithm's"
@@ -250,7 +251,7 @@ class EngineConfig:
             )
         self._check_piecewise()
         _ = self.nodes  # raises ConfigError
-        if self.speculative_draft_tp_size not in (1, self.tp_size):
+        if self.speculative_draft_tp_size not in (None, 1, self.tp_size):
             raise ConfigError(
                 f"speculative_draft_tp_size must be 1 or tp_size, {self.tp_size}, got"
                 f" {self.speculative_draft_tp_size}."
@@ -288,6 +289,11 @@ class EngineConfig:
                 "piecewise_cuda_graph_max_tokens is set without enable_piecewise_cuda_graph; set"
                 " that too."
             )
+
+    @property
+    def draft_ranks(self) -> int:
+        """Ranks that share the draft's weights. `resolve` has replaced the default."""
+        return self.speculative_draft_tp_size or 1
 
     @property
     def nodes(self) -> Nodes:

@@ -184,8 +184,7 @@ class _Builder:
 
     @property
     def _draft_comm(self) -> Communicator:
-        divided = self.settings.config.speculative_draft_tp_size > 1
-        return self.comm if divided else SINGLE_RANK
+        return self.comm if self.settings.config.draft_ranks > 1 else SINGLE_RANK
 
     def _tables(self) -> SlotTables:
         limits, device = self.settings.limits, self.settings.device

@@ -30,6 +30,7 @@ from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
+from forerun.speculative.sharding import with_draft_ranks
 
 log = logging.getLogger("forerun")
 
@@ -95,6 +96,7 @@ def resolve(
     target = target_config(model_path, config.model_impl)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    config = with_draft_ranks(config, algorithm, target, dtype, device)
     caps = resolve_caps(algorithm, config, target, dtype)
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
@@ -153,9 +155,9 @@ def _check_quantization(config: EngineConfig, device: torch.device) -> None:
 
 def _check_draft_settings(config: EngineConfig, caps: SpecCaps, shards_draft: bool) -> None:
     """Refuses draft settings without a draft, or one that is not divided."""
-    if config.speculative_draft_tp_size > 1 and not shards_draft:
+    if config.draft_ranks > 1 and not shards_draft:
         raise ConfigError(
-            f"speculative_draft_tp_size {config.speculative_draft_tp_size} is not available with"
+            f"speculative_draft_tp_size {config.draft_ranks} is not available with"
             f" {config.speculative_algorithm or 'plain decoding'}, whose draft is whole on every"
             " rank; drop it."
         )

@@ -36,6 +36,10 @@ class Communicator(ABC):
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x [..., n], concatenated in the last dimension by rank."""
 
+    @abstractmethod
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x [size, ...], a part for each rank -> [size, ...], each rank's part for this one."""
+
 
 class SingleRank(Communicator):
     """No parallelism: all collectives are the identity."""
@@ -49,6 +53,9 @@ class SingleRank(Communicator):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -67,6 +74,9 @@ class UnreducedRank(Communicator):
         raise NotImplementedError("a maximum over ranks that do not communicate")
 
     def all_gather(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("logits of ranks that do not communicate")
+
+    def all_to_all(self, x: Tensor) -> Tensor:
         raise NotImplementedError("logits of ranks that do not communicate")
 
 

@@ -104,5 +104,10 @@ class TorchCommunicator(Communicator):
             dist.all_gather(list(out.unbind()), x)
         return out.movedim(0, -2).flatten(-2)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous())
+        return out
+
     def close(self) -> None:
         dist.destroy_process_group()

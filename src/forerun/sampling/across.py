@@ -1,26 +1,38 @@
 """Samples from logits of which every tensor-parallel rank has those of some token ids.
 
-The token is the one that `sample_ref` takes from all logits. Noise is keyed by the token's id, so a
-rank scores its own tokens, given the largest logit of all; the best score of all ranks wins. Top-k
-needs the k tokens of the largest logits of each rank, among which are those of all, and top-p after
-it no others. Top-p of whole rows, which may keep any number of tokens, is not for this.
+The tokens are those that `sample` takes from all logits.
+
+`sample_across` moves a few numbers per row. Noise is keyed by the token's id, so a rank scores its
+own tokens, given the largest logit of all; the best score of all ranks wins. Top-k needs the k
+tokens of the largest logits of each rank, among which are those of all, and top-p after it no
+others. Top-p of whole rows, which may keep any number of tokens, is not for this.
 
     all_reduce_max   [B, W]          the largest logit
     all_gather       [B, W, 64 · n]  with top-k: the (gap, id) of each rank's candidates
     all_reduce_max   [B, W]          the best (score, id)
+
+`sample_shares` serves every filter: each rank samples its share of the rows, from all of their
+logits. Less is moved and sampled than by ranks that gather all logits of all rows.
+
+    all_to_all       [size, R / size, n]  the logits of each rank's rows
+    all_gather       [R / size]           the tokens
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.sampling.params import SamplingBatch
 from forerun.layers.communication import Communicator
+from forerun.layers.sharding import VocabShard
 from forerun.sampling.filters import filtered_weights
 from forerun.sampling.noise import gumbel_scores
-from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags
+from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags, sample
 
 _NO_CANDIDATE = (0x7F800000 << 32) | 0x7FFFFFFF  # an infinite gap
 
@@ -69,6 +81,42 @@ def sample_across(
     return torch.where(largest.isfinite(), best & 0x7FFFFFFF, INVALID_TOKEN)
 
 
+def sample_shares(
+    own: Tensor,
+    vocab: VocabShard,
+    positions: Tensor,
+    batch: SamplingBatch,
+    flags: SamplingFlags,
+    comm: Communicator,
+) -> Tensor:
+    """`sample` on every rank, each of its share of the rows.
+
+    Args:
+        own: [B, W, n], the logits of this rank's ids.
+        vocab: these ids.
+        positions, batch, flags: as those of `sample`.
+
+    Returns:
+        [B, W] int64.
+    """
+    rows, width = positions.numel(), positions.shape[1]
+    share = -(-rows // comm.size)
+    padding = (0, vocab.rows - vocab.count, 0, share * comm.size - rows)
+    own = F.pad(own.flatten(0, 1), padding, value=-torch.inf) if any(padding) else own
+    logits = comm.all_to_all(own.view(comm.size, share, vocab.rows)).transpose(0, 1)
+    logits = logits.reshape(share, -1)[:, : vocab.vocab_size]
+    # Past the last row: no token of rows whose logits are all -inf, which takes no time.
+    row = torch.arange(share * comm.rank, share * (comm.rank + 1), device=own.device)
+    row = row.clamp_(max=rows - 1)
+    tokens = sample(
+        logits.unsqueeze(1),
+        positions.flatten()[row].unsqueeze(1),
+        replace(batch, slots=batch.slots[row // width]),
+        flags,
+    )
+    return comm.all_gather(tokens.squeeze(1))[:rows].view(positions.shape)
+
+
 def _keys(values: Tensor, ids: Tensor) -> Tensor:
     """Integers that sort like (value, id): values [..., n] float32, ids [n] or [..., n] int64."""
     bits = (values + 0.0).view(torch.int32)  # -0 equals 0
@@ -79,7 +127,7 @@ def _candidates(gap: Tensor, ids: Tensor, comm: Communicator) -> tuple[Tensor, T
     """The smallest gaps of all ranks and their ids, [B, W, MAX_CANDIDATES], in order."""
     keys = _keys(gap, ids)
     missing = max(0, MAX_CANDIDATES - keys.shape[-1])
-    own = torch.nn.functional.pad(keys, (0, missing), value=_NO_CANDIDATE)
+    own = F.pad(keys, (0, missing), value=_NO_CANDIDATE)
     own = own.topk(MAX_CANDIDATES, largest=False).values
     keys = comm.all_gather(own).sort(-1).values[..., :MAX_CANDIDATES]
     return (keys >> 32).int().view(torch.float32), keys & 0x7FFFFFFF

@@ -51,6 +51,7 @@ class SpecCaps:
     target_layers: tuple[int, ...] = ()  # layers whose outputs are captured (aux hidden states)
     draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
     draft_heads: int = 0  # query heads of the draft model's attention
+    draft_hidden_size: int = 0  # of the draft model: ranks divide large ones by default
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
     # False: `observe` of prompts writes the draft's K/V and never attends to it.
     draft_attends_in_prefill: bool = True

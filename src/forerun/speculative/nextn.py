@@ -48,10 +48,9 @@ class NextN(HiddenStateChain):
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
-            draft_kv=rank_layout(
-                config, folder, lambda comm: NextNDraft.kv_layout(draft, dtype, comm)
-            ),
-            draft_heads=model.num_heads // config.speculative_draft_tp_size,
+            draft_kv=rank_layout(config, folder, layout),
+            draft_heads=model.num_heads // config.draft_ranks,
+            draft_hidden_size=model.hidden_size,
             draft_attention=(draft.mask,),
             prefix_lookahead=1,
             deferred_observe=True,

@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator, UnreducedRank
+from forerun.speculative.base import SpeculativeAlgorithm
+from forerun.speculative.check import resolve_caps
+
+# Each layer of a divided draft adds two sums across ranks, about 5 us on two H200, and reads a part
+# of its weights only, which saves more from this hidden size on (docs/performance.md).
+MIN_DIVIDED_SIZE = 2048
+
+
+def divides_by_default(hidden_size: int) -> bool:
+    """Whether ranks on GPUs divide a draft of this hidden size."""
+    return hidden_size >= MIN_DIVIDED_SIZE
+
+
+def with_draft_ranks(
+    config: EngineConfig,
+    algorithm: SpeculativeAlgorithm,
+    target: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> EngineConfig:
+    """`config`, with the default of `speculative_draft_tp_size` replaced by a number."""
+    if config.speculative_draft_tp_size is not None:
+        return config
+    whole = replace(config, speculative_draft_tp_size=1)
+    if config.tp_size == 1 or device.type != "cuda" or not algorithm.shards_draft:
+        return whole
+    divided = replace(config, speculative_draft_tp_size=config.tp_size)
+    try:
+        caps = resolve_caps(algorithm, divided, target, dtype)
+    except ConfigError:  # it cannot be divided, or has another error, which a whole one has too
+        return whole
+    return divided if divides_by_default(caps.draft_hidden_size) else whole
 
 
 def rank_layout(
@@ -24,7 +60,7 @@ def rank_layout(
     Raises:
         ConfigError: the draft cannot be divided as the settings ask for.
     """
-    ranks = config.speculative_draft_tp_size
+    ranks = config.draft_ranks
     comm = UnreducedRank(0, ranks) if ranks > 1 else SINGLE_RANK
     try:
         return layout(comm)

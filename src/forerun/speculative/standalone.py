@@ -61,7 +61,8 @@ class Standalone(SpeculativeAlgorithm):
             flexible=True,
             kv_reserve=drafts + 1,
             draft_kv=_layout(config, folder, model, dtype),
-            draft_heads=model.num_heads // config.speculative_draft_tp_size,
+            draft_heads=model.num_heads // config.draft_ranks,
+            draft_hidden_size=model.hidden_size,
             draft_attention=tuple(LayerMask(Mask.CAUSAL, window) for window in model.windows),
             deferred_observe=True,
             reads_hidden_states=False,
@@ -127,7 +128,7 @@ def _layout(
     Raises:
         ConfigError: the draft cannot be divided as the settings ask for.
     """
-    ranks, build = config.speculative_draft_tp_size, model_class(draft)
+    ranks, build = config.draft_ranks, model_class(draft)
     if ranks > 1 and weight_format(draft) is not None:
         raise ConfigError(
             f"speculative_draft_tp_size {ranks}: the draft {folder} is quantised and cannot be"

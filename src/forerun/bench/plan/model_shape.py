@@ -32,6 +32,7 @@ from forerun.models.loader import INT4, allocate_experts, allocate_linears, chec
 from forerun.models.quantization import Fp8Format, Mxfp4, check_quantization, weight_format
 from forerun.models.registry import model_class
 from forerun.platform.device import DTYPES, resolve_kv_dtype
+from forerun.speculative.sharding import divides_by_default
 
 META = torch.device("meta")
 MXFP4_BITS = 4.25  # 32 values of 4 bits share a scale of 8
@@ -193,17 +194,17 @@ class DraftShape:
     num_layers: int
     hidden_size: int
     passes: int = 1  # per step
-    ranks: int = 1  # that share its weights; 1: every rank has all
+    ranks: int | None = None  # that share its weights, 1: each has all; None: as an engine does
 
     @classmethod
-    def of(cls, folder: Path, passes: int, ranks: int = 1) -> DraftShape:
+    def of(cls, folder: Path, passes: int, ranks: int | None = None) -> DraftShape:
         """From the headers of its safetensors; else as a decoder of the sizes in its config.
 
         Raises:
             ConfigError: the ranks cannot share its heads.
         """
         config = load_model_config(folder)
-        _check_draft_ranks(folder, config, ranks)
+        _check_draft_ranks(folder, config, ranks or 1)
         sizes = config.num_layers, config.hidden_size, passes, ranks
         checkpoint = _checkpoint(folder, config)
         if checkpoint is None:
@@ -215,6 +216,12 @@ class DraftShape:
             if not any(part in name for part in left_out)
         )
         return cls(size, *sizes)
+
+    def ranks_of(self, tp: int) -> int:
+        """That share its weights, in a deployment on `tp` GPUs."""
+        if self.ranks is not None:
+            return self.ranks
+        return tp if divides_by_default(self.hidden_size) else 1
 
 
 def _check_draft_ranks(folder: Path, config: ModelConfig, ranks: int) -> None:

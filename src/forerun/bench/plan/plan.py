@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from forerun.bench.plan.step_time import Deployment, Speculation
+from forerun.bench.plan.step_time import Deployment
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.executor.memory import RESERVED_BYTES, gpu_kv_bytes
@@ -113,7 +113,7 @@ def possible_tps(deployment: Deployment, count: int, asked: int | None) -> list[
 def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig) -> Row | None:
     """None: it does not fit."""
     model, gpu = way.model, way.gpu
-    weights = model.weight_bytes / way.tp + _draft_bytes(way.speculation)
+    weights = model.weight_bytes / way.tp + _draft_bytes(way)
     total = int(gpu.memory_bytes)
     free = total - CONTEXT_BYTES - int(weights)
     slots = config.max_running_requests or 256
@@ -146,11 +146,10 @@ def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig)
     )
 
 
-def _draft_bytes(speculation: Speculation | None) -> float:
+def _draft_bytes(way: Deployment) -> float:
     """Of each GPU."""
-    if speculation is None or speculation.draft is None:
-        return 0
-    return speculation.draft.weight_bytes / speculation.draft.ranks
+    draft = None if way.speculation is None else way.speculation.draft
+    return 0 if draft is None else draft.weight_bytes / draft.ranks_of(way.tp)
 
 
 def _seconds_per_request(way: Deployment, traffic: Traffic, batch_size: int) -> float:

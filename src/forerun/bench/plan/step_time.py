@@ -61,12 +61,13 @@ class Deployment:
         if self.speculation is not None and self.speculation.draft is not None:
             draft = self.speculation.draft
             # Of all ranks: each has the whole draft or its share, and a part of the target's head.
-            copies = self.tp // draft.ranks
+            ranks = draft.ranks_of(self.tp)
+            copies = self.tp // ranks
             size = draft.passes * (copies * draft.weight_bytes + self._head_bytes())
             weights += size / DENSE_READ
             flops += batch_size * width * size  # two operations per value of two bytes
             seconds += draft.passes * (DRAFT_PASS + draft.num_layers * LAYER)
-            if draft.ranks > 1:
+            if ranks > 1:
                 one = self._reduce_seconds(batch_size * width, draft.hidden_size)
                 seconds += draft.passes * 2 * draft.num_layers * one
         gemms = math.hypot(weights / read, flops / self.gpu.flops) / self.tp
