@@ -14,6 +14,10 @@ from forerun.server.engine_client import EngineState
 from forerun.server.run import make_service
 from forerun.server.settings import ServerSettings
 
+# Every message passes the ingress and Serve's proxy, which spend up to a millisecond on it each.
+PAUSE_SECONDS = 0.0025  # per running request, after a part of an answer
+LONGEST_PAUSE_SECONDS = 0.1
+
 
 class Engine:
     """Answers HTTP requests that the ingress passes on, as ASGI messages."""
@@ -43,7 +47,8 @@ class Engine:
     async def answer(
         self, keys: Sequence[int], scope: dict[str, Any], body: bytes
     ) -> AsyncGenerator[list[Message], None]:
-        """The messages of an answer, several at once where they come faster than they are read.
+        """The messages of an answer. The first part of it is sent at once, later ones with what
+        comes within a pause, which grows with the number of running requests.
 
         A caller that stops reading is a client that has left.
 
@@ -76,5 +81,8 @@ class Engine:
                     yield batch
                 if len(batch) < len(ready):
                     return
+                if any(message.get("body") for message in batch):
+                    pause = min(PAUSE_SECONDS * len(self._tasks), LONGEST_PAUSE_SECONDS)
+                    await asyncio.wait({task}, timeout=pause)
         finally:
             gone.set()
