@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.core.sampling_params import SamplingParams
 from forerun.layers.communication import Communicator
 from forerun.layers.sharding import VocabShard
-from forerun.sampling.across import sample_across, sample_shares
+from forerun.sampling.across import sample_across, sample_by_rows
 from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags, sample_ref
 from tests.sampling.test_sampler import batch_of, request
 from tests.thread_ranks import on_ranks
@@ -57,7 +57,7 @@ def test_ranks_sample_as_one(vocab_size: int) -> None:
         def work(comm: Communicator, used: SamplingFlags = used) -> Tensor:
             part = VocabShard.of(vocab_size, comm)
             own = logits[..., part.first : part.first + part.count]
-            return sample_across(own, part.first, positions, batch, used, comm)
+            return sample_across(own, part, positions, batch, used, comm)
 
         for got in on_ranks(3, work):
             assert got.tolist() == want.tolist()
@@ -65,7 +65,7 @@ def test_ranks_sample_as_one(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(11, 7), (1, 2), (3, 1)])
-def test_ranks_sample_shares_of_the_rows(requests: int, tokens: int) -> None:
+def test_ranks_divide_the_rows(requests: int, tokens: int) -> None:
     """Also with fewer rows than ranks, and where the ranks' rows or ids are not as many."""
     vocab_size = 700
     params = [*PARAMS, SamplingParams(top_p=0.9), SamplingParams(temperature=1.2, top_k=90)]
@@ -79,7 +79,7 @@ def test_ranks_sample_shares_of_the_rows(requests: int, tokens: int) -> None:
     def work(comm: Communicator) -> Tensor:
         part = VocabShard.of(vocab_size, comm)
         own = logits[..., part.first : part.first + part.count]
-        return sample_shares(own, part, positions, batch, flags, comm)
+        return sample_by_rows(own, part, positions, batch, flags, comm)
 
     assert flags.whole_rows and len(want.unique()) > 1
     for got in on_ranks(3, work):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,9 +11,11 @@ import torch
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
+from forerun.layers.communication import UnreducedRank
 from forerun.llm.bundled import bundled
+from forerun.models.draft_base import dense_layout
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
-from forerun.speculative.sharding import MIN_DIVIDED_SIZE, with_draft_ranks
+from forerun.speculative.sharding import MIN_DIVIDED_SIZE, resolve_draft
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -32,13 +34,13 @@ class Drafter:
         return SpecCaps(draft_hidden_size=self.hidden_size)
 
 
-def ranks(drafter: Drafter, device: torch.device = GPU, **settings: Any) -> int | None:
+def ranks(drafter: Drafter, device: torch.device = GPU, **settings: Any) -> int:
     target = load_model_config(bundled("target"))
     algorithm: SpeculativeAlgorithm = drafter  # type: ignore[assignment]
     config = EngineConfig(**{"tp_size": 2, **settings})
-    return with_draft_ranks(
-        config, algorithm, target, torch.float32, device
-    ).speculative_draft_tp_size
+    config, caps = resolve_draft(config, algorithm, target, torch.float32, device)
+    assert caps.draft_hidden_size == drafter.hidden_size
+    return config.draft_ranks
 
 
 def test_large_drafts_are_divided_on_gpus() -> None:
@@ -57,3 +59,17 @@ def test_a_setting_is_kept() -> None:
     assert ranks(Drafter(64), CPU, speculative_draft_tp_size=2) == 2
     assert ranks(Drafter(), tp_size=1) == 1
     assert ranks(Drafter(), CPU) == 1
+
+
+def test_a_draft_of_a_target_with_whole_experts_stays_whole() -> None:
+    assert ranks(Drafter(), ep_size=2) == 1
+    assert ranks(Drafter(), ep_size=2, speculative_draft_tp_size=2) == 2
+
+
+def test_an_mlp_that_cannot_be_divided_is_known_before_loading() -> None:
+    model = replace(load_model_config(bundled("target")), num_heads=4, num_kv_heads=4)
+    odd = replace(model, intermediate_size=model.intermediate_size + 1)
+    assert dense_layout(model, 1, torch.float32, UnreducedRank(0, 2)).paged
+    assert dense_layout(odd, 1, torch.float32, UnreducedRank(0, 1)).paged
+    with pytest.raises(ConfigError, match="intermediate size"):
+        dense_layout(odd, 1, torch.float32, UnreducedRank(0, 2))

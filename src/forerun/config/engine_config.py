@@ -292,7 +292,7 @@ class EngineConfig:
 
     @property
     def draft_ranks(self) -> int:
-        """Ranks that share the draft's weights. `resolve` has replaced the default."""
+        """Ranks that share the draft's weights; `resolve_draft` sets more than one by default."""
         return self.speculative_draft_tp_size or 1
 
     @property

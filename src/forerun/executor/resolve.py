@@ -29,8 +29,7 @@ from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
 from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
-from forerun.speculative.check import resolve_caps
-from forerun.speculative.sharding import with_draft_ranks
+from forerun.speculative.sharding import resolve_draft
 
 log = logging.getLogger("forerun")
 
@@ -96,8 +95,7 @@ def resolve(
     target = target_config(model_path, config.model_impl)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
-    config = with_draft_ranks(config, algorithm, target, dtype, device)
-    caps = resolve_caps(algorithm, config, target, dtype)
+    config, caps = resolve_draft(config, algorithm, target, dtype, device)
     if caps.draft_kv is not None:
         caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
     _check_draft_settings(config, caps, algorithm.shards_draft)

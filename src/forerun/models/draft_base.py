@@ -100,9 +100,10 @@ def dense_layout(
     """What layers of such attention keep on a rank.
 
     Raises:
-        ConfigError: the heads cannot be divided.
+        ConfigError: the heads or the MLP cannot be divided.
     """
     even_shard(model.num_heads, comm, "attention heads")
+    even_shard(model.intermediate_size, comm, "intermediate size")
     kv_heads = kv_head_shard(model.num_kv_heads, comm).count
     return ModelLayout.dense(num_layers, kv_heads, model.head_dim, dtype)
 

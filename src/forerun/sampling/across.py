@@ -11,7 +11,7 @@ others. Top-p of whole rows, which may keep any number of tokens, is not for thi
     all_gather       [B, W, 64 · n]  with top-k: the (gap, id) of each rank's candidates
     all_reduce_max   [B, W]          the best (score, id)
 
-`sample_shares` serves every filter: each rank samples its share of the rows, from all of their
+`sample_by_rows` serves every filter: each rank samples its share of the rows, from all of their
 logits. Less is moved and sampled than by ranks that gather all logits of all rows.
 
     all_to_all       [size, R / size, n]  the logits of each rank's rows
@@ -39,7 +39,7 @@ _NO_CANDIDATE = (0x7F800000 << 32) | 0x7FFFFFFF  # an infinite gap
 
 def sample_across(
     own: Tensor,
-    first_id: int,
+    vocab: VocabShard,
     positions: Tensor,
     batch: SamplingBatch,
     flags: SamplingFlags,
@@ -48,7 +48,8 @@ def sample_across(
     """`sample`, without `flags.whole_rows`, on every rank.
 
     Args:
-        own: [B, W, n], the logits of ids `first_id` to `first_id` + n.
+        own: [B, W, n], the logits of this rank's ids.
+        vocab: these ids.
         positions, batch, flags: as those of `sample`.
 
     Returns:
@@ -57,7 +58,7 @@ def sample_across(
     assert not flags.whole_rows
     own = own.float()
     if flags.min_tokens:
-        own = _without_stop_tokens(own, first_id, positions, batch)
+        own = _without_stop_tokens(own, vocab.first, positions, batch)
     largest = own.amax(-1)
     largest = comm.all_reduce_max(torch.where(largest.isnan(), torch.inf, largest))
     gap = (largest[..., None] - own).abs_()
@@ -65,7 +66,7 @@ def sample_across(
     greedy = temperature <= 0
     warm = torch.where(greedy, 1.0, temperature)
     min_p = batch.min_p[:, None] if flags.min_p else None
-    ids = torch.arange(first_id, first_id + own.shape[-1], dtype=torch.int64, device=own.device)
+    ids = vocab.first + torch.arange(vocab.count, dtype=torch.int64, device=own.device)
     scores = gap
     if flags.sampled:
         weights = filtered_weights(gap, warm, min_p=min_p)
@@ -81,7 +82,7 @@ def sample_across(
     return torch.where(largest.isfinite(), best & 0x7FFFFFFF, INVALID_TOKEN)
 
 
-def sample_shares(
+def sample_by_rows(
     own: Tensor,
     vocab: VocabShard,
     positions: Tensor,
@@ -89,23 +90,14 @@ def sample_shares(
     flags: SamplingFlags,
     comm: Communicator,
 ) -> Tensor:
-    """`sample` on every rank, each of its share of the rows.
-
-    Args:
-        own: [B, W, n], the logits of this rank's ids.
-        vocab: these ids.
-        positions, batch, flags: as those of `sample`.
-
-    Returns:
-        [B, W] int64.
-    """
+    """`sample`, of which each rank does its share of the rows; arguments as `sample_across`."""
     rows, width = positions.numel(), positions.shape[1]
     share = -(-rows // comm.size)
     padding = (0, vocab.rows - vocab.count, 0, share * comm.size - rows)
     own = F.pad(own.flatten(0, 1), padding, value=-torch.inf) if any(padding) else own
     logits = comm.all_to_all(own.view(comm.size, share, vocab.rows)).transpose(0, 1)
     logits = logits.reshape(share, -1)[:, : vocab.vocab_size]
-    # Past the last row: no token of rows whose logits are all -inf, which takes no time.
+    # Rows past the last one are all -inf: they yield no token and skip the search for thresholds.
     row = torch.arange(share * comm.rank, share * (comm.rank + 1), device=own.device)
     row = row.clamp_(max=rows - 1)
     tokens = sample(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator, UnreducedRank
-from forerun.speculative.base import SpeculativeAlgorithm
+from forerun.speculative.base import SpecCaps, SpeculativeAlgorithm
 from forerun.speculative.check import resolve_caps
 
 # Each layer of a divided draft adds two sums across ranks, about 5 us on two H200, and reads a part
@@ -26,25 +27,29 @@ def divides_by_default(hidden_size: int) -> bool:
     return hidden_size >= MIN_DIVIDED_SIZE
 
 
-def with_draft_ranks(
+def resolve_draft(
     config: EngineConfig,
     algorithm: SpeculativeAlgorithm,
     target: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-) -> EngineConfig:
-    """`config`, with the default of `speculative_draft_tp_size` replaced by a number."""
-    if config.speculative_draft_tp_size is not None:
-        return config
-    whole = replace(config, speculative_draft_tp_size=1)
-    if config.tp_size == 1 or device.type != "cuda" or not algorithm.shards_draft:
-        return whole
-    divided = replace(config, speculative_draft_tp_size=config.tp_size)
-    try:
-        caps = resolve_caps(algorithm, divided, target, dtype)
-    except ConfigError:  # it cannot be divided, or has another error, which a whole one has too
-        return whole
-    return divided if divides_by_default(caps.draft_hidden_size) else whole
+) -> tuple[EngineConfig, SpecCaps]:
+    """The algorithm's needs, and `config` with `speculative_draft_tp_size` set if ranks divide the
+    draft by default.
+
+    Raises:
+        ConfigError: as `resolve_caps`.
+    """
+    # Experts that --ep-size keeps whole may be quantised in groups that cannot be divided.
+    asks = config.speculative_draft_tp_size is None and config.tp_size > 1 and config.ep_size == 1
+    if asks and device.type == "cuda" and algorithm.shards_draft:
+        divided = replace(config, speculative_draft_tp_size=config.tp_size)
+        # What else is wrong is so with a whole draft too.
+        with suppress(ConfigError):
+            caps = resolve_caps(algorithm, divided, target, dtype)
+            if divides_by_default(caps.draft_hidden_size):
+                return divided, caps
+    return config, resolve_caps(algorithm, config, target, dtype)
 
 
 def rank_layout(
