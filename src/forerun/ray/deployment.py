@@ -117,7 +117,12 @@ DEFAULT_SLOTS = 256
 MAX_REQUESTS = 10_000  # that an ingress holds
 DRAIN_SECONDS = 600.0  # that a replica may take to finish its requests
 HEALTH_SECONDS = 2.0
-# Code runs in an actor's main thread, and replicas are called through gRPC: half the CPU time a message.
-RUNTIME_ENV = {"env_vars": {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}}
+# Requests run in the actor's main thread: Serve's own threads double the CPU time of a message.
+RUNTIME_ENV = {
+    "env_vars": {
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
+}
 assert set(SERVES_OWN) <= {f.name for f in ServerSettings.specs()}
 assert not {f.name for f in EngineConfig.settings()} & {"num_replicas", "num_gpus", "num_cpus"}
