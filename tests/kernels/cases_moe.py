@@ -73,7 +73,11 @@ def alignment(num_experts: int, block_m: int = 128) -> list[Case]:
         del constants["num_warps"]
         name = f"{name} pairs of {num_experts} experts"
         cases.append(Case(name, kernel, signature, constants, options=warps, wide=False))
-    return cases
+    select = dict.fromkeys(("tiles", "selected"), I32)
+    select |= dict.fromkeys(("max_tiles", "first_expert", "num_experts"), "i32")
+    block, warps = {"BLOCK": align.SELECTED_BLOCK}, {"num_warps": align.SELECTED_WARPS}
+    name = "tiles of a rank's experts"
+    return [*cases, Case(name, align._select_tiles, select, block, options=warps, wide=False)]
 
 
 def gemms(

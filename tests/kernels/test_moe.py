@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.kernels.moe import align as align_module
 from forerun.kernels.moe import experts as experts_module
-from forerun.kernels.moe.align import align
+from forerun.kernels.moe.align import align, of_experts, select_tiles
 from forerun.kernels.moe.config import SM90_DECODE, choose_moe, max_tiles, router_slice
 from forerun.kernels.moe.experts import (
     GELU_TANH,
@@ -27,7 +27,14 @@ from forerun.kernels.moe.experts import (
 from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
 from forerun.kernels.moe.gated_output import GatedOutput, gate_output, gate_output_ref
 from forerun.kernels.moe.router import new_counts, route, top_k
-from forerun.kernels.moe.routing import ExpertTiles, Routed, Routing, align_ref, route_ref
+from forerun.kernels.moe.routing import (
+    ExpertTiles,
+    Routed,
+    Routing,
+    align_ref,
+    route_ref,
+    select_tiles_ref,
+)
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
@@ -218,6 +225,26 @@ def test_tiles_from_chunks_of_several_blocks(
     assert same_tiles(align(experts, num_experts, 16), want)
 
 
+@pytest.mark.parametrize("block", [4, 512])
+@pytest.mark.parametrize("part", [range(3), range(3, 7), range(7, 20), range(8, 9)])
+def test_selected_tiles_are_those_of_the_reference(
+    part: range, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one block and of several; of experts without pairs, none is left."""
+    monkeypatch.setattr(align_module, "SELECTED_BLOCK", block)
+    chosen = torch.tensor([0, 2, 3, 5, 6, 7, 11, 19])
+    tiles = align_ref(random_experts(60, 3, chosen), 20, 16)
+    want = select_tiles_ref(tiles, part)
+    moved = replace(tiles, pairs=tiles.pairs.to(device), tiles=tiles.tiles.to(device))
+    got = select_tiles(moved, part)
+    assert torch.equal(got.tiles.cpu(), want.tiles) and got.pairs is moved.pairs
+    rows = want.tiles[2]
+    inside = torch.tensor([int(owner) in part for owner in tiles.tiles[0]])
+    assert rows.sum() == tiles.tiles[2][inside].sum()
+    assert rows[rows.count_nonzero() :].count_nonzero() == 0
+    assert (rows.count_nonzero() > 0) == (part != range(8, 9))
+
+
 @pytest.mark.parametrize("chosen", [[0], [9], [4], [0, 9], [3, 4, 6]])
 def test_tiles_of_few_among_many_experts(chosen: list[int], device: torch.device) -> None:
     """All pairs to one expert; experts without a pair before, between and after."""
@@ -269,7 +296,7 @@ def test_a_part_of_the_experts(tokens: int, device: torch.device) -> None:
     whole, total = expert_partials_ref(x, w13, w2, routed), 0
     for part in (range(5), range(5, 8)):
         own = slice(part.start, part.stop)
-        got = expert_partials(x, w13[own].clone(), w2[own].clone(), routed.of_experts(part))
+        got = expert_partials(x, w13[own].clone(), w2[own].clone(), of_experts(routed, part))
         outside = (routed.experts < part.start) | (routed.experts >= part.stop)
         assert not got[outside.t()].any()
         total = total + got.float()

@@ -14,6 +14,7 @@ from forerun.kernels.elementwise.quantize_fp8 import (
     quantize_groups_ref,
 )
 from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.kernels.moe.align import of_experts
 from forerun.kernels.moe.config import (
     MAX_DECODE_TOKENS,
     SM90_FP8_DECODE,
@@ -112,7 +113,7 @@ def test_parts_of_the_experts_add_up(quantize_x: bool, device: torch.device) -> 
                     scales=w.scales[part.start : part.stop].clone())
             for w in (w13, w2)
         ]  # fmt: skip
-        got = expert_partials_fp8(x, *own, routed.of_experts(part), None, how)
+        got = expert_partials_fp8(x, *own, of_experts(routed, part), None, how)
         outside = (routed.experts < part.start) | (routed.experts >= part.stop)
         assert not got[outside.t()].any()
         total += got
@@ -325,6 +326,14 @@ def test_decode_steps_at_real_sizes(shape: str, interleaved: bool, kind: str) ->
         assert torch.equal(got, whole[:, -tokens:])
         for _ in range(10):
             assert torch.equal(layer.run(part, routed), got)
+    routed, total = layer.route(scores), torch.zeros_like(whole)
+    for first, stop in ((0, 1), (1, layer.experts)):
+        own = (
+            replace(w, values=w.values[first:stop].clone(), scales=w.scales[first:stop].clone())
+            for w in (layer.w13, layer.w2)
+        )
+        total += expert_partials_fp8(x, *own, of_experts(routed, range(first, stop)))
+    assert torch.equal(total, whole)
     assert not layer.counts.any()
 
 

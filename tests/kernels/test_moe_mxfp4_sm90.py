@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.kernels.moe.align import of_experts
 from forerun.kernels.moe.config import (
     DECODE_BLOCK_M,
     SM90_MXFP4_DECODE,
@@ -135,6 +136,32 @@ def test_a_token_has_the_same_partials_in_any_batch(shape: str) -> None:
     for tokens in (1, 4, 8, 9, 100):
         got = layer.run(x[-tokens:].contiguous(), layer.route(scores[-tokens:]))
         assert torch.equal(got, want[:, -tokens:])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tokens", [1, 9, 128, 130])
+def test_parts_of_the_experts_add_up(tokens: int) -> None:
+    """As ranks with `ep_size` compute them; a part may have no pair. 130 are Triton's kernels'."""
+    layer = Layer("small")
+    x, scores = layer.normal(tokens, layer.hidden), layer.normal(tokens, layer.num_experts)
+    scores[:, :4] += 50
+    routed = top_k(scores[None].float(), None, layer.routing, layer.counts)
+    total = torch.zeros(layer.routing.top_k, *x.shape, device="cuda")
+    for part in (range(1), range(1, 4), range(4, 6)):
+        own = slice(part.start, part.stop)
+        w13, w2 = (
+            Mxfp4Matrices(each.values[own].clone(), each.scales[own].clone())
+            for each in (layer.w13, layer.w2)
+        )
+        swiglu = replace(
+            layer.swiglu, b13=layer.swiglu.b13[own].clone(), b2=layer.swiglu.b2[own].clone()
+        )
+        got = expert_partials_mxfp4(x, w13, w2, of_experts(routed, part), swiglu)
+        assert bool(got.any()) == (part.start < 4)
+        total += got
+    assert torch.equal(total, layer.run(x, routed).float())
+    assert not layer.counts.any()
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.kernels.moe.align import of_experts
 from forerun.kernels.moe.config import (
     DECODE_BLOCK_M,
     MAX_DECODE_TOKENS,
@@ -200,6 +201,35 @@ def test_a_token_has_the_same_partials_in_any_batch() -> None:
     for tokens in (1, 4, 5, 64, 100):
         got = layer.run(x[-tokens:].contiguous(), layer.route(scores[-tokens:]))
         assert torch.equal(got, want[:, -tokens:])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("tokens", [1, 9, 128])
+def test_parts_of_the_experts_add_up(tokens: int) -> None:
+    """As ranks with `ep_size` compute them, in a graph; a part may have no pair."""
+    layer = Layer("qwen3-30b-a3b")
+    x, scores = layer.normal(tokens, layer.hidden), layer.normal(tokens, layer.num_experts)
+    parts = range(16), range(16, 112), range(112, 128)
+    own = [(layer.w13[p.start : p.stop].clone(), layer.w2[p.start : p.stop].clone()) for p in parts]
+
+    def run() -> list[Tensor]:
+        routed = top_k(scores[None].float(), None, layer.routing, layer.counts)
+        here = (of_experts(routed, part) for part in parts)
+        return [expert_partials(x, *w, each) for w, each in zip(own, here, strict=True)]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for first in (0, 16, 0):
+        scores.copy_(layer.normal(*scores.shape))
+        scores[:, first : first + 24] += 50
+        graph.replay()
+        want = layer.run(x, layer.route(scores.float()))
+        assert torch.equal(torch.stack(captured).sum(0), want)
+        assert bool(captured[0].any()) == (first == 0) and not captured[2].any()
+    assert not layer.counts.any()
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.moe.align import of_experts
 from forerun.kernels.moe.experts import expert_partials
 from forerun.kernels.moe.routing import Routing, align_ref, route_ref
 from forerun.layers.communication import Communicator, UnreducedRank, WeightPlacement
@@ -23,7 +24,9 @@ LENGTH = 20
 META = torch.device("meta")
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3", "qwen3-next"])
+@pytest.fixture(
+    scope="module", params=["qwen3-moe", "deepseek-v3", "qwen3-next", "gpt-oss", "gemma4-moe"]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, changes = FAMILIES[request.param]
     changes = {**changes, "moe_intermediate_size": 32}
@@ -81,7 +84,7 @@ def test_partials_of_a_part_of_the_experts() -> None:
     whole = expert_partials(x, w13, w2, routed)
     parts = [
         expert_partials(x, w13[part.start : part.stop], w2[part.start : part.stop],
-                        routed.of_experts(part))
+                        of_experts(routed, part))
         for part in (range(2), range(2, 5), range(5, 6))
     ]  # fmt: skip
     torch.testing.assert_close(torch.stack(parts).sum(0), whole)
@@ -93,12 +96,11 @@ def test_partials_of_a_part_of_the_experts() -> None:
 def test_tiles_of_other_ranks_have_no_rows() -> None:
     ids = torch.tensor([[0, 3], [1, 3], [2, 0]], dtype=torch.int32)
     routed = route_ref(torch.zeros(3, 4), None, Routing(4, 2))
-    routed = replace(routed, experts=ids, tiles=align_ref(ids, 4, 2)).of_experts(range(2, 4))
-    assert routed.tiles is not None and routed.tiles.progress is None
-    owner, _, rows = routed.tiles.tiles
-    used = [(int(e), int(r)) for e, r in zip(owner, rows, strict=True) if r > 0]
-    assert used == [(0, 1), (1, 2)]
-    assert routed.experts.tolist() == [[2, 1], [2, 1], [0, 2]]
+    routed = of_experts(replace(routed, experts=ids, tiles=align_ref(ids, 4, 2)), range(2, 4))
+    assert routed.is_part and routed.tiles is not None
+    owner, first, rows = routed.tiles.tiles
+    assert owner.tolist() == [0, 1, 0, 0, 0] and rows.tolist() == [1, 2, 0, 0, 0]
+    assert first[:2].tolist() == [3, 4]
 
 
 def test_numbers_that_do_not_divide_the_experts() -> None:

@@ -133,8 +133,11 @@ def test_experts_in_mxfp4(packed: bool, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(gpt_oss, "have_triton", lambda device: packed)
     fp8.mxfp4_checkpoint(tmp_path, hidden_size=64, intermediate_size=192)
     want = logits(tmp_path, SINGLE_RANK)
-    for got in on_ranks(2, lambda comm: logits(tmp_path, comm)):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for ep_size in (1, 2):
+        for got in on_ranks(2, lambda comm, ep=ep_size: logits(tmp_path, comm, None, "auto", ep)):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match=r"whole experts or columns, not both; set ep_size to 1"):
+        load(tmp_path, UnreducedRank(0, 4), ep_size=2)
     with pytest.raises(ConfigError, match=r"too many for .* expert width, 192: .* at most 3"):
         load(tmp_path, UnreducedRank(0, 4))
 

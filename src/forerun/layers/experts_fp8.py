@@ -26,16 +26,12 @@ def fp8_experts_serve(w13: Fp8Weight, w2: Fp8Weight, dtype: torch.dtype) -> bool
 class Fp8Experts:
     """`w13` [E + n, 2I, H] and `w2` [E + n, H, I] of E routed and n shared experts."""
 
-    def __init__(
-        self, w13: Fp8Weight, w2: Fp8Weight, num_experts: int, is_part: bool = False
-    ) -> None:
-        """`num_experts`: the routed ones. `is_part`: some choices are other ranks' experts, which
-        Hopper's kernel would wait for.
-        """
+    def __init__(self, w13: Fp8Weight, w2: Fp8Weight, num_experts: int) -> None:
+        """`num_experts`: the routed ones."""
         (_, hidden, width), gpu = w2.shape, gpu_of(w2.device)
         sm90 = choose_moe_fp8_sm90(1, hidden, width, torch.bfloat16, gpu)
         # Up to 128 tokens are the kernel's for Hopper.
-        self.on_sm90 = sm90 is not None and not is_part
+        self.on_sm90 = sm90 is not None
         self._w13, self._w2 = (Fp8Matrices.pack(w, self.on_sm90) for w in (w13, w2))
         self._shared = [
             (self._library_gemm(w13, expert), self._library_gemm(w2, expert))

@@ -25,6 +25,7 @@ from torch import Tensor
 from forerun.core.errors import ConfigError, divisors
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
+from forerun.kernels.moe.align import of_experts
 from forerun.kernels.moe.experts import combine, expert_partials
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.router import new_counts, route
@@ -134,7 +135,6 @@ class Experts(Module):
 
     quantizable: ClassVar[bool] = True
     block: ClassVar[int | None] = None  # columns that stay on one rank; None: ranks have as many
-    expert_parallel: ClassVar[bool] = True  # whether `ep_size` may be over 1
 
     def __init__(
         self,
@@ -183,8 +183,6 @@ class Experts(Module):
         ep_size = place.ep_size
         if ep_size == 1:
             return range(num_experts)
-        if not self.expert_parallel:
-            raise ConfigError(f"ep_size {ep_size} is not available with these experts; drop it.")
         if num_experts % ep_size:
             raise ConfigError(
                 f"ep_size {ep_size} does not divide the model's {num_experts} experts; take"
@@ -198,6 +196,18 @@ class Experts(Module):
     def can_be_fused(self) -> bool:
         """Whether this rank's part of all experts in one tensor is a range of one dimension."""
         return not self.is_part or self._columns.count == self._columns.size
+
+    def set_fused(self, fused: bool) -> None:
+        """
+        Raises:
+            ConfigError: they are, but cannot be read so.
+        """
+        if fused and not self.can_be_fused:
+            raise ConfigError(
+                "This checkpoint has all experts in one tensor, of which a rank reads whole experts"
+                " or columns, not both; set ep_size to 1 or tp_size."
+            )
+        self.fused = fused
 
     def other_ranks(self, prefix: str) -> set[str]:
         """Paths of matrices that only other ranks read."""
@@ -309,11 +319,16 @@ class Experts(Module):
         """Where no kernel reads the weights, they are dequantised."""
         dtype = self.w13.dtype
         if fp8_experts_serve(w13, w2, dtype):
-            self._fp8 = Fp8Experts(w13, w2, self.num_experts, self.is_part)
+            self._fp8 = Fp8Experts(w13, w2, self.num_experts)
         else:
             self.w13, self.w2 = dequantise_stack(w13, dtype), dequantise_stack(w2, dtype)
         self._stored_fp8 = []
         self.quantized_gemm = self._fp8.describe() if self._fp8 else "dequantised when loaded"
+
+    def routed_here(self, routed: Routed | RouterLogits) -> Routed:
+        """With the choices that are this rank's experts."""
+        assert isinstance(routed, Routed)
+        return of_experts(routed, self.part) if self.is_part else routed
 
     @property
     def can_choose(self) -> bool:
@@ -329,8 +344,7 @@ class Experts(Module):
         comes after the last, [k + 1, T, H].
         """
         if self.is_part:
-            assert isinstance(routed, Routed)
-            here = routed.of_experts(self.part)
+            here = self.routed_here(routed)
             if self._fp8 is not None:
                 out = self._fp8.partials(x, here, None)
             else:
@@ -525,14 +539,9 @@ def choose_expert_layout(model: Module, names: Iterable[str]) -> None:
     Raises:
         ConfigError: a rank cannot read its part.
     """
-    fused = any(name.endswith("experts.gate_up_proj") for name in names)
+    fused = any("experts.gate_up_proj" in name for name in names)  # MXFP4's have endings
     for experts in model.modules(Experts):
-        if fused and not experts.can_be_fused:
-            raise ConfigError(
-                "This checkpoint has all experts in one tensor, of which a rank reads whole experts"
-                " or columns, not both; set ep_size to 1 or tp_size."
-            )
-        experts.fused = fused
+        experts.set_fused(fused)
 
 
 def other_ranks_experts(model: Module) -> set[str]:

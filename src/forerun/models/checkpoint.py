@@ -199,7 +199,9 @@ class Checkpoint:
             all_blocks = of_blocks.get_slice(blocks.stored_as)
             all_scales = of_scales.get_slice(scales.stored_as)
             part = None if shard is None else self.mxfp4.shard_of_rows(shard)
-            for i, expert in enumerate(view):
+            whole = shard is not None and shard.dim == 0  # some experts, not a part of each
+            numbers = shard.ranges[0] if shard is not None and whole else range(len(view))
+            for i, expert in zip(numbers, view, strict=True):
                 stored = all_blocks[i], all_scales[i]
                 own = stored if part is None else map(part.take, stored)
                 rows = self.mxfp4.dequantise(*own)  # [N, K]

@@ -153,12 +153,12 @@ class Gemma4Router(Router):
 
 class Gemma4Experts(Experts):
     quantizable = False  # in FP8: the kernels have SiLU
-    expert_parallel = False
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
     ) -> Tensor:
-        return expert_partials(x, self.w13, self.w2, routed, shared, activation=GELU_TANH)
+        here = self.routed_here(routed)
+        return expert_partials(x, self.w13, self.w2, here, shared, activation=GELU_TANH)
 
 
 class Gemma4DecoderLayer(DecoderLayer):

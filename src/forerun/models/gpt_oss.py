@@ -73,7 +73,6 @@ class GptOssExperts(Experts):
 
     quantizable = False  # in FP8: the kernels have no biases
     block = MXFP4_BLOCK_K  # as the kernels for MXFP4 read them
-    expert_parallel = False
     alpha, limit = 1.702, 7.0  # of `ClampedSwiglu`; a config may have others
 
     def __init__(
@@ -85,9 +84,10 @@ class GptOssExperts(Experts):
         num_shared: int = 0,
     ) -> None:
         super().__init__(num_experts, hidden_size, intermediate_size, place, num_shared)
-        self.b13 = place.empty(num_experts, 2 * self.width)
-        self.b2 = place.empty(num_experts, hidden_size)
-        self._adds_bias = place.comm.rank == 0  # of the sum over ranks
+        self.set_fused(True)
+        self.b13 = place.empty(self.num_experts, 2 * self.width)
+        self.b2 = place.empty(self.num_experts, hidden_size)
+        self._adds_bias = self._columns.ranges[0].start == 0  # of the sum over ranks
         self._stored: list[tuple[Tensor, Tensor]] = []  # blocks and scales of w13, w2
         self._mxfp4: list[Mxfp4Matrices] = []
 
@@ -129,6 +129,9 @@ class GptOssExperts(Experts):
         """Gate and up alternate, so a rank's columns of both are neighbours."""
         if self._ranks == 1:
             return {}
+        if self.is_part:
+            whole = Shard(0, self._num_all, (self.part,))
+            return dict.fromkeys(self.weights(prefix), whole)
         own, pairs = self._columns, self._columns.scaled(2)
         gate_up, down = f"{prefix}gate_up_proj", f"{prefix}down_proj"
         biases = {f"{gate_up}_bias": pairs.along(1)}
@@ -150,13 +153,13 @@ class GptOssExperts(Experts):
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
     ) -> Tensor:
-        assert isinstance(routed, Routed)
+        here = self.routed_here(routed)
         swiglu = ClampedSwiglu(self.b13, self.b2, self.alpha, self.limit)
         if self._mxfp4:
             assert shared is None
             w13, w2 = self._mxfp4
-            return expert_partials_mxfp4(x, w13, w2, routed, swiglu)
-        return expert_partials(x, self.w13, self.w2, routed, shared, activation=swiglu)
+            return expert_partials_mxfp4(x, w13, w2, here, swiglu)
+        return expert_partials(x, self.w13, self.w2, here, shared, activation=swiglu)
 
 
 class GptOssMoE(SparseMoE):

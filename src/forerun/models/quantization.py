@@ -117,12 +117,14 @@ class Mxfp4:
         experts, k, n = shape if shard is None else shard.shape_of_whole(shape)
         return (experts, n, k // MXFP4_RUN, MXFP4_RUN // 2), (experts, n, k // MXFP4_RUN)
 
-    def shard_of_rows(self, shard: Shard) -> Shard:
-        """The same part of one expert's blocks [N, K / 32, 16] and scales.
+    def shard_of_rows(self, shard: Shard) -> Shard | None:
+        """The same part of one expert's blocks [N, K / 32, 16] and scales; None: all of them.
 
         Raises:
             ConfigError: columns that share a scale are on two ranks.
         """
+        if shard.dim == 0:
+            return None
         if shard.dim == 2:
             return shard.along(0)
         return shard.along(1).in_groups(MXFP4_RUN, COLUMNS)

@@ -9,21 +9,27 @@ The pairs, in order of their index, are cut into chunks, one per CTA:
 
 Nothing is added atomically: the order within a list is that of the pairs, in every run. Both
 kernels compare a block of pairs with all experts; such a block [BLOCK, COLUMNS] is in registers.
+
+With expert parallelism, every rank routes all tokens, and `of_experts` keeps the tiles of its own
+experts (in vLLM: expert_map).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from forerun.kernels.moe.config import max_tiles
-from forerun.kernels.moe.routing import ExpertTiles
+from forerun.kernels.moe.routing import ExpertTiles, Routed, select_tiles_ref
 from forerun.kernels.runtime.gpu import next_power_of_2
-from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 MAX_CHUNKS = 128  # every CTA of `_place_pairs` reads the counts of all chunks
 TILES = 8  # that a CTA makes at a time
+SELECTED_BLOCK, SELECTED_WARPS = 512, 4  # of `_select_tiles`; tiles that it reads at a time
 
 
 def align(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
@@ -44,6 +50,28 @@ def align(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
         BLOCK_M=block_m, TILES=TILES, **options, **pdl,
     )  # fmt: skip
     return ExpertTiles(pairs, tiles, block_m)
+
+
+def of_experts(routed: Routed, part: range) -> Routed:
+    """With the pairs of these experts only, which have ids from 0. No shared experts."""
+    assert routed.num_shared == 0
+    if routed.tiles is not None:
+        return replace(routed, tiles=select_tiles(routed.tiles, part), is_part=True)
+    inside = (routed.experts >= part.start) & (routed.experts < part.stop)
+    ids = torch.where(inside, routed.experts - part.start, len(part))
+    return replace(routed, experts=ids, is_part=True)
+
+
+def select_tiles(tiles: ExpertTiles, part: range) -> ExpertTiles:
+    """The tiles of these experts, under ids from 0 and in order; then tiles without pairs."""
+    if not use_triton(tiles.tiles):
+        return select_tiles_ref(tiles, part)
+    selected = torch.empty_like(tiles.tiles)
+    _select_tiles[(1,)](
+        tiles.tiles, selected, selected.shape[1], part.start, len(part),
+        BLOCK=SELECTED_BLOCK, num_warps=SELECTED_WARPS, **pdl_options(selected),
+    )  # fmt: skip
+    return replace(tiles, tiles=selected)
 
 
 def options_of_align(columns: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -138,6 +166,40 @@ def _place_pairs(
         tl.store(address, _only(expert[None, :], of), mask=mask)
         tl.store(address + max_tiles, _only(start[None, :] + offset, of), mask=mask)
         tl.store(address + 2 * max_tiles, _only(rows, of), mask=mask)
+
+
+@jit_no_specialize("max_tiles", "first_expert", "num_experts")
+def _select_tiles(
+    tiles,  # [3, max_tiles] int32, of all experts
+    selected,  # [3, max_tiles] int32
+    max_tiles,
+    first_expert,
+    num_experts,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One CTA."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    used = tl.zeros((), tl.int32)
+    for begin in range(0, max_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        address, mask = tiles + tile, tile < max_tiles
+        expert = tl.load(address, mask=mask, other=0) - first_expert
+        first = tl.load(address + max_tiles, mask=mask, other=0)
+        rows = tl.load(address + 2 * max_tiles, mask=mask, other=0)
+        inside = (rows > 0) & (expert >= 0) & (expert < num_experts)
+        place = selected + used + tl.cumsum(inside.to(tl.int32), 0) - 1
+        tl.store(place, expert, mask=inside)
+        tl.store(place + max_tiles, first, mask=inside)
+        tl.store(place + 2 * max_tiles, rows, mask=inside)
+        used += tl.sum(inside.to(tl.int32), 0)
+    for begin in range(0, max_tiles, BLOCK):
+        tile = begin + tl.arange(0, BLOCK)
+        address, rest = selected + tile, (tile >= used) & (tile < max_tiles)
+        for row in tl.static_range(3):
+            tl.store(address + row * max_tiles, tl.zeros((BLOCK,), tl.int32), mask=rest)
 
 
 @jit

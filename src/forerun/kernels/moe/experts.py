@@ -98,13 +98,14 @@ def expert_partials_ref(
     ends = (ids <= expert).sum(1, dtype=torch.int32)  # [E], where each expert's pairs end
     gate_up = torch._grouped_mm(x[order // top_k], w13.transpose(1, 2), offs=ends)
     swiglu = activation if isinstance(activation, ClampedSwiglu) else None
-    assert not routed.is_part or (swiglu is None and shared is None)
+    assert not routed.is_part or shared is None
+    owner = ids[order].clamp(max=num_experts - 1)
     if swiglu is not None:
-        gate_up = gate_up + swiglu.b13[ids[order]]
+        gate_up = gate_up + swiglu.b13[owner]
     act = silu_mul_ref(gate_up, x.dtype) if activation is None else activation.act(gate_up)
     by_expert = torch._grouped_mm(act, w2.transpose(1, 2), offs=ends)
     if swiglu is not None:
-        by_expert = by_expert + swiglu.b2[ids[order]]
+        by_expert = by_expert + swiglu.b2[owner]
     out = by_expert[order.argsort()].view(tokens, top_k, -1).transpose(0, 1).float()
     out = out * routed.weights.t().unsqueeze(-1)
     if routed.is_part:  # rows behind the last expert's are undefined

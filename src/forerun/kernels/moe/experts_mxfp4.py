@@ -108,7 +108,8 @@ def expert_partials_mxfp4(
         **_constants(tiles, config.gate_up), **pdl_options(x),
     )  # fmt: skip
     dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
-    out = torch.empty(top_k, tokens, hidden, dtype=dtype, device=x.device)
+    new = torch.zeros if routed.is_part else torch.empty  # choices not computed here are zeros
+    out = new(top_k, tokens, hidden, dtype=dtype, device=x.device)
     down_mxfp4[_grid(tiles, hidden, config.down)](
         act, w2.values, w2.scales, swiglu.b2, out, routed.weights, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // BLOCK_K, width // BLOCK_K,

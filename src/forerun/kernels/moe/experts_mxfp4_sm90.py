@@ -82,7 +82,8 @@ def expert_partials_mxfp4_sm90(
     inputs = x, swiglu.b13, swiglu.b2, w13.values, w13.scales, w2.values, w2.scales
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in inputs)
     act = x.new_empty(tokens * top_k, width)
-    out = torch.empty(top_k, tokens, hidden, dtype=torch.float32, device=x.device)
+    new = torch.zeros if routed.is_part else torch.empty  # choices not computed here are zeros
+    out = new(top_k, tokens, hidden, dtype=torch.float32, device=x.device)
     # As in `experts_sm90.py`: 8 rows of gate, the 8 rows of up that go with them, and so on. An
     # element of the descriptor is two bytes of codes, or four rows' scales.
     paired = w13.values.view(2 * experts, width // 8, 8, hidden // 2).transpose(0, 1)

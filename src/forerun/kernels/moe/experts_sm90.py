@@ -120,11 +120,13 @@ def expert_partials_sm90(
         assert max_tiles <= MAX_TILES and max_tiles + 2 <= len(tiles.progress)
         assert tiles.block_m == DECODE_BLOCK_M
         inputs = routed.weights, tiles.pairs, tiles.tiles, tiles.progress, None, None
+    others_too = isinstance(routed, Routed) and routed.is_part  # choices not computed here: zeros
     assert hidden % config.block_k == 0 and width % config.block_k == 0
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, w13, w2))
     act = x.new_empty(tokens * top_k, width)
     shape = top_k + num_more, tokens, hidden
-    out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    new = torch.zeros if others_too else torch.empty
+    out = new(shape, dtype=torch.float32, device=x.device)
     # [I / 8, 2E, 8, H]: a box has 8 rows of gate, the 8 rows of up that go with them, and so on.
     # Of e4m3, an element of the descriptor is two.
     paired = w13.view(2 * experts, width // 8, 8, hidden).transpose(0, 1).view(torch.bfloat16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -127,24 +127,8 @@ class Routed:
     experts: Tensor  # [T, k] int32
     tiles: ExpertTiles | None = None  # for the kernels
     num_shared: int = 0  # of the k choices, the last
-    is_part: bool = False  # some choices are not computed here: their ids are beyond the experts
-
-    def of_experts(self, part: range) -> Routed:
-        """With the pairs of these experts only, under ids from 0. No shared experts.
-
-        Triton's kernels skip a tile without rows; Hopper's takes all of them (`progress`).
-        """
-        inside = (self.experts >= part.start) & (self.experts < part.stop)
-        experts = torch.where(inside, self.experts - part.start, len(part))
-        if self.tiles is None:
-            return Routed(self.weights, experts, is_part=True)
-        owner, first, rows = self.tiles.tiles
-        inside = (owner >= part.start) & (owner < part.stop)
-        tiles = torch.stack(
-            (torch.where(inside, owner - part.start, 0), first, torch.where(inside, rows, 0))
-        )
-        made = ExpertTiles(self.tiles.pairs, tiles, self.tiles.block_m)
-        return Routed(self.weights, experts, made, is_part=True)
+    # Some choices are other ranks': no tile has them, or without tiles, ids are beyond the experts.
+    is_part: bool = False
 
 
 def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
@@ -195,3 +179,12 @@ def align_ref(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
     rows = torch.where(used, (counts[owner] - first).clamp(max=block_m), 0)
     tiles = torch.stack((owner, (ends - counts)[owner] + first, rows)).to(torch.int32)
     return ExpertTiles(pairs.to(torch.int32), tiles, block_m)
+
+
+def select_tiles_ref(tiles: ExpertTiles, part: range) -> ExpertTiles:
+    """Reference implementation of `select_tiles`."""
+    owner, first, rows = tiles.tiles
+    inside = (rows > 0) & (owner >= part.start) & (owner < part.stop)
+    order = (~inside).to(torch.int32).argsort(stable=True)
+    chosen = torch.stack((owner - part.start, first, rows)) * inside
+    return replace(tiles, tiles=chosen[:, order].contiguous())
