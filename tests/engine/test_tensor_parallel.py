@@ -43,6 +43,7 @@ from tests.models.test_dflash import ZLAB, random_weights
 from tests.models.test_nextn import checkpoint
 from tests.models.test_quantization import two_checkpoints
 from tests.thread_ranks import ThreadRanksExecutor
+from tests.toy_algorithms import register_toys
 from tests.tp_models import with_a_sixth_head
 
 NEW = 16
@@ -59,10 +60,11 @@ CELLS = [
     *(("hybrid", name) for name in (None, "DFLASH", "NEXTN", "STANDALONE", "NGRAM")),
     *(("blocks", name) for name in ("DDTREE", "NGRAM")),
     *((kind, name) for kind in ("gpt-oss", "gemma4", "olmo3") for name in ("STANDALONE", "NGRAM")),
-]
+    *(("dense", f"TOY-{name}") for name in ("TREES", "LEARNER", "SAMPLER", "EAGER")),
+]  # TOY: plugins
 QUICK = {("dense", "DFLASH"), ("dense", "EAGLE3"), ("moe", "DDTREE"), ("mla", "NEXTN"),
          ("hybrid", "NEXTN"), ("blocks", "DDTREE"), ("gpt-oss", "STANDALONE"),
-         ("gemma4", "STANDALONE"), ("olmo3", "NGRAM")}  # fmt: skip
+         ("gemma4", "STANDALONE"), ("olmo3", "NGRAM"), ("dense", "TOY-LEARNER")}  # fmt: skip
 WIDER = {"hidden_size": 64}  # heads of 16, the least on GPUs
 FOLDERS: dict[str, Path] = {}
 
@@ -70,6 +72,7 @@ FOLDERS: dict[str, Path] = {}
 @pytest.fixture(scope="module", autouse=True)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     FOLDERS["root"] = tmp_path_factory.mktemp("ranks")
+    register_toys()
 
 
 @cache
@@ -95,11 +98,13 @@ def folder(name: str) -> Path:
             changes = {**changes, "num_hidden_layers": 5, "moe_intermediate_size": 32}
             hf = random_hf(kind(**{**_COMMON, **changes}))
             return two_checkpoints(path, hf, block=(24, 8))[0]
-        case "gpt-oss" | "gemma4" | "olmo3":
+        case "gpt-oss" | "gemma4" | "gemma4-moe" | "olmo3":
             kind, changes = FAMILIES["gemma4-per-layer" if name == "gemma4" else name]
-            changes = changes | {"gpt-oss": {"intermediate_size": 192}, "olmo3": WIDER}.get(
-                name, {}
-            )
+            changes = changes | {
+                "gpt-oss": {"intermediate_size": 192},
+                "gemma4-moe": {"moe_intermediate_size": 32},
+                "olmo3": WIDER,
+            }.get(name, {})
             return save(random_hf(kind(**{**_COMMON, **changes})), path)
         case "mla":
             checkpoint(path, "deepseek-v3")
@@ -200,6 +205,17 @@ def test_text_of_two_ranks(kind: str, algorithm: str | None) -> None:
             assert engine.stats()["spec_decode_num_accepted_tokens"] > 0
 
 
+def test_a_plugin_that_fails_on_two_ranks() -> None:
+    """Its requests end, or with `speculative_fallback` all ranks go on without drafts."""
+    with engine_of(config("dense", "TOY-FAULTY", tp_size=2)) as engine:
+        request = engine.make_request(prompts("dense")[0], SamplingParams(max_new_tokens=NEW))
+        run_together(engine, [request])
+        assert request.finish is not None and "Faulty.propose" in str(request.finish.message)
+    settings = config("dense", "TOY-FAULTY", tp_size=2, speculative_fallback=True)
+    with engine_of(settings) as engine:
+        assert run(engine, "dense") == of_one_rank("dense", 0)
+
+
 def test_sampled_text_from_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request keeps more than some tokens of a row, so no rank has all logits."""
     few = [{**each, "frequency_penalty": 0.0} for each in PARAMS]  # penalties need all logits
@@ -213,9 +229,10 @@ def test_sampled_text_from_a_few_candidates(monkeypatch: pytest.MonkeyPatch) -> 
         assert run(engine, "moe") == want
 
 
-def test_text_of_two_ranks_that_divide_the_experts_whole() -> None:
-    with engine_of(config("moe", None, tp_size=2, ep_size=2, page_size=16)) as engine:
-        assert run(engine, "moe") == of_one_rank("moe", 0)
+@pytest.mark.parametrize("kind", ["moe", "gpt-oss"])
+def test_text_of_two_ranks_that_divide_the_experts_whole(kind: str) -> None:
+    with engine_of(config(kind, None, tp_size=2, ep_size=2, page_size=16)) as engine:
+        assert run(engine, kind) == of_one_rank(kind, 0)
         assert engine.explain()["ep_size"] == 2
 
 
@@ -360,8 +377,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parallel, "resolve_device", lambda name: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     settings = config("dense", None, tp_size=2)
-    with pytest.raises(ConfigError, match=r"tp_size 2 from cuda:1 on needs 3 GPUs.* shows 2"):
-        tensor_parallel.rank_device(settings, 0)
+    for name, fix in (("NVIDIA H200", "lower tp_size"), ("NVIDIA H200 MIG 3g.71gb", "whole GPUs")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        wrong = rf"tp_size 2 from cuda:1 on needs 3 GPUs.* shows 2; .*{fix}"
+        with pytest.raises(ConfigError, match=wrong):
+            tensor_parallel.rank_device(settings, 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert tensor_parallel.rank_device(settings, 1) == torch.device("cuda", 2)
     nodes = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "a:1"}

@@ -49,6 +49,8 @@ def engine_of(settings: EngineConfig) -> Iterator[Engine]:
         ("dense", "EAGLE3", {}),
         ("moe", "DDTREE", {}),
         ("moe", None, {"ep_size": 2}),
+        ("gpt-oss", "NGRAM", {"ep_size": 2}),
+        ("gemma4-moe", "NGRAM", {"ep_size": 2}),
         ("moe", "STANDALONE", {"speculative_draft_tp_size": 2}),
         ("moe", "DFLASH", {"speculative_draft_tp_size": 2}),
         ("dense", "EAGLE3", {"speculative_draft_tp_size": 2}),

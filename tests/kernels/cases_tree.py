@@ -1,10 +1,11 @@
-"""Inputs of the verify pass, draft trees, ring buffers, simulated acceptance."""
+"""Inputs of the verify pass, prompt lookup, draft trees, ring buffers, simulated acceptance."""
 
 from __future__ import annotations
 
 from forerun.kernels.speculation import (
     best_first,
     host_results,
+    prompt_lookup,
     ring_buffer,
     tree,
     verify_inputs,
@@ -112,6 +113,27 @@ CASES = [
             wide=batch > 1,  # a few tokens are no 16 bytes
         )
         for batch, width in ((1, 1), (32, 16))
+    ),
+    Case(
+        "longest matches",
+        prompt_lookup._longest_matches,
+        {"history": "*i32", "slots": "*i64", "start": "*i32", "best": "*i64"}
+        | dict.fromkeys(("history_stride", "part_size", "min_match", "max_match"), "i32"),
+        {"BLOCK": prompt_lookup.BLOCK},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    *(
+        Case(
+            f"{drafts} drafts behind the best match",
+            prompt_lookup._copy_drafts,
+            {"history": "*i32", "slots": "*i64", "start": "*i32", "best": "*i64", "drafts": "*i64"}
+            | dict.fromkeys(("history_stride", "parts", "num_drafts"), "i32"),
+            {"PARTS": parts, "DRAFTS": drafts},
+            options={"num_warps": 1},
+            wide=False,
+        )
+        for parts, drafts in ((1, 1), (64, 16))
     ),
     Case(
         "simulated acceptance",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import sys
 from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
@@ -175,6 +176,15 @@ def test_an_option_of_two_algorithms_is_one_flag(caplog: pytest.LogCaptureFixtur
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"Did you mean 'NGRAM'\? Known: NONE, NGRAM, THEIRS\."):
         with_points(point("THEIRS", "nowhere:Theirs")).get("n-gram")
+
+
+def test_an_unknown_name_in_another_process_says_where_to_register(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank's process imports the user's script, but does not run its main block."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    with pytest.raises(ConfigError, match="call register_algorithm outside of `if __name__ =="):
+        Registry(BUILT_IN, []).get("MINE")
 
 
 def test_every_built_in_algorithm_passes_the_checks() -> None:

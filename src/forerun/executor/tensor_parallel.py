@@ -30,9 +30,12 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     needed = begin + len(ranks)
     if needed > gpus:
         per_node = f" on nnodes {config.nnodes}" if config.nnodes > 1 else ""
+        fix = "lower tp_size, or check CUDA_VISIBLE_DEVICES."
+        if " MIG " in torch.cuda.get_device_name(first):
+            fix = "a process sees one MIG instance only. Set tp_size to 1, or use whole GPUs."
         raise ConfigError(
             f"tp_size {config.tp_size}{per_node} from {first} on needs {needed} GPUs, and this"
-            f" machine shows {gpus}; lower tp_size, or check CUDA_VISIBLE_DEVICES."
+            f" machine shows {gpus}; {fix}"
         )
     return torch.device("cuda", begin + rank - ranks.start)
 

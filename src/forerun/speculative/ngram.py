@@ -9,11 +9,11 @@ none. (Prompt lookup decoding, Saxena 2023.)
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
+from forerun.kernels.speculation.prompt_lookup import prompt_lookup
 from forerun.speculative.base import (
     Draft,
     DraftContext,
@@ -54,38 +54,14 @@ class Ngram(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         self._min, self._max = _matches(ctx.config)
-        self._positions = torch.arange(ctx.max_positions, device=ctx.device, dtype=torch.int32)
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
-        history = step.history.index_select(0, step.slots)  # [B, C] int32, known up to `start`
-        last = step.start.unsqueeze(1)  # [B, 1]: position of the last token
-        positions = self._positions[: history.shape[1]].unsqueeze(0)  # [1, C]
-        length = self._match_lengths(history, last, positions)
-        # Longest match first, then the latest position.
-        score = torch.where(length >= self._min, length * history.shape[1] + positions, -1)
-        best, position = score.max(dim=1, keepdim=True)  # [B, 1]
-        drafts = torch.arange(step.num_verify_tokens - 1, device=position.device)
-        ahead = position + 1 + drafts  # [B, K]
-        # Past the last token the match continues into the draft itself: wrap by its period.
-        period = (last - position).clamp_min(1)
-        ahead = torch.where(ahead > last, position + 1 + (ahead - position - 1) % period, ahead)
-        tokens = history.gather(1, ahead.clamp_max(history.shape[1] - 1))
-        last_token = history.gather(1, last.long())
-        return Draft(torch.where(best >= 0, tokens, last_token).long())
-
-    def _match_lengths(self, history: Tensor, last: Tensor, positions: Tensor) -> Tensor:
-        """[B, C] int32: how many tokens up to each position equal the last ones."""
-        length = torch.zeros_like(history)
-        running = positions < last  # only earlier positions
-        for back in range(self._max):
-            token = history.gather(1, (last - back).clamp_min(0).long())  # [B, 1]
-            shifted = torch.roll(history, back, dims=1)  # value at position - back
-            running = running & (shifted == token) & (positions >= back) & (last >= back)
-            length += running
-        return length
+        num_drafts = step.num_verify_tokens - 1
+        matches = self._min, self._max
+        return Draft(prompt_lookup(step.history, step.slots, step.start, *matches, num_drafts))
 
 
 def _matches(config: EngineConfig) -> tuple[int, int]:

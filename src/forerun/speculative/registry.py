@@ -9,6 +9,7 @@ A plugin calls `register_algorithm`, or declares an entry point in its package:
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -30,6 +31,10 @@ BUILT_IN = {
     "NGRAM": "forerun.speculative.ngram:Ngram",
     "STANDALONE": "forerun.speculative.standalone:Standalone",
 }
+IN_EVERY_PROCESS = (
+    " This process has imported your script again: call register_algorithm outside of"
+    ' `if __name__ == "__main__":`, or declare an entry point.'
+)
 _NAME = re.compile(r"[A-Z][A-Z0-9]*([-_][A-Z0-9]+)*")
 
 Algorithm = type[SpeculativeAlgorithm]
@@ -69,9 +74,10 @@ class Registry:
             raise self._broken[key]
         if key not in self._owners:
             known = self.names()
+            in_main = multiprocessing.parent_process() is None
             raise ConfigError(
                 f"Unknown speculative_algorithm {name!r}.{nearest(str(name), known)}"
-                f" Known: {', '.join(known)}."
+                f" Known: {', '.join(known)}.{'' if in_main else IN_EVERY_PROCESS}"
             )
         if key not in self._classes:
             others = [] if key in BUILT_IN else self._loaded()

@@ -99,6 +99,32 @@ void forerun_verify_inputs(const VerifyInputs* a, int32_t) {
     }
 }
 
+// In Python: `_PromptLookup` in step.py.
+struct PromptLookup {
+    const int32_t* history;  // [S, positions]
+    const int64_t* slots;
+    const int32_t* start;
+    int64_t* drafts;  // [B, num_drafts]
+    int64_t batch, num_drafts, history_stride, min_match, max_match;
+};
+
+void forerun_prompt_lookup(const PromptLookup* a, int32_t) {
+    for (int64_t b = 0; b < a->batch; b++) {
+        const int32_t* row = a->history + a->slots[b] * a->history_stride;
+        const int64_t last = a->start[b];
+        int64_t best = last - 1, longest = a->min_match - 1;  // else the last token is repeated
+        for (int64_t position = last - 1; position >= 0 && longest < a->max_match; position--) {
+            int64_t length = 0;
+            while (length < a->max_match && length <= position &&
+                   row[position - length] == row[last - length])
+                length++;
+            if (length > longest) longest = length, best = position;
+        }
+        for (int64_t i = 0; i < a->num_drafts; i++)
+            a->drafts[b * a->num_drafts + i] = row[best + 1 + i % (last - best)];
+    }
+}
+
 // In Python: `_AcceptCommit` in step.py.
 struct AcceptCommit {
     const int64_t* candidates;  // [B, W - 1]

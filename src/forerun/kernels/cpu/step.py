@@ -65,6 +65,14 @@ class _RingRead(ctypes.Structure):
     _fields_ = _structure("buffer slots positions empty states", "batch width capacity bytes")
 
 
+class _PromptLookup(ctypes.Structure):
+    """`PromptLookup` in step.cpp."""
+
+    _fields_ = _structure(
+        "history slots start drafts", "batch num_drafts history_stride min_match max_match"
+    )
+
+
 def _run(name: str, arguments: ctypes.Structure) -> None:
     call(name, ctypes.addressof(arguments), keep=arguments)
 
@@ -205,3 +213,18 @@ def ring_read(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -
         ),
     )  # fmt: skip
     return out
+
+
+def prompt_lookup(
+    history: Tensor, slots: Tensor, start: Tensor, min_match: int, max_match: int, num_drafts: int
+) -> Tensor:
+    """Drafts [B, K]."""
+    drafts = slots.new_empty(slots.shape[0], num_drafts)
+    _run(
+        "forerun_prompt_lookup",
+        _PromptLookup(
+            *_addresses(history, slots, start, drafts),
+            *drafts.shape, history.stride(0), min_match, max_match,
+        ),
+    )  # fmt: skip
+    return drafts
