@@ -72,6 +72,7 @@ HOST_READS = {
     "executor/memory.py:_reserved": "measures memory at start",
     "executor/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
     "executor/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
+    "kernels/cpu/gemm.py:smallest_format": "looks at weights when they are packed",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count
 UNSAFE_MODULES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")

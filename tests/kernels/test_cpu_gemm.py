@@ -77,6 +77,30 @@ def test_float32_tokens_of_a_bfloat16_weight_are_rounded(n: int, k: int) -> None
     torch.testing.assert_close(cpu.gemm(x, w), want, rtol=1e-5, atol=1e-5 * k**0.5)
 
 
+@pytest.mark.parametrize(("n", "k"), [shape for shape in SHAPES if shape[1] % 2 == 0])
+def test_weights_stored_in_bfloat16_give_the_bits_of_float32(n: int, k: int) -> None:
+    x, weight, bias = operands(n, k, torch.float32)
+    weight = weight.bfloat16().float()
+    packed, plain = cpu.pack(weight, bias), cpu.pack(weight, bias, Format.FLOAT32)
+    assert packed.format is Format.WIDENED and 2 * packed.nbytes == plain.nbytes
+    assert cpu.is_plain(packed) and cpu.is_plain(plain)
+    for tokens in (1, 2, 3, 6, 12, 16, 40):
+        assert torch.equal(cpu.gemm(x[:tokens], packed), cpu.gemm(x[:tokens], plain))
+
+
+def test_weights_that_bfloat16_cannot_hold_stay_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "ROWS_COMPARED", 16)
+    _, weight, _ = operands(64, 64, torch.float32)
+    weight = weight.bfloat16().float()
+    assert cpu.smallest_format(weight) is Format.WIDENED
+    for value in (1 + 2**-8, torch.nan, torch.tensor(3e38), 2**-140):
+        other = weight.clone()
+        other[50, 33] = value
+        assert cpu.smallest_format(other) is Format.FLOAT32
+    assert cpu.smallest_format(weight[:, :-1]) is Format.FLOAT32
+    assert cpu.smallest_format(weight.bfloat16()) is Format.BFLOAT16
+
+
 @pytest.mark.parametrize("format", Format)
 def test_a_token_is_the_same_in_any_batch_with_any_threads(format: Format) -> None:
     dtype = torch.bfloat16 if format is Format.BFLOAT16 else torch.float32
@@ -140,8 +164,12 @@ def test_argmax_takes_the_lowest_of_equals_and_refuses_invalid_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_a_packed_weight_are_those_of_the_plain_one(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_rows_of_a_packed_weight_are_those_of_the_plain_one(
+    dtype: torch.dtype, rounded: bool
+) -> None:
     _, weight, _ = operands(100, 24, dtype)
+    weight = weight.bfloat16().to(dtype) if rounded else weight
     ids = torch.tensor([99, 0, 31, 32, 33, 0])
     assert torch.equal(cpu.take_packed_rows(cpu.pack(weight), ids), weight[ids])
 

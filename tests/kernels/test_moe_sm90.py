@@ -213,8 +213,11 @@ def test_parts_of_the_experts_add_up(tokens: int) -> None:
     parts = range(16), range(16, 112), range(112, 128)
     own = [(layer.w13[p.start : p.stop].clone(), layer.w2[p.start : p.stop].clone()) for p in parts]
 
+    def route() -> Routed:
+        return top_k(scores[None].float(), None, layer.routing, layer.counts)
+
     def run() -> list[Tensor]:
-        routed = top_k(scores[None].float(), None, layer.routing, layer.counts)
+        routed = route()
         here = (of_experts(routed, part) for part in parts)
         return [expert_partials(x, *w, each) for w, each in zip(own, here, strict=True)]
 
@@ -226,8 +229,7 @@ def test_parts_of_the_experts_add_up(tokens: int) -> None:
         scores.copy_(layer.normal(*scores.shape))
         scores[:, first : first + 24] += 50
         graph.replay()
-        want = layer.run(x, layer.route(scores.float()))
-        assert torch.equal(torch.stack(captured).sum(0), want)
+        assert torch.equal(torch.stack(captured).sum(0), layer.run(x, route()))
         assert bool(captured[0].any()) == (first == 0) and not captured[2].any()
     assert not layer.counts.any()
 

@@ -166,7 +166,10 @@ class _Recorder(TorchDispatchMode):
 
     def watch_cpu(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def watched(x: Tensor, weight: PackedWeight, *rest: Any) -> Any:
-            self.gemms.append(Gemm(weight.n, weight.k, weight.dtype, x.shape[-2]))
+            plain = weight.format is cpu.plain_format(weight.dtype)
+            bits = None if plain else 8 * weight.nbytes / (weight.n * weight.k)
+            made = Gemm(weight.n, weight.k, weight.dtype, x.shape[-2], bits=bits)
+            self.gemms.append(made)
             return run(x, weight, *rest)
 
         return watched

@@ -7,6 +7,8 @@
 // place in the batch or the number of threads.
 //
 //   float32   float32 weights and tokens
+//   widened   the same, for weights whose values all fit into bfloat16: they are stored so, which
+//             halves the bytes, and the results are the same bits
 //   bfloat16  bfloat16 weights and tokens, products added in float32; float32 tokens are rounded
 //   int8      weights in groups of 32 k with one scale each, tokens quantised likewise when they are
 //             read (as llama.cpp's Q8_0); products of a group are added as integers
@@ -31,7 +33,7 @@ constexpr int REGISTERS = 24;  // for accumulators
 constexpr int REGISTERS = 12;
 #endif
 
-enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, WIDENED = 3 };
 
 // In Python: `_Weight` in gemm.py.
 struct Weight {
@@ -113,6 +115,44 @@ struct Traits<FLOAT32> {
                 const Vec token = broadcast(x[m * tokens.stride + k]);
                 FORERUN_UNROLL
                 for (int j = 0; j < 2 * PANELS; j++) sum[m][j] += value[j] * token;
+            }
+        }
+        each<M, 2 * PANELS>(
+            [&](int m, int j) { store(out + (m * 2 * PANELS + j) * LANES, sum[m][j]); });
+    }
+};
+
+template <>
+struct Traits<WIDENED> {
+    static constexpr int ACCUMULATORS = 1;
+
+    // Stored as BFLOAT16: two neighbouring k per 32 bits.
+    template <int M, int PANELS>
+    static void tile(const Weight& w, int64_t panel, const Tokens& tokens, int64_t first,
+                     const Ahead& ahead, float* out) {
+        const int64_t pairs = w.k / 2, size = pairs * PANEL;
+        const uint32_t* weights = static_cast<const uint32_t*>(w.data) + panel * size;
+        const float* x = static_cast<const float*>(tokens.values) + first * tokens.stride;
+        Vec sum[M][2 * PANELS];
+        each<M, 2 * PANELS>([&](int m, int j) { sum[m][j] = Vec{}; });
+        for (int64_t k = 0; k < pairs; k++) {
+            if (M > 1) prefetch<PANELS>(ahead, k);
+            BitVec value[2 * PANELS];
+            FORERUN_UNROLL
+            for (int j = 0; j < 2 * PANELS; j++)
+                value[j] = load<BitVec>(weights + (j / 2) * size + k * PANEL + (j % 2) * LANES);
+            FORERUN_UNROLL
+            for (int odd = 0; odd < 2; odd++) {
+                Vec wide[2 * PANELS];
+                FORERUN_UNROLL
+                for (int j = 0; j < 2 * PANELS; j++)
+                    wide[j] = bits_as<Vec>(odd ? value[j] & 0xffff0000u : value[j] << 16);
+                FORERUN_UNROLL
+                for (int m = 0; m < M; m++) {
+                    const Vec token = broadcast(x[m * tokens.stride + 2 * k + odd]);
+                    FORERUN_UNROLL
+                    for (int j = 0; j < 2 * PANELS; j++) sum[m][j] += wide[j] * token;
+                }
             }
         }
         each<M, 2 * PANELS>(
@@ -421,8 +461,12 @@ void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
         multiply_all<INT8>(w, tokens, m, threads, sink);
     else if (w.kind == BFLOAT16)
         multiply_all<BFLOAT16>(w, tokens, m, threads, sink);
-    else if constexpr (std::is_same_v<T, float>)
-        multiply_all<FLOAT32>(w, tokens, m, threads, sink);
+    else if constexpr (std::is_same_v<T, float>) {
+        if (w.kind == WIDENED)
+            multiply_all<WIDENED>(w, tokens, m, threads, sink);
+        else
+            multiply_all<FLOAT32>(w, tokens, m, threads, sink);
+    }
 }
 
 inline float with_bias(const Weight& w, const Part& part, int64_t t, int64_t i) {
@@ -543,7 +587,7 @@ void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFlo
     if (kind == FLOAT32) {
         float* to = static_cast<float*>(data) + panel * k * PANEL + lane;
         for (int64_t i = 0; i < k; i++) to[i * PANEL] = to_float(row[i]);
-    } else if (kind == BFLOAT16) {
+    } else if (kind == BFLOAT16 || kind == WIDENED) {
         BFloat16* to = static_cast<BFloat16*>(data) + panel * k * PANEL;
         for (int64_t i = 0; i < k; i++)
             to[(i / 2 * PANEL + lane) * 2 + i % 2] = from_float<BFloat16>(to_float(row[i]));
@@ -602,19 +646,21 @@ void forerun_pack(const void* weight, int32_t is_bfloat16, int64_t n, int64_t k,
     });
 }
 
-// Rows ids[i] of a plain weight: float32 or bfloat16, as its tokens. Ids are within W.
+// Rows ids[i] of a weight that is not quantised, as the type of its tokens. Ids are within W.
 void forerun_take_packed_rows(const Weight* w, const int64_t* ids, int64_t count, void* out,
                               int32_t) {
     for (int64_t i = 0; i < count; i++) {
-        const int64_t panel = ids[i] / PANEL, lane = ids[i] % PANEL;
-        if (w->kind == FLOAT32) {
-            const float* from = static_cast<const float*>(w->data) + panel * w->k * PANEL + lane;
-            float* to = static_cast<float*>(out) + i * w->k;
-            for (int64_t k = 0; k < w->k; k++) to[k] = from[k * PANEL];
-        } else {
-            const auto* from = static_cast<const BFloat16*>(w->data) + panel * w->k * PANEL;
-            BFloat16* to = static_cast<BFloat16*>(out) + i * w->k;
-            for (int64_t k = 0; k < w->k; k++) to[k] = from[(k / 2 * PANEL + lane) * 2 + k % 2];
+        const int64_t first = ids[i] / PANEL * w->k * PANEL, lane = ids[i] % PANEL;
+        const auto* halves = static_cast<const BFloat16*>(w->data) + first;
+        for (int64_t k = 0; k < w->k; k++) {
+            const int64_t at = i * w->k + k, pair = (k / 2 * PANEL + lane) * 2 + k % 2;
+            if (w->kind == BFLOAT16)
+                static_cast<BFloat16*>(out)[at] = halves[pair];
+            else
+                static_cast<float*>(out)[at] =
+                    w->kind == WIDENED
+                        ? to_float(halves[pair])
+                        : static_cast<const float*>(w->data)[first + k * PANEL + lane];
         }
     }
 }

@@ -1,8 +1,10 @@
 """GEMMs of packed weights on a CPU, with fused epilogues: y = x Wᵀ + b for any number of tokens.
 
-A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of three formats:
+A weight is packed once into the layout that the kernel reads (gemm.cpp), in one of four formats:
 
     FLOAT32, BFLOAT16   as the model computes; float32 tokens of a BFLOAT16 weight are rounded
+    WIDENED             FLOAT32 in half of the memory, where all values fit into bfloat16, as those
+                        of a bfloat16 checkpoint do: they become float32 when they are read
     INT8                32 neighbouring k share a scale, and tokens are quantised likewise when they
                         are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from forerun.kernels.cpu.library import call, panel
 
 GROUP = 32  # k that share a scale in INT8
+ROWS_COMPARED = 512  # at a time, so that little memory is needed
 
 
 class Format(Enum):
@@ -31,6 +34,7 @@ class Format(Enum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    WIDENED = 3
 
 
 class _Weight(ctypes.Structure):
@@ -83,25 +87,35 @@ def plain_format(dtype: torch.dtype) -> Format:
 
 def is_plain(weight: PackedWeight) -> bool:
     """Whether it has the values of the weight that was packed."""
-    return weight.format is plain_format(weight.dtype)
+    return weight.format in (plain_format(weight.dtype), Format.WIDENED)
 
 
 def fits(weight: Tensor, format: Format) -> bool:
-    """Whether a weight [N, K] can be packed: bfloat16 values are multiplied in pairs."""
-    return format is not Format.BFLOAT16 or weight.shape[1] % 2 == 0
+    """Whether a weight [N, K] can be packed: bfloat16 values are stored in pairs."""
+    return format not in (Format.BFLOAT16, Format.WIDENED) or weight.shape[1] % 2 == 0
+
+
+def smallest_format(weight: Tensor) -> Format:
+    """The format that keeps all values of a weight [N, K] and needs the least memory."""
+    plain = plain_format(weight.dtype)
+    if plain is Format.BFLOAT16 or not fits(weight, Format.WIDENED):
+        return plain
+    rows = weight.split(ROWS_COMPARED)
+    exact = all(torch.equal(each, each.bfloat16().float()) for each in rows)
+    return Format.WIDENED if exact else plain
 
 
 def pack(weight: Tensor, bias: Tensor | None = None, format: Format | None = None) -> PackedWeight:
-    """Packs weight [N, K], float32 or bfloat16, and bias [N]; `format` None: as it is.
+    """Packs weight [N, K], float32 or bfloat16, and bias [N]; `format` None: `smallest_format`.
 
     INT8 rounds to the nearest multiple of a scale, which is the group's largest value / 127,
     rounded up to bfloat16.
     """
     n, k = weight.shape
-    format = format or plain_format(weight.dtype)
+    format = format or smallest_format(weight)
     rows = -(-n // panel()) * panel()
     groups = -(-k // GROUP)
-    size = {Format.FLOAT32: 4 * k, Format.BFLOAT16: 2 * k, Format.INT8: groups * GROUP}[format]
+    size = {Format.FLOAT32: 4 * k, Format.INT8: groups * GROUP}.get(format, 2 * k)
     data = torch.empty(rows * size, dtype=torch.uint8)
     call("forerun_advise_huge_pages", data.data_ptr(), data.nbytes)
     data.zero_()
@@ -156,7 +170,7 @@ def gemm_argmax(x: Tensor, w: PackedWeight) -> Tensor:
 
 
 def take_packed_rows(w: PackedWeight, ids: Tensor) -> Tensor:
-    """Rows of W at ids [T] int64, as they were packed: [T, K]; of an `is_plain` weight."""
+    """Rows of W at ids [T] int64, as they were before packing: [T, K]; of an `is_plain` weight."""
     ids = ids.contiguous()
     out = torch.empty(ids.shape[0], w.k, dtype=w.dtype)
     call("forerun_take_packed_rows", w.address, ids.data_ptr(), ids.shape[0], out.data_ptr())
