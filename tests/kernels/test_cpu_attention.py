@@ -152,9 +152,13 @@ def test_softcap_and_sinks() -> None:
         check(*pair.both(pair.batch(2), spec, pair.queries(4)))
 
 
-@pytest.mark.parametrize("window", [None, 700])
-def test_a_token_is_the_same_in_any_batch_with_any_threads(window: int | None) -> None:
-    pair, spec = Pair([1015, 60]), AttentionSpec(LayerMask(window=window), 0.125)
+@pytest.mark.parametrize(("window", "kv_heads"), [(None, 2), (700, 2), (None, 4), (None, 1)])
+def test_a_token_is_the_same_in_any_batch_with_any_threads(
+    window: int | None, kv_heads: int
+) -> None:
+    """Few rows of a K/V head are multiplied in another way than many."""
+    pair = Pair([1015, 60], heads=(4, kv_heads, 64))
+    spec = AttentionSpec(LayerMask(window=window), 0.125)
     torch.set_num_threads(1)
     q = pair.queries(2 * 24)
     whole = pair.both(pair.batch(24), spec, q)[0].view(2, 24, 4, 64)

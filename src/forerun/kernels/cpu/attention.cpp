@@ -85,16 +85,37 @@ inline int find_block(const Attention& a, const Tile& tile, int64_t begin, int64
     return count;
 }
 
-// K of a block, transposed: [D, BLOCK]. Positions past `count` are zeros: memory there may be NaN.
+// Into L2, rows of K or V that are read a block later: where they are does not follow from where
+// these are, so no hardware prefetcher finds them.
+template <class P>
+void prefetch_rows(const P* pool, const int64_t* offsets, int count, int64_t dim) {
+    for (int i = 0; i < count; i++)
+        for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(P)))
+            __builtin_prefetch(pool + offsets[i] + d, 0, 2);
+}
+
+// LANES positions and as many dimensions of K from d on, transposed: a register holds one dimension.
+// Positions past `count` are zeros: memory there may be NaN.
+template <class P>
+inline void load_keys(const P* pool, const int64_t* offsets, int count, int64_t d,
+                      Vec (&rows)[LANES]) {
+    if (count >= LANES)
+        FORERUN_UNROLL
+        for (int i = 0; i < LANES; i++) rows[i] = load_floats(pool + offsets[i] + d);
+    else
+        for (int i = 0; i < LANES; i++)
+            rows[i] = i < count ? load_floats(pool + offsets[i] + d) : Vec{};
+    transpose(rows);
+}
+
+// K of a block, transposed: [D, BLOCK].
 template <class P>
 void transpose_keys(const P* pool, const int64_t* offsets, int count, int64_t dim, float* out) {
     for (int first = 0; first < BLOCK; first += LANES) {
         int64_t d = 0;
         for (; d + LANES <= dim; d += LANES) {
             Vec rows[LANES];
-            for (int i = 0; i < LANES; i++)
-                rows[i] = first + i < count ? load_floats(pool + offsets[first + i] + d) : Vec{};
-            transpose(rows);
+            load_keys(pool, offsets + first, count - first, d, rows);
             for (int i = 0; i < LANES; i++) store(out + (d + i) * BLOCK + first, rows[i]);
         }
         for (; d < dim; d++)
@@ -126,6 +147,38 @@ void score_tile(const float* q, const float* keys, int64_t rows, int64_t dim, fl
         score_rows<ROWS>(q + r * dim, keys, dim, scores + r * BLOCK);
     if constexpr (ROWS > 1)
         score_tile<ROWS / 2>(q + r * dim, keys, rows - r, dim, scores + r * BLOCK);
+}
+
+// The same for few rows, without storing K; dim is a multiple of LANES.
+template <class P, int ROWS>
+void score_few(const float* q, const P* pool, const int64_t* offsets, int count, int64_t dim,
+               float* scores) {
+    for (int first = 0; first < BLOCK; first += LANES) {
+        Vec sum[ROWS] = {};
+        for (int64_t d = 0; d < dim; d += LANES) {
+            Vec keys[LANES];
+            load_keys(pool, offsets + first, count - first, d, keys);
+            FORERUN_UNROLL
+            for (int i = 0; i < LANES; i++) {
+                FORERUN_UNROLL
+                for (int r = 0; r < ROWS; r++) sum[r] += keys[i] * q[r * dim + d + i];
+            }
+        }
+        for (int r = 0; r < ROWS; r++) store(scores + r * BLOCK + first, sum[r]);
+    }
+}
+
+template <class P>
+void score_block(const float* q, const P* pool, const int64_t* offsets, int count, int64_t rows,
+                 int64_t dim, float* keys, float* scores) {
+    if (rows == 1 && dim % LANES == 0)
+        return score_few<P, 1>(q, pool, offsets, count, dim, scores);
+    if (rows == 2 && dim % LANES == 0)
+        return score_few<P, 2>(q, pool, offsets, count, dim, scores);
+    if (rows == 4 && dim % LANES == 0)
+        return score_few<P, 4>(q, pool, offsets, count, dim, scores);
+    transpose_keys(pool, offsets, count, dim, keys);
+    score_tile(q, keys, rows, dim, scores);
 }
 
 // Scales, caps and masks the scores of a token's row, in place.
@@ -213,14 +266,18 @@ template <class P>
 void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t begin, int64_t end,
                  State state, float* keys) {
     const int64_t group = a.heads / a.kv_heads, rows = tile.tokens * group;
+    const P *k_pool = static_cast<const P*>(a.k_pool), *v_pool = static_cast<const P*>(a.v_pool);
     float scores[MAX_ROWS * BLOCK];
-    for (int64_t p = begin / BLOCK * BLOCK; p < end; p += BLOCK) {
-        int64_t offsets[BLOCK];
-        const int count = find_block(a, tile, p, end, offsets);
-        transpose_keys(static_cast<const P*>(a.k_pool), offsets, count, a.dim, keys);
-        score_tile(q, keys, rows, a.dim, scores);
+    int64_t offsets[BLOCK], next[BLOCK];
+    const int64_t first = begin / BLOCK * BLOCK;
+    int count = find_block(a, tile, first, end, offsets);
+    for (int64_t p = first; p < end; p += BLOCK) {
+        const int next_count = p + BLOCK < end ? find_block(a, tile, p + BLOCK, end, next) : 0;
+        prefetch_rows(k_pool, next, next_count, a.dim);
+        score_block(q, k_pool, offsets, count, rows, a.dim, keys, scores);
+        prefetch_rows(v_pool, next, next_count, a.dim);
         const P* values[BLOCK];
-        for (int i = 0; i < count; i++) values[i] = static_cast<const P*>(a.v_pool) + offsets[i];
+        for (int i = 0; i < count; i++) values[i] = v_pool + offsets[i];
         bool seen[MAX_ROWS];
         for (int64_t r = 0; r < rows; r++) {
             float* row = scores + r * BLOCK;
@@ -232,6 +289,8 @@ void attend_part(const Attention& a, const Tile& tile, const float* q, int64_t b
                 for (int64_t d = 0; d < a.dim; d++) state.out[r * a.dim + d] *= factor;
         }
         add_all<P, 4>(values, count, scores, rows, a.dim, state.out);
+        std::copy(next, next + next_count, offsets);
+        count = next_count;
     }
 }
 
