@@ -204,9 +204,7 @@ inline bool softmax_row(float* scores, float* largest, float* sum, float* factor
         const Vec other = load<Vec>(scores + v * LANES);
         most = most > other ? most : other;
     }
-    float lane[LANES], largest_now = *largest;
-    store(lane, most);
-    for (int i = 0; i < LANES; i++) largest_now = std::max(largest_now, lane[i]);
+    const float largest_now = std::max(*largest, max_lanes(most));
     if (largest_now == -INFINITY) return false;
     Vec total = {};
     for (int v = 0; v < VECTORS; v++) {

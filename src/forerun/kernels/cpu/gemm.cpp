@@ -469,9 +469,24 @@ void gemm(const Weight& w, const void* x, int64_t m, int threads, Sink&& sink) {
     }
 }
 
-inline float with_bias(const Weight& w, const Part& part, int64_t t, int64_t i) {
-    const float sum = part.sums[t * part.width + i];
-    return w.bias == nullptr ? sum : sum + w.bias[part.first_column + i];
+// LANES outputs of a token from a part's column i on; past its last, the weight's padding.
+inline Vec outputs(const Weight& w, const Part& part, int64_t t, int64_t i) {
+    const Vec sums = load<Vec>(part.sums + t * part.width + i);
+    if (w.bias == nullptr) return sums;
+    float bias[LANES] = {};
+    std::copy_n(w.bias + part.first_column + i, std::min<int64_t>(LANES, part.columns - i), bias);
+    return sums + load<Vec>(bias);
+}
+
+// store(values, i) for LANES outputs of a token at a time, and store_one(value, i) for the rest.
+template <class Store, class StoreOne>
+void each_output(const Weight& w, const Part& part, int64_t t, Store&& store,
+                 StoreOne&& store_one) {
+    int64_t i = 0;
+    for (; i + LANES <= part.columns; i += LANES) store(outputs(w, part, t, i), i);
+    if (i == part.columns) return;
+    const Vec rest = outputs(w, part, t, i);
+    for (int l = 0; i + l < part.columns; l++) store_one(rest[l], i + l);
 }
 
 template <class T>
@@ -479,8 +494,9 @@ void gemm_plain(const Weight& w, const void* x, int64_t m, void* out, int thread
     gemm<T>(w, x, m, threads, [&](const Part& part) {
         for (int64_t t = 0; t < part.tokens; t++) {
             T* row = static_cast<T*>(out) + (part.first_token + t) * w.n + part.first_column;
-            for (int64_t i = 0; i < part.columns; i++)
-                row[i] = from_float<T>(with_bias(w, part, t, i));
+            each_output(
+                w, part, t, [&](Vec x, int64_t i) { store_floats(row + i, x); },
+                [&](float x, int64_t i) { row[i] = from_float<T>(x); });
         }
     });
 }
@@ -502,8 +518,11 @@ void gemm_add_norm(const Weight& w, const void* x, int64_t m, const AddNorm& add
         for (int64_t t = 0; t < part.tokens; t++) {
             const int64_t at = (part.first_token + t) * w.n + part.first_column;
             const T* residual = static_cast<const T*>(add.residual) + at;
-            for (int64_t i = 0; i < part.columns; i++)
-                total[at + i] = from_float<T>(to_float(residual[i]) + with_bias(w, part, t, i));
+            T* row = total + at;
+            each_output(
+                w, part, t,
+                [&](Vec x, int64_t i) { store_floats(row + i, load_floats(residual + i) + x); },
+                [&](float x, int64_t i) { row[i] = from_float<T>(to_float(residual[i]) + x); });
         }
     });
     parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
@@ -519,7 +538,9 @@ void gemm_silu_mul(const Weight& w, const void* x, int64_t m, void* out,
     gemm<T>(w, x, m, threads, [&](const Part& part) {
         for (int64_t t = 0; t < part.tokens; t++) {
             float* row = gate_up + (part.first_token + t) * w.n + part.first_column;
-            for (int64_t i = 0; i < part.columns; i++) row[i] = with_bias(w, part, t, i);
+            each_output(
+                w, part, t, [&](Vec x, int64_t i) { store(row + i, x); },
+                [&](float x, int64_t i) { row[i] = x; });
         }
     });
     const int64_t half = w.n / 2;
@@ -550,13 +571,8 @@ void gemm_argmax(const Weight& w, const void* x, int64_t m, int64_t* ids,
             Best& kept = best[size_t((part.first_token + t) * shares + part.share)];
             Best found = kept;
             for (int64_t i = 0; i < part.columns; i += LANES) {
-                float rounded[LANES];
-                for (int l = 0; l < LANES; l++) {
-                    const bool inside = i + l < part.columns;
-                    const float value = inside ? with_bias(w, part, t, i + l) : -INFINITY;
-                    rounded[l] = to_float(from_float<T>(value));
-                }
-                const Vec value = load<Vec>(rounded);
+                const Vec all = rounded_to<T>(outputs(w, part, t, i));
+                const Vec value = lane < int32_t(part.columns - i) ? all : broadcast(-INFINITY);
                 const Vec ordered = value != value ? broadcast(INFINITY) : value;
                 const IntVec larger = ordered > found.value;
                 found.value = larger ? ordered : found.value;

@@ -22,22 +22,22 @@ inline float inverse_rms(const T* x, int64_t size, float eps) {
 template <class T>
 inline void rms_norm_row(const T* x, const T* weight, int64_t size, float eps, T* out) {
     const float scale = inverse_rms(x, size, eps);
-    for (int64_t i = 0; i < size; i++)
-        out[i] = from_float<T>(to_float(x[i]) * scale * to_float(weight[i]));
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store_floats(out + i, load_floats(x + i) * scale * load_floats(weight + i));
+    for (; i < size; i++) out[i] = from_float<T>(to_float(x[i]) * scale * to_float(weight[i]));
 }
+
+inline Vec silu_mul(Vec gate, Vec up) { return gate / (1.0f + exp_vec(-gate)) * up; }
 
 // out = SiLU(gate) * up
 template <class T>
 inline void silu_mul_row(const float* gate, const float* up, int64_t size, T* out) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        const int count = int(size - i < LANES ? size - i : LANES);
-        float g[LANES] = {}, u[LANES] = {};
-        for (int j = 0; j < count; j++) g[j] = gate[i + j], u[j] = up[i + j];
-        const Vec v = load<Vec>(g);
-        const Vec y = v / (1.0f + exp_vec(-v)) * load<Vec>(u);
-        store(g, y);
-        for (int j = 0; j < count; j++) out[i + j] = from_float<T>(g[j]);
-    }
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store_floats(out + i, silu_mul(load<Vec>(gate + i), load<Vec>(up + i)));
+    for (; i < size; i++)
+        out[i] = from_float<T>(silu_mul(broadcast(gate[i]), broadcast(up[i]))[0]);
 }
 
 }  // namespace forerun

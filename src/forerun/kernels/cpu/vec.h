@@ -58,13 +58,27 @@ inline To bits_as(From from) {
 
 inline Vec broadcast(float x) { return x - Vec{}; }  // x + 0 is an addition: of -0
 
-// The sum of all lanes, always added in the same order.
-inline float sum_lanes(Vec v) {
+// Combines the lower half of the lanes with the upper one, until one is left.
+template <class Combine>
+inline float reduce_lanes(Vec v, Combine combine) {
     float lane[LANES];
     store(lane, v);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+    FORERUN_UNROLL
+    for (int width = LANES / 2; width > 0; width /= 2) {
+        FORERUN_UNROLL
+        for (int i = 0; i < width; i++) lane[i] = combine(lane[i], lane[i + width]);
+    }
     return lane[0];
+}
+
+// The sum of all lanes, always added in the same order.
+inline float sum_lanes(Vec v) {
+    return reduce_lanes(v, [](float low, float high) { return low + high; });
+}
+
+// The largest lane, if none is NaN.
+inline float max_lanes(Vec v) {
+    return reduce_lanes(v, [](float low, float high) { return low > high ? low : high; });
 }
 
 struct BFloat16 {
@@ -91,6 +105,23 @@ inline BFloat16 from_float<BFloat16>(float x) {  // to the nearest, ties to even
 inline Vec load_floats(const float* from) { return load<Vec>(from); }
 inline Vec load_floats(const BFloat16* from) {
     return bits_as<Vec>(__builtin_convertvector(load<HalfVec>(from), BitVec) << 16);
+}
+
+// The same as `from_float`, of LANES values.
+inline HalfVec to_bfloat16(Vec x) {
+    const BitVec bits = bits_as<BitVec>(x);
+    const BitVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector(x != x ? BitVec{} + 0x7fc0 : rounded, HalfVec);
+}
+inline void store_floats(float* to, Vec x) { store(to, x); }
+inline void store_floats(BFloat16* to, Vec x) { store(to, to_bfloat16(x)); }
+
+// x as a value of T.
+template <class T>
+inline Vec rounded_to(Vec x) {
+    T values[LANES];
+    store_floats(values, x);
+    return load_floats(values);
 }
 
 #if FORERUN_LANES == 16
