@@ -85,6 +85,15 @@ def test_one_batch_dummy_weights(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 
 @needs_pair
+def test_one_batch_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The steps run in other processes, so their GEMMs cannot be counted."""
+    shape = ("--input-len", "8", "--output-len", "6", "--repetitions", "1", "--json")
+    ranks = ("--device", "cpu", "--tp-size", "2", "--speculative-algorithm", "NONE")
+    (result,) = call(capsys, "bench", "one-batch", *shape, *ranks)["results"]
+    assert result["plain"]["steps"] == 5 and "floor_seconds" not in result["plain"]
+
+
+@needs_pair
 @pytest.mark.parametrize("skill", ["word-problems", "python"])
 def test_eval_json(capsys: pytest.CaptureFixture[str], skill: str) -> None:
     args = ("--num-examples", "3", "--max-new-tokens", "16", "--check-identical")
@@ -131,6 +140,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         ("demo --algorithm DFLUSH", "Unknown speculative_algorithm"),
         ("bench one-batch --batch-size 0", "--batch-size must be >= 1"),
         ("bench one-batch --device cpu --profile p", "--profile records GPU kernels"),
+        ("bench one-batch --tp-size 2 --profile p", "--profile records steps of this process"),
         ("bench one-batch --load-format dummy --model-path m", "add --random-input"),
         ("bench vs-transformers --dtype int8", "--dtype must be float32 or bfloat16"),
         ("eval python --num-examples 0", "--num-examples must be >= 1"),

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from forerun.config.engine_config import EngineConfig
+from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.executor.ranks import RanksExecutor
 from tests.engine import test_tensor_parallel as ranks
 from tests.engine.test_quality import FORMATS, gpt_oss, log_probs, three_models, vocab_size
+from tests.engine_runs import run_together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,6 +72,36 @@ def test_text(kind: str, algorithm: str | None, settings: dict[str, Any]) -> Non
     settings = {**settings, "device": "cuda", "tp_size": 2, "page_size": 16}
     with engine_of(ranks.config(kind, algorithm, **settings)) as engine:
         assert ranks.run(engine, kind) == want
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [{"temperature": 0.9}, {"temperature": 1.1, "min_p": 0.05, "min_new_tokens": 6}],
+        [{"temperature": 0.0}, {"temperature": 1.2, "top_k": 20, "top_p": 0.8}, {"temperature": 1}],
+        [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 1.0, "top_k": 100}],
+    ],
+    ids=["temperature", "top-k", "whole rows"],
+)
+@pytest.mark.parametrize("algorithm", [None, "DFLASH"], ids=str)
+def test_sampled_text_of_a_large_batch(algorithm: str | None, params: list[dict[str, Any]]) -> None:
+    """Ranks sample from their own logits, or divide the rows; small batches gather the logits."""
+
+    def run(engine: Engine) -> list[list[int]]:
+        requests = []
+        for i in range(20):
+            asked = {**params[i % len(params)], "sampling_seed": i, "ignore_eos": True}
+            prompt = ranks.prompts("dense")[i % 4][: 40 + i]
+            asked["max_new_tokens"] = 12
+            requests.append(engine.make_request(list(prompt), SamplingParams.of(asked)))
+        run_together(engine, requests)
+        return [request.output for request in requests]
+
+    common: dict[str, Any] = {"device": "cuda", "max_running_requests": 20}
+    with engine_of(ranks.config("dense", None, **common)) as engine:
+        want = run(engine)
+    with engine_of(ranks.config("dense", algorithm, tp_size=2, **common)) as engine:
+        assert run(engine) == want
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "mxfp4"])

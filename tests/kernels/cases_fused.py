@@ -9,7 +9,7 @@ from forerun.kernels.elementwise import gelu_mul, quantize_fp8, value_norm
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
 from forerun.kernels.elementwise import silu_mul as activation
-from forerun.kernels.sampling import argmax, candidates, sample, thresholds
+from forerun.kernels.sampling import argmax, candidates, sample, sample_own, thresholds
 from forerun.kernels.speculation import accept, decode_inputs
 from tests.kernels.compiled import TARGETS, Case
 
@@ -117,9 +117,12 @@ LOGITS = {"logits": B16, "positions": I32}
 CANDIDATES = LOGITS | PARAMS | {
     "group_max": F32, "max_logit_ptr": F32, "scratch": I32, "threshold": I32, "out": I64,
 }  # fmt: skip
-PARTS = LOGITS | PARAMS | {
-    "group_max": F32, "threshold": I32, "out": I64, "score_ptr": F32, "id_ptr": I32,
+OWN_CANDIDATES = {"logits": B16, "group_max": F32, "max_logit_ptr": F32} | PARAMS | {
+    "scratch": I32, "todo": I64, "best": I32,
 }  # fmt: skip
+OWN_BEST = {"score_ptr": F32, "id_ptr": I32, "best": I32}
+CHOOSE = {"best": I32, "max_logit_ptr": F32, "out": I64, "positions": I32} | PARAMS
+CHOOSE_NUMBERS = "count per_rank vocab* floats_stride ints_stride rows_per_request"
 THRESHOLD = {
     "logits": B16, "slots": I64, "floats": F32, "max_logit_ptr": F32, "threshold": I32,
     "state": I64,
@@ -140,6 +143,19 @@ def sample_candidates(name: str, **constants: Any) -> Case:
         all_ |= dict.fromkeys(TOP_P)
     kernel = candidates.sample_candidates
     return case(name, kernel, pointers, f"{PARAM_STRIDES} num_parts", all_, 8)
+
+
+def sample_parts(name: str, *absent: str) -> Case:
+    """`absent`: those of the three pointers that are None."""
+    pointers = LOGITS | PARAMS | {
+        "group_max": F32, "max_logit_ptr": F32, "threshold": I32, "out": I64, "score_ptr": F32,
+        "id_ptr": I32,
+    }  # fmt: skip
+    for each in absent:
+        del pointers[each]
+    constants = {**TOKENS, "GROUPS_BLOCK": 2048, "BLOCK": 2048, **dict.fromkeys(absent)}
+    numbers = f"{PARAM_STRIDES} first_id part_size*"
+    return case(name, sample.sample_parts, pointers, numbers, constants, 8)
 
 
 def radix_digit(level: int) -> Case:
@@ -191,7 +207,8 @@ _CASES = [
     case("commit a given count", accept._accept_commit, COMMIT | {"num_committed": I32},
          COMMIT_STRIDES, {"NUM_TOKENS": 16, "BLOCK": 16}, 1, wide=False),
     case("mask stop tokens", sample._mask_stop_tokens, LOGITS | {"slots": I64, "ints": I64},
-         "row_stride* ints_stride rows_per_request count", {"BLOCK": 16}, 1, wide=False),
+         "row_stride* ints_stride rows_per_request count first_id vocab*", {"BLOCK": 16}, 1,
+         wide=False),
     case("group max", sample._group_max, {"logits": B16, "group_max": F32},
          "vocab* row_stride* num_groups part_size*", {"GROUP_SIZE": 128, "BLOCK": 2048}, 8),
     case("sum of part weights", thresholds.sum_part_weights,
@@ -203,10 +220,22 @@ _CASES = [
     radix_digit(1),
     case("last digit", thresholds._last_digit, THRESHOLD | {"counts": I32}, THRESHOLD_STRIDES,
          {"MAX_PARTS": 64, "LAST_BINS": 16, "STATE_SIZE": 6, "BLOCK": 2048}, 8),
-    case("sample parts, filtered", sample._sample_parts, PARTS, f"{PARAM_STRIDES} part_size*",
-         {**TOKENS, "FILTERED": True, "GROUPS_BLOCK": 2048, "BLOCK": 2048}, 8),
-    case("sample parts", sample._sample_parts, PARTS, f"{PARAM_STRIDES} part_size*",
-         {**TOKENS, "FILTERED": False, "GROUPS_BLOCK": 2048, "BLOCK": 2048}, 8),
+    sample_parts("sample parts, filtered", "max_logit_ptr"),
+    sample_parts("sample parts", "max_logit_ptr", "threshold", "out"),
+    sample_parts("sample parts of a rank", "threshold"),
+    sample_parts("sample parts of a rank without top-k", "threshold", "out"),
+    case("candidates of a rank", sample_own._own_candidates, OWN_CANDIDATES,
+         f"{PARAM_STRIDES} first_id",
+         {"PENDING": -2, "COLUMNS": 64, "GROUP_SIZE": 128, "GROUPS_BLOCK": 1024, "BLOCK": 2048,
+          "MAX_CANDIDATES": 512}, 8),
+    case("best of a rank", sample_own._own_best, OWN_BEST | {"todo": I64}, "num_parts columns",
+         {"PENDING": -2, "BLOCK": 128}, 1, wide=False),
+    case("best of a rank without top-k", sample_own._own_best, OWN_BEST, "num_parts columns",
+         {"todo": None, "PENDING": -2, "BLOCK": 128}, 1, wide=False),
+    case("choose among ranks", sample_own._choose, CHOOSE, CHOOSE_NUMBERS,
+         {"INVALID": -1, "PENDING": -2, "TOP_K": True, "MAX_CANDIDATES": 128}, 4, wide=False),
+    case("choose among ranks without top-k", sample_own._choose, CHOOSE, CHOOSE_NUMBERS,
+         {"INVALID": -1, "PENDING": -2, "TOP_K": False, "MAX_CANDIDATES": 2}, 4, wide=False),
     case("reduce parts", sample._reduce_parts, {"score_ptr": F32, "id_ptr": I32, "out": I64},
          "num_parts vocab", {"PENDING": -2, "FILTERED": True, "BLOCK": 128}, 1, wide=False),
 ]  # fmt: skip

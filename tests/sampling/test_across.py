@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from forerun.core.sampling_params import SamplingParams
+from forerun.kernels.sampling.params import MAX_OWN_TOP_K
 from forerun.layers.communication import Communicator
 from forerun.layers.sharding import VocabShard
 from forerun.sampling.across import sample_across, sample_by_rows
-from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags, sample_ref
+from forerun.sampling.sampler import SamplingFlags, sample_ref
 from tests.sampling.test_sampler import batch_of, request
 from tests.thread_ranks import on_ranks
 
@@ -20,7 +21,7 @@ PARAMS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=1.3, top_k=7),
-    SamplingParams(temperature=1.4, top_k=MAX_CANDIDATES, top_p=0.95),
+    SamplingParams(temperature=1.4, top_k=MAX_OWN_TOP_K, top_p=0.95),
     SamplingParams(temperature=1.1, min_p=0.05),
     SamplingParams(temperature=2.0, top_k=20, top_p=0.8, min_p=0.02),
     SamplingParams(temperature=1.5, min_new_tokens=9),
@@ -91,5 +92,5 @@ def test_which_filters_need_whole_rows() -> None:
         made = request(SamplingParams(temperature=1.0, **params), 0)  # type: ignore[arg-type]
         return SamplingFlags.of([made.sampling]).whole_rows
 
-    assert not whole() and not whole(min_p=0.1) and not whole(top_k=MAX_CANDIDATES, top_p=0.5)
-    assert whole(top_p=0.9) and whole(top_k=MAX_CANDIDATES + 1)
+    assert not whole() and not whole(min_p=0.1) and not whole(top_k=MAX_OWN_TOP_K, top_p=0.5)
+    assert whole(top_p=0.9) and whole(top_k=MAX_OWN_TOP_K + 1)

@@ -1,9 +1,9 @@
 """CUDA graphs: a whole decode step, from proposing to committing, as one launch.
 
-A graph is captured per batch bucket and W, greedy and sampled separately. A batch takes the
-smallest bucket that holds it and is filled up with the padding slot. An algorithm whose drafts have
-no fixed shape proposes and observes eagerly, before and after a captured verify pass. Batches that
-do more with the logits than sampling replay two parts (`split_steps.py`).
+A graph is captured per batch bucket and W, greedy and sampled separately (`captured_flags`). A
+batch takes the smallest bucket that holds it and is filled up with the padding slot. An algorithm
+whose drafts have no fixed shape proposes and observes eagerly, before and after a captured verify
+pass. Batches that do more with the logits than sampling replay two parts (`split_steps.py`).
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
 kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
@@ -50,7 +50,7 @@ from forerun.grammar.bitmask import num_words
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.sampling.logprobs import LogprobQuery
-from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags
+from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags, captured_flags
 from forerun.speculative.base import Draft
 
 log = logging.getLogger("forerun")
@@ -126,8 +126,9 @@ class CudaGraphSteps:
     @property
     def count(self) -> int:
         """Number of steps that `capture` records."""
-        whole = len(self.sizes) * len(self.widths) + len(self._prefill_buckets)
-        return 2 * whole + len(self.piecewise.buckets)
+        decode = sum(len(self._flags(b * w)) for b, w in product(self.sizes, self.widths))
+        prefill = len(self._prefill_buckets) * len(self._flags(1))
+        return decode + prefill + len(self.piecewise.buckets)
 
     @torch.inference_mode()
     def capture(
@@ -150,13 +151,13 @@ class CudaGraphSteps:
         report = progress or (lambda name: None)
         with self.step.dummy_steps():
             for size, width in product(reversed(sizes or self.sizes), reversed(self.widths)):
-                for flags in (GREEDY, SAMPLED):
+                for flags in self._flags(size * width):
                     report(f"decode {size} x {width} {_sampling(flags)}")
                     self._decode[size, width, flags] = self._capture_decode(size, width, flags)
             if sizes is not None:
                 self._capture_pieces(report, piece_buckets)
                 return
-            for count, flags in product(reversed(self._prefill_buckets), (GREEDY, SAMPLED)):
+            for count, flags in product(reversed(self._prefill_buckets), self._flags(1)):
                 report(f"prefill {count} {_sampling(flags)}")
                 self._prefill[count, flags] = self._capture_prefill(count, flags)
             self._capture_pieces(report, self.piecewise.buckets)
@@ -193,14 +194,14 @@ class CudaGraphSteps:
         return _DecodeGraph(graph, slots, draft, output, whole, buffers, results)
 
     def _buffers_of(self, size: int, width: int) -> StepBuffers | None:
-        """Of backends that plan on the host; shared by the greedy and the sampled graph."""
+        """Of backends that plan on the host; shared by the greedy and sampled graphs."""
         key = (size, width)
         if key not in self._buffers:
             self._buffers[key] = self.step.plan_buffers(size)
         return self._buffers[key]
 
     def _results_of(self, size: int, width: int) -> HostResults | None:
-        """Shared by the greedy and the sampled graph."""
+        """Shared by the greedy and sampled graphs."""
         if torch.version.hip is not None:  # not tried there
             return None
         key = (size, width)
@@ -312,6 +313,13 @@ class CudaGraphSteps:
         if failed is not None:
             raise failed
 
+    def _flags(self, rows: int) -> tuple[SamplingFlags, ...]:
+        """Sets of sampling operations, of each of which a step is captured that samples `rows`."""
+        return captured_flags(self.step.sampler.samples_own(rows))
+
+    def _captured_for(self, flags: SamplingFlags, rows: int) -> SamplingFlags:
+        return flags.widened(self.step.sampler.samples_own(rows))
+
     def _padding(self, size: int) -> Tensor:
         tables = self.step.tables
         return torch.full((size,), tables.padding_slot, dtype=torch.int64, device=tables.device)
@@ -332,7 +340,9 @@ class CudaGraphSteps:
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
-        captured = self._decode[len(slots), batch.num_verify_tokens, batch.flags.widened()]
+        width = batch.num_verify_tokens
+        flags = self._captured_for(batch.flags, len(slots) * width)
+        captured = self._decode[len(slots), width, flags]
         if slots != captured.last_slots:
             self._fill_slots(captured.slots, slots)
             captured.last_slots = slots
@@ -408,7 +418,7 @@ class CudaGraphSteps:
         count = self._prefill_buckets[at]
         if chunk.start + count >= self.kv_len_ub:
             return None
-        return self._prefill.get((count, flags.widened()))
+        return self._prefill.get((count, self._captured_for(flags, 1)))
 
     def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The slots, padded to the next bucket; unchanged if the batch exceeds the largest one."""
@@ -430,4 +440,6 @@ class CudaGraphSteps:
 
 
 def _sampling(flags: SamplingFlags) -> str:
-    return "sampled" if flags.sampled else "greedy"
+    if not flags.sampled:
+        return "greedy"
+    return "sampled" if flags.whole_rows else "sampled from own logits"

@@ -159,8 +159,10 @@ class DeviceExecutor:
     def flags(self, slots: Sequence[int]) -> SamplingFlags:
         """The sampling operations that these slots need."""
         flags = SamplingFlags.of(self._slots[slot].sampling for slot in slots)
-        # On a GPU, only two sets of operations are compiled at start.
-        return flags.widened() if self.tables.device.type == "cuda" else flags
+        if self.tables.device.type != "cuda":
+            return flags
+        # Only these sets of operations are compiled at start.
+        return flags.widened(from_own_logits=self.step.model.vocab_is_divided)
 
     def keep_tokens(self, plan: StepPlan, result: StepResult) -> None:
         """Appends a step's tokens to the host copies, for algorithms that read tokens there."""

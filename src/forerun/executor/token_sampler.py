@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,9 @@ from forerun.sampling.sampler import SamplingFlags, sample
 
 # Logits in float32 that are processed together, where more than sampling is done with them.
 GROUP_BYTES = 256 << 20
-MIN_ROWS_PER_RANK = 8  # from which dividing rows is faster than a gather, on two H200
+# From which it is faster on two H200 than to gather all logits, per rank:
+MIN_ROWS_PER_RANK = 8  # that ranks divide rows
+MIN_OWN_ROWS_PER_RANK = 4  # that each samples from its own logits
 
 
 class TokenSampler:
@@ -35,24 +37,34 @@ class TokenSampler:
         positions = tokens.positions
         if not (shape.flags.sampled or shape.flags.min_tokens):
             ids = self.model.compute_argmax(tokens.hidden_states).view(positions.shape)
-        elif self.model.vocab_is_divided and self._divides(positions.numel(), shape.flags):
-            ids = self._sample_divided(tokens, shape.flags)
+        elif not shape.flags.whole_rows and self.samples_own(positions.numel()):
+            ids = self._sample_divided(tokens, shape.flags, sample_across)
+        elif self._divides_rows(positions.numel()):
+            ids = self._sample_divided(tokens, shape.flags, sample_by_rows)
         else:
             logits = self._logits(tokens)
             params = self.tables.sampling.gather(tokens.slots)
             ids = sample(logits, positions, params, shape.flags)
         return SampledTokens(ids)
 
-    def _divides(self, rows: int, flags: SamplingFlags) -> bool:
-        """Whether ranks divide the sampling of `rows` tokens; else each has all logits."""
-        return not flags.whole_rows or rows >= MIN_ROWS_PER_RANK * self.model.lm_head.comm.size
+    def samples_own(self, rows: int) -> bool:
+        """Whether ranks sample `rows` tokens from their own logits, if no row is filtered whole."""
+        if not self.model.vocab_is_divided:
+            return False
+        on_cpu = self.tables.device.type == "cpu"
+        return on_cpu or rows >= MIN_OWN_ROWS_PER_RANK * self.model.lm_head.comm.size
 
-    def _sample_divided(self, tokens: SampleInput, flags: SamplingFlags) -> Tensor:
+    def _divides_rows(self, rows: int) -> bool:
+        head = self.model.lm_head
+        return self.model.vocab_is_divided and rows >= MIN_ROWS_PER_RANK * head.comm.size
+
+    def _sample_divided(
+        self, tokens: SampleInput, flags: SamplingFlags, run: Callable[..., Tensor]
+    ) -> Tensor:
         """[B, W], from this rank's logits and some of the others'."""
         head, positions = self.model.lm_head, tokens.positions
         own = self.model.compute_own_logits(tokens.hidden_states).view(*positions.shape, -1)
         params = self.tables.sampling.gather(tokens.slots)
-        run = sample_by_rows if flags.whole_rows else sample_across
         return run(own, head.vocab, positions, params, flags, head.comm)
 
     def _logits(self, tokens: SampleInput) -> Tensor:

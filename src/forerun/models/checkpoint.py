@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -534,22 +535,23 @@ def fill_dummy(
     shards: Mapping[str, Shard] | None = None,
     comm: Communicator = SINGLE_RANK,
 ) -> None:
-    """Random weights from a fixed seed. A rank's `shards` are parts of the same whole ones.
+    """Random weights from a fixed seed and their names: the same however ranks divide them.
 
     Args:
         load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. Layers
             then add little to the embedding, and the tokens of a block are nearly equal, which a
             GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
             matrices N(0, 0.02²), like an untrained model; tokens differ as those of text do.
-            Quantised weights are the plain ones of the same seed and order, rounded.
+            Quantised weights are the plain ones, rounded.
     """
     if not views:
         return
-    generator = torch.Generator(next(iter(views.values())).device).manual_seed(seed)
+    generator = torch.Generator(next(iter(views.values())).device)
     plain_views = [view for view in views.values() if isinstance(view, Tensor)]
     dtype = next(view.dtype for view in plain_views if view.is_floating_point())
     parts = _Parts(shards or {}, comm)
     for name, view in views.items():
+        generator.manual_seed((seed << 32) + crc32(name.encode()))
         shard, shape = parts.shards.get(name), tuple(view.shape)
         if shard is None and isinstance(view, Tensor) and view.is_contiguous():
             _fill_dummy(name, view, load_format, generator)

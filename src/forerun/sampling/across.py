@@ -9,7 +9,7 @@ others. Top-p of whole rows, which may keep any number of tokens, is not for thi
 
     all_reduce_max   [B, W]          the largest logit
     all_gather       [B, W, 64 · n]  with top-k: the (gap, id) of each rank's candidates
-    all_reduce_max   [B, W]          the best (score, id)
+    all_reduce_max   [B, W]          the best (score, id); kernels send it with the candidates
 
 `sample_by_rows` serves every filter: each rank samples its share of the rows, from all of their
 logits. Less is moved and sampled than by ranks that gather all logits of all rows.
@@ -27,12 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.core.tokens import INVALID_TOKEN
-from forerun.kernels.sampling.params import SamplingBatch
+from forerun.kernels.runtime.jit import use_triton
+from forerun.kernels.sampling.params import MAX_OWN_TOP_K, SamplingBatch
+from forerun.kernels.sampling.sample import group_maxima, mask_stop_tokens
+from forerun.kernels.sampling.sample_own import choose, sample_own
 from forerun.layers.communication import Communicator
 from forerun.layers.sharding import VocabShard
 from forerun.sampling.filters import filtered_weights
 from forerun.sampling.noise import gumbel_scores
-from forerun.sampling.sampler import MAX_CANDIDATES, SamplingFlags, sample
+from forerun.sampling.sampler import SamplingFlags, sample
 
 _NO_CANDIDATE = (0x7F800000 << 32) | 0x7FFFFFFF  # an infinite gap
 
@@ -56,6 +59,8 @@ def sample_across(
         [B, W] int64.
     """
     assert not flags.whole_rows
+    if use_triton(own):
+        return _sample_with_kernels(own, vocab, positions, batch, flags, comm)
     own = own.float()
     if flags.min_tokens:
         own = _without_stop_tokens(own, vocab.first, positions, batch)
@@ -80,6 +85,24 @@ def sample_across(
         scores = gumbel_scores(weights, batch.key[:, None], positions, ids)
         best = torch.where((top_k > 0) & ~greedy, _keys(scores, ids).amin(-1), best)
     return torch.where(largest.isfinite(), best & 0x7FFFFFFF, INVALID_TOKEN)
+
+
+def _sample_with_kernels(
+    own: Tensor,
+    vocab: VocabShard,
+    positions: Tensor,
+    batch: SamplingBatch,
+    flags: SamplingFlags,
+    comm: Communicator,
+) -> Tensor:
+    rows, at = own.flatten(0, 1), positions.flatten()
+    if flags.min_tokens:
+        mask_stop_tokens(rows, at, batch, vocab.first)
+    maxima = group_maxima(rows)
+    largest = comm.all_reduce_max(maxima.amax(-1))
+    best = sample_own(rows, maxima, largest, at, batch, vocab.first, flags.top_k)
+    best = comm.all_gather(best)
+    return choose(best, comm.size, largest, at, batch, vocab.vocab_size).view(positions.shape)
 
 
 def sample_by_rows(
@@ -116,12 +139,12 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _candidates(gap: Tensor, ids: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """The smallest gaps of all ranks and their ids, [B, W, MAX_CANDIDATES], in order."""
+    """The smallest gaps of all ranks and their ids, [B, W, MAX_OWN_TOP_K], in order."""
     keys = _keys(gap, ids)
-    missing = max(0, MAX_CANDIDATES - keys.shape[-1])
+    missing = max(0, MAX_OWN_TOP_K - keys.shape[-1])
     own = F.pad(keys, (0, missing), value=_NO_CANDIDATE)
-    own = own.topk(MAX_CANDIDATES, largest=False).values
-    keys = comm.all_gather(own).sort(-1).values[..., :MAX_CANDIDATES]
+    own = own.topk(MAX_OWN_TOP_K, largest=False).values
+    keys = comm.all_gather(own).sort(-1).values[..., :MAX_OWN_TOP_K]
     return (keys >> 32).int().view(torch.float32), keys & 0x7FFFFFFF
 
 

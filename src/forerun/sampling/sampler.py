@@ -12,12 +12,10 @@ from forerun.core.plan import SlotSampling
 from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.runtime.jit import use_triton
 from forerun.kernels.sampling.argmax import argmax
-from forerun.kernels.sampling.params import SamplingBatch
+from forerun.kernels.sampling.params import MAX_OWN_TOP_K, SamplingBatch
 from forerun.kernels.sampling.sample import mask_stop_tokens, sample_tokens
 from forerun.sampling.filters import filtered_weights, gaps
 from forerun.sampling.noise import gumbel_scores
-
-MAX_CANDIDATES = 64  # of a row, that ranks with parts of its logits exchange
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class SamplingFlags:
     min_p: bool = False
     min_tokens: bool = False
     penalties: bool = False  # or logit biases
-    whole_rows: bool = False  # filters that may keep more than the `MAX_CANDIDATES` best tokens
+    whole_rows: bool = False  # filters that may keep more than the best `MAX_OWN_TOP_K` tokens
 
     @classmethod
     def of(cls, params: Iterable[SlotSampling]) -> SamplingFlags:
@@ -49,13 +47,15 @@ class SamplingFlags:
             min_tokens=any(bool(p.stop_ids) for p in batch),
             penalties=any(p.penalized for p in batch),
             whole_rows=any(
-                p.top_k > MAX_CANDIDATES or (p.top_p < 1 and p.top_k < 1) for p in sampled
+                p.top_k > MAX_OWN_TOP_K or (p.top_p < 1 and p.top_k < 1) for p in sampled
             ),
         )
 
-    def widened(self) -> SamplingFlags:
-        """`GREEDY` or `SAMPLED`, for which steps are captured at start, or one with penalties."""
-        flags = SAMPLED if self.sampled or self.min_tokens else GREEDY
+    def widened(self, from_own_logits: bool = False) -> SamplingFlags:
+        """The one of `captured_flags` that serves this batch, or one with penalties."""
+        flags = GREEDY
+        if self.sampled or self.min_tokens:
+            flags = SAMPLED_FROM_OWN if from_own_logits and not self.whole_rows else SAMPLED
         return replace(flags, penalties=self.penalties)
 
 
@@ -63,6 +63,14 @@ GREEDY = SamplingFlags()
 SAMPLED = SamplingFlags(
     sampled=True, top_k=True, top_p=True, min_p=True, min_tokens=True, whole_rows=True
 )
+SAMPLED_FROM_OWN = replace(SAMPLED, whole_rows=False)
+
+
+def captured_flags(from_own_logits: bool) -> tuple[SamplingFlags, ...]:
+    """For which steps are captured. `from_own_logits`: ranks have parts of the logits, and sample
+    from these if no request filters whole rows.
+    """
+    return (GREEDY, SAMPLED_FROM_OWN, SAMPLED) if from_own_logits else (GREEDY, SAMPLED)
 
 
 def sample(

@@ -58,8 +58,9 @@ def one_batch_command(
         engine, random_input = with_preset(preset, engine), True
     shapes = [Shape(b, i, o) for b in batch_size for i in input_len for o in output_len]
     check(shapes, repetitions, random_input, engine)
+    ranks = int(engine.get("tp_size") or 1)
     if profile is not None:
-        prepare_folder(profile, str(engine.get("device", "auto")))
+        prepare_folder(profile, str(engine.get("device", "auto")), ranks)
     settings = fill_in(engine, shapes, random_input)
     with ExitStack() as stack:
         plain = stack.enter_context(LLM(**without_speculation(settings)))
@@ -75,10 +76,11 @@ def one_batch_command(
         ]
         device, dtype = torch.device(where["device"]), vars(torch)[where["engine"]["dtype"]]
         ceilings = Ceilings.measure(device, dtype)
-        results = [
-            with_bounds(result, plain, spec, prompts, ceilings, device, profile)
-            for result, prompts in zip(results, batches, strict=True)
-        ]
+        if ranks == 1:
+            results = [
+                with_bounds(result, plain, spec, prompts, ceilings, device, profile)
+                for result, prompts in zip(results, batches, strict=True)
+            ]
     if as_json:
         print_json(
             {
@@ -94,8 +96,13 @@ def one_batch_command(
     console = wide_console()
     console.print(ceilings.line(), style="dim", soft_wrap=True)
     print_table(table(results, settings.get("speculative_algorithm")), where)
+    if ranks > 1:
+        console.print(NO_BOUNDS, style="dim", soft_wrap=True)
     for remark in filter(None, map(too_few, results)):
         console.print(remark, style="yellow", soft_wrap=True)
+
+
+NO_BOUNDS = "No lower bounds with --tp-size, whose steps run in other processes; see forerun plan."
 
 
 def too_few(result: OneBatch) -> str | None:
@@ -150,12 +157,14 @@ def with_bounds(
     )
 
 
-def prepare_folder(folder: Path, device: str) -> None:
+def prepare_folder(folder: Path, device: str, ranks: int) -> None:
     """Creates the folder of `--profile`.
 
     Raises:
         ConfigError: no profile can be recorded or written.
     """
+    if ranks > 1:
+        raise ConfigError("--profile records steps of this process; drop it, or --tp-size.")
     if resolve_device(device).type != "cuda":
         raise ConfigError("--profile records GPU kernels and needs a GPU; drop it.")
     if folder.exists() and not folder.is_dir():

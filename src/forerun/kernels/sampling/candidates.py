@@ -92,15 +92,17 @@ def sample_candidates(
             wanted = tl.where(has_k, top_k, TOP_P_GROUPS).to(tl.int32)
             group_bits = tl.abs(max_logit - maxima).to(tl.int32, bitcast=True)
             inside = group < num_groups
-            bound = _upper_bound(group_bits, inside.to(tl.int32), wanted)
-            count = _gather_candidates(
+            bound = upper_bound(group_bits, inside.to(tl.int32), wanted)
+            count = gather_candidates(
                 logits, scratch, max_logit, group_bits, inside, bound, vocab,
                 GROUP_SIZE, GROUPS_BLOCK, BLOCK, MAX_CANDIDATES,
             )  # fmt: skip
             if count <= MAX_CANDIDATES:
-                token = _sample_candidate(
-                    scratch + GROUPS_BLOCK, count, temperature, top_k, top_p, min_p, key,
-                    tl.load(positions + row), target, vocab, has_k, has_p, PENDING, MAX_CANDIDATES,
+                bits_ptr = scratch + GROUPS_BLOCK
+                token = filter_and_sample(
+                    bits_ptr, bits_ptr + MAX_CANDIDATES, count, temperature, top_k, top_p, min_p,
+                    key, tl.load(positions + row), target, vocab, has_k, has_p,
+                    PENDING, MAX_CANDIDATES,
                 )  # fmt: skip
         if (token == PENDING) & has_k:
             threshold_bits, threshold_id = bisect_threshold(
@@ -139,19 +141,21 @@ def _reset_scratch(state, histograms, counts, num_counts, NUM_BINS: tl.constexpr
 
 
 @jit
-def _sample_candidate(
-    candidates, count, temperature, top_k, top_p, min_p, key, position, target, vocab,
+def filter_and_sample(
+    candidates, id_ptr, count, temperature, top_k, top_p, min_p, key, position, target, vocab,
     has_k, has_p, PENDING: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Filters the candidates and samples one; PENDING if they weigh less than the target."""
+    """Filters the candidates (gap bits, ids; of equal bits the lower id is first) and samples one;
+    PENDING if they weigh less than the target.
+    """
     j = tl.arange(0, MAX_CANDIDATES)
     token = tl.full((), PENDING, tl.int32)
     inside = j < count
     bits = tl.load(candidates + j, mask=inside, other=0x7FFFFFFF)
-    ids = tl.load(candidates + MAX_CANDIDATES + j, mask=inside, other=vocab - 1)
+    ids = tl.load(id_ptr + j, mask=inside, other=vocab - 1)
     weight = tl.where(inside, token_weight(bits, temperature), 0.0)
     kept, enough = inside, count > 0
-    rank, weight_before = _rank(candidates, bits, j, count, temperature, MAX_CANDIDATES)
+    rank, weight_before = rank_candidates(candidates, bits, j, count, temperature, MAX_CANDIDATES)
     if has_k:
         kept &= rank < top_k
     if has_p:
@@ -168,7 +172,7 @@ def _sample_candidate(
 
 
 @jit
-def _gather_candidates(
+def gather_candidates(
     logits, scratch, max_logit, group_bits, inside, bound, vocab,
     GROUP_SIZE: tl.constexpr, GROUPS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     MAX_CANDIDATES: tl.constexpr,
@@ -209,7 +213,7 @@ def _top_p_target(top_p, total):
 
 
 @jit
-def _upper_bound(bits, value, target):
+def upper_bound(bits, value, target):
     """An x >= the smallest with sum(value where bits <= x) >= target, from the upper 16 bits."""
     pivot = tl.full((), 0, tl.int32)
     for i in range(16):
@@ -220,7 +224,7 @@ def _upper_bound(bits, value, target):
 
 
 @jit
-def _rank(candidates, bits, place, count, temperature, MAX_CANDIDATES: tl.constexpr):
+def rank_candidates(candidates, bits, place, count, temperature, MAX_CANDIDATES: tl.constexpr):
     """(how many candidates, what weight) come before each, in the order of (bits, place)."""
     some = tl.arange(0, 8)[None, :]
     number = tl.zeros((MAX_CANDIDATES, 8), tl.int32)

@@ -10,6 +10,8 @@ from torch import Tensor
 TEMPERATURE, TOP_P, MIN_P, NUM_FLOATS = 0, 1, 2, 3
 KEY, TOP_K, MIN_POSITION, STOP_IDS = 0, 1, 2, 3  # stop ids to the end
 
+MAX_OWN_TOP_K = 64  # largest top-k for which ranks need no logits of each other
+
 
 @dataclass(frozen=True)
 class SamplingBatch:

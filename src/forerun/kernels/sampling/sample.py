@@ -10,7 +10,7 @@ the Gumbel-max trick in its exponential form: the lowest -weight / Exp(1). The l
     sample_candidates          with top-k or top-p: greedy rows, and rows whose token can be found
                                among a few candidates (candidates.py).
     find_top_p_thresholds      with top-p: the threshold of the other rows (thresholds.py).
-    _sample_parts              samples from each part of the rows that are not done.
+    sample_parts               samples from each part of the rows that are not done.
     _reduce_parts              the best of a row's parts.
 
 A row with a NaN or +inf, or of -inf alone, yields the `invalid` token.
@@ -49,15 +49,17 @@ from forerun.kernels.sampling.thresholds import (
 )
 
 
-def mask_stop_tokens(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> None:
+def mask_stop_tokens(
+    logits: Tensor, positions: Tensor, batch: SamplingBatch, first_id: int = 0
+) -> None:
     """In place: -inf at the requests' stop ids, in rows below their `min_position`.
 
-    Arguments as in `sample_tokens`. Triton only.
+    Arguments as in `sample_tokens`; `first_id` is that of the first column. Triton only.
     """
     count = batch.ints.shape[1] - STOP_IDS
     _mask_stop_tokens[(len(logits),)](
         logits, positions, batch.slots, batch.ints, logits.stride(0), batch.ints.stride(0),
-        len(logits) // len(batch.slots), count,
+        len(logits) // len(batch.slots), count, first_id, logits.shape[1],
         BLOCK=triton.next_power_of_2(count), num_warps=1, **pdl_options(logits),
     )  # fmt: skip
 
@@ -93,7 +95,7 @@ def sample_tokens(
     def scratch(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=logits.device)
 
-    group_max = _group_maxima(logits, parts)
+    group_max = group_maxima(logits)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     max_logit, threshold = scratch(1, torch.float32), scratch(2, torch.int32)
     search = TopPScratch.of(logits, parts.num_parts) if top_p else None
@@ -121,11 +123,11 @@ def sample_tokens(
         find_top_p_thresholds(logits, batch, max_logit, threshold, search, parts)
     scores = scratch(parts.num_parts, torch.float32)
     ids = scratch(parts.num_parts, torch.int32)
-    _sample_parts[grid](
-        logits, group_max, threshold, out, positions, *params, scores, ids,
-        vocab, *strides, num_groups, rows_per_request, parts.part_size,
-        INVALID=invalid, PENDING=PENDING, FILTERED=filtered, GROUPS_BLOCK=groups_block,
-        BLOCK=BLOCK, num_warps=warps, **options,
+    sample_parts[grid](
+        logits, group_max, None, *((threshold, out) if filtered else (None, None)), positions,
+        *params, scores, ids, vocab, 0, *strides, num_groups, rows_per_request, parts.part_size,
+        INVALID=invalid, PENDING=PENDING, GROUPS_BLOCK=groups_block, BLOCK=BLOCK,
+        num_warps=warps, **options,
     )  # fmt: skip
     _reduce_parts[(rows,)](
         scores, ids, out, parts.num_parts, vocab,
@@ -134,9 +136,12 @@ def sample_tokens(
     return out
 
 
-def _group_maxima(logits: Tensor, parts: RowParts) -> Tensor:
-    """[R, groups of `GROUP_SIZE` tokens] float32, the largest logit of each."""
-    rows, vocab = logits.shape
+def group_maxima(logits: Tensor) -> Tensor:
+    """[R, groups of `GROUP_SIZE` tokens] float32, the largest logit of each; +inf: one is NaN.
+
+    logits [R, V], any float dtype and row stride. Triton only.
+    """
+    (rows, vocab), parts = logits.shape, RowParts.of(logits)
     num_groups = triton.cdiv(vocab, GROUP_SIZE)
     maxima = torch.empty(rows, num_groups, dtype=torch.float32, device=logits.device)
     _group_max[rows, parts.num_parts](
@@ -147,10 +152,10 @@ def _group_maxima(logits: Tensor, parts: RowParts) -> Tensor:
     return maxima
 
 
-@jit
+@jit_no_specialize("first_id")
 def _mask_stop_tokens(
     logits, positions, slots, ints, row_stride, ints_stride, rows_per_request, count,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    first_id, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per row."""
     if PDL:
@@ -160,7 +165,8 @@ def _mask_stop_tokens(
     ints += tl.load(slots + row // rows_per_request) * ints_stride
     i = tl.arange(0, BLOCK)
     masked = (i < count) & (tl.load(positions + row) < tl.load(ints + 2))
-    ids = tl.load(ints + 3 + i, mask=masked, other=0)
+    ids = tl.load(ints + 3 + i, mask=masked, other=0) - first_id
+    masked &= (ids >= 0) & (ids < vocab)
     tl.store(logits + row * row_stride + ids, float("-inf"), mask=masked)
 
 
@@ -185,20 +191,26 @@ def _group_max(
         tl.store(group_max + row * num_groups + index, tl.max(x, 1), mask=index < num_groups)
 
 
-@jit
-def _sample_parts(
-    logits, group_max, threshold, out, positions, slots, floats, ints, score_ptr, id_ptr,
-    vocab, row_stride, floats_stride, ints_stride, num_groups, rows_per_request, part_size,
-    INVALID: tl.constexpr, PENDING: tl.constexpr, FILTERED: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+@jit_no_specialize("first_id")
+def sample_parts(
+    logits, group_max, max_logit_ptr, threshold, out, positions, slots, floats, ints,
+    score_ptr, id_ptr,
+    vocab, first_id, row_stride, floats_stride, ints_stride, num_groups, rows_per_request,
+    part_size, INVALID: tl.constexpr, PENDING: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per part of a row: its best token. FILTERED: `sample_candidates` ran before."""
+    """One CTA per part of a row: the best token, with its score.
+
+    logits: of ids from `first_id` on. max_logit_ptr: of rows of which these are a part; None: they
+    are whole. threshold: of `sample_candidates`, which has sampled greedy and invalid rows; None:
+    no row filters. out: PENDING in rows to be sampled; None: all are.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     todo = True
-    if FILTERED:
+    if out is not None:
         todo = tl.load(out + row) == PENDING
     if todo:
         logits += row * row_stride
@@ -206,11 +218,14 @@ def _sample_parts(
             slots, floats, ints, row, rows_per_request, floats_stride, ints_stride
         )
         position = tl.load(positions + row)
-        group = tl.arange(0, GROUPS_BLOCK)
-        maxima = tl.load(
-            group_max + row * num_groups + group, mask=group < num_groups, other=float("-inf")
-        )
-        max_logit = tl.max(maxima, 0)
+        if max_logit_ptr is None:
+            group = tl.arange(0, GROUPS_BLOCK)
+            maxima = tl.load(
+                group_max + row * num_groups + group, mask=group < num_groups, other=float("-inf")
+            )
+            max_logit = tl.max(maxima, 0)
+        else:
+            max_logit = tl.load(max_logit_ptr + row)
         best = tl.full((BLOCK,), float("inf"), tl.float32)
         ids = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
         for first in tl.range(part * part_size, part * part_size + part_size, BLOCK, num_stages=3):
@@ -218,12 +233,12 @@ def _sample_parts(
             x = tl.load(logits + id, mask=id < vocab, other=float("-inf")).to(tl.float32)
             gap = tl.abs(max_logit - x)
             bits, kept = gap.to(tl.int32, bitcast=True), id < vocab
-            if FILTERED:
+            if threshold is not None:
                 last_bits, last_id = tl.load(threshold + 2 * row), tl.load(threshold + 2 * row + 1)
                 kept &= (bits < last_bits) | ((bits == last_bits) & (id <= last_id))
             weight = token_weight(bits, temperature)
-            score = weight / keyed_noise(key, position, id)
-            if FILTERED:
+            score = weight / keyed_noise(key, position, first_id + id)
+            if threshold is not None:
                 kept &= weight >= min_p
             else:  # greedy rows: the gap itself is the score
                 kept &= weight >= tl.where(temperature > 0, min_p, -1.0)
@@ -233,13 +248,24 @@ def _sample_parts(
             best = tl.minimum(score, best)
         score = tl.min(best, 0)
         token = tl.min(tl.where(best == score, ids, 0x7FFFFFFF), 0)
-        if not FILTERED:  # else `sample_candidates` marked the row
+        if threshold is None:
             valid = is_valid(max_logit)
             score = tl.where(valid, score, float("-inf"))
-            token = tl.where(valid, token, INVALID)
+            token = tl.where(valid, first_id + token, INVALID)
         index = row * tl.num_programs(1) + part
         tl.store(score_ptr + index, score)
         tl.store(id_ptr + index, token)
+
+
+@jit
+def lowest_score(score_ptr, id_ptr, row, num_parts, BLOCK: tl.constexpr):
+    """(the lowest score of a row's parts, its token, the lowest id of equals)."""
+    i = tl.arange(0, BLOCK)
+    inside = i < num_parts
+    scores = tl.load(score_ptr + row * num_parts + i, mask=inside, other=float("inf"))
+    ids = tl.load(id_ptr + row * num_parts + i, mask=inside, other=0x7FFFFFFF)
+    lowest = tl.min(scores, 0)
+    return lowest, tl.min(tl.where(scores == lowest, ids, 0x7FFFFFFF), 0)
 
 
 @jit_no_specialize("num_parts")
@@ -247,7 +273,7 @@ def _reduce_parts(
     score_ptr, id_ptr, out, num_parts, vocab,
     PENDING: tl.constexpr, FILTERED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per row: the lowest score, the lowest id of equals."""
+    """One CTA per row: the best of its parts."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -256,9 +282,5 @@ def _reduce_parts(
     if FILTERED:
         todo = tl.load(out + row) == PENDING
     if todo:
-        i = tl.arange(0, BLOCK)
-        inside = i < num_parts
-        score = tl.load(score_ptr + row * num_parts + i, mask=inside, other=float("inf"))
-        ids = tl.load(id_ptr + row * num_parts + i, mask=inside, other=0x7FFFFFFF)
-        token = tl.min(tl.where(score == tl.min(score, 0), ids, 0x7FFFFFFF), 0)
+        _, token = lowest_score(score_ptr, id_ptr, row, num_parts, BLOCK)
         tl.store(out + row, tl.minimum(token, vocab - 1).to(tl.int64))
