@@ -1,4 +1,7 @@
-"""Sums over peer memory. On one GPU the ranks are streams, whose kernels wait for each other."""
+"""Sums, gathers and maxima over peer memory.
+
+On one GPU the ranks are streams, whose kernels wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.kernels.communication import all_reduce_sm90
+from forerun.kernels.communication import all_reduce_sm90, exchange_sm90, peers
 from forerun.kernels.communication.all_reduce_sm90 import (
     MAX_TOKENS,
-    PeerBuffers,
     Variant,
     all_reduce,
     all_reduce_add_rms_norm,
     all_reduce_add_rms_norm_ref,
 )
+from forerun.kernels.communication.peers import PeerBuffers
 from forerun.kernels.runtime import nvrtc
 from tests.kernels.test_cuda import assert_compiles_well
 
@@ -35,7 +38,7 @@ def test_which_tensors_fit() -> None:
     assert not fits(torch.zeros(1, 2880, dtype=torch.bfloat16))
     assert not fits(torch.zeros(1, 16384, dtype=torch.bfloat16))
     assert not fits(torch.zeros(2, 4097, dtype=torch.bfloat16)[:, 1:])
-    assert not all_reduce_sm90.serves(torch.device("cpu"))
+    assert not peers.serves(torch.device("cpu"))
 
 
 def test_the_reference_rounds_what_crosses() -> None:
@@ -63,10 +66,24 @@ def test_it_compiles(variant: Variant) -> None:
     assert_compiles_well(all_reduce_sm90.cuda_source(variant))
 
 
+@pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
+@pytest.mark.parametrize("what", exchange_sm90.KINDS)
+def test_exchanges_compile(what: str) -> None:
+    assert_compiles_well(exchange_sm90.cuda_source(what, 8, 3))
+
+
+def test_which_numbers_are_exchanged() -> None:
+    assert exchange_sm90.fits(torch.zeros(512, 2, 64, dtype=torch.int32))
+    assert not exchange_sm90.fits(torch.zeros(513, 2, 64, dtype=torch.int32))
+    assert not exchange_sm90.fits(torch.zeros(8, dtype=torch.bfloat16))
+    assert exchange_sm90.fits_max(torch.zeros(8)) and exchange_sm90.fits_max(torch.arange(8))
+    assert not exchange_sm90.fits_max(torch.zeros(8, dtype=torch.int32))
+
+
 @pytest.fixture(scope="module")
 def device() -> torch.device:
     device = torch.device("cuda")
-    if not all_reduce_sm90.serves(device):
+    if not peers.serves(device):
         pytest.skip("for Hopper")
     return device
 
@@ -75,7 +92,7 @@ class Group:
     """Ranks on one GPU, each with its stream."""
 
     def __init__(self, ranks: int, device: torch.device) -> None:
-        size = all_reduce_sm90.buffer_bytes(ranks)
+        size = peers.buffer_bytes(ranks)
         self.buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
         addresses = torch.tensor([b.data_ptr() for b in self.buffers], device=device)
         states = [torch.zeros(2, dtype=torch.int32, device=device) for _ in range(ranks)]
@@ -140,3 +157,36 @@ def test_sums_and_norms(hidden: int, ranks: int, device: torch.device) -> None:
                 torch.testing.assert_close(
                     first.float(), torch.stack(xs).float().sum(0), rtol=2**-8, atol=2**-6
                 )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exchanges(ranks: int, device: torch.device) -> None:
+    """Odd numbers of words, rows that end within a line, calls of other sizes in between."""
+    group, random = Group(ranks, device), torch.Generator(device).manual_seed(ranks)
+    for what in exchange_sm90.KINDS:
+        for rank in range(ranks):
+            exchange_sm90._load_kernel(what, ranks, rank, device)
+
+    def numbers(*shape: int) -> list[Tensor]:
+        limits = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+        return [
+            torch.randint(*limits, shape, generator=random, device=device) for _ in range(ranks)
+        ]
+
+    for shape in ((1, 1), (3, 5), (16, 2, 64), (1, 1), (40, 7)):
+        whole = numbers(*shape)
+        narrow = [each.to(torch.int32) for each in numbers(*shape)]
+        floats = [torch.randn(shape, generator=random, device=device) for _ in range(ranks)]
+        floats[0][0] = -torch.inf
+        floats[-1][-1] = torch.inf
+        for xs in (whole, narrow, floats):
+            want = torch.cat(xs, -1)
+            run = exchange_sm90.all_gather
+            results = group.run(lambda rank, xs=xs, run=run: run(xs[rank], group.peers[rank]))
+            assert all(torch.equal(got, want) for got in results)
+        for xs in (whole, floats):
+            want = torch.stack(xs).amax(0)
+            run = exchange_sm90.all_reduce_max
+            results = group.run(lambda rank, xs=xs, run=run: run(xs[rank], group.peers[rank]))
+            assert all(torch.equal(got, want) for got in results)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext
 from forerun.config.model_config import parse_model_config
-from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
+from forerun.kernels.communication.peers import PeerBuffers
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import dispatch
 from forerun.kernels.runtime.gpu import GpuInfo

@@ -109,6 +109,8 @@ class CudaGraphSteps:
         self.sizes = batch_buckets(largest)
         self.widths = tuple(widths)
         self._eager = EagerSteps(step)
+        self._vocab_is_divided = step.model.vocab_is_divided
+        self._flags = captured_flags(self._vocab_is_divided)
         buckets = PREFILL_BUCKETS if step.captures_prefill else ()
         # Padding must stay within a request's KV slots.
         self._prefill_buckets = [count for count in buckets if count < kv_len_ub]
@@ -126,9 +128,8 @@ class CudaGraphSteps:
     @property
     def count(self) -> int:
         """Number of steps that `capture` records."""
-        decode = sum(len(self._flags(b * w)) for b, w in product(self.sizes, self.widths))
-        prefill = len(self._prefill_buckets) * len(self._flags(1))
-        return decode + prefill + len(self.piecewise.buckets)
+        whole = len(self.sizes) * len(self.widths) + len(self._prefill_buckets)
+        return len(self._flags) * whole + len(self.piecewise.buckets)
 
     @torch.inference_mode()
     def capture(
@@ -151,13 +152,13 @@ class CudaGraphSteps:
         report = progress or (lambda name: None)
         with self.step.dummy_steps():
             for size, width in product(reversed(sizes or self.sizes), reversed(self.widths)):
-                for flags in self._flags(size * width):
+                for flags in self._flags:
                     report(f"decode {size} x {width} {_sampling(flags)}")
                     self._decode[size, width, flags] = self._capture_decode(size, width, flags)
             if sizes is not None:
                 self._capture_pieces(report, piece_buckets)
                 return
-            for count, flags in product(reversed(self._prefill_buckets), self._flags(1)):
+            for count, flags in product(reversed(self._prefill_buckets), self._flags):
                 report(f"prefill {count} {_sampling(flags)}")
                 self._prefill[count, flags] = self._capture_prefill(count, flags)
             self._capture_pieces(report, self.piecewise.buckets)
@@ -313,13 +314,6 @@ class CudaGraphSteps:
         if failed is not None:
             raise failed
 
-    def _flags(self, rows: int) -> tuple[SamplingFlags, ...]:
-        """Sets of sampling operations, of each of which a step is captured that samples `rows`."""
-        return captured_flags(self.step.sampler.samples_own(rows))
-
-    def _captured_for(self, flags: SamplingFlags, rows: int) -> SamplingFlags:
-        return flags.widened(self.step.sampler.samples_own(rows))
-
     def _padding(self, size: int) -> Tensor:
         tables = self.step.tables
         return torch.full((size,), tables.padding_slot, dtype=torch.int64, device=tables.device)
@@ -340,9 +334,8 @@ class CudaGraphSteps:
         if len(batch.slots) > self.sizes[-1]:
             return self._eager.decode(batch)
         slots, count = self._padded(batch.slots), len(batch.slots)
-        width = batch.num_verify_tokens
-        flags = self._captured_for(batch.flags, len(slots) * width)
-        captured = self._decode[len(slots), width, flags]
+        flags = batch.flags.widened(self._vocab_is_divided)
+        captured = self._decode[len(slots), batch.num_verify_tokens, flags]
         if slots != captured.last_slots:
             self._fill_slots(captured.slots, slots)
             captured.last_slots = slots
@@ -418,7 +411,7 @@ class CudaGraphSteps:
         count = self._prefill_buckets[at]
         if chunk.start + count >= self.kv_len_ub:
             return None
-        return self._prefill.get((count, self._captured_for(flags, 1)))
+        return self._prefill.get((count, flags.widened(self._vocab_is_divided)))
 
     def _padded(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The slots, padded to the next bucket; unchanged if the batch exceeds the largest one."""

@@ -162,7 +162,7 @@ class DeviceExecutor:
         if self.tables.device.type != "cuda":
             return flags
         # Only these sets of operations are compiled at start.
-        return flags.widened(from_own_logits=self.step.model.vocab_is_divided)
+        return flags.widened(self.step.model.vocab_is_divided)
 
     def keep_tokens(self, plan: StepPlan, result: StepResult) -> None:
         """Appends a step's tokens to the host copies, for algorithms that read tokens there."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
+from forerun.kernels.communication.peers import PeerBuffers
 
 
 class Communicator(ABC):

@@ -13,8 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
-from forerun.kernels.communication import all_reduce_sm90
-from forerun.kernels.communication.all_reduce_sm90 import PeerBuffers
+from forerun.kernels.communication import all_reduce_sm90, exchange_sm90, peers
 from forerun.layers.communication import Communicator
 from forerun.platform.network import interface_to
 
@@ -62,13 +61,13 @@ class TorchCommunicator(Communicator):
             device_id=device if self._on_gpu else None,
         )
 
-        if place.peer_memory and all_reduce_sm90.serves(device):
+        if place.peer_memory and peers.serves(device):
             self._exchange_buffers(device, place.timeout)
 
     def _exchange_buffers(self, device: torch.device, timeout: int) -> None:
         """Sets `peers`, if the GPUs can write to each other's memory."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # not used
-        size, group = all_reduce_sm90.buffer_bytes(self.size), dist.group.WORLD
+        size, group = peers.buffer_bytes(self.size), dist.group.WORLD
         assert group is not None
         try:
             self._buffer = symm_mem.empty(size, dtype=torch.uint8, device=device)
@@ -79,7 +78,7 @@ class TorchCommunicator(Communicator):
             return
         addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         state = torch.zeros(2, dtype=torch.int32, device=device)
-        self.peers = PeerBuffers(self.rank, addresses, state, timeout)
+        self.peers = peers.PeerBuffers(self.rank, addresses, state, timeout)
         torch.cuda.synchronize(device)
         dist.barrier()  # all buffers are zeros
 
@@ -92,11 +91,15 @@ class TorchCommunicator(Communicator):
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if self.peers is not None and exchange_sm90.fits_max(x):
+            return exchange_sm90.all_reduce_max(x, self.peers)
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if self.peers is not None and exchange_sm90.fits(x):
+            return exchange_sm90.all_gather(x, self.peers)
         out = x.new_empty(self.size, *x.shape)
         if self._on_gpu:
             dist.all_gather_into_tensor(out, x)

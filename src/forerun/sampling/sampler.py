@@ -51,11 +51,11 @@ class SamplingFlags:
             ),
         )
 
-    def widened(self, from_own_logits: bool = False) -> SamplingFlags:
+    def widened(self, vocab_is_divided: bool = False) -> SamplingFlags:
         """The one of `captured_flags` that serves this batch, or one with penalties."""
         flags = GREEDY
         if self.sampled or self.min_tokens:
-            flags = SAMPLED_FROM_OWN if from_own_logits and not self.whole_rows else SAMPLED
+            flags = SAMPLED_FROM_OWN if vocab_is_divided and not self.whole_rows else SAMPLED
         return replace(flags, penalties=self.penalties)
 
 
@@ -66,11 +66,11 @@ SAMPLED = SamplingFlags(
 SAMPLED_FROM_OWN = replace(SAMPLED, whole_rows=False)
 
 
-def captured_flags(from_own_logits: bool) -> tuple[SamplingFlags, ...]:
-    """For which steps are captured. `from_own_logits`: ranks have parts of the logits, and sample
-    from these if no request filters whole rows.
+def captured_flags(vocab_is_divided: bool) -> tuple[SamplingFlags, ...]:
+    """For which steps are captured. Ranks sample from their own logits unless a request filters
+    whole rows.
     """
-    return (GREEDY, SAMPLED_FROM_OWN, SAMPLED) if from_own_logits else (GREEDY, SAMPLED)
+    return (GREEDY, SAMPLED_FROM_OWN, SAMPLED) if vocab_is_divided else (GREEDY, SAMPLED)
 
 
 def sample(

@@ -96,13 +96,15 @@ def one_batch_command(
     console = wide_console()
     console.print(ceilings.line(), style="dim", soft_wrap=True)
     print_table(table(results, settings.get("speculative_algorithm")), where)
-    if ranks > 1:
-        console.print(NO_BOUNDS, style="dim", soft_wrap=True)
-    for remark in filter(None, map(too_few, results)):
+    for remark in filter(None, (without_bounds(ranks), *map(too_few, results))):
         console.print(remark, style="yellow", soft_wrap=True)
 
 
-NO_BOUNDS = "No lower bounds with --tp-size, whose steps run in other processes; see forerun plan."
+def without_bounds(ranks: int) -> str | None:
+    """A remark if the engine's steps run in other processes, where they cannot be counted."""
+    if ranks == 1:
+        return None
+    return "No floor, GEMMs and host gap with --tp-size; forerun plan estimates a rank's floor."
 
 
 def too_few(result: OneBatch) -> str | None:

@@ -9,47 +9,21 @@
 #define PARTS 4       // of this rank's own sum
 #define PARTS_FLOAT 1  // they are float32; 0: bfloat16
 #define NORM 1         // 0: the sum alone
-#define MAX_TOKENS 64
 #define ROW_BYTES 32768  // of a token in the buffers: lines of up to 8192 columns
+#define RANK_BYTES 2097152  // of one rank in another one's buffer: 64 tokens
 #endif
 
+#include "peers_sm90.cuh"
 #include "sm90.cuh"
 
 constexpr int THREADS = HIDDEN / 8, WARPS = THREADS / 32;
 static_assert(HIDDEN % 256 == 0 && THREADS <= 1024, "whole warps, one CTA");
 
-// A line is 16 bytes: two words of data, each with the number of the call beside it. Whoever reads that number
-// has the data, since 8 bytes are written at once: there is no fence and no flag to wait for besides.
-__device__ inline void push(u64 line, u32 a, u32 b, u32 call) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %3, %2, %3};" ::"l"(line), "r"(a), "r"(b), "r"(call)
-               : "memory");
-}
-
-__device__ inline bool pull(u64 line, u32& a, u32& b, u32 call) {
-  u32 first, second;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(first), "=r"(b), "=r"(second)
-               : "l"(line)
-               : "memory");
-  return first == call && second == call;
-}
-
-__device__ inline u64 nanoseconds() {
-  u64 time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
-
 // 8 columns of another rank, which may not have come so far. Traps after `seconds`.
 __device__ inline uint4 wait_for(u64 line, u32 call, int seconds) {
   uint4 x;
-  u64 end = 0;
-  for (int tries = 1; !pull(line, x.x, x.y, call) || !pull(line + 16 * THREADS, x.z, x.w, call); tries++) {
-    if (tries % 1024) continue;
-    u64 now = nanoseconds();
-    if (!end) end = now + seconds * 1000000000ull;
-    if (now > end) __trap();
-  }
+  Deadline deadline(seconds);
+  while (!pull(line, x.x, x.y, call) || !pull(line + 16 * THREADS, x.z, x.w, call)) deadline.check();
   return x;
 }
 
@@ -98,7 +72,7 @@ __device__ inline u32 scale(u32 x, float inv_rms, u32 weight) {
 }
 
 // total [T, H] = residual + the sum over ranks of the sum of parts [PARTS, T, H]; out = its RMSNorm. Without
-// NORM: total = that sum. buffers: the address of every rank's buffer, [2, RANKS, MAX_TOKENS] rows of lines,
+// NORM: total = that sum. buffers: the address of every rank's buffer, [2, RANKS, tokens] rows of lines,
 // of which a rank writes those of its own number. state: the number of the last call, and CTAs that are done.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 all_reduce_sm90_kernel(const void* parts, const u16* residual, const u16* norm_weight, u16* total, u16* out,
@@ -113,8 +87,8 @@ all_reduce_sm90_kernel(const void* parts, const u16* residual, const u16* norm_w
 
   u32 call = *(volatile u32*)state + 1;
   uint4 own = own_sum(parts, at, T);
-  u64 half = (u64)(call % 2) * RANKS * MAX_TOKENS * ROW_BYTES;
-  u64 offset = half + (u64)token * ROW_BYTES + thread * 16, of_rank = (u64)MAX_TOKENS * ROW_BYTES;
+  u64 half = (u64)(call % 2) * RANKS * RANK_BYTES;
+  u64 offset = half + (u64)token * ROW_BYTES + thread * 16, of_rank = RANK_BYTES;
 #pragma unroll
   for (int i = 1; i < RANKS; i++) {
     u64 line = buffer[(RANK + i) % RANKS] + offset + RANK * of_rank;
@@ -151,8 +125,5 @@ all_reduce_sm90_kernel(const void* parts, const u16* residual, const u16* norm_w
 #else
   __syncthreads();  // all threads have read the number of the call
 #endif
-  if (thread == 0 && atomicAdd(state + 1, 1) == gridDim.x - 1) {
-    state[1] = 0;
-    *(volatile u32*)state = call;
-  }
+  if (thread == 0) end_call(state, call);
 }

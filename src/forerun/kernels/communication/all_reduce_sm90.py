@@ -1,12 +1,9 @@
 """All-reduce of few tokens over peer memory on Hopper (`all_reduce_sm90.cu`), by NVRTC.
 
 A decode step sums a few kilobytes across ranks twice per layer: all of the time is latency. One
-kernel adds up this rank's split-K partials, writes the sum to a buffer of every other rank, adds
-what the others have written to its own, and goes on with the residual and the norm: one crossing of
-NVLink, no kernel besides. The data brings its own flags (NCCL calls such a protocol LL).
-
-Two halves of the buffers take turns. A rank writes to one again in the next call but one, after it
-has got data of the call between, whose sender had then read everything before it.
+kernel adds up this rank's split-K partials, writes the sum to a buffer of every other rank
+(`peers.py`), adds what the others have written to its own, and goes on with the residual and the
+norm: one crossing of NVLink, no kernel besides.
 """
 
 from __future__ import annotations
@@ -18,41 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.kernels.communication.peers import (
+    MAX_HIDDEN,
+    MAX_TOKENS,
+    RANK_BYTES,
+    ROW_BYTES,
+    PeerBuffers,
+)
 from forerun.kernels.runtime import nvrtc
-from forerun.kernels.runtime.gpu import gpu_of
 
 SOURCE = Path(__file__).with_name("all_reduce_sm90.cu")
-MAX_TOKENS = 64
-MAX_HIDDEN = 8192
-ROW_BYTES = 4 * MAX_HIDDEN  # of a token: as many bytes of flags as of data
 MAX_PARTS = 16
-
-
-@dataclass(frozen=True)
-class PeerBuffers:
-    """What the ranks write to each other, and a rank's count of calls."""
-
-    rank: int
-    addresses: Tensor  # [ranks] int64, on the device
-    state: Tensor  # [2] int32, zeros at first
-    seconds: int  # until a rank that waits for another one gives up, which ends its process
-
-    @property
-    def ranks(self) -> int:
-        return len(self.addresses)
-
-
-def buffer_bytes(ranks: int) -> int:
-    """Of each rank's buffer, zeros at first."""
-    return 2 * ranks * MAX_TOKENS * ROW_BYTES
-
-
-def serves(device: torch.device) -> bool:
-    """Whether the kernel runs on this device."""
-    if device.type != "cuda":
-        return False
-    gpu = gpu_of(device)
-    return gpu.capability == 90 and not gpu.amd and nvrtc.available()
 
 
 def fits(x: Tensor) -> bool:
@@ -93,8 +66,8 @@ def cuda_source(variant: Variant) -> str:
             "PARTS": variant.parts,
             "PARTS_FLOAT": int(variant.is_float),
             "NORM": int(variant.norm),
-            "MAX_TOKENS": MAX_TOKENS,
             "ROW_BYTES": ROW_BYTES,
+            "RANK_BYTES": RANK_BYTES,
         },
     )
 
