@@ -18,7 +18,7 @@ from tests.golden_engine import CASES, golden_llm
 
 
 def test_the_machine_has_cores() -> None:
-    usable, physical = cpu_threads._logical_cores(), cpu_threads._physical_cores()
+    usable, physical = cpu_threads.logical_cores(), cpu_threads._physical_cores()
     assert 1 <= physical <= usable <= (os.cpu_count() or 1)
 
 
@@ -28,7 +28,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     monkeypatch.setattr(cpu_threads, "_physical_cores", lambda: 4)
-    monkeypatch.setattr(cpu_threads, "_logical_cores", lambda: 8)
+    monkeypatch.setattr(cpu_threads, "logical_cores", lambda: 8)
     for name in cpu_threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     yield

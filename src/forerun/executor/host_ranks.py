@@ -1,8 +1,8 @@
 """A node other than node 0: its ranks run the plans of the engine on node 0.
 
-    engine  --pipe-->  ranks of node 0
+    engine  --shared memory-->  ranks of node 0
        |
-       '--TCP-->  this process  --pipe-->  ranks of this node
+       '--TCP-->  this process  --shared memory-->  ranks of this node
 
 This process passes the engine's messages on to its ranks, and tells when one of them ends. Where
 the connection is lost, both sides end their ranks.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
 from forerun.core.errors import ConfigError, ExecutorError
+from forerun.executor.plan_ring import PlanRing, RingWriter
 from forerun.executor.process_executor import (
     CLOSE,
     CLOSE_SECONDS,
@@ -22,6 +23,8 @@ from forerun.executor.process_executor import (
     spawn,
 )
 from forerun.executor.rank_process import RankTask, run_rank
+
+ROOM_SECONDS = 1e-4  # between two looks whether the ring has room again
 
 
 class RankGone(ExecutorError):
@@ -60,10 +63,11 @@ class NodeRanks(ABC):
 class Rank:
     """A rank's process on this node."""
 
-    def __init__(self, task: RankTask) -> None:
+    def __init__(self, task: RankTask, ring: PlanRing, index: int) -> None:
+        """`index`: among those of the node, which read from `ring`."""
         self.number = task.place.rank
-        name = f"forerun-rank-{self.number}"
-        self.connection, self.grammars, self.process = spawn(run_rank, (task,), name)
+        name, args = f"forerun-rank-{self.number}", (task, ring, index)
+        self.connection, self.grammars, self.process = spawn(run_rank, args, name)
         self._reading = threading.Lock()
         self._error: Exception | None = None  # what it said before it ended
 
@@ -95,22 +99,27 @@ class Rank:
 
 
 class LocalRanks(NodeRanks):
-    """Those of this node: messages are sent over a pipe to each of them."""
+    """Those of this node: messages reach them through shared memory."""
 
-    def __init__(self, ranks: Sequence[Rank], on_end: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], ring: PlanRing, on_end: Callable[[Exception], None]
+    ) -> None:
         self.ranks, self.on_end = ranks, on_end
+        self._ring = RingWriter(ring, [rank.connection for rank in ranks], self._wait_for_room)
         self.info = b""  # the INFO message of the first one, after `wait_ready`
         self._closing = threading.Event()
+        self._ended = threading.Event()  # some or all of them; `on_end` has been called
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
     @classmethod
     def start(cls, tasks: Sequence[RankTask], on_end: Callable[[Exception], None]) -> LocalRanks:
         """Starts the processes."""
+        ring = PlanRing(len(tasks))
         ranks: list[Rank] = []
         try:
-            ranks += map(Rank, tasks)
-            return cls(ranks, on_end)
+            ranks += (Rank(task, ring, index) for index, task in enumerate(tasks))
+            return cls(ranks, ring, on_end)
         except BaseException:
             for rank in ranks:
                 rank.process.kill()
@@ -120,8 +129,13 @@ class LocalRanks(NodeRanks):
         self.info, *_ = [rank.receive() for rank in self.ranks]
 
     def send(self, message: bytes) -> None:
-        for rank in self.ranks:
-            rank.connection.send_bytes(message)
+        if self._ended.is_set():
+            raise EOFError("a rank has ended")
+        self._ring.send(message)
+
+    def _wait_for_room(self) -> None:
+        if self._ended.wait(ROOM_SECONDS):
+            raise EOFError("a rank has ended")
 
     def receive(self) -> bytes:
         """The next message of the first rank, which reports for all."""
@@ -143,9 +157,8 @@ class LocalRanks(NodeRanks):
     def close(self) -> None:
         """Those that do not end are killed. Repeated calls do nothing."""
         self._closing.set()
-        for rank in self.ranks:
-            if rank.process.is_alive():
-                self._tell(rank, CLOSE)
+        if not (self._ended.is_set() or self._ring.is_full):  # full: they no longer read
+            self._ring.send(CLOSE)
         end = time.monotonic() + CLOSE_SECONDS
         for rank in self.ranks:
             rank.process.join(max(0.0, end - time.monotonic()))
@@ -156,17 +169,17 @@ class LocalRanks(NodeRanks):
             rank.connection.close()
             rank.grammars.close()
 
-    def _tell(self, rank: Rank, message: bytes) -> None:
-        try:
-            rank.connection.send_bytes(message)
-        except OSError:
-            return  # it has ended meanwhile
-
     def _watch(self) -> None:
         """Body of the watching thread."""
         ended = wait([rank.process.sentinel for rank in self.ranks])
-        if self._closing.is_set():
-            return
+        try:
+            if not self._closing.is_set():
+                self._end_all(ended)
+        finally:
+            self._ended.set()
+
+    def _end_all(self, ended: Sequence[object]) -> None:
+        """`ended`: sentinels of those that have ended by themselves."""
         cause = self._why(ended)
         for rank in self.ranks:
             rank.process.kill()

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_plan, encode
 from forerun.core.errors import ConfigError
+from forerun.executor.plan_ring import PlanRing, RingReader
 from forerun.executor.process_executor import (
     DISABLE_DRAFTS,
     FAILED,
@@ -31,11 +33,13 @@ from forerun.executor.process_executor import (
 )
 from forerun.executor.tensor_parallel import config_of_rank
 from forerun.layers.torch_communicator import HOST, RankPlace
+from forerun.platform.cpu_threads import logical_cores
 
 if TYPE_CHECKING:
     from forerun.executor.device_executor import DeviceExecutor, PendingDeviceStep
 
 POLL_SECONDS = 2e-5  # between two looks whether the device has completed a step
+SPIN_SECONDS = 1e-3  # for which a rank with nothing to do looks for the next plan
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,14 @@ def rank_tasks(
     return tasks
 
 
-def run_rank(connection: Connection, grammars: Connection, task: RankTask) -> None:
-    """The body of the process."""
+def run_rank(
+    connection: Connection, grammars: Connection, task: RankTask, ring: PlanRing, index: int
+) -> None:
+    """The body of the process, the reader `index` of `ring`."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    plans = RingReader(ring, index, connection)
     try:
-        _serve(task, connection, grammars)
+        _serve(task, plans, connection, grammars)
     except (EOFError, BrokenPipeError):
         code = 0  # the parent has exited
     except ConfigError as error:
@@ -90,39 +97,50 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _serve(task: RankTask, connection: Connection, grammars: Connection) -> None:
+def _serve(task: RankTask, plans: RingReader, connection: Connection, grammars: Connection) -> None:
     from forerun.executor.build import build_executor
     from forerun.executor.tensor_parallel import check_ranks, rank_device
     from forerun.layers.torch_communicator import TorchCommunicator
 
     place = task.place
     check_ranks(task.config)
-    comm = TorchCommunicator(place, rank_device(task.config, place.rank))
+    device = rank_device(task.config, place.rank)
+    plans.spin_seconds = _spin_seconds(device.type, len(task.config.nodes.ranks))
+    comm = TorchCommunicator(place, device)
     executor = build_executor(task.config, Path(task.model_path), task.overlap_depth, comm)
     threading.Thread(target=compile_grammars, args=(grammars, executor), daemon=True).start()
     connection.send_bytes(INFO + encode(executor.info))
-    _run_plans(connection, executor, reports=place.rank == 0)
+    report = connection.send_bytes if place.rank == 0 else None
+    _run_plans(plans, executor, report)
 
 
-def _run_plans(connection: Connection, executor: DeviceExecutor, reports: bool) -> None:
+def _spin_seconds(device: str, ranks: int) -> float:
+    """None where the cores are needed: by steps on a CPU, or with fewer than two for each of this
+    machine's `ranks` and the engine.
+    """
+    return 0.0 if device == "cpu" or logical_cores() < 2 * (ranks + 1) else SPIN_SECONDS
+
+
+def _run_plans(
+    plans: RingReader, executor: DeviceExecutor, report: Callable[[bytes], None] | None
+) -> None:
     depth = executor.info.limits.overlap_depth
     pending: deque[PendingDeviceStep] = deque()
 
     def read_oldest() -> None:
         result = pending.popleft().result()
-        if reports:
-            connection.send_bytes(RESULT + encode(result))
+        if report is not None:
+            report(RESULT + encode(result))
 
     while True:
         # The next plan comes while the device works on this one: neither waits for the other.
         if pending and pending[0].is_done:
             read_oldest()
             continue
-        if pending and not connection.poll():
-            time.sleep(POLL_SECONDS)  # a timeout of `poll` is rounded up to a millisecond
-            continue
-        message = connection.recv_bytes()
-        if message[:1] == PLAN:
+        message = plans.take() if pending else plans.receive()
+        if message is None:
+            time.sleep(POLL_SECONDS)
+        elif message[:1] == PLAN:
             while len(pending) > depth:
                 read_oldest()
             pending.append(executor.launch(decode_plan(message[1:])))

@@ -40,7 +40,7 @@ class CpuThreads:
         for name in VARIABLES:
             if os.environ.get(name):
                 return cls(current, f"{name} is set")
-        logical, physical = _logical_cores(), _physical_cores()
+        logical, physical = logical_cores(), _physical_cores()
         if current not in (logical, physical):  # torch starts with one of these
             return cls(current, "torch.set_num_threads was called")
         if weight_bytes < SMALL_WEIGHTS:
@@ -89,14 +89,14 @@ def _usable() -> list[int]:
         return []
 
 
-def _logical_cores() -> int:
+def logical_cores() -> int:
     return len(_usable()) or os.cpu_count() or 1
 
 
 def _physical_cores() -> int:
     """Cores without SMT siblings; the logical cores if unknown."""
     cores = {_read(_CPUS / f"cpu{cpu}/topology/thread_siblings_list") for cpu in _usable()}
-    return len(cores) if cores and "" not in cores else _logical_cores()
+    return len(cores) if cores and "" not in cores else logical_cores()
 
 
 def _read(path: Path) -> str:
