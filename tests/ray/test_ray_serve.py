@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from forerun import LLM
 from tests.server.support import PROMPT, wait_for
 
+openai = pytest.importorskip("openai")
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 

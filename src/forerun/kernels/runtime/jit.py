@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,9 @@ def use_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_LOADING = threading.RLock()  # a kernel loads those that its module names
+
+
 class LazyKernel:
     """A Triton kernel or device function that is passed to `triton.jit` on first use.
 
@@ -61,18 +65,26 @@ class LazyKernel:
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
         self.fn, self.options = fn, options
         self._jitted: Any = None
+        self._loaded = False
 
     def load(self) -> Any:
-        """The `triton.JITFunction` (or its interpreted counterpart)."""
-        if self._jitted is None:
-            self._jitted = triton.jit(self.fn, **self.options)
-            scope = self.fn.__globals__
-            for name, value in list(scope.items()):
-                if isinstance(value, LazyKernel):
-                    scope[name] = value.load()
-                elif isinstance(value, LazyModule):
-                    scope[name] = importlib.import_module(value.module)
+        """The `triton.JITFunction` (or its interpreted counterpart). From any thread."""
+        if not self._loaded:
+            with _LOADING:
+                self._load()
         return self._jitted
+
+    def _load(self) -> None:
+        if self._jitted is not None:
+            return  # by another thread, or this one has come back to where it began
+        self._jitted = triton.jit(self.fn, **self.options)
+        scope = self.fn.__globals__
+        for name, value in list(scope.items()):
+            if isinstance(value, LazyKernel):
+                scope[name] = value.load()
+            elif isinstance(value, LazyModule):
+                scope[name] = importlib.import_module(value.module)
+        self._loaded = True
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return self.load()[grid]  # type: ignore[no-any-return]
