@@ -18,9 +18,9 @@ import itertools
 import json
 import statistics
 import sys
-import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
@@ -73,26 +73,27 @@ def arguments() -> argparse.Namespace:
 
 
 def tokens_per_second(clients: int, args: argparse.Namespace) -> float:
-    """Of all answers that arrive in time."""
+    """Of all answers that arrive in time.
+
+    Raises:
+        OSError: a request failed.
+    """
     begin = time.perf_counter() + WARM_UP_SECONDS
     end = begin + args.seconds
-    tokens = [0] * clients
 
-    def ask(client: int) -> None:
+    def ask(client: int) -> int:
+        tokens = 0
         for number in itertools.count():
             answer = generate(args.port, f"def f_{client}_{number}(a, b):")
             now = time.perf_counter()
             if now >= end:
-                return
+                break
             if now >= begin:
-                tokens[client] += answer["meta_info"]["completion_tokens"]
+                tokens += answer["meta_info"]["completion_tokens"]
+        return tokens
 
-    threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(tokens) / args.seconds
+    with ThreadPoolExecutor(clients) as threads:
+        return sum(threads.map(ask, range(clients))) / args.seconds
 
 
 def generate(port: int, text: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def test_threads_that_load_a_kernel_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     threads = [threading.Thread(target=load) for _ in range(2)]
     threads[0].start()
     assert entered.wait(20)  # the first thread is between the two kernels
+    assert all(isinstance(scope[name], LazyKernel) for name in ("launched", "called"))
     threads[1].start()
     threads[1].join(0.2)
     go_on.set()

@@ -108,7 +108,7 @@ class LocalRanks(NodeRanks):
         self._ring = RingWriter(ring, [rank.connection for rank in ranks], self._wait_for_room)
         self.info = b""  # the INFO message of the first one, after `wait_ready`
         self._closing = threading.Event()
-        self._ended = threading.Event()  # some or all of them; `on_end` has been called
+        self._ended = threading.Event()  # some or all of them; whoever is to know has been told
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
@@ -157,9 +157,11 @@ class LocalRanks(NodeRanks):
     def close(self) -> None:
         """Those that do not end are killed. Repeated calls do nothing."""
         self._closing.set()
-        if not (self._ended.is_set() or self._ring.is_full):  # full: they no longer read
-            self._ring.send(CLOSE)
         end = time.monotonic() + CLOSE_SECONDS
+        while self._ring.is_full and time.monotonic() < end and not self._ended.wait(ROOM_SECONDS):
+            pass  # they still read a long plan, or no longer read
+        if not (self._ended.is_set() or self._ring.is_full):
+            self._ring.send(CLOSE)
         for rank in self.ranks:
             rank.process.join(max(0.0, end - time.monotonic()))
             rank.process.kill()

@@ -115,7 +115,7 @@ def _serve(task: RankTask, plans: RingReader, connection: Connection, grammars: 
 
 
 def _spin_seconds(device: str, ranks: int) -> float:
-    """None where the cores are needed: by steps on a CPU, or with fewer than two for each of this
+    """0 where the cores are needed: by steps on a CPU, or with fewer than two for each of this
     machine's `ranks` and the engine.
     """
     return 0.0 if device == "cpu" or logical_cores() < 2 * (ranks + 1) else SPIN_SECONDS

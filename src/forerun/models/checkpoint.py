@@ -535,7 +535,10 @@ def fill_dummy(
     shards: Mapping[str, Shard] | None = None,
     comm: Communicator = SINGLE_RANK,
 ) -> None:
-    """Random weights from a fixed seed and their names: the same however ranks divide them.
+    """Random weights from a seed and their names: the same for any number of ranks.
+
+    Experts have other names, and so other weights, where groups of several ranks have them
+    (1 < ep_size < tp_size).
 
     Args:
         load_format: "dummy": everything U(-0.001, 0.001), as SGLang and vLLM fill theirs. Layers
@@ -551,7 +554,7 @@ def fill_dummy(
     dtype = next(view.dtype for view in plain_views if view.is_floating_point())
     parts = _Parts(shards or {}, comm)
     for name, view in views.items():
-        generator.manual_seed((seed << 32) + crc32(name.encode()))
+        generator.manual_seed(crc32(f"{seed} {name}".encode()))
         shard, shape = parts.shards.get(name), tuple(view.shape)
         if shard is None and isinstance(view, Tensor) and view.is_contiguous():
             _fill_dummy(name, view, load_format, generator)

@@ -51,7 +51,7 @@ def sample_across(
     """`sample`, without `flags.whole_rows`, on every rank.
 
     Args:
-        own: [B, W, n], the logits of this rank's ids.
+        own: [B, W, n], the logits of this rank's ids. On a GPU, stop ids are masked in place.
         vocab: these ids.
         positions, batch, flags: as those of `sample`.
 

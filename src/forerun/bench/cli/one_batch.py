@@ -75,8 +75,9 @@ def one_batch_command(
             for shape, prompts in zip(shapes, batches, strict=True)
         ]
         device, dtype = torch.device(where["device"]), vars(torch)[where["engine"]["dtype"]]
-        ceilings = Ceilings.measure(device, dtype)
-        if ranks == 1:
+        # With several ranks the steps are in other processes: nothing here counts their work.
+        ceilings = None if ranks > 1 else Ceilings.measure(device, dtype)
+        if ceilings is not None:
             results = [
                 with_bounds(result, plain, spec, prompts, ceilings, device, profile)
                 for result, prompts in zip(results, batches, strict=True)
@@ -87,24 +88,20 @@ def one_batch_command(
                 "settings": settings,
                 "input": "random" if random_input else "python",
                 "repetitions": repetitions,
-                "ceilings": ceilings.as_dict(),
+                "ceilings": None if ceilings is None else ceilings.as_dict(),
                 "results": [result.as_dict() for result in results],
                 "environment": where,
             }
         )
         return
     console = wide_console()
-    console.print(ceilings.line(), style="dim", soft_wrap=True)
+    console.print(ceilings.line() if ceilings else NO_CEILINGS, style="dim", soft_wrap=True)
     print_table(table(results, settings.get("speculative_algorithm")), where)
-    for remark in filter(None, (without_bounds(ranks), *map(too_few, results))):
+    for remark in filter(None, map(too_few, results)):
         console.print(remark, style="yellow", soft_wrap=True)
 
 
-def without_bounds(ranks: int) -> str | None:
-    """A remark if the engine's steps run in other processes, where they cannot be counted."""
-    if ranks == 1:
-        return None
-    return "No floor, GEMMs and host gap with --tp-size; forerun plan estimates a rank's floor."
+NO_CEILINGS = "No floor, GEMMs and host gap with --tp-size; forerun plan estimates a rank's floor."
 
 
 def too_few(result: OneBatch) -> str | None:

@@ -78,12 +78,13 @@ class LazyKernel:
         if self._jitted is not None:
             return  # by another thread, or this one has come back to where it began
         self._jitted = triton.jit(self.fn, **self.options)
-        scope = self.fn.__globals__
+        scope, found = self.fn.__globals__, {}
         for name, value in list(scope.items()):
             if isinstance(value, LazyKernel):
-                scope[name] = value.load()
+                found[name] = value.load()
             elif isinstance(value, LazyModule):
-                scope[name] = importlib.import_module(value.module)
+                found[name] = importlib.import_module(value.module)
+        scope.update(found)  # at once: other threads launch what they find there
         self._loaded = True
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ rank, among which are those of all. The rules are those of `sample.py`, number f
     _own_best           over the parts of a row.
     choose              from what the ranks have exchanged.
 
-What is exchanged is [R, 2, n] int32. A row without top-k has its score, as bits, and its id in
-column 0. With top-k it has the gaps of n = MAX_OWN_TOP_K candidates, as bits, and their ids.
+What is exchanged is [R, 2, c] int32. A row without top-k has its score, as bits, and its id in
+column 0. With top-k it has the gaps of c = MAX_OWN_TOP_K candidates, as bits, and their ids.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def sample_own(
     """This rank's best tokens. Triton only.
 
     Args:
-        logits: [R, V / ranks] of the ids from `first_id` on, any float dtype and row stride.
+        logits: [R, n] of the n ids from `first_id` on, any float dtype and row stride.
         group_max: of `group_maxima`.
         max_logit: [R] float32, the largest logits of all ranks.
         positions: [R] integers, of the tokens to be sampled.
@@ -60,7 +60,7 @@ def sample_own(
         top_k: whether any request may use it.
 
     Returns:
-        [R, 2, n] int32, n = MAX_OWN_TOP_K with `top_k`, else 1.
+        [R, 2, c] int32, c = MAX_OWN_TOP_K with `top_k`, else 1.
     """
     rows, vocab = logits.shape
     device, num_groups = logits.device, group_max.shape[1]
@@ -108,7 +108,7 @@ def choose(
     """The tokens, from every rank's best ones. Triton only.
 
     Args:
-        best: [R, 2, ranks · n] int32, those of `sample_own`, by rank.
+        best: [R, 2, ranks · c] int32, those of `sample_own`, by rank.
         max_logit, positions, batch: as of `sample_own`.
         vocab: tokens of all ranks.
 
