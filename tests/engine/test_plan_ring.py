@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -282,11 +283,11 @@ def never_read(connection: Connection, _: Connection) -> None:
 
 
 class IdleRank(Rank):
-    """A process that builds no executor and reads nothing."""
+    """A process that builds no executor; it reads nothing unless `body` does."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, body: Any = never_read, *args: Any) -> None:
         self.number = number
-        self.connection, self.grammars, self.process = spawn(never_read, ())
+        self.connection, self.grammars, self.process = spawn(body, args)
         self._reading, self._error = threading.Lock(), None
 
 
@@ -336,7 +337,7 @@ def test_ranks_that_are_killed_while_the_writer_waits(
     assert ends.empty()
 
 
-def test_close_does_not_wait_for_a_full_ring(
+def test_close_does_not_wait_forever_for_a_full_ring(
     idle: tuple[LocalRanks, SimpleQueue[Exception]],
 ) -> None:
     ranks, ends = idle
@@ -344,6 +345,24 @@ def test_close_does_not_wait_for_a_full_ring(
     with ThreadPoolExecutor(1) as threads:
         threads.submit(ranks.close).result(20)
     assert ends.empty()
+
+
+def read_late(connection: Connection, _: Connection, ring: PlanRing) -> None:
+    """Body of a process."""
+    time.sleep(0.3)
+    reader = RingReader(ring, 0, connection)
+    while reader.receive() != CLOSE:
+        pass
+
+
+def test_close_waits_until_a_full_ring_has_been_read() -> None:
+    """The rank ends in order: it is not killed."""
+    ring = PlanRing(1)
+    rank = IdleRank(0, read_late, ring)
+    ranks = LocalRanks([rank], ring, SimpleQueue().put)
+    fill(ranks)
+    ranks.close()
+    assert rank.process.exitcode == 0
 
 
 # --- nothing is left ----------------------------------------------------------------------------
