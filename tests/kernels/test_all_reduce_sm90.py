@@ -1,4 +1,4 @@
-"""Sums, gathers and maxima over peer memory.
+"""Sums, gathers and maxima over peer memory: all_reduce_sm90.py, exchange_sm90.py.
 
 On one GPU the ranks are streams, whose kernels wait for each other.
 """

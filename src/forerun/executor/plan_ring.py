@@ -1,4 +1,4 @@
-"""Messages from one process to several on its machine, over a ring of slots in shared memory.
+"""A broadcast ring buffer in shared memory: messages from one process to several on its machine.
 
 A message is written once, however many processes read it. Long ones take several slots. Each
 reader counts the slots that it has read, and the writer waits before it overwrites one that is

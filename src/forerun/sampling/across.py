@@ -1,4 +1,4 @@
-"""Samples from logits of which every tensor-parallel rank has those of some token ids.
+"""Samples from vocab-parallel logits: every tensor-parallel rank has those of some token ids.
 
 The tokens are those that `sample` takes from all logits.
 

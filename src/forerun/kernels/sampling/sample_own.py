@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Samples from logits that tensor-parallel ranks have parts of: a token needs few of the others'.
+"""Samples from vocab-parallel logits: a token needs few numbers of the other ranks.
 
 A row needs the largest logit of all ranks, then one (score, id) per rank, the best of its tokens,
 of which the best of all is the row's token; with top-k the `MAX_OWN_TOP_K` largest logits of every
