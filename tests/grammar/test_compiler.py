@@ -252,7 +252,7 @@ def test_the_vocabulary_can_be_read_before_it_is_needed(tmp_path: Path) -> None:
     vocabulary = by.vocabulary()
     by.compile(grammar(regex="a"))
     assert by.vocabulary() is vocabulary
-    assert new_compiler(tmp_path).prepare().startswith("none (A grammar needs a tokenizer; none")
+    assert new_compiler(tmp_path).prepare().startswith("none (A grammar needs a tokenizer. No")
 
 
 def test_special_tokens_match_text_only_where_a_tag_names_them() -> None:

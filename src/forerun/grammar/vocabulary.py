@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import ConfigError, RequestError
+from forerun.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from xgrammar import TokenizerInfo
@@ -112,12 +113,7 @@ def import_xgrammar() -> Any:
 
 
 def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise RequestError(
-            f"A grammar needs a tokenizer; none loads from {folder}: {reason}"
-        ) from None
+        return load_tokenizer(folder)
+    except ConfigError as error:
+        raise RequestError(f"A grammar needs a tokenizer. {error}") from None

@@ -13,6 +13,7 @@ from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.llm.hub import with_local_paths
+from forerun.models import tokenizer
 from forerun.speculative.registry import all_options, get_algorithm
 
 
@@ -63,16 +64,6 @@ def load_tokenizer(config: EngineConfig, target: Path) -> Any:
     """
     if config.skip_tokenizer_init:
         return None
-    from transformers import AutoTokenizer
-
     folder = Path(config.tokenizer_path) if config.tokenizer_path else target
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        tokenizer("")  # resets truncation and padding, so that later calls are thread-safe
-        return tokenizer
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"No tokenizer loads from {folder}: {reason} Set tokenizer_path, or skip_tokenizer_init"
-            " to work on token ids."
-        ) from error
+    advice = "Set tokenizer_path, or skip_tokenizer_init to work on token ids."
+    return tokenizer.load_tokenizer(folder, advice)

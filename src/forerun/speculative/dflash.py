@@ -21,6 +21,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import BFLOAT16
 from forerun.models.dflash import load_dflash
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
+from forerun.models.tokenizer import load_tokenizer
 from forerun.speculative.base import (
     Draft,
     DraftContext,
@@ -207,9 +208,6 @@ def _mask_token(config: EngineConfig, draft: DFlashConfig, target: ModelConfig) 
 
 
 def _token_id(config: EngineConfig, token: str) -> int | None:
-    from transformers import AutoTokenizer
-
-    folder = config.tokenizer_path or config.model_path
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    found = tokenizer.get_vocab().get(token)
+    folder = Path(str(config.tokenizer_path or config.model_path))
+    found = load_tokenizer(folder).get_vocab().get(token)
     return None if found is None else int(found)

@@ -25,6 +25,7 @@ from forerun.models.checkpoint import FIX_FOLDER
 from forerun.models.loader import load_target_at
 from forerun.models.quantization import weight_format
 from forerun.models.registry import model_class
+from forerun.models.tokenizer import load_tokenizer
 from forerun.speculative.base import (
     Draft,
     DraftContext,
@@ -172,14 +173,8 @@ def _check_vocabulary(
 
 
 def _vocabulary(folder: Path) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"No tokenizer loads from {folder}: {reason} Copy the target's there if the draft was"
-            " trained with it, or set skip_tokenizer_init to work on token ids."
-        ) from error
-    return dict(tokenizer.get_vocab())
+    advice = (
+        "Copy the target's there if the draft was trained with it, or set skip_tokenizer_init to"
+        " work on token ids."
+    )
+    return dict(load_tokenizer(folder, advice).get_vocab())
