@@ -13,7 +13,6 @@ import torch
 
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.executor.compiled_cpu import CompiledCpuSteps
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.speculative.base import Draft, ProposeInput
 from tests.golden_engine import CASES, golden_llm
@@ -130,27 +129,6 @@ def test_a_traceback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     logged = [r for r in caplog.records if r.exc_info]
     assert [r.getMessage() for r in logged] == ["Faulty.propose failed"]
     assert "somebody else's bug" in caplog.text
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)  # a compiler, on a machine that may be busy
-@pytest.mark.usefixtures("without_cpu_kernels")  # with them steps are not compiled
-def test_a_tree_that_fails_fits_the_compiled_step(
-    plain: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is verified in its place is a tree too."""
-    monkeypatch.setattr(Oracle, "answers", {tuple(PROMPTS[0]): plain[0][0]})
-    short = {**GREEDY, "max_new_tokens": 12}
-    with golden_llm("TOY-FAULTY-TREES", cpu_graph=True) as llm:
-        out = llm.generate(input_ids=PROMPTS[0], sampling_params=short)
-        assert out.finish_reason["type"] == "abort"
-        assert "FaultyTrees.propose: ZeroDivisionError" in out.finish_reason["message"]
-        again = llm.generate(input_ids=PROMPTS[0], sampling_params=short)
-        assert again.output_ids == plain[0][0][:12]
-        assert max(again.meta_info["spec_accept_lengths"]) == 4
-        llm.engine.check()
-        steps = llm.engine.executor.steps
-        assert isinstance(steps, CompiledCpuSteps) and len(steps._steps) == 1
 
 
 def test_an_observer_that_fails(plain: list[list[list[int]]]) -> None:

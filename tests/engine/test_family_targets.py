@@ -167,8 +167,8 @@ def test_transformers_modules_come_with_a_warning(
     with family_llm(root, "transformers") as llm:
         assert llm.explain()["model_impl"] == "transformers"
     assert "model_impl transformers" in caplog.text and "several times" in caplog.text
-    with pytest.raises(ConfigError, match="cpu_graph is not available with model_impl"):
-        family_llm(root, "transformers", cpu_graph=True)
+    with pytest.raises(ConfigError, match="graph is not available with model_impl"):
+        family_llm(root, "transformers", enable_piecewise_cuda_graph=True)
     with pytest.raises(ConfigError, match="or set model_impl transformers"):
         family_llm(root, "transformers", model_impl="auto")
 

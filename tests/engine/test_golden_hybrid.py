@@ -270,14 +270,6 @@ def test_recorded_steps_accept_the_same() -> None:
     assert sum(flat) / len(flat) >= 2.5
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-def test_compiled_steps_accept_the_same() -> None:
-    with toy(cpu_graph=True) as llm:
-        for _ in range(2):
-            hold(llm, PROMPTS[:1], GREEDY, TEXTS[:1], MATCHES[:1])
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
 
 

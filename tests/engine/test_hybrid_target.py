@@ -202,15 +202,6 @@ def test_the_dtype_of_states_needs_linear_attention() -> None:
         LLM(FOLDERS["STANDALONE"], skip_tokenizer_init=True, mamba_ssm_dtype="bfloat16")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_compiled_steps_give_the_same_output(algorithm: str | None) -> None:
-    with hybrid_llm("qwen3.5", algorithm, cpu_graph=True) as llm:
-        out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
-    assert out.output_ids == reference("qwen3.5", False)[0]
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
 
 

@@ -151,14 +151,6 @@ def test_experts_in_fp8_give_the_same_output_with_every_draft() -> None:
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-def test_compiled_steps_give_the_same_output() -> None:
-    with moe_llm(cpu_graph=True) as llm:
-        out = llm.generate(input_ids=prompts()[0], sampling_params=params(GREEDY, 0))
-    assert out.output_ids == reference(False)[0]
-
-
 def test_expert_sizes_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     config = {**TARGET.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 20}))

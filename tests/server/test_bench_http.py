@@ -45,9 +45,9 @@ def test_a_refused_request_ends_the_benchmark(server: LiveServer) -> None:
 
 
 def test_settings_become_flags() -> None:
-    settings = {"page_size": 64, "cpu_graph": True, "speculative_adaptive": False, "dtype": None}
+    settings = {"page_size": 64, "enable_trace": True, "speculative_adaptive": False, "dtype": None}
     assert command_line(settings) == [
-        "--page-size", "64", "--cpu-graph", "--no-speculative-adaptive",
+        "--page-size", "64", "--enable-trace", "--no-speculative-adaptive",
     ]  # fmt: skip
 
 

@@ -165,7 +165,6 @@ class EngineConfig:
         "Largest prefill, in tokens per step, that is captured in pieces; default: up to where"
         " running its kernels takes longer than launching them (measured), at most 2048",
     )
-    cpu_graph: bool = _setting(False, "Compile decode steps on a CPU (needs a C++ compiler)")
     disable_overlap_schedule: bool = _setting(
         False, "Wait for the result of each step before scheduling the next one"
     )

@@ -37,7 +37,6 @@ from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import EagerSteps, StepExecutor
 from forerun.grammar.compiler import CompileOptions, GrammarCompiler
 from forerun.grammar.vocabulary import VocabularySource
-from forerun.kernels.cpu import library
 from forerun.kvcache.pools import PoolShape
 from forerun.layers.attention import KVScales, ProjectedAttention
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
@@ -110,8 +109,7 @@ class _Builder:
         with self.memory.stage("K/V pools", "lower mem_fraction_static or max_total_tokens"):
             step = make_step(budget)
         step.simulate = self._simulated()
-        # A compiled step would contain the timestamps of its tracing as constants.
-        if config.enable_trace and not config.cpu_graph:
+        if config.enable_trace:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step), settings.threads)
         executor.grammars = self._grammars(model_path)
@@ -291,12 +289,6 @@ class _Builder:
 
     def _steps(self, step: DeviceStep) -> StepExecutor:
         settings = self.settings
-        if settings.config.cpu_graph and library.library() is not None:
-            log.warning("cpu_graph has no effect: the CPU kernels are faster than compiled steps.")
-        elif settings.config.cpu_graph:
-            from forerun.executor.compiled_cpu import CompiledCpuSteps
-
-            return CompiledCpuSteps(step, settings.limits.max_positions)
         graphs = self._graphs(step)
         if graphs is None:
             records = CpuGraphSteps.serves(step) and self.comm.size == 1
@@ -315,13 +307,10 @@ class _Builder:
         settings = self.settings
         if not settings.config.speculative_adaptive or len(settings.widths) == 1:
             return None
-        # Steps are compiled on first use; measure eager ones instead.
-        compiled = settings.config.cpu_graph and library.library() is None
-        measured = DeviceExecutor(executor.step) if compiled else executor
         with progress("measuring step costs"):
             largest = settings.limits.slots
             slowest = self.agreement.slowest
-            return measure_step_costs(measured, settings.widths, largest, slowest)
+            return measure_step_costs(executor, settings.widths, largest, slowest)
 
     def _simulated(self) -> SimulatedAcceptance | None:
         settings = self.settings

@@ -110,10 +110,6 @@ def resolve(
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits)
-    if config.cpu_graph:  # last: it takes seconds
-        from forerun.executor.compiled_cpu import check_usable
-
-        check_usable(device)
     threads = None
     if device.type == "cpu":
         threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
@@ -122,9 +118,10 @@ def resolve(
 
 def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
     """Steps of transformers' modules are not captured: nothing says that they can be."""
-    for name in ("cpu_graph", "enable_piecewise_cuda_graph"):
-        if getattr(config, name):
-            raise ConfigError(f"{name} is not available with model_impl transformers; drop it.")
+    if config.enable_piecewise_cuda_graph:
+        raise ConfigError(
+            "enable_piecewise_cuda_graph is not available with model_impl transformers; drop it."
+        )
     log.warning(
         "model_impl transformers: %s runs in transformers' own modules. Attention is Forerun's; all"
         " else is neither fused nor captured in CUDA graphs, so a decode step takes as long as the"

@@ -1,6 +1,6 @@
 """Step executors: the interface that runs decode steps and prompt chunks, and the eager one.
 
-`cuda_graphs.py` replays captured steps on a GPU, `compiled_cpu.py` runs compiled ones on a CPU.
+`cuda_graphs.py` replays captured steps on a GPU, `cpu_graphs.py` recorded ones on a CPU.
 """
 
 from __future__ import annotations

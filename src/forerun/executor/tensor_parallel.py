@@ -59,9 +59,10 @@ def check_ranks(config: EngineConfig) -> None:
     where = f"with tp_size {config.tp_size}"
     if config.model_impl == TRANSFORMERS:
         raise ConfigError(f"model_impl transformers is not available {where}; drop one of them.")
-    for name in ("enable_piecewise_cuda_graph", "cpu_graph"):
-        if vars(config)[name]:
-            raise ConfigError(f"{name} is not available {where}; drop one of them.")
+    if config.enable_piecewise_cuda_graph:
+        raise ConfigError(
+            f"enable_piecewise_cuda_graph is not available {where}; drop one of them."
+        )
 
 
 def config_of_rank(config: EngineConfig, rank: int) -> EngineConfig:

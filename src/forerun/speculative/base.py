@@ -284,8 +284,8 @@ class SpeculativeAlgorithm(ABC):
         """Whether `propose` and `observe` can be captured with the verify pass.
 
         True: shapes depend on (B, W) only, and neither method reads the device on the host or
-        makes tensors from host values. The whole step is one graph, or one compiled function with
-        `cpu_graph`. False: both run eagerly, before and after the captured verify pass.
+        makes tensors from host values; the whole step is then one graph. False: both run eagerly,
+        before and after the captured verify pass.
         """
         return False
 
