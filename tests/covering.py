@@ -12,7 +12,7 @@ import pytest
 def covering(cells: Sequence[Mapping[str, str]], strength: int) -> set[int]:
     """Indices of cells that together have what all cells have.
 
-    `cells`: parameter -> value, the same parameters in every cell. `strength`: 1
+    `cells`: parameter -> value, the same parameters in every cell. `strength`: 0 takes one cell, 1
     covers every value of a parameter, 2 every pair of values, and so on. Greedy, hence not the
     smallest set; of equally good cells the first, hence the same set in every process.
     """

@@ -11,7 +11,13 @@ from tests.covering import covering
 
 @pytest.mark.parametrize(
     ("sizes", "strength", "most"),
-    [((3, 3, 2, 2, 2), 1, 3), ((3, 3, 2, 2, 2), 2, 12), ((5, 9), 1, 9), ((5, 9), 2, 45)],
+    [
+        ((3, 3, 2, 2, 2), 0, 1),
+        ((3, 3, 2, 2, 2), 1, 3),
+        ((3, 3, 2, 2, 2), 2, 12),
+        ((5, 9), 1, 9),
+        ((5, 9), 2, 45),
+    ],
 )
 def test_every_combination_occurs_in_a_small_part(
     sizes: tuple[int, ...], strength: int, most: int

@@ -19,6 +19,7 @@ def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+@pytest.mark.exhaustive
 def test_the_page_is_current() -> None:
     pytest.importorskip("triton")
     page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")

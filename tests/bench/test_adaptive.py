@@ -52,6 +52,7 @@ def test_another_policy_for_a_while() -> None:
         assert llm.engine.scheduler.widths is own
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("simulated", [(), (1.2, 5.0)])
 def test_sweep(simulated: tuple[float, ...]) -> None:
     own: dict[str, Any] = {"speculative_adaptive": True}
@@ -146,6 +147,7 @@ def test_algorithms_table() -> None:
     assert "OTHER - - - - - refused" in text
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_algorithms_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

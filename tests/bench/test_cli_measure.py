@@ -84,6 +84,7 @@ def test_one_batch_dummy_weights(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert out["results"][0]["plain"]["steps"] == 3
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_one_batch_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     """The steps run in other processes, so their GEMMs cannot be counted."""
@@ -106,6 +107,7 @@ def test_eval_json(capsys: pytest.CaptureFixture[str], skill: str) -> None:
     assert len(out["acceptance_per_position"]) * out["verify_ct"] == out["proposed_drafts"]
 
 
+@pytest.mark.exhaustive
 @needs_pair
 def test_vs_transformers_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = call(

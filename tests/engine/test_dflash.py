@@ -78,6 +78,7 @@ def test_sampling_from_the_anchor_verifies_one_token_more(tmp_path: Path) -> Non
     assert info["spec_num_proposed_drafts"] == 10 * info["spec_verify_ct"]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("settings", "drafts"),
     [

@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from forerun import LLM
+from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
+from forerun.executor.resolve import _with_transformers
 from tests.engine.test_matrix import GREEDY, SEEDED, generate, params
 from tests.engine.test_moe_target import SIZES, prompts
 from tests.golden_engine import poison_on_release
@@ -103,6 +105,7 @@ def reference(root: Path, kind: str, sampled: bool, device: str = "cpu") -> list
         ]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
@@ -116,7 +119,7 @@ def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
     assert output == ids[len(prompt) :]
 
 
-@pytest.mark.covering(1, 2)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])
@@ -147,6 +150,7 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(kind, {}) for kind in KINDS if kind != "transformers"]
@@ -168,7 +172,7 @@ def test_transformers_modules_come_with_a_warning(
         assert llm.explain()["model_impl"] == "transformers"
     assert "model_impl transformers" in caplog.text and "several times" in caplog.text
     with pytest.raises(ConfigError, match="graph is not available with model_impl"):
-        family_llm(root, "transformers", enable_piecewise_cuda_graph=True)
+        _with_transformers(EngineConfig(enable_piecewise_cuda_graph=True), root / "transformers")
     with pytest.raises(ConfigError, match="or set model_impl transformers"):
         family_llm(root, "transformers", model_impl="auto")
 

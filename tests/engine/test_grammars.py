@@ -116,7 +116,7 @@ def reference() -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [5, 512])
@@ -149,6 +149,7 @@ def test_long_paths_of_trees_are_accepted(monkeypatch: pytest.MonkeyPatch) -> No
         assert accepted >= 0.6 * len(reference()[i])
 
 
+@pytest.mark.exhaustive
 def test_logits_of_a_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group of requests has its own rows of the masks."""
     monkeypatch.setattr(token_sampler, "GROUP_BYTES", 1)
@@ -156,6 +157,7 @@ def test_logits_of_a_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(llm) == reference()
 
 
+@pytest.mark.exhaustive
 def test_widths_and_deferred_observes() -> None:
     """The width changes from step to step, and plain steps are observed later."""
     with bundled_llm("DFLASH", speculative_adaptive=True) as llm:

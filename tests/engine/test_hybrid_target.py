@@ -85,6 +85,7 @@ def reference(kind: str, sampled: bool, device: str = "cpu") -> list[list[int]]:
         ]
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_decoding_equals_transformers(kind: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
@@ -98,7 +99,7 @@ def test_plain_decoding_equals_transformers(kind: str) -> None:
     assert len({token for output in outputs for token in output}) > 10  # a text, not one token
 
 
-@pytest.mark.covering(1, 3)
+@pytest.mark.covering(0, 3)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512)])

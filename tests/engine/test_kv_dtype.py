@@ -42,6 +42,7 @@ def plain(kv: str) -> list[list[int]]:
     return texts(None, kv, disable_radix_cache=True)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("kv", "algorithm", "chunk", "page_size"),
     [
@@ -107,6 +108,7 @@ def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
     assert out[0] == out[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("float32_drafts")
 def test_fp8_does_not_reduce_acceptance() -> None:
     asked = problems(12)

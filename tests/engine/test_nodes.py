@@ -169,6 +169,7 @@ def test_nodes_that_differ_are_told_how(
 VERSIONS = ("2.9.0", "2.9.0", "2.10.1")
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_does_not_join_in_time(
     target: Path, address: tuple[str, int], threads: ThreadPoolExecutor
 ) -> None:

@@ -111,6 +111,7 @@ def read_all(connection: Connection, _: Connection, ring: PlanRing, index: int) 
     connection.send_bytes(digest.digest())
 
 
+@pytest.mark.exhaustive
 def test_processes_read_the_same_messages() -> None:
     """Also those of several slots, and of more than there are, after pauses and without."""
     ring, draw = PlanRing(3), random.Random(0)
@@ -355,6 +356,7 @@ def read_late(connection: Connection, _: Connection, ring: PlanRing) -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_close_waits_until_a_full_ring_has_been_read() -> None:
     """The rank ends in order: it is not killed."""
     ring = PlanRing(1)
@@ -392,6 +394,7 @@ def be_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not SHARED.exists(), reason="Linux")
 def test_nothing_is_left_of_a_writer_that_is_killed() -> None:
     """No file, no warning, and the reader ends too."""

@@ -178,6 +178,7 @@ LIMITS = {  # error relative to the logits, and the share of argmax that stay th
 }
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("size", "form"),
     [

@@ -35,7 +35,7 @@ def wanted() -> list[list[int]]:
         ]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
 @pytest.mark.parametrize(
     "settings",

@@ -189,6 +189,7 @@ def of_one_rank(kind: str, rotate: int) -> list[list[int]]:
         return run(engine, kind, rotate)
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.exhaustive) for cell in CELLS],
@@ -236,6 +237,7 @@ def test_text_of_two_ranks_that_divide_the_experts_whole(kind: str) -> None:
         assert engine.explain()["ep_size"] == 2
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [
@@ -301,6 +303,7 @@ EBNF = 'root ::= "yes" | "no" | "per" root'
 # --- processes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_processes_give_the_same_text_and_one_that_dies_ends_the_engine() -> None:
     settings = config("dense", "DFLASH", tp_size=2, speculative_adaptive=True)
     executor = RanksExecutor.start(settings, folder("dense"))

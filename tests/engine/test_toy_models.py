@@ -84,7 +84,7 @@ def test_plain_decoding_equals_the_reference(kind: type[ToyModel]) -> None:
     assert len({token for output in outputs for token in output}) > 10  # a text, not one token
 
 
-@pytest.mark.covering(1, 2)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
@@ -157,6 +157,7 @@ def test_a_cached_prefix_ends_at_a_snapshot() -> None:
         llm.engine.check()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_a_snapshot_is_kept_where_prompts_branch_off(chunk: int) -> None:
     """Such as after a system prompt: the third prompt finds the state that the second saved."""

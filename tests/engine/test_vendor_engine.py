@@ -20,6 +20,7 @@ from tests.models.support import _COMMON, _DENSE, random_hf, save
 KINDS = stand_ins.stand_ins()
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("name", "algorithm", "page", "chunk", "tight"),
     [
@@ -39,6 +40,7 @@ def test_the_text_is_that_of_plain_decoding(
     assert "fwd" in stand_ins.calls
 
 
+@pytest.mark.exhaustive
 def test_windows_whose_pages_are_reused() -> None:
     """What lies behind a window is not there any more."""
     stand_ins.calls.clear()
@@ -101,6 +103,7 @@ def latent_texts(folder: Path, algorithm: str | None = None, **settings: Any) ->
     return cold
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("name", "algorithm", "chunk"),
     [

@@ -65,6 +65,7 @@ def test_the_script_runs(
     assert float(capsys.readouterr().out) >= 1
 
 
+@pytest.mark.exhaustive
 def test_the_test_recipe_runs() -> None:
     names: dict[str, Any] = {"__name__": "guide"}
     exec(compile(RUN[1], "guide", "exec"), names)

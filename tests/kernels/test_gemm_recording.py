@@ -52,6 +52,7 @@ def test_every_entry_point_counts_once(
     assert [(g.n, g.k, g.tokens) for g in gemms] == [(64, 64, 3)] * len(made)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("k", [128, 1024])
 @pytest.mark.parametrize("tokens", [3, 130])
 def test_packed_weights_count_their_bytes(tokens: int, k: int, device: torch.device) -> None:

@@ -142,6 +142,7 @@ def by_token(qkv: Tensor, of: DeltaGates, heads: Heads, now: Tensor) -> tuple[Te
     return torch.stack(outs), states
 
 
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("function", UPDATES)
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 @pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
@@ -199,7 +200,7 @@ def check_update(
             close(start_of(kept, slot), after[i][committed], 1e-4)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(0)
 @pytest.mark.parametrize("function", PREFILLS)
 @pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize("counts", [(1, 3, 2), (63, 65, 64), (130, 1, 17)])
@@ -222,6 +223,7 @@ def test_prefill_of_bfloat16_states(function: object, device: torch.device) -> N
     check_prefill(function, (3, 5, 1), SMALL, F32, device, torch.bfloat16)
 
 
+@pytest.mark.exhaustive
 def test_prefill_in_half_precision(device: torch.device) -> None:
     """float16, because Triton's interpreter has no matrix products of bfloat16."""
     check_prefill(gated_delta_prefill, (1, 70, 64), SMALL, torch.float16, device)

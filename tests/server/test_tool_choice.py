@@ -206,6 +206,7 @@ def test_the_bundled_model_calls_functions(server: LiveServer, choice: Any) -> N
         assert len(deltas) > 2  # arguments come in pieces
 
 
+@pytest.mark.exhaustive
 def test_the_bundled_model_calls_functions_in_responses(server: LiveServer) -> None:
     tool = {"type": "function", **LIVE["function"]}
     call: Any = {"model": "bundled", "input": "x", "tools": [tool], "tool_choice": "required"}

@@ -151,6 +151,7 @@ def test_frequent_tokens_weigh_every_pool_the_same() -> None:
     assert frequent_tokens([small, large], 12, 4).tolist() == [5, 6, 7, 8]
 
 
+@pytest.mark.exhaustive
 def test_draft_learns(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """One text of the target's own, learnt by heart: chains hold to their end."""
     prompt = torch.randint(4, 64, (1, 6), generator=torch.Generator().manual_seed(4))

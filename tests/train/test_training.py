@@ -189,6 +189,7 @@ def test_walk_counts() -> None:
     assert walk([0], 3) == (0, [0, 0, 0])
 
 
+@pytest.mark.exhaustive
 def test_draft_learns(target, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(4)
     ids = np.tile(np.arange(4, 44, dtype=np.uint16), (16, 1))
