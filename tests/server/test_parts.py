@@ -510,6 +510,9 @@ class NoProcess:
     def __init__(self) -> None:
         self.sentinel, self._writer = os.pipe()
 
+    def is_alive(self) -> bool:
+        return True
+
     def kill(self) -> None: ...
 
     def join(self) -> None: ...
@@ -533,7 +536,7 @@ def test_others_get_their_turn_while_messages_of_the_engine_wait(
             turns += 1
 
     async def read() -> int:
-        link = EngineLink(Placement(EngineConfig()), Path("model"), tmp_path, "plain")
+        link = EngineLink(Placement(EngineConfig()), Path("model"), tmp_path, "plain", 0)
         context = zmq.Context()
         engine = context.socket(zmq.PUSH)
         engine.connect(link._task.outbox)
@@ -592,6 +595,7 @@ class SilentLink(Link):
     """A process that says nothing."""
 
     on_end: Callable[[], None] | None = None
+    hangs = False
 
     async def ready(self) -> None:
         return None

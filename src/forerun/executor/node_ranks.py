@@ -7,6 +7,7 @@ since they may wait for it in a collective: whoever waits for them finds the pip
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,9 @@ from forerun.executor.process_executor import (
     spawn,
 )
 from forerun.executor.rank_process import RankTask, run_rank
+from forerun.platform.stacks import where_it_hangs
+
+log = logging.getLogger("forerun")
 
 ROOM_SECONDS = 1e-4  # between two looks whether the ring has room again
 
@@ -97,6 +101,12 @@ class Rank:
             return self._error or gone
         return self._error
 
+    def log_if_it_hangs(self) -> None:
+        """After it should have ended. Its process may be continued if it was stopped."""
+        if self.process.is_alive() and self.process.pid is not None:
+            for text in where_it_hangs(self.process.pid):
+                log.error("Rank %d does not end: %s", self.number, text)
+
 
 class LocalRanks(NodeRanks):
     """Those of this node: messages reach them through shared memory."""
@@ -164,6 +174,7 @@ class LocalRanks(NodeRanks):
             self._ring.send(CLOSE)
         for rank in self.ranks:
             rank.process.join(max(0.0, end - time.monotonic()))
+            rank.log_if_it_hangs()
             rank.process.kill()
             rank.process.join()
         self._watching.join()

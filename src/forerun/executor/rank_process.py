@@ -34,6 +34,7 @@ from forerun.executor.process_executor import (
 from forerun.executor.tensor_parallel import config_of_rank
 from forerun.layers.torch_communicator import HOST, RankPlace
 from forerun.platform.cpu_threads import logical_cores
+from forerun.platform.stacks import offer_stacks
 
 if TYPE_CHECKING:
     from forerun.executor.device_executor import DeviceExecutor, PendingDeviceStep
@@ -72,6 +73,7 @@ def run_rank(
 ) -> None:
     """The body of the process, the reader `index` of `ring`."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    offer_stacks()
     plans = RingReader(ring, index, connection)
     try:
         _serve(task, plans, connection, grammars)

@@ -43,6 +43,7 @@ from forerun.server.messages import (
 from forerun.server.metrics import ServerMetrics
 from forerun.server.placement import Placement
 from forerun.server.routing import Load
+from forerun.server.watchdog import WATCHDOG_TIMEOUT
 
 log = logging.getLogger("forerun")
 
@@ -72,8 +73,13 @@ class EngineClient:
         metrics: ServerMetrics,
         log_format: str = "plain",
         name: str = "The engine",
+        watchdog_timeout: float = WATCHDOG_TIMEOUT,
     ) -> None:
-        """`name`: in log messages."""
+        """
+        Args:
+            name: in log messages.
+            watchdog_timeout: seconds after which a silent engine is taken to hang; 0: never.
+        """
         self.metrics = metrics
         self.name = name
         self.state = EngineState.STARTING
@@ -83,6 +89,7 @@ class EngineClient:
         self.on_lost: Callable[[list[Running], ApiError], None] = self.fail_all
         self.on_ready: Callable[[], None] = lambda: None  # called after a restart
         self._placement, self._model_path, self._log_format = placement, model_path, log_format
+        self._watchdog_timeout = watchdog_timeout
         self._folder = Path(tempfile.mkdtemp(prefix="forerun-"))  # 0700
         self._link: EngineLink | None = None
         self._info: ExecutorInfo | None = None
@@ -261,6 +268,7 @@ class EngineClient:
             reason = await self._read()
             self.state = EngineState.RESTARTING
             self._lose(reason)
+            await self._end_hanging()
             while (delay := backoff.died()) is not None:
                 log.error("%s: %s It is started again in %.1f s.", self.name, reason, delay)
                 await asyncio.sleep(delay)
@@ -280,11 +288,26 @@ class EngineClient:
     async def _start(self) -> None:
         if self._link is not None:
             await self._link.close(at_once=True)
-        link = EngineLink(self._placement, self._model_path, self._folder, self._log_format)
+        link = EngineLink(
+            self._placement,
+            self._model_path,
+            self._folder,
+            self._log_format,
+            self._watchdog_timeout,
+        )
         link.on_end = self._engine_ended
         self._link = link
         self._info = await self._link.ready()
         self.state = EngineState.READY
+
+    async def _end_hanging(self) -> None:
+        """Kills an engine that hangs, once the log says where."""
+        assert self._link is not None
+        if self._link.hangs:
+            self.metrics.watchdog_restarts += 1
+            await self._link.log_stacks()
+            await self._link.close(at_once=True)
+            self._link = None
 
     def _engine_ended(self) -> None:
         """At once: what it said before is still read, but nothing new can be asked of it."""
@@ -292,7 +315,7 @@ class EngineClient:
             self.state = EngineState.RESTARTING
 
     async def _read(self) -> str:
-        """Takes messages until the process ends. Returns how it ended."""
+        """Takes messages until the process ends or hangs. Returns how."""
         link = self._link
         assert link is not None
         while (message := await link.receive()) is not None:

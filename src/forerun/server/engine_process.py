@@ -27,6 +27,7 @@ from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import EngineMetrics
+from forerun.platform.stacks import offer_stacks
 from forerun.server.compilations import Compilations
 from forerun.server.logs import set_up_logging
 from forerun.server.messages import (
@@ -35,6 +36,8 @@ from forerun.server.messages import (
     Compile,
     Finish,
     NewRequest,
+    Ping,
+    Pong,
     Query,
     Ready,
     Refused,
@@ -80,6 +83,10 @@ def run_engine(task: EngineTask) -> None:
     # Ctrl-C in a terminal reaches both processes: the API process decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A group of its own, with which whatever it starts can be killed. It may write to a terminal.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.setpgid(0, 0)
+    offer_stacks(task.folder)
     if task.cpus:
         os.sched_setaffinity(0, task.cpus)
     threading.Thread(target=_end_with_parent, args=(task.folder,), daemon=True).start()
@@ -217,6 +224,8 @@ class EngineServer:
                 self._outbox.send(encode(self._answer(number, what)))
             case Compile():
                 self._compilations.start(message)
+            case Ping():
+                self._outbox.send(encode(Pong()))
             case Shutdown():
                 self._stopping = True
 

@@ -72,6 +72,10 @@ class Compile(_Message, frozen=True):
     grammar: Grammar
 
 
+class Ping(_Message, frozen=True):
+    """Asks for a sign of life, a `Pong`, between two steps."""
+
+
 class Shutdown(_Message, frozen=True):
     """Ends the process; running requests are dropped."""
 
@@ -122,8 +126,12 @@ class Reply(_Message, frozen=True):
     error: str | None = None
 
 
-ToEngine = Submit | Finish | Abort | Query | Compile | Shutdown
-FromEngine = Ready | Refused | Step | Reply
+class Pong(_Message, frozen=True):
+    """The answer to a `Ping`."""
+
+
+ToEngine = Submit | Finish | Abort | Query | Compile | Ping | Shutdown
+FromEngine = Ready | Refused | Step | Reply | Pong
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

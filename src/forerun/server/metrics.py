@@ -73,6 +73,7 @@ class ServerMetrics:
         self.prompt_lengths = Histogram(LENGTH_BUCKETS)
         self.generation_lengths = Histogram(LENGTH_BUCKETS)
         self.retried = 0  # on another replica
+        self.watchdog_restarts = 0  # engines that were killed because they hung
         self.routed: Counter[int] = Counter()  # requests by replica
         self.routed_cached_tokens = 0  # of their prompts, by what was routed there before
         self.responses: Counter[tuple[str, int]] = Counter()  # by route and HTTP status

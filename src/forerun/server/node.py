@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from pathlib import Path
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ExecutorError
+from forerun.platform.stacks import offer_stacks
 from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
 from forerun.server.logs import set_up_logging
 from forerun.server.placement import place_replicas
@@ -29,10 +31,16 @@ def run_node(settings: ServerSettings, config: EngineConfig, target: Path) -> in
     Raises:
         ConfigError: a setting or model cannot be used, or node 0 does not answer in time.
     """
-    from forerun.executor.host_ranks import host_ranks
-
     set_up_logging(config.log_level, settings.log_format)
     place_replicas(config, settings.dp_size)
+    with tempfile.TemporaryDirectory(prefix="forerun-") as folder:
+        offer_stacks(Path(folder))
+        return _join_again_and_again(config, target)
+
+
+def _join_again_and_again(config: EngineConfig, target: Path) -> int:
+    from forerun.executor.host_ranks import host_ranks
+
     backoff = Backoff()
     while True:
         try:

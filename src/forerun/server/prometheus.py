@@ -203,6 +203,11 @@ def _server(make: _Families, replicas: Replicas) -> Iterator[Metric]:
     yield make.counter(
         "forerun_engine_restarts", "Engine processes that replaced a dead one.", replicas.restarts
     )
+    yield make.counter(
+        "forerun_watchdog_restarts",
+        "Engine processes that were killed because they hung.",
+        metrics.watchdog_restarts,
+    )
 
 
 def _replicas(make: _Families, replicas: Replicas) -> Iterator[Metric]:

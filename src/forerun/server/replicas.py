@@ -25,6 +25,7 @@ from forerun.server.metrics import ServerMetrics
 from forerun.server.placement import place_replicas
 from forerun.server.prompt import Prompt
 from forerun.server.routing import Router, block_size
+from forerun.server.watchdog import WATCHDOG_TIMEOUT
 
 log = logging.getLogger("forerun")
 
@@ -41,11 +42,13 @@ class Replicas:
         count: int = 1,
         method: str = "cache_aware",
         log_format: str = "plain",
+        watchdog_timeout: float = WATCHDOG_TIMEOUT,
     ) -> None:
         """
         Args:
             config: of every replica; their devices follow from `count`.
             method: how requests are routed.
+            watchdog_timeout: seconds after which a silent engine is replaced; 0: never.
 
         Raises:
             ConfigError: there are too few GPUs.
@@ -61,7 +64,9 @@ class Replicas:
         self._closed = False
         for index, placement in enumerate(place_replicas(config, count)):
             name = "The engine" if count == 1 else f"Replica {index}"
-            client = EngineClient(placement, model_path, self.metrics, log_format, name)
+            client = EngineClient(
+                placement, model_path, self.metrics, log_format, name, watchdog_timeout
+            )
             client.on_lost = self._on_lost(client, index)
             client.on_ready = self._update_factory
             self.clients.append(client)

@@ -74,7 +74,12 @@ def make_service(settings: ServerSettings, config: EngineConfig, target: Path) -
     spans = start_tracing(config)
     text = TextService(load_tokenizer(config, target))
     engine = Replicas(
-        config, target, settings.dp_size, settings.load_balance_method, settings.log_format
+        config,
+        target,
+        settings.dp_size,
+        settings.load_balance_method,
+        settings.log_format,
+        settings.watchdog_timeout,
     )
     return Service(settings, engine, text, ServerTracing(spans) if spans else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
 from collections.abc import Collection, Mapping
@@ -14,6 +15,7 @@ from forerun.core.errors import ConfigError, nearest, shown
 from forerun.server.logs import LOG_FORMATS
 from forerun.server.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from forerun.server.routing import METHODS
+from forerun.server.watchdog import WATCHDOG_TIMEOUT
 
 API_KEY_VARIABLE = "FORERUN_API_KEY"
 _TOOL_PARSERS = ", ".join((*TOOL_PARSERS, NONE))
@@ -66,6 +68,12 @@ class ServerSettings:
         "Seconds after which a request that still waits is ended with 503; default: none",
         float,
     )
+    watchdog_timeout: float = _setting(
+        WATCHDOG_TIMEOUT,
+        "Seconds after which an engine that does not get through its step is taken to hang, killed"
+        " and started again; 0: never",
+        float,
+    )
     enable_metrics: bool = _setting(True, "Prometheus metrics at /metrics", bool)
     log_format: str = _setting("plain", "Of the log: plain or json")
     log_requests: bool = _setting(
@@ -101,6 +109,10 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be > 0, got {value}.")
+        if not 0 <= self.watchdog_timeout < math.inf:
+            raise ConfigError(
+                f"watchdog_timeout must be >= 0 and finite, got {self.watchdog_timeout}; 0: never."
+            )
         _check_name("tool_call_parser", self.tool_call_parser, TOOL_PARSERS)
         _check_name("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         if self.load_balance_method not in METHODS:
