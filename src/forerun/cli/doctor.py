@@ -33,11 +33,13 @@ from forerun.layers.linear import LinearBase
 from forerun.llm.bundled import PAIR, preset
 from forerun.llm.hub import config_folder
 from forerun.models.registry import model_class
+from forerun.models.stop_ids import stop_ids
 from forerun.platform import cpu_threads
 from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
 
 GIB = 2**30
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 TOKENS = (16, 32, 64, 128, 256, 512)  # the largest count of each bucket shown
@@ -65,6 +67,8 @@ def doctor(
     elif model_path is not None:
         folder = config_folder("model_path", model_path)
     report = survey_machine(model_shapes(folder) if folder is not None else ())
+    if folder is not None:
+        report["stop_token_ids"] = model_stop_ids(folder)
     if json:
         print_json(report)
     else:
@@ -78,6 +82,14 @@ def model_shapes(folder: Path) -> list[Shape]:
     model = model_class(config)(config, place, max_positions=1)
     shapes = (linear.weight.shape for linear in model.modules(LinearBase))
     return list(dict.fromkeys((n, k) for n, k in shapes))
+
+
+def model_stop_ids(folder: Path) -> dict[str, list[int]]:
+    """The ids that end a generation of a target, by the file that names them."""
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    vocab_size = load_model_config(folder).vocab_size
+    found = stop_ids(folder, folder if has_tokenizer else None, vocab_size)
+    return {name: list(ids) for name, ids in found.items()}
 
 
 def survey_machine(shapes: Iterable[Shape] = ()) -> dict[str, Any]:
@@ -237,6 +249,13 @@ def _show(report: dict[str, Any], console: Console) -> None:
     bundled = report["bundled"]
     models = ", ".join(bundled["models"]) if bundled["models"] else "not in this installation"
     console.print(f"bundled     {models}")
+    if "stop_token_ids" in report:
+        console.print(f"stop ids    {_describe_stops(report['stop_token_ids'])}")
+
+
+def _describe_stops(ids: dict[str, list[int]]) -> str:
+    said = [f"{', '.join(map(str, some))} ({name})" for name, some in ids.items() if some]
+    return "; ".join(said) or "none: generations end at their longest length only"
 
 
 def _show_device(entry: dict[str, Any], console: Console, default: bool) -> None:

@@ -40,7 +40,6 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     dtype: str  # of the checkpoint: "bfloat16", "float16", "float32"
-    eos_token_ids: tuple[int, ...]
     # Per layer: None for full attention, else the sliding window as Hugging Face counts it.
     windows: tuple[int | None, ...]
     layer_head_dims: tuple[int, ...]
@@ -83,30 +82,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Reads `config.json`; EOS ids of `generation_config.json` take precedence.
+    """Reads `config.json`.
 
     Raises:
-        ConfigError: a file is missing or invalid.
+        ConfigError: the file is missing or invalid.
     """
-    raw = read_json(folder / "config.json")
-    return parse_model_config(raw, load_eos(folder, raw), where=str(folder / "config.json"))
+    path = folder / "config.json"
+    return parse_model_config(read_json(path), where=str(path))
 
 
-def load_eos(folder: Path, raw: Mapping[str, Any]) -> Any:
-    """EOS id or ids of `generation_config.json`, else of `raw`, which is `config.json`."""
-    eos = raw.get("eos_token_id")
-    generation = folder / "generation_config.json"
-    return read_json(generation).get("eos_token_id", eos) if generation.exists() else eos
-
-
-def parse_model_config(
-    raw: Mapping[str, Any], eos: Any = None, where: str = "config"
-) -> ModelConfig:
+def parse_model_config(raw: Mapping[str, Any], where: str = "config") -> ModelConfig:
     """The common fields of a Llama-like config.
 
     Args:
         raw: `config.json`; of a multimodal model, the text model is taken.
-        eos: EOS id or ids that replace those of `raw`.
         where: named in error messages.
 
     Raises:
@@ -155,7 +144,6 @@ def parse_model_config(
         o_bias=bool(raw.get("attention_out_bias", attention_bias)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=_as_ids(eos if eos is not None else raw.get("eos_token_id")),
         windows=_parse_windows(raw, layers, where),
         layer_head_dims=_per_layer(raw.get("layer_head_dims"), head_dim, layers),
         layer_kv_heads=layer_kv_heads,
@@ -165,12 +153,6 @@ def parse_model_config(
 
 def _per_layer(values: Sequence[int] | None, common: int, layers: int) -> tuple[int, ...]:
     return (common,) * layers if values is None else tuple(map(int, values))
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (int(value),)
 
 
 def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:

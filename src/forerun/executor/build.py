@@ -45,6 +45,7 @@ from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target_at, load_transformers_target
 from forerun.models.registry import TRANSFORMERS
+from forerun.models.stop_ids import tokenizer_folder, union
 from forerun.platform.device import dtype_name, running_on
 from forerun.platform.progress import progress
 from forerun.speculative.base import DraftContext, SlotContext, SpeculativeAlgorithm, TargetHandle
@@ -131,7 +132,7 @@ class _Builder:
             num_window_pages=budget.num_window_pages if limits.window else None,
             window_in_prefill=settings.window_in_prefill,
             vocab_size=model.config.vocab_size,
-            eos_token_ids=model.config.eos_token_ids,
+            eos_token_ids=union(settings.stop_ids),
             prefix_lookahead=settings.caps.prefix_lookahead,
             verify_widths=settings.widths,
             step_costs=self._costs(executor),
@@ -141,9 +142,9 @@ class _Builder:
         return executor
 
     def _grammars(self, model_path: Path) -> GrammarCompiler:
-        config, target = self.settings.config, self.settings.target
-        folder = Path(config.tokenizer_path) if config.tokenizer_path else model_path
-        source = VocabularySource(folder, target.vocab_size, target.eos_token_ids)
+        settings, config = self.settings, self.settings.config
+        folder = tokenizer_folder(config, model_path)
+        source = VocabularySource(folder, settings.target.vocab_size, union(settings.stop_ids))
         spaces = not config.constrained_json_disable_any_whitespace
         # A clock of one rank decides for all: its result is what the engine reads.
         first = self.comm.rank == 0
@@ -350,6 +351,7 @@ def _explain(
         "dtype": dtype_name(settings.dtype),
         "kv_cache_dtype": dtype_name(settings.kv_dtype),
         "algorithm": settings.config.speculative_algorithm or "NONE",
+        "stop_token_ids": {name: list(ids) for name, ids in settings.stop_ids.items()},
         "num_verify_tokens": limits.max_verify_tokens,
         "attention": target.explain(),
         "draft_attention": draft[0].explain() if draft else None,

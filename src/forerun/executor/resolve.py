@@ -25,6 +25,7 @@ from forerun.layers.communication import (
 )
 from forerun.layers.moe import check_has_experts
 from forerun.models.registry import TRANSFORMERS, target_class, target_config
+from forerun.models.stop_ids import StopIds, stop_ids, tokenizer_folder
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import gpu_arch, resolve_dtype, resolve_kv_dtype
 from forerun.scheduler.adaptive_width import verify_widths
@@ -42,6 +43,7 @@ class Settings:
 
     config: EngineConfig
     target: ModelConfig
+    stop_ids: StopIds
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -113,7 +115,11 @@ def resolve(
     threads = None
     if device.type == "cpu":
         threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
-    return Settings(config, target, device, dtype, kv_dtype, caps, limits, attention, threads)
+    tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(config, model_path)
+    stops = stop_ids(model_path, tokenizer, target.vocab_size)
+    return Settings(
+        config, target, stops, device, dtype, kv_dtype, caps, limits, attention, threads
+    )
 
 
 def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:

@@ -14,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.llm.hub import with_local_paths
 from forerun.models import tokenizer
+from forerun.models.stop_ids import tokenizer_folder
 from forerun.speculative.registry import all_options, get_algorithm
 
 
@@ -64,6 +65,6 @@ def load_tokenizer(config: EngineConfig, target: Path) -> Any:
     """
     if config.skip_tokenizer_init:
         return None
-    folder = Path(config.tokenizer_path) if config.tokenizer_path else target
+    folder = tokenizer_folder(config, target)
     advice = "Set tokenizer_path, or skip_tokenizer_init to work on token ids."
     return tokenizer.load_tokenizer(folder, advice)

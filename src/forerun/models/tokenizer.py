@@ -63,7 +63,8 @@ def _load(kind: Any, folder: Path, advice: str) -> Any:
         return tokenizer
     except Exception as error:  # the tokenizers library raises nothing more specific
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"No tokenizer loads from {folder}: {reason} {advice}") from error
+        reason = reason.rstrip(". ")
+        raise ConfigError(f"No tokenizer loads from {folder}: {reason}. {advice}") from error
 
 
 def _difference(tokenizer: Any, plain: Any) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, Mask
-from forerun.config.model_config import ModelConfig, load_eos, parse_model_config, read_json
+from forerun.config.model_config import ModelConfig, parse_model_config, read_json
 from forerun.core.errors import ConfigError
 from forerun.kernels.sampling.argmax import argmax
 from forerun.kvcache.layouts import DenseKV, ModelLayout
@@ -73,7 +73,7 @@ def load_transformers_config(folder: Path) -> ModelConfig:
         "dtype": raw.get("dtype") or raw.get("torch_dtype"),
     }
     _check_config(whole, hf.is_encoder_decoder)
-    config = parse_model_config(common, load_eos(folder, raw), where=str(folder))
+    config = parse_model_config(common, where=str(folder))
     return replace(config, raw=whole)
 
 
