@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Protocol
 
 from forerun.core.errors import ConfigError
 from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, problems
+from forerun.llm.prompts import chat_ids
 
 WORDS, PYTHON = "word-problems", "python"
 Encode = Callable[[str], list[int]]  # text → token ids
@@ -33,14 +34,6 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
 
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, str]],
-        *,
-        tokenize: bool = ...,
-        add_generation_prompt: bool = ...,
-    ) -> Any: ...
-
 
 def need(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
@@ -59,10 +52,8 @@ def chat_encoder(tokenizer: Tokenizer | None) -> Encode:
     tokenizer = need(tokenizer)
 
     def encode(text: str) -> list[int]:
-        said = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return tokenizer.encode(said, add_special_tokens=False)
+        (ids,), _ = chat_ids(tokenizer, [{"role": "user", "content": text}])
+        return ids
 
     return encode
 

@@ -119,7 +119,7 @@ def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -
     Raises:
         RequestError: as `chat_ids`.
     """
-    import jinja2  # what transformers renders templates with
+    from forerun.llm.templates import TemplateFailedError, render_chat  # POSIX only
 
     if not isinstance(conversation, list | tuple) or not conversation:
         raise RequestError(
@@ -127,18 +127,11 @@ def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -
         )
     messages = [_message(message) for message in conversation]
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **variables
-        )
-        return text
-    # There is no template, or it refuses these messages or cannot render them.
-    except (
-        ValueError, TypeError, LookupError, AttributeError, RecursionError, jinja2.TemplateError
-    ) as error:  # fmt: skip
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return render_chat(tokenizer, messages, variables)
+    except TemplateFailedError as error:
         raise RequestError(
-            f"The chat template does not take these messages: {reason[:200]} Use generate for"
-            " plain text."
+            f"The chat template of {tokenizer.name_or_path} does not take these messages: {error}."
+            " Use generate for plain text."
         ) from error
 
 

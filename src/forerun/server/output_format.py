@@ -78,9 +78,10 @@ def choose_format(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> Ou
     if tokenizer is None:
         why = "none (no tokenizer)"
         return OutputFormat(explain=(("tools", why), ("reasoning", why)))
-    style, written = _probe(tokenizer)
+    asked = _rendered(tokenizer, [_QUESTION])
+    style, written = _probe(tokenizer) if asked else (CallStyle(), "")
     tools, why_tools = _named(tool_parser) or _tools_of(written)
-    thinks, why_thinks = _named(reasoning_parser) or _reasoning_of(tokenizer)
+    thinks, why_thinks = _named(reasoning_parser) or _reasoning_of(asked, tokenizer.chat_template)
     parser = TOOL_PARSERS[tools] if tools is not None else None
     special = set(tokenizer.all_special_tokens)
     vocabulary = tokenizer.get_vocab()
@@ -152,10 +153,10 @@ def _tools_of(written: str) -> tuple[str | None, str]:
     return None, "the chat template writes calls in a format that has no parser here"
 
 
-def _reasoning_of(tokenizer: Any) -> tuple[str | None, str]:
+def _reasoning_of(prompt: str, template: Any) -> tuple[str | None, str]:
     """By the end of a prompt, or else by whether the chat template handles reasoning at all."""
-    if _rendered(tokenizer, [_QUESTION]).rstrip().endswith(reasoning.BEGIN):
+    if prompt.rstrip().endswith(reasoning.BEGIN):
         return "deepseek-r1", f"prompts end with {reasoning.BEGIN}"
-    if reasoning.END in str(tokenizer.chat_template):  # one template, several, or None
+    if reasoning.END in str(template):  # one template, several, or None
         return "qwen3", f"the chat template knows {reasoning.END}"
     return None, f"the chat template does not know {reasoning.END}"
