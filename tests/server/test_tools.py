@@ -44,6 +44,7 @@ WEATHER, NOW = ("weather", CITY), ("now", "{}")
 THINK_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 QWEN3 = tokenizer(templates.QWEN3, THINK_TOKENS)
 LLAMA3 = tokenizer(templates.LLAMA3, special=["<|python_tag|>"])
+SPELLED = tokenizer(templates.QWEN3)  # its tags are several tokens
 R1 = tokenizer(templates.DEEPSEEK_R1, ("<think>", "</think>"))
 V31_TOKENIZER = tokenizer(templates.DEEPSEEK_V31)
 PLAIN = tokenizer(templates.PLAIN)
@@ -292,6 +293,61 @@ def test_reasoning_tokens_are_counted() -> None:
     answer = Scripted(R1, "endless").chat(messages=ASK)
     assert answer.choices[0].message.content is None
     assert answer.usage.completion_tokens_details.reasoning_tokens == len("endless") + 1
+
+
+@pytest.mark.parametrize("made", [QWEN3, SPELLED], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("step", [1, 1000])
+def test_reasoning_tokens_where_the_tags_are_several_tokens(made: Any, step: int) -> None:
+    text = " \n" + THINK.rstrip()
+    count = len(made(text)["input_ids"])
+    for script, most, reasoning in (
+        (text + "\n\nYes. </think>", None, count),
+        (text + "\n\nYes. </think>", count - 1, count - 1),  # ends within the reasoning
+        ("Yes. " + text, None, 0),
+        ("<thin", None, 0),
+        ("<think>endless", None, len(made("<think>endless")["input_ids"]) + 1),
+    ):
+        body = {"messages": ASK, "max_tokens": most}
+        whole = Scripted(made, script, step=step).chat(**body)
+        assert whole.usage.completion_tokens_details.reasoning_tokens == reasoning
+        each = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = Scripted(made, script, step=step).chat(**body, **each)
+        assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == reasoning
+
+
+def test_tokenize_takes_what_chat_takes() -> None:
+    """The same conversion: null content, arguments as text, reasoning, tools."""
+    called = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [called], "reasoning": "hm"}
+    body: dict[str, Any] = {
+        "messages": [*ASK, turn, {"role": "tool", "tool_call_id": "c1", "content": "5"}, *ASK],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "tools": TOOLS,
+    }
+    for made in (QWEN3, LLAMA3, R1):
+        for some in (body, {**body, "tool_choice": "none"}, {"messages": body["messages"]}):
+            chat = Scripted(made, "Yes.").chat(
+                messages=some["messages"],
+                tools=some.get("tools", openai.omit),
+                tool_choice=some.get("tool_choice", openai.omit),
+                extra_body={
+                    "return_token_ids": True,
+                    "chat_template_kwargs": some.get("chat_template_kwargs", {}),
+                },
+            )
+            got = Scripted(made).post("/tokenize", json.dumps(some).encode())
+            assert got.status_code == 200, got.text
+            assert got.json()["tokens"] == chat.prompt_token_ids
+    broken = {**turn, "tool_calls": [{**called, "function": {"name": "now", "arguments": "x"}}]}
+    refused = Scripted(QWEN3).post("/tokenize", json.dumps({"messages": [broken]}).encode())
+    assert refused.status_code == 400 and "JSON object" in refused.json()["error"]["message"]
+
+
+def test_a_template_that_fails_is_a_400_of_one_line() -> None:
+    made = tokenizer("{% if messages|length > 1 %}{{ 1 // 0 }}{% endif %}x")
+    with pytest.raises(openai.BadRequestError, match=r"ZeroDivisionError.*line 1") as caught:
+        Scripted(made).chat(messages=[*ASK, *ASK])
+    assert "\n" not in caught.value.message
 
 
 def test_token_ids_and_special_tokens() -> None:

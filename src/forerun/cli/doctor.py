@@ -39,7 +39,6 @@ from forerun.platform import device as machine
 from forerun.speculative.registry import algorithm_names
 
 GIB = 2**30
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 TOKENS = (16, 32, 64, 128, 256, 512)  # the largest count of each bucket shown
@@ -86,9 +85,7 @@ def model_shapes(folder: Path) -> list[Shape]:
 
 def model_stop_ids(folder: Path) -> dict[str, list[int]]:
     """The ids that end a generation of a target, by the file that names them."""
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    vocab_size = load_model_config(folder).vocab_size
-    found = stop_ids(folder, folder if has_tokenizer else None, vocab_size)
+    found = stop_ids(folder, folder, load_model_config(folder).vocab_size)
     return {name: list(ids) for name, ids in found.items()}
 
 

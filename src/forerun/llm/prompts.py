@@ -129,9 +129,10 @@ def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -
     try:
         return render_chat(tokenizer, messages, variables)
     except TemplateFailedError as error:
+        of = f" of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
         raise RequestError(
-            f"The chat template of {tokenizer.name_or_path} does not take these messages: {error}."
-            " Use generate for plain text."
+            f"The chat template{of} does not take these messages: {error}. Use generate for plain"
+            " text."
         ) from error
 
 

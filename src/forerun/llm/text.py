@@ -204,7 +204,7 @@ class OutputText:
                 return None
             if match is not None and len(self._ends) >= self._min_tokens:
                 self._end = match.start
-                return match.stop, self._num_tokens(match.start)
+                return match.stop, self.num_tokens(match.start)
         return None
 
     def find_stop(self, record: RequestRecord) -> tuple[FinishReason, int] | None:
@@ -220,13 +220,18 @@ class OutputText:
         """
         end = len(self._text) - self._stops.held
         new, self._shown = self._text[self._shown : end], end
-        return new, self._num_tokens(end) if self._with_text else len(self._ends)
+        return new, self.num_tokens(end) if self._with_text else len(self._ends)
 
     def take_rest(self) -> str:
         """The rest of the text, of a request that has ended."""
         if self._end is None:
             self._text += self._detokenizer.flush()
         return self._text[self._shown : self._end]
+
+    @property
+    def text(self) -> str:
+        """All of it, shown or not."""
+        return self._text
 
     def offset(self, index: int) -> int:
         """Where a token's text begins. The tokens of one character begin where it does."""
@@ -242,6 +247,6 @@ class OutputText:
             ends[-1] = len(text)
         return [text[start:end] for start, end in pairwise([0, *ends])]
 
-    def _num_tokens(self, end: int) -> int:
+    def num_tokens(self, end: int) -> int:
         """The fewest tokens that spell the first `end` characters."""
         return bisect_left(self._ends, end) + 1 if end else 0

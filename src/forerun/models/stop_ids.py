@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -14,6 +14,7 @@ from forerun.config.model_config import read_json
 from forerun.core.errors import ConfigError, shown
 from forerun.models.tokenizer import FILE, load_tokenizer
 
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 GENERATION, CONFIG, TOKENIZER = "generation_config.json", "config.json", "tokenizer"
 
 StopIds = Mapping[str, tuple[int, ...]]
@@ -32,7 +33,7 @@ def stop_ids(folder: Path, tokenizer: Path | None, vocab_size: int) -> StopIds:
     one that it writes. Ids outside of the vocabulary are left out.
 
     Args:
-        tokenizer: its folder; None: it is not asked.
+        tokenizer: its folder, which may have none; None: it is not asked.
 
     Raises:
         ConfigError: a file is missing or invalid.
@@ -42,9 +43,14 @@ def stop_ids(folder: Path, tokenizer: Path | None, vocab_size: int) -> StopIds:
     found = {
         GENERATION: _ids(said, generation),
         CONFIG: _ids(normalised(read_json(folder / CONFIG)).get("eos_token_id"), folder / CONFIG),
-        TOKENIZER: () if tokenizer is None else _ids(_tokenizer_eos(tokenizer), tokenizer),
+        TOKENIZER: _ids(_tokenizer_eos(tokenizer), tokenizer) if has_tokenizer(tokenizer) else (),
     }
     return {name: tuple(i for i in ids if 0 <= i < vocab_size) for name, ids in found.items()}
+
+
+def has_tokenizer(folder: Path | None) -> TypeGuard[Path]:
+    """Whether a folder has files of a tokenizer."""
+    return folder is not None and any(any(folder.glob(name)) for name in TOKENIZER_FILES)
 
 
 def union(ids: StopIds) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from forerun.server.parsers.events import (
     Reasoning,
 )
 from forerun.server.parsers.output import OutputParser
+from forerun.server.parsers.reasoning import reasoning_end
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 from forerun.server.tools import ToolUse, template_messages
@@ -60,6 +61,22 @@ class News(NamedTuple):
     events: list[Event]
 
 
+async def prompt_ids(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    tools: ToolUse,
+) -> list[int]:
+    """The token ids that an answer to a conversation starts from.
+
+    Raises:
+        RequestError: the conversation cannot be served.
+    """
+    as_written = template_messages(messages, service.format.style)
+    limit = service.max_prompt_tokens
+    return await service.text.chat(as_written, variables, limit, tools.definitions)
+
+
 @dataclass(eq=False)
 class Conversation:
     """The generations that answer a conversation, and what they have brought."""
@@ -71,6 +88,7 @@ class Conversation:
     _opened: bool | None  # the outputs begin with reasoning; None: it is not parsed
     _shows_special: bool  # special tokens are in the text for the parser only
     _readers: dict[Generation, _Reader] = field(default_factory=dict)
+    _reasoning_tokens: dict[Generation, int] = field(default_factory=dict)
 
     @classmethod
     async def start(cls, service: Service, ask: Ask) -> Conversation:
@@ -80,9 +98,7 @@ class Conversation:
             ApiError: as `Service.start`.
         """
         form = service.format
-        messages = template_messages(ask.messages, form.style)
-        limit = service.max_prompt_tokens
-        ids = await service.text.chat(messages, ask.variables, limit, ask.tools.definitions)
+        ids = await prompt_ids(service, ask.messages, ask.variables, ask.tools)
         thinks = None
         if form.reasoning is not None:
             thinks = form.begins_in_reasoning(await service.text.decode(ids[-TAIL_TOKENS:]))
@@ -105,10 +121,8 @@ class Conversation:
         return self._format.reasoning is not None and self._ask.separate_reasoning
 
     def reasoning_tokens(self, generations: Sequence[Generation]) -> int:
-        """Tokens of reasoning so far."""
-        return sum(
-            self._format.reasoning_tokens(g.record.output, self._opened) for g in generations
-        )
+        """Tokens of the reasoning that was read so far, with its markers."""
+        return sum(self._reasoning_tokens.get(generation, 0) for generation in generations)
 
     async def whole(self) -> list[Answered]:
         """Waits for all generations.
@@ -137,6 +151,8 @@ class Conversation:
         if reader is None:
             parser = self._format.parser(self._opened, self._ask.tools.names)
             reader = self._readers[generation] = _Reader(parser, self._ask)
+        if self._opened is not None:
+            self._reasoning_tokens[generation] = _count_reasoning(generation, self._opened)
         if ended and self._shows_special:
             text = text.removesuffix(self._stop_token(generation))
         return reader.read(text, ended)
@@ -148,6 +164,13 @@ class Conversation:
             return ""
         text: str = tokenizer.decode([finish.matched], skip_special_tokens=False)
         return text
+
+
+def _count_reasoning(generation: Generation, opened: bool) -> int:
+    """Tokens that spell the reasoning and its markers, each of which may be several tokens."""
+    spelled, most = generation.spelled(), len(generation.record.output)
+    end = None if spelled is None else reasoning_end(spelled.text, opened)
+    return most if spelled is None or end is None else min(most, spelled.num_tokens(end))
 
 
 class _Reader:

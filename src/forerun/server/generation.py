@@ -174,12 +174,20 @@ class Generation:
         progress = Progress.of(record, None if ended else self._shown_tokens)
         return partial(make_output, record, progress, text, self.prompt_index, self.index)
 
-    def token_texts(self, output: RequestOutput) -> list[str]:
-        """The parts of `output`'s text, one per token: the characters that it completed."""
+    def spelled(self) -> OutputText | None:
+        """The text with the places of its tokens; None without a tokenizer.
+
+        Without a stream it is made here, in as much time as the output is long.
+        """
         text = self._text
         if text is None and self._tokenizer is not None:
             text = OutputText(self._tokenizer, self.params)
             text.feed(self.record.output)
+        return text
+
+    def token_texts(self, output: RequestOutput) -> list[str]:
+        """The parts of `output`'s text, one per token: the characters that it completed."""
+        text = self.spelled()
         return text.token_texts(len(output.output_ids), output.text) if text else []
 
     def _final_text(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ class OutputFormat:
     reasoning: str | None = None  # key of `REASONING_PARSERS`
     style: CallStyle = CallStyle()
     special: bool = False  # the calls' markers are special tokens
-    think_ids: tuple[int, int] | None = None  # of <think> and </think>, if both are tokens
     explain: tuple[tuple[str, str], ...] = ()  # what was chosen, and why
 
     def begins_in_reasoning(self, prompt_tail: str) -> bool | None:
@@ -59,15 +58,6 @@ class OutputFormat:
         tools = self.tools(names) if names and self.tools is not None else None
         return OutputParser(None if opened is None else ReasoningParser(opened), tools)
 
-    def reasoning_tokens(self, output: Sequence[int], opened: bool | None) -> int:
-        """Tokens of the reasoning at an output's beginning, with its markers."""
-        if opened is None or self.think_ids is None:
-            return 0
-        begin, end = self.think_ids
-        if end in output:
-            return output.index(end) + 1
-        return len(output) if opened or begin in output else 0
-
 
 def choose_format(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> OutputFormat:
     """
@@ -84,14 +74,11 @@ def choose_format(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> Ou
     thinks, why_thinks = _named(reasoning_parser) or _reasoning_of(asked, tokenizer.chat_template)
     parser = TOOL_PARSERS[tools] if tools is not None else None
     special = set(tokenizer.all_special_tokens)
-    vocabulary = tokenizer.get_vocab()
-    begin, end = vocabulary.get(reasoning.BEGIN), vocabulary.get(reasoning.END)
     return OutputFormat(
         tools=parser,
         reasoning=thinks,
         style=style,
         special=parser is not None and bool(special.intersection(parser.markers)),
-        think_ids=None if begin is None or end is None else (begin, end),
         explain=(
             ("tools", f"{tools or 'none'} ({why_tools})"),
             ("reasoning", f"{thinks or 'none'} ({why_thinks})"),

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.responses import Response
 
 from forerun.core.errors import RequestError
+from forerun.server.conversation import prompt_ids
 from forerun.server.errors import json_response
 from forerun.server.models import check_model
 from forerun.server.service import Service
-from forerun.server.strict_model import MAX_VARIABLES, Many, StrictModel, Unsupported
+from forerun.server.strict_model import (
+    MAX_VARIABLES,
+    FirstError,
+    Many,
+    StrictModel,
+    Unsupported,
+)
+from forerun.server.tools import MAX_TOOLS, Tool, tool_use
 
 
 class TokenizeRequest(StrictModel):
@@ -28,6 +36,8 @@ class TokenizeRequest(StrictModel):
     prompt: str | None = None
     messages: Many[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, max_length=MAX_VARIABLES)
+    tools: Annotated[list[Tool], FirstError(MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
 
 def tokenize_router(service: Service) -> APIRouter:
@@ -51,5 +61,7 @@ async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
         (ids,) = await service.text.encode([body.prompt], longest)
         return ids
     if body.messages is not None and body.prompt is None:
-        return await service.text.chat(body.messages, body.chat_template_kwargs or {}, longest)
+        functions = [tool.function for tool in body.tools or ()]
+        tools = tool_use(functions, body.tool_choice, None, service.format)
+        return await prompt_ids(service, body.messages, body.chat_template_kwargs or {}, tools)
     raise RequestError("Give either prompt or messages, not both or neither.")

@@ -8,6 +8,22 @@ from forerun.server.parsers.scanner import SPACES, Reading, Scanner
 BEGIN, END = "<think>", "</think>"
 
 
+def reasoning_end(text: str, opened: bool) -> int | None:
+    """Where the reasoning at a text's beginning ends, with its markers.
+
+    Args:
+        opened: as of `ReasoningParser`, which splits the text there.
+
+    Returns:
+        0: there is none; None: it has not ended.
+    """
+    start = len(text) - len(text.lstrip("".join(SPACES)))
+    if not opened and not text.startswith(BEGIN, start):
+        return 0
+    end = text.find(END, start)
+    return None if end < 0 else end + len(END)
+
+
 class ReasoningParser(Scanner):
     """Splits a text into reasoning and an answer. Spaces at the border are left out.
 
