@@ -55,7 +55,7 @@ def _layer_types(raw: Raw, pattern: int, others: str = "sliding_attention") -> R
     if raw.get("layer_types"):
         return raw
     kinds = ("full_attention", others)
-    layers = range(1, int(raw.get("num_hidden_layers", 0)) + 1)
+    layers = range(1, int(raw.get("num_hidden_layers") or 0) + 1)
     return {**raw, "layer_types": [kinds[bool(i % pattern)] for i in layers]}
 
 
@@ -179,7 +179,7 @@ def _seed_oss(raw: Raw) -> Raw:
 
 def _smollm3(raw: Raw) -> Raw:
     every = int(raw.get("no_rope_layer_interval") or 4)
-    layers = range(1, int(raw.get("num_hidden_layers", 0)) + 1)
+    layers = range(1, int(raw.get("num_hidden_layers") or 0) + 1)
     defaults = {
         "no_rope_layers": [int(i % every != 0) for i in layers],
         "tie_word_embeddings": True,

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.config.hf_config import normalised
+from forerun.config.json_files import read_json
 from forerun.config.rope_config import RopeConfig, parse_ropes
-from forerun.core.errors import ConfigError
+from forerun.config.schema import ConfigKeys, ModelOptKeys, checked
+from forerun.core.errors import ConfigError, shown
 
 # Families whose `sliding_window` needs no `use_sliding_window`.
 ALWAYS_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM")
 # Families whose sliding window holds for every layer; Qwen2 and Qwen3 begin at a layer.
 WINDOW_IN_ALL_LAYERS = (*ALWAYS_WINDOWED, "Qwen3MoeForCausalLM")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
 
 @dataclass(frozen=True)
@@ -64,31 +66,27 @@ class ModelConfig:
         return int(self.raw[key])
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ConfigError: the file is missing, unreadable or not a JSON object.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist. Is this a Hugging Face model folder?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}. Download it again.") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds {type(data).__name__}, expected a JSON object.")
-    return data
-
-
 def load_model_config(folder: Path) -> ModelConfig:
     """Reads `config.json`.
 
     Raises:
-        ConfigError: the file is missing or invalid.
+        ConfigError: a file is missing or invalid.
     """
-    path = folder / "config.json"
-    return parse_model_config(read_json(path), where=str(path))
+    raw = load_raw(folder)
+    return parse_model_config(raw, where=str(folder / "config.json"))
+
+
+def load_raw(folder: Path) -> dict[str, Any]:
+    """`config.json`; its `quantization_config` may be in ModelOpt's own file.
+
+    Raises:
+        ConfigError: a file is missing or invalid.
+    """
+    raw, apart = read_json(folder / "config.json"), folder / "hf_quant_config.json"
+    if raw.get("quantization_config") or not apart.exists():
+        return raw
+    keys = checked(ModelOptKeys, read_json(apart), str(apart)).quantization
+    return {**raw, "quantization_config": {"quant_method": "modelopt", **keys}}
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str = "config") -> ModelConfig:
@@ -99,13 +97,13 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config") -> ModelCo
         where: named in error messages.
 
     Raises:
-        ConfigError: a key is missing or a value is not supported.
+        ConfigError: a key is missing, or a value of another type, out of range or not supported.
     """
-
-    raw = normalised(raw)
+    checked(ConfigKeys, raw, where)
+    raw = {key: value for key, value in normalised(raw).items() if value is not None}
 
     def need(key: str) -> Any:
-        if raw.get(key) is None:
+        if key not in raw or raw[key] == []:
             raise ConfigError(f"{where} lacks {key!r}. Is this a Hugging Face causal LM config?")
         return raw[key]
 
@@ -116,7 +114,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config") -> ModelCo
         int(need("num_hidden_layers")),
     )
     kv_heads = int(raw.get("num_key_value_heads") or heads)
-    layer_kv_heads = _per_layer(raw.get("layer_kv_heads"), kv_heads, layers)
+    layer_kv_heads = _per_layer(raw, "layer_kv_heads", kv_heads, where)
     for count in (kv_heads, *layer_kv_heads):
         if heads % count:
             raise ConfigError(
@@ -124,6 +122,8 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config") -> ModelCo
             )
     attention_bias = bool(raw.get("attention_bias", False))
     head_dim = int(raw.get("head_dim") or hidden // heads)
+    if head_dim == 0:
+        raise ConfigError(f"{where}: hidden_size {hidden} is too small for {heads} heads.")
     ropes = parse_ropes(raw, layers, where)
     return ModelConfig(
         architecture=str(architectures[0]),
@@ -145,14 +145,21 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config") -> ModelCo
         mlp_bias=bool(raw.get("mlp_bias", False)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
         windows=_parse_windows(raw, layers, where),
-        layer_head_dims=_per_layer(raw.get("layer_head_dims"), head_dim, layers),
+        layer_head_dims=_per_layer(raw, "layer_head_dims", head_dim, where),
         layer_kv_heads=layer_kv_heads,
         raw=raw,
     )
 
 
-def _per_layer(values: Sequence[int] | None, common: int, layers: int) -> tuple[int, ...]:
-    return (common,) * layers if values is None else tuple(map(int, values))
+def _per_layer(raw: Mapping[str, Any], key: str, common: int, where: str) -> tuple[int, ...]:
+    """Numbers that every layer has of its own; `common`: where they have not."""
+    layers = int(raw["num_hidden_layers"])
+    values = raw.get(key)
+    if values is None:
+        return (common,) * layers
+    if len(values) != layers:
+        raise ConfigError(f"{where}: {len(values)} {key} for {layers} layers; correct one.")
+    return tuple(map(int, values))
 
 
 def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int | None, ...]:
@@ -160,6 +167,12 @@ def _parse_windows(raw: Mapping[str, Any], layers: int, where: str) -> tuple[int
     types = raw.get("layer_types")
     if types is not None and len(types) != layers:
         raise ConfigError(f"{where}: {len(types)} layer_types for {layers} layers; correct one.")
+    unknown = sorted(set(types or ()) - set(LAYER_TYPES))
+    if unknown:
+        raise ConfigError(
+            f"{where}: layers of type {shown(unknown[0])} are not supported. Known:"
+            f" {', '.join(LAYER_TYPES)}."
+        )
     if types is not None:
         return tuple(int(window) if t == "sliding_attention" and window else None for t in types)
     architecture = str(raw["architectures"][0])

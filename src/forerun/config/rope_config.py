@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from forerun.config.schema import RopeKeys, checked
 from forerun.core.errors import ConfigError
 
 PROPORTIONAL = "proportional"
@@ -63,7 +64,7 @@ def parse_ropes(raw: Mapping[str, Any], layers: int, where: str) -> tuple[RopeCo
     spec: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     types = raw.get("layer_types") or ()
     if any(isinstance(value, Mapping) for value in spec.values()):
-        by_type = {kind: _parse(raw, of or {}, where) for kind, of in spec.items()}
+        by_type = {kind: _parse(raw, of or {}, f"{where}, {kind}") for kind, of in spec.items()}
         missing = sorted(set(types) - set(by_type))
         if missing or len(types) != layers:
             raise ConfigError(
@@ -82,8 +83,9 @@ def parse_ropes(raw: Mapping[str, Any], layers: int, where: str) -> tuple[RopeCo
 
 
 def _parse(raw: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> RopeConfig:
-    kind = str(spec.get("rope_type") or spec.get("type") or "default")
-    if kind == "su" or (kind == "yarn" and "short_factor" in spec):
+    keys = checked(RopeKeys, spec, where)
+    kind = keys.rope_type or keys.type or "default"
+    if kind == "su" or (kind == "yarn" and keys.short_factor is not None):
         kind = "longrope"  # its names in early Phi-3 files
     if kind not in ROPE_SCALINGS:
         raise ConfigError(
@@ -91,49 +93,44 @@ def _parse(raw: Mapping[str, Any], spec: Mapping[str, Any], where: str) -> RopeC
         )
     longest = int(raw.get("max_position_embeddings", 4096))
     grows = kind in ("yarn", "longrope")
-    key = "original_max_position_embeddings"
-    # Phi-3 has it beside the other keys.
-    original = spec.get(key) or (raw.get(key) if kind == "longrope" else None)
+    original = keys.original_max_position_embeddings
+    if original is None and kind == "longrope":  # Phi-3 has it beside the other keys
+        original = raw.get("original_max_position_embeddings")
     original = int(original or (longest if grows else 8192))
-    factor = spec.get("factor") or (longest / original if grows else 1.0)
-    partial = spec.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    return RopeConfig(
-        theta=float(spec.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+    rope = RopeConfig(
+        theta=float(keys.rope_theta or raw.get("rope_theta") or 10000.0),
         scaling=kind,
-        factor=float(factor),
-        low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
+        factor=float(keys.factor or (longest / original if grows else 1.0)),
+        low_freq_factor=keys.low_freq_factor or 1.0,
+        high_freq_factor=keys.high_freq_factor or 4.0,
         original_max_position=original,
-        partial_rotary_factor=float(partial),
-        yarn=_parse_yarn(spec) if kind == "yarn" else None,
-        longrope=_parse_longrope(spec, where) if kind == "longrope" else None,
+        partial_rotary_factor=float(
+            keys.partial_rotary_factor or raw.get("partial_rotary_factor") or 1.0
+        ),
+        yarn=_yarn(keys) if kind == "yarn" else None,
+        longrope=_longrope(keys, where) if kind == "longrope" else None,
     )
+    if kind == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ConfigError(f"{where}: low_freq_factor is not below high_freq_factor; correct them.")
+    return rope
 
 
-def _parse_yarn(spec: Mapping[str, Any]) -> YarnConfig:
+def _yarn(keys: RopeKeys) -> YarnConfig:
     return YarnConfig(
-        beta_fast=float(spec.get("beta_fast") or 32.0),
-        beta_slow=float(spec.get("beta_slow") or 1.0),
-        truncate=bool(spec.get("truncate", True)),
-        attention_factor=_optional(spec.get("attention_factor")),
-        mscale=float(spec.get("mscale") or 0.0),
-        mscale_all_dim=float(spec.get("mscale_all_dim") or 0.0),
+        beta_fast=keys.beta_fast or 32.0,
+        beta_slow=keys.beta_slow or 1.0,
+        truncate=keys.truncate is not False,
+        attention_factor=keys.attention_factor,
+        mscale=keys.mscale or 0.0,
+        mscale_all_dim=keys.mscale_all_dim or 0.0,
     )
 
 
-def _parse_longrope(spec: Mapping[str, Any], where: str) -> LongRopeConfig:
-    short, long = spec.get("short_factor"), spec.get("long_factor")
+def _longrope(keys: RopeKeys, where: str) -> LongRopeConfig:
+    short, long = keys.short_factor, keys.long_factor
     if not short or not long or len(short) != len(long):
         raise ConfigError(
             f"{where}: longrope needs short_factor and long_factor, two lists of equal length;"
             " correct them."
         )
-    return LongRopeConfig(
-        short_factor=tuple(map(float, short)),
-        long_factor=tuple(map(float, long)),
-        attention_factor=_optional(spec.get("attention_factor")),
-    )
-
-
-def _optional(value: Any) -> float | None:
-    return None if value is None else float(value)
+    return LongRopeConfig(tuple(short), tuple(long), keys.attention_factor)

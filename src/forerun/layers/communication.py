@@ -9,7 +9,7 @@ of every rank's best ones. Every rank gets the same bits, so that all of them go
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -94,6 +94,11 @@ class WeightPlacement:
     quantization: str | None = None
     ep_size: int = 1  # groups of ranks among which experts are divided whole
     allocate: bool = True  # False: linears and experts later, when it is known how they are stored
+
+    def on_meta(self) -> WeightPlacement:
+        """The same part of the model without memory; nothing can be computed."""
+        comm = UnreducedRank(self.comm.rank, self.comm.size) if self.comm.size > 1 else self.comm
+        return replace(self, device=torch.device("meta"), comm=comm)
 
     def empty(self, *shape: int) -> Tensor:
         """Uninitialised, until a loader fills it."""

@@ -14,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.llm.hub import with_local_paths
 from forerun.models import tokenizer
+from forerun.models.registry import target_class, target_config
 from forerun.models.stop_ids import tokenizer_folder
 from forerun.speculative.registry import all_options, get_algorithm
 
@@ -45,11 +46,15 @@ def with_models(config: EngineConfig) -> tuple[EngineConfig, Path]:
     The bundled target is filled in, and with it the algorithm's bundled draft.
 
     Raises:
-        ConfigError: a model cannot be found or downloaded.
+        ConfigError: a model cannot be found or downloaded, or the target's config is invalid or
+            not supported.
     """
     config = with_local_paths(config)
     if config.model_path is not None:
-        return config, Path(config.model_path)
+        target = Path(config.model_path)
+        # Before transformers, which reads it for the tokenizer and has other words for its faults.
+        target_class(target_config(target, config.model_impl), config.model_impl)
+        return config, target
     target = bundled("target")
     draft = get_algorithm(config.speculative_algorithm).bundled_draft
     if draft is not None and config.speculative_draft_model_path is None:

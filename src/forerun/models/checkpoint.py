@@ -9,13 +9,14 @@ data is read.
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
+from os.path import isfile
+from pathlib import Path, PurePosixPath
 from typing import Any
 from zlib import crc32
 
@@ -23,8 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forerun.config.model_config import read_json
-from forerun.core.errors import ConfigError
+from forerun.config.json_files import check_regular, read_json
+from forerun.config.schema import IndexKeys, checked
+from forerun.core.errors import ConfigError, shown
 from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, Largest, QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator
@@ -43,10 +45,14 @@ from forerun.models.quantization import (
 )
 from forerun.platform.progress import progress
 
+log = logging.getLogger("forerun")
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HARMLESS = ("rotary_emb.inv_freq",)  # old buffers, in many checkpoints; computed here
 PICKLES = ("*.bin", "*.pt", "*.pth")
 FIX_FILE = "Download it again"
 FIX_FOLDER = "give the path of a Hugging Face model folder, or org/name of one on the Hub"
+MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
 SAMPLES, SAMPLE_BYTES = 8, 4096  # of a file's data, in its fingerprint
 
 View = Tensor | QuantizedWeight  # what a tensor of a checkpoint is copied into
@@ -82,11 +88,7 @@ class Checkpoint:
         self.fp8 = weight_format if isinstance(weight_format, Fp8Format) else None
         self.mxfp4 = weight_format if isinstance(weight_format, Mxfp4) else None
         self.int4 = weight_format if isinstance(weight_format, Int4Format) else None
-        self.headers: dict[str, Header] = {}
-        for file in _files(folder):
-            self.headers |= _read_headers(file)
-        _check_index(folder, self.headers)
-        self.headers = text_part(self.headers)
+        self.headers = text_part(_headers(folder))
 
     def __contains__(self, name: str) -> bool:
         return name in self.headers
@@ -145,20 +147,10 @@ class Checkpoint:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable; a
                 part that divides what is quantised together.
         """
-        packed = {
-            name: view
-            for name, view in views.items()
-            if self.mxfp4 and isinstance(view, Tensor) and name + BLOCKS in self.headers
-        }
-        int4 = {name: view for name, view in views.items() if self.is_int4(name)}
-        apart = packed.keys() | int4.keys()
-        plain = {name: view for name, view in views.items() if name not in apart}
-        scales, parts = self._scales(plain), shards or {}
-        stored = {**self._stored_as_mxfp4(packed, parts), **self._stored_as_int4(int4, parts)}
-        unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
-        unused = unused if self.int4 is None else self.int4.unused
-        self._check({**plain, **stored}, scales, (*harmless, *KV_SCALES, *unused), hint)
-        self._check_shapes({**plain, **stored}, scales, parts)
+        parts = shards or {}
+        stored = self.check(views, harmless, hint, parts)
+        packed, int4, plain = self._by_format(views)
+        scales = self._scales(plain)
         total = sum(self.headers[name].bytes for name in (*plain, *stored))
         with progress("loading weights", total, "B") as stage:
             named = {self._scale_name(name): scale for name, scale in scales.items()}
@@ -168,6 +160,43 @@ class Checkpoint:
                 self._copy_mxfp4(name, view, parts.get(name), stage.advance)
             for name, target in int4.items():
                 self._copy_int4(name, target, parts.get(name), stage.advance)
+
+    def check(
+        self,
+        views: Mapping[str, View],
+        harmless: Collection[str] = (),
+        hint: str = "",
+        shards: Mapping[str, Shard] | None = None,
+    ) -> dict[str, Tensor]:
+        """Compares names, shapes and kinds with the files' headers, as `read_into` does first.
+
+        With views on the meta device this is before there is memory for anything.
+
+        Returns:
+            The tensors in the files that views of other formats are made of, without data.
+        """
+        parts = shards or {}
+        packed, int4, plain = self._by_format(views)
+        stored = {**self._stored_as_mxfp4(packed, parts), **self._stored_as_int4(int4, parts)}
+        scales = self._scales(plain)
+        unused: tuple[str, ...] = UNUSED_SCALES if self.fp8 is not None else ()
+        unused = unused if self.int4 is None else self.int4.unused
+        self._check({**plain, **stored}, scales, (*harmless, *KV_SCALES, *unused), hint)
+        self._check_shapes({**plain, **stored}, scales, parts)
+        return stored
+
+    def _by_format(
+        self, views: Mapping[str, View]
+    ) -> tuple[dict[str, Tensor], dict[str, View], dict[str, View]]:
+        """Those made of MXFP4, of 4-bit integers, and of one stored tensor each."""
+        packed = {
+            name: view
+            for name, view in views.items()
+            if self.mxfp4 and isinstance(view, Tensor) and name + BLOCKS in self.headers
+        }
+        int4 = {name: view for name, view in views.items() if self.is_int4(name)}
+        apart = packed.keys() | int4.keys()
+        return packed, int4, {name: view for name, view in views.items() if name not in apart}
 
     def _stored_as_mxfp4(
         self, packed: Mapping[str, Tensor], shards: Mapping[str, Shard]
@@ -424,18 +453,17 @@ def _files(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if (folder / INDEX).exists():
+    if _has_index(folder):
         files = [folder / name for name in shard_names(folder)]
-        absent = [file.name for file in files if not file.exists()]
+        absent = [file.name for file in files if not isfile(file)]
         if absent:
             raise ConfigError(
                 f"{folder / INDEX} names {_listing(absent, 'shard')}, not in the folder."
                 " Download the missing files."
             )
         return files
-    found = sorted(folder.glob("*.safetensors"))
+    single = folder / SINGLE
+    found = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if found:
         return found
     if any(file for pattern in PICKLES for file in folder.glob(pattern)):
@@ -449,29 +477,62 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
+def _has_index(folder: Path) -> bool:
+    """Whether it counts: beside a single file it is a leftover, as for transformers."""
+    return not (folder / SINGLE).exists() and (folder / INDEX).exists()
+
+
 def shard_names(folder: Path) -> list[str]:
     """File names of the shards that the index lists.
 
     Raises:
-        ConfigError: the index cannot be read or lists nothing.
+        ConfigError: the index cannot be read or lists nothing, or a file outside of the folder.
     """
     return sorted(set(_weight_map(folder).values()))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{folder / INDEX} has no weight_map. {FIX_FILE}.")
-    return {str(name): str(file) for name, file in weight_map.items()}
+    """Which file holds a tensor, by the tensor's name."""
+    index = folder / INDEX
+    weight_map = checked(IndexKeys, read_json(index), str(index)).weight_map
+    if not weight_map:
+        raise ConfigError(f"{index} has no weight_map. {FIX_FILE}.")
+    for name in set(weight_map.values()):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not name.endswith(".safetensors"):
+            raise ConfigError(
+                f"{index} names {shown(name)}, expected a safetensors file in the folder."
+                f" {FIX_FILE}."
+            )
+    return weight_map
 
 
-def _check_index(folder: Path, headers: Mapping[str, Header]) -> None:
-    """What the index promises must be in the shards."""
-    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        return
-    for name, file in _weight_map(folder).items():
-        if name not in headers:
-            raise ConfigError(f"{folder / file} lacks {name}, which the index says it holds.")
+def _headers(folder: Path) -> dict[str, Header]:
+    """Of every tensor, by name. The index says which of several files a tensor is taken from.
+
+    Raises:
+        ConfigError: a file is missing or broken, or lacks what the index says it holds.
+    """
+    if not _has_index(folder):
+        return {name: header for f in _files(folder) for name, header in _read_headers(f).items()}
+    weight_map, out, others = _weight_map(folder), dict[str, Header](), set[str]()
+    for file in _files(folder):
+        for name, header in _read_headers(file).items():
+            if name in weight_map and folder / weight_map[name] == file:
+                out[name] = header
+            else:
+                others.add(name)
+    lacking = next((name for name in weight_map if name not in out), None)
+    if lacking is not None:
+        file = folder / weight_map[lacking]
+        raise ConfigError(f"{file} lacks {lacking}, which the index says it holds.")
+    if others:
+        log.warning(
+            "%s: copies of %s are ignored, in files that the index does not give for them.",
+            folder,
+            _listing(sorted(others)),
+        )
+    return out
 
 
 def fingerprint(folder: Path, weights: bool = True) -> str:
@@ -486,7 +547,7 @@ def fingerprint(folder: Path, weights: bool = True) -> str:
     for file in sorted(_files(folder)) if weights else ():
         with _readable(file), file.open("rb") as stream:
             size, length = file.stat().st_size, int.from_bytes(stream.read(8), "little")
-            digest.update(stream.read(min(length, size)))
+            digest.update(stream.read(min(length, size, MAX_HEADER)))
             for part in range(1, SAMPLES + 1):
                 stream.seek(max(0, size * part // SAMPLES - SAMPLE_BYTES))
                 digest.update(stream.read(SAMPLE_BYTES))
@@ -494,26 +555,25 @@ def fingerprint(folder: Path, weights: bool = True) -> str:
 
 
 def _read_headers(file: Path) -> dict[str, Header]:
-    """Names, types and shapes: a length (8 bytes, little endian), then that much JSON."""
-    with _readable(file):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= size - 8:
-                raise ConfigError(f"{file} is truncated or no safetensors file. {FIX_FILE}.")
-            raw: dict[str, Any] = json.loads(stream.read(length))
-    raw.pop("__metadata__", None)
-    return {
-        name: Header(file, name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
-        for name, entry in raw.items()
-    }
+    """Names, types and shapes, compared with the file's size.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    out: dict[str, Header] = {}
+    with _readable(file), safe_open(file, framework="numpy") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  not a dict
+            tensor = tensors.get_slice(name)
+            out[name] = Header(file, name, tensor.get_dtype(), tuple(tensor.get_shape()))
+    return out
 
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
+    check_regular(file)
     try:
         yield
-    except (SafetensorError, OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{file} cannot be read: {reason}. {FIX_FILE}.") from None
 

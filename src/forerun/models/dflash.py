@@ -22,14 +22,13 @@ from forerun.layers.rope import Rope
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.models.draft_base import (
-    UNUSED,
     DraftModel,
     DraftVocab,
     TargetVocab,
     check_offsets,
     own_parts,
+    read_draft,
 )
-from forerun.models.loader import HARMLESS
 from forerun.models.qwen3 import Qwen3DecoderLayer
 
 
@@ -157,14 +156,11 @@ def load_dflash(
         return draft
     checkpoint = Checkpoint(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
-    draft = DFlashDraft(config, place, max_positions, target, window, own)
-    checkpoint.read_into(
-        draft.weights(),
-        (*HARMLESS, *UNUSED),
-        hint="Is config.json the one of these weights?",
-        shards=draft.shards(),
-        comm=place.comm,
-    )
+
+    def build(place: WeightPlacement, positions: int) -> DFlashDraft:
+        return DFlashDraft(config, place, positions, target, window, own)
+
+    draft = read_draft(build, checkpoint, place, max_positions)
     check_offsets(folder, draft.d2t, config.vocab_size)
     draft.prepare()
     return draft

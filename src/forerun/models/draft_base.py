@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.module import Module
 from forerun.layers.sharding import even_shard, kv_head_shard
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.checkpoint import HARMLESS, Checkpoint
 
 OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 
@@ -106,6 +106,32 @@ def dense_layout(
     even_shard(model.intermediate_size, comm, "intermediate size")
     kv_heads = kv_head_shard(model.num_kv_heads, comm).count
     return ModelLayout.dense(num_layers, kv_heads, model.head_dim, dtype)
+
+
+Draft = TypeVar("Draft", bound=DraftModel)
+
+
+def read_draft(
+    build: Callable[[WeightPlacement, int], Draft],
+    checkpoint: Checkpoint,
+    place: WeightPlacement,
+    max_positions: int,
+) -> Draft:
+    """A draft with its weights, not yet prepared.
+
+    Args:
+        build: with the length of the rotary tables. Called twice, at first on the meta device:
+            what does not fit the files is refused before it is allocated.
+
+    Raises:
+        ConfigError: names, shapes or kinds are not those of the files, or these are broken.
+    """
+    hint, harmless = "Is config.json the one of these weights?", (*HARMLESS, *UNUSED)
+    shape = build(place.on_meta(), 1)
+    checkpoint.check(shape.weights(), harmless, hint, shape.shards())
+    draft = build(place, max_positions)
+    checkpoint.read_into(draft.weights(), harmless, hint, draft.shards(), place.comm)
+    return draft
 
 
 def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset[str]:

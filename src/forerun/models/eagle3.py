@@ -29,15 +29,14 @@ from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
     OWN_HEAD,
-    UNUSED,
     DraftModel,
     DraftVocab,
     TargetVocab,
     check_offsets,
     own_parts,
+    read_draft,
 )
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
-from forerun.models.loader import HARMLESS
 
 
 class Eagle3Attention(Module):
@@ -186,14 +185,11 @@ def load_eagle3(
             f" {config.target_hidden_size}, so it needs embed_tokens.weight and lm_head.weight of"
             " its own; the checkpoint is incomplete."
         )
-    draft = Eagle3Draft(config, place, max_positions, target, own)
-    checkpoint.read_into(
-        draft.weights(),
-        (*HARMLESS, *UNUSED),
-        hint="Is config.json the one of these weights?",
-        shards=draft.shards(),
-        comm=place.comm,
-    )
+
+    def build(place: WeightPlacement, positions: int) -> Eagle3Draft:
+        return Eagle3Draft(config, place, positions, target, own)
+
+    draft = read_draft(build, checkpoint, place, max_positions)
     check_offsets(folder, draft.d2t, config.vocab_size)
     draft.prepare()
     return draft

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from forerun.attention.base import LayerMask, Mask
-from forerun.config.model_config import ModelConfig, parse_model_config, read_json
+from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator

@@ -258,4 +258,6 @@ def _check_bits(spec: Mapping[str, Any], bits: Any) -> None:
 
 
 def _group(size: int) -> int | None:
+    if size == 0:
+        raise ConfigError("group_size 0 of quantization_config is no size; correct it.")
     return None if size == -1 else size

@@ -23,7 +23,14 @@ from forerun.layers.moe import (
 )
 from forerun.models import further_layers
 from forerun.models.base import CausalLM
-from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, View, fill_dummy
+from forerun.models.checkpoint import (
+    DUMMY_FORMATS,
+    FIX_FOLDER,
+    HARMLESS,
+    Checkpoint,
+    View,
+    fill_dummy,
+)
 from forerun.models.int4_formats import Int4Format
 from forerun.models.kv_scales import fold_kv_scales
 from forerun.models.quantization import Mxfp4, check_quantization, weight_format
@@ -31,8 +38,6 @@ from forerun.models.registry import model_class
 from forerun.models.transformers_model import TransformersForCausalLM, load_transformers_config
 
 INT4 = "int4"  # of linears with random weights, if config.json says 4 bits
-# Old rotary buffers, in many checkpoints; computed here.
-HARMLESS = ("rotary_emb.inv_freq",)
 
 
 def load_target(
@@ -79,45 +84,69 @@ def load_target_at(
     quantization = place.quantization
     check_quantization(config, quantization)
     check_fp8_groups(place)
-    checkpoint = None if load_format in DUMMY_FORMATS else Checkpoint(folder, stored)
-    model = build(config, place, max_positions or config.max_position)
-    for experts in model.modules(Experts):
-        if isinstance(stored, Mxfp4):
-            experts.allocate_mxfp4()
-    if checkpoint is None:
-        for experts in model.modules(Experts):
-            experts.fused = experts.can_be_fused  # thousands of tensors fewer
-        order = list(model.weights())
+    positions = max_positions or config.max_position
+    if load_format in DUMMY_FORMATS:
+        model = build(config, place, positions)
         int4 = isinstance(stored, Int4Format) and stored.keeps_packed
-        quantized = {
-            **allocate_linears(model, None, INT4 if int4 else quantization),
-            **allocate_experts(model, None, quantization),
-        }
-        views: dict[str, View] = {**model.weights(), **quantized}
-        ordered = {name: views[name] for name in order}
-        fill_dummy(ordered, load_format, shards=model.shards(), comm=place.comm)
+        _fill_dummy(model, place, load_format, INT4 if int4 else quantization)
     else:
+        checkpoint = Checkpoint(folder, stored)
         checkpoint.rename(further_layers.prefixes_to_rename(config))
         further = _further_layers(config)
         checkpoint.keep(lambda name: not name.startswith(further))
-        choose_expert_layout(model, checkpoint.headers)
-        others = other_ranks_experts(model)
-        checkpoint.keep(lambda name: name.rpartition(".")[0] not in others)
-        quantized = {
-            **allocate_linears(model, checkpoint, quantization),
-            **allocate_experts(model, checkpoint, quantization),
-        }
-        tied = config.tie_word_embeddings  # then a stored head is the embedding again
-        checkpoint.read_into(
-            {**model.weights(), **quantized},
-            (*HARMLESS, "lm_head.weight") if tied else HARMLESS,
-            hint=f"Is config.json ({config.architecture}) the one of these weights?",
-            shards=model.shards(),
-            comm=place.comm,
-        )
+        # Without memory first: what does not fit the files is refused before it is allocated.
+        _read(build(config, place.on_meta(), 1), checkpoint, place.on_meta(), only_check=True)
+        model = build(config, place, positions)
+        _read(model, checkpoint, place)
         fold_kv_scales(model, checkpoint, kv_dtype)
     model.prepare()
     return model
+
+
+def _fill_dummy(
+    model: CausalLM, place: WeightPlacement, load_format: str, quantization: str | None
+) -> None:
+    """Allocates and fills the weights; linears as `quantization` says, which may be `INT4`."""
+    _allocate_mxfp4(model)
+    for experts in model.modules(Experts):
+        experts.fused = experts.can_be_fused  # thousands of tensors fewer
+    order = list(model.weights())
+    quantized = {
+        **allocate_linears(model, None, quantization),
+        **allocate_experts(model, None, place.quantization),
+    }
+    views: dict[str, View] = {**model.weights(), **quantized}
+    ordered = {name: views[name] for name in order}
+    fill_dummy(ordered, load_format, shards=model.shards(), comm=place.comm)
+
+
+def _read(
+    model: CausalLM, checkpoint: Checkpoint, place: WeightPlacement, only_check: bool = False
+) -> None:
+    """Allocates the weights and reads them; `only_check`: compares them with the files' headers."""
+    config = model.config
+    _allocate_mxfp4(model)
+    choose_expert_layout(model, checkpoint.headers)
+    others = other_ranks_experts(model)
+    checkpoint.keep(lambda name: name.rpartition(".")[0] not in others)
+    quantized = {
+        **allocate_linears(model, checkpoint, place.quantization),
+        **allocate_experts(model, checkpoint, place.quantization),
+    }
+    views: dict[str, View] = {**model.weights(), **quantized}
+    tied = config.tie_word_embeddings  # then a stored head is the embedding again
+    harmless = (*HARMLESS, "lm_head.weight") if tied else HARMLESS
+    hint = f"Is config.json ({config.architecture}) the one of these weights?"
+    if only_check:
+        checkpoint.check(views, harmless, hint, model.shards())
+    else:
+        checkpoint.read_into(views, harmless, hint, model.shards(), place.comm)
+
+
+def _allocate_mxfp4(model: CausalLM) -> None:
+    if isinstance(weight_format(model.config), Mxfp4):
+        for experts in model.modules(Experts):
+            experts.allocate_mxfp4()
 
 
 def allocate_linears(

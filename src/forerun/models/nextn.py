@@ -146,8 +146,8 @@ def load_nextn(
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
-    draft = NextNDraft(config, place, max_positions)
     if load_format in DUMMY_FORMATS:
+        draft = NextNDraft(config, place, max_positions)
         for experts in draft.modules(Experts):
             experts.fused = True  # thousands of tensors fewer
         fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
@@ -155,8 +155,12 @@ def load_nextn(
         checkpoint = Checkpoint(folder, weight_format(config.model))
         checkpoint.rename(prefixes_to_rename(config.model))
         checkpoint.keep(lambda name: name.startswith(config.prefix))
-        choose_expert_layout(draft, checkpoint.headers)
         hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."
+        shape = NextNDraft(config, place.on_meta(), 1)
+        choose_expert_layout(shape, checkpoint.headers)
+        checkpoint.check(shape.weights(), SHARED, hint, shape.shards())
+        draft = NextNDraft(config, place, max_positions)
+        choose_expert_layout(draft, checkpoint.headers)
         checkpoint.read_into(draft.weights(), SHARED, hint, draft.shards(), place.comm)
     draft.prepare()
     return draft

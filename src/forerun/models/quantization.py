@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def weight_format(config: ModelConfig) -> WeightFormat | None:
     raw = config.raw.get("quantization_config")
     if not raw:
         return None
-    spec: dict[str, Any] = dict(raw)
+    spec: dict[str, Any] = _given(raw)
     method = spec.get("quant_method", "unknown")
     if method == "mxfp4":
         return Mxfp4()
@@ -202,8 +203,13 @@ def _fp8(block: Any) -> Fp8Blocks | Fp8Rows:
     return Fp8Blocks(*block)
 
 
+def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, which stand for defaults."""
+    return {key: value for key, value in raw.items() if value is not None}
+
+
 def _compressed_weights(spec: dict[str, Any]) -> dict[str, Any]:
     """How compressed-tensors quantised the weights; {}: not all in one way."""
     groups = spec.get("config_groups") or {}
-    found = [dict(group.get("weights") or {}) for group in groups.values()]
+    found = [_given(group.get("weights") or {}) for group in groups.values()]
     return found[0] if found and all(each == found[0] for each in found) else {}

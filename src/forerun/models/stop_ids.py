@@ -10,7 +10,7 @@ import msgspec
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.hf_config import normalised
-from forerun.config.model_config import read_json
+from forerun.config.json_files import read_json
 from forerun.core.errors import ConfigError, shown
 from forerun.models.tokenizer import FILE, load_tokenizer
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, Mask
-from forerun.config.model_config import ModelConfig, parse_model_config, read_json
+from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.sampling.argmax import argmax
 from forerun.kvcache.layouts import DenseKV, ModelLayout

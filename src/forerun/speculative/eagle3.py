@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
-from forerun.config.model_config import ModelConfig, read_json
+from forerun.config.json_files import read_json
+from forerun.config.model_config import ModelConfig
 from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
