@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import subprocess
 import sys
 import time
@@ -233,6 +235,28 @@ def swap_shards(folder: Path) -> None:
     one.write_bytes(two.read_bytes())
 
 
+def move_shards(to: str) -> Callable[[Path], None]:
+    """The index names the files so."""
+
+    def move(folder: Path) -> None:
+        shard(folder)
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        moved = {name: to.format(folder=folder, file=file) for name, file in weight_map.items()}
+        (folder / INDEX).write_text(json.dumps({"weight_map": moved}))
+
+    return move
+
+
+def pipe(name: str) -> Callable[[Path], None]:
+    """A file that never ends."""
+
+    def put(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return put
+
+
 def empty_index(folder: Path) -> None:
     (folder / SINGLE).unlink()
     (folder / INDEX).write_text("{}")
@@ -252,6 +276,30 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard absent": (lose_shard, r"1 shard: model-00002-of-00002.*Download the missing"),
     "shard without": (swap_shards, r"model-00001-of-00002.*lacks lm_head.weight, which the index"),
     "index empty": (empty_index, "no weight_map"),
+    "index of another folder": (
+        move_shards("../{folder.name}/{file}"),
+        "names '../.*in the folder",
+    ),
+    "index of everywhere": (move_shards("{folder}/{file}"), "names '/.*in the folder"),
+    "index of other files": (move_shards("config.json"), "names 'config.json', expected a safe"),
+    "index of no text": (
+        both(shard, lambda f: (f / INDEX).write_text('{"weight_map": {"a": 5}}')),
+        r"weight_map\[...\] is .*expected str",
+    ),
+    "index twice": (
+        both(shard, lambda f: (f / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}')),
+        "'a' is there twice",
+    ),
+    "weights are a pipe": (pipe(SINGLE), "not a regular file"),
+    "config is a pipe": (pipe("config.json"), "not a regular file"),
+    "config nested": (
+        lambda f: (f / "config.json").write_text("[" * 10**5 + "]" * 10**5),
+        "nested too deeply",
+    ),
+    "number too long": (
+        lambda f: (f / "config.json").write_text('{"a": ' + "9" * 5000 + "}"),
+        "not readable JSON",
+    ),
     "cut in data": (truncate(-1000), r"cannot be read: .*Download it again"),
     "cut in header": (truncate(100), r"cannot be read: .*header.*Download it again"),
     "file empty": (truncate(0), r"cannot be read: .*header too small"),
@@ -320,6 +368,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "partial_rotary_factor 0.5",
     ),
     "layer types": (config(num_hidden_layers=4), "3 layer_types for 4 layers"),
+    "unknown layers": (config(layer_types=["mamba"] * 3), "layers of type 'mamba' are not"),
+    "vocabulary of another size": (
+        config(vocab_size=2**24),
+        r"embed_tokens.weight has shape \[96, 32\], expected \[16777216, 32\]",
+    ),
     "odd head": (config(head_dim=15), "head_dim 15 is odd"),
 }
 
@@ -351,3 +404,36 @@ def test_configs_are_checked_before_weights_are_read(folder: Path) -> None:
     with pytest.raises(ConfigError):
         Checkpoint(folder).read_into({QKV: slot, NORM: torch.empty(32)})
     assert (slot == 7).all()
+
+
+def test_the_index_decides_which_file_a_tensor_is_taken_from(
+    original: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever of two files is read last."""
+    want = logits(original)
+    files = shard(folder)
+    tensors = [load_file(file) for file in files]
+    for own, other in ((0, 1), (1, 0)):
+        stale = {name: torch.randn_like(t) for name, t in tensors[other].items()}
+        save_file({**stale, **tensors[own], "unknown.weight": torch.ones(3)}, files[own])
+    with caplog.at_level(logging.WARNING, "forerun"):
+        assert torch.equal(logits(folder), want)
+    assert len(caplog.records) == 1
+    assert "37 tensors" in caplog.messages[0] and "are ignored" in caplog.messages[0]
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(original: Path, folder: Path) -> None:
+    shard(folder)
+    blobs = folder / "blobs"
+    blobs.mkdir()
+    for i, file in enumerate([*folder.glob("*.safetensors"), folder / INDEX]):
+        file.rename(blobs / str(i))
+        file.symlink_to(Path("blobs") / str(i))
+    assert torch.equal(logits(folder), logits(original))
+
+
+def test_what_does_not_fit_is_refused_before_there_is_memory(folder: Path) -> None:
+    """Such an embedding would have a petabyte."""
+    edit_config(folder, vocab_size=2**24, hidden_size=2**24, intermediate_size=2**24)
+    with pytest.raises(ConfigError, match="has shape"):
+        load_target(folder, torch.float32, CPU)

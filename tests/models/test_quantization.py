@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forerun.config.model_config import parse_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
-from forerun.models.quantization import Fp8Blocks, Mxfp4
+from forerun.models.quantization import Fp8Blocks, Fp8Rows, Mxfp4, weight_format
 from tests.models.support import CPU, Loop, family, random_hf, save
 
 BLOCK = (24, 10)  # neither divides the sizes: ragged last blocks
@@ -167,6 +168,17 @@ def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
         load_target(folder, torch.float32, CPU)
 
 
+def test_modelopt_in_config_json() -> None:
+    spec = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    raw: dict[str, Any] = {name: 4 for name in (*names, "vocab_size")}
+    raw |= {"architectures": ["LlamaForCausalLM"], "quantization_config": spec}
+    assert isinstance(weight_format(parse_model_config(raw)), Fp8Rows)
+    spec["quant_algo"] = "NVFP4"
+    with pytest.raises(ConfigError, match="modelopt, quant_algo NVFP4"):
+        weight_format(parse_model_config(raw))
+
+
 ROW_SPECS: list[dict[str, Any]] = [
     {"quant_method": "fp8", "activation_scheme": "static"},
     {"quant_method": "modelopt", "quant_algo": "FP8"},
@@ -178,6 +190,18 @@ ROW_SPECS: list[dict[str, Any]] = [
         },
     },
 ]
+
+
+def describe(folder: Path, spec: dict[str, Any]) -> None:
+    """ModelOpt's in a file of its own, as its older exports have it."""
+    if spec["quant_method"] == "modelopt":
+        keys = {"quant_algo": spec["quant_algo"], "exclude_modules": ["lm_head"]}
+        apart = {"producer": {"name": "modelopt"}, "quantization": keys}
+        (folder / "hf_quant_config.json").write_text(json.dumps(apart))
+        return
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = spec
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("shape", [(-1, 1), (1,), ()], ids=str)
@@ -199,9 +223,7 @@ def test_scales_of_rows_and_of_whole_matrices(shape: tuple[int, ...], tmp_path: 
         weights[key] = fp8[key].float() * (size / 448).bfloat16().float()
     save_file(fp8, quantised / "model.safetensors")
     save_file(weights, plain / "model.safetensors")
-    config = json.loads((quantised / "config.json").read_text())
-    config["quantization_config"] = ROW_SPECS[len(shape)]
-    (quantised / "config.json").write_text(json.dumps(config))
+    describe(quantised, ROW_SPECS[len(shape)])
     ids = torch.arange(20)
     got, want = (
         Loop.of_model(load_target(folder, torch.float32, CPU)).ragged([(0, ids)])[0]

@@ -528,7 +528,7 @@ def _headers(folder: Path) -> dict[str, Header]:
         raise ConfigError(f"{file} lacks {lacking}, which the index says it holds.")
     if others:
         log.warning(
-            "%s: copies of %s are ignored, in files that the index does not give for them.",
+            "%s: %s, in files other than the index gives for them, are ignored.",
             folder,
             _listing(sorted(others)),
         )
