@@ -22,8 +22,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 96,
 }
 JUNK = (
-    None, True, 0, 1, -3, 10**9, 10**30, 0.5, 1e40, math.nan, math.inf, "", "x", [], [1], ["x"], [None],
-    {}, {"a": 1}, {"full_attention": {"factor": "x"}}, [[[]]],
+    None, True, 0, 1, -3, 10**9, 10**30, 0.5, 1e40, math.nan, math.inf, "", "x", [], [1], ["x"],
+    [None], {}, {"a": 1}, {"full_attention": {"factor": "x"}}, [[[]]],
 )  # fmt: skip
 
 

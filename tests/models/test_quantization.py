@@ -171,7 +171,7 @@ def test_an_mxfp4_checkpoint_of_gpt_oss(tmp_path: Path) -> None:
 def test_modelopt_in_config_json() -> None:
     spec = {"quant_method": "modelopt", "quant_algo": "FP8"}
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    raw: dict[str, Any] = {name: 4 for name in (*names, "vocab_size")}
+    raw: dict[str, Any] = dict.fromkeys((*names, "vocab_size"), 4)
     raw |= {"architectures": ["LlamaForCausalLM"], "quantization_config": spec}
     assert isinstance(weight_format(parse_model_config(raw)), Fp8Rows)
     spec["quant_algo"] = "NVFP4"

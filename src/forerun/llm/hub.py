@@ -139,15 +139,12 @@ def _fetch_weights(model: HubModel, folder: Path) -> None:
     """
     commit = folder.name
     if (folder / INDEX).is_file():  # exact names, also in subfolders
-        shards = [escape(name) for name in shard_names(folder) if name.endswith(".safetensors")]
-        _snapshot(model, commit, [CONFIG, *shards], ignore=())
-        found = bool(shards)
-    else:
-        _snapshot(model, commit, [CONFIG, SINGLE])
-        if not (folder / SINGLE).is_file():
-            _snapshot(model, commit, [CONFIG, "*.safetensors"])
-        found = any(folder.glob("*.safetensors"))
-    if not found:
+        _snapshot(model, commit, [CONFIG, *map(escape, shard_names(folder))], ignore=())
+        return
+    _snapshot(model, commit, [CONFIG, SINGLE])
+    if not (folder / SINGLE).is_file():
+        _snapshot(model, commit, [CONFIG, "*.safetensors"])
+    if not any(folder.glob("*.safetensors")):
         raise ConfigError(
             f"{model.setting}: {model} on the Hugging Face Hub has no safetensors, and pickled"
             " weights (*.bin, *.pt) are never loaded. Choose a repository that has them, or"

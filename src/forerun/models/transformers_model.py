@@ -45,7 +45,7 @@ def load_transformers_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{folder}: transformers has no model_type {kind!r}; update it.")
     try:
         hf = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # each of its configs has checks, and errors, of its own
+    except Exception as error:  # noqa: BLE001  each of its configs has checks, and errors, of its own
         raise ConfigError(
             f"{folder}: transformers cannot read config.json: {_line(error)}"
         ) from None
