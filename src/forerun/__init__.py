@@ -2,19 +2,19 @@
 
     from forerun import LLM, SamplingParams
 
-Importing this package does not import torch; the first use of `LLM` does.
+Importing this package imports nothing else; the first use of a name does.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from forerun.core.errors import ConfigError, ForerunError, RequestError
-from forerun.core.sampling_params import SamplingParams
-from forerun.core.version import __version__
+TYPE_CHECKING = False  # `typing`, which has one, is not imported: its import takes long
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    from forerun.core.errors import ConfigError, ForerunError, RequestError
+    from forerun.core.sampling_params import SamplingParams
+    from forerun.core.version import __version__
     from forerun.llm import LLM, RequestOutput
 
 __all__ = [
@@ -27,11 +27,24 @@ __all__ = [
     "__version__",
 ]
 
+_MODULES = {
+    "LLM": "forerun.llm",
+    "ConfigError": "forerun.core.errors",
+    "ForerunError": "forerun.core.errors",
+    "RequestError": "forerun.core.errors",
+    "RequestOutput": "forerun.llm",
+    "SamplingParams": "forerun.core.sampling_params",
+    "__version__": "forerun.core.version",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "RequestOutput"):
-        return vars(import_module("forerun.llm"))[name]
-    raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'forerun' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = vars(import_module(_MODULES[name]))[name]
+    return value
 
 
 def __dir__() -> list[str]:

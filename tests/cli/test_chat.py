@@ -24,6 +24,7 @@ class Model:
     def __init__(self) -> None:
         self.answer: list[str] = ["fine,", " thanks"]
         self.refuse: str | None = None
+        self.abort: str | None = None  # the reason that the last output gives
         self.ctrl_c_after: int | None = None
         self.asked: list[list[dict[str, str]]] = []
         self.closed = 0
@@ -46,7 +47,8 @@ class Model:
                     "spec_num_proposed_drafts": 0,
                     "spec_correct_drafts_histogram": [end],
                 }
-                yield RequestOutput("".join(self.answer[:end]), [1] * end, None, meta, [1])
+                reason = {"type": "abort", "message": self.abort} if self.abort else None
+                yield RequestOutput("".join(self.answer[:end]), [1] * end, reason, meta, [1])
         finally:
             self.closed += 1
 
@@ -133,7 +135,7 @@ def test_over_a_pipe(forerun, monkeypatch) -> None:
     lines = ["What is 2 plus 3?", long, "/reset", "/stats", "What is 4 plus 5?", "/exit", "never"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     result = forerun("chat", "--temperature", "0", "--max-new-tokens", "16")
-    assert result.code == 0
+    assert result.code == 1  # one message was refused
     assert len(result.out.strip().splitlines()) >= 2
     errors = [line for line in result.err.splitlines() if line.startswith("forerun: error:")]
     assert len(errors) == 1
@@ -144,3 +146,16 @@ def test_over_a_pipe(forerun, monkeypatch) -> None:
 def test_bad_flags(forerun) -> None:
     assert "--n must be 1" in forerun("chat", "--n", "2").error
     assert "max_new_tokens must be >= 1" in forerun("chat", "--max-new-tokens", "0").error
+
+
+def test_an_aborted_answer_is_an_error_and_the_chat_goes_on(conversation, model, capsys) -> None:
+    model.abort = "NaN logits"
+    assert conversation.take("one")
+    out, err = capsys.readouterr()
+    assert out == "fine, thanks\n"
+    assert err == "forerun: error: the answer was aborted: NaN logits\n"
+    assert conversation.failed
+    model.abort = None
+    conversation.take("two")
+    assert roles(model.asked[-1]) == "su"
+    assert capsys.readouterr().err == ""

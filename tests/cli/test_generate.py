@@ -8,8 +8,10 @@ import sys
 
 import pytest
 
+from forerun.speculative import registry
 from tests.cli.support import GOLDEN_FLAGS, needs_pair
 from tests.golden_engine import CASES, GOLDEN, golden_llm
+from tests.toy_algorithms import Faulty
 
 CASE = CASES[0]
 IDS = ",".join(map(str, CASE["prompt"]))
@@ -147,3 +149,51 @@ def test_an_unknown_algorithm(forerun) -> None:
     assert (
         "Did you mean 'DFLASH'" in forerun("generate", "x", "--speculative-algorithm=dfalsh").error
     )
+
+
+@pytest.fixture
+def drafter_that_fails(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an algorithm whose third proposal is a bug."""
+    table = registry.Registry(registry.BUILT_IN, ())
+    table.register("TOY-FAULTY", Faulty)
+    monkeypatch.setattr(registry, "_registry", lambda: table)
+    monkeypatch.setattr(Faulty, "fault", "raise")
+    # Called in every step: a step that was recorded would not call it again.
+    monkeypatch.setattr(Faulty, "supports_target_verify_for_draft", lambda self: False)
+    return "TOY-FAULTY"
+
+
+@pytest.mark.parametrize("form", [(), ("--no-stream",), ("--json",)])
+def test_an_aborted_request_is_an_error(
+    forerun, drafter_that_fails: str, form: tuple[str, ...]
+) -> None:
+    """What it has is still printed."""
+    result = forerun(
+        *("generate", "--input-ids", IDS, "--speculative-algorithm", drafter_that_fails),
+        *("--max-new-tokens", "12", *form, "--temperature", "0", *GOLDEN_FLAGS),
+    )
+    assert result.code == 1
+    errors = [line for line in result.err.splitlines() if line.startswith("forerun: error: ")]
+    assert len(errors) == 1 and "the request was aborted: " in errors[0]
+    assert "somebody else's bug" in errors[0]
+    if form == ("--json",):
+        assert json.loads(result.out)["finish_reason"]["type"] == "abort"
+    else:
+        assert result.out
+
+
+@needs_pair
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval", "python", "--num-examples", "2", "--speculative-algorithm"),
+        ("demo", "--repetitions", "1", "--algorithm"),
+    ],
+)
+def test_an_aborted_request_fails_a_measurement(
+    forerun, drafter_that_fails: str, command: tuple[str, ...]
+) -> None:
+    result = forerun(*command, drafter_that_fails, "--max-new-tokens", "16", "--json")
+    assert result.code == 1
+    assert "somebody else's bug" in result.err.splitlines()[-1]
+    assert json.loads(result.out)

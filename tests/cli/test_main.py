@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import forerun as package
+from forerun.__main__ import on_ctrl_c
 from forerun.cli import main
-from forerun.core.errors import ConfigError, RequestError
+from forerun.core.errors import ConfigError, ExecutorError, RequestError
 
 
 def test_help_names_every_command_and_does_not_import_torch() -> None:
@@ -51,13 +53,13 @@ LAUNCHERS = {
     "module": ["-m", "forerun"],
     "file": ["-m", "forerun.cli.main"],
     # What pip writes for the entry point of pyproject.toml.
-    "script": ["-c", "import sys; from forerun.cli.main import main; sys.exit(main())"],
+    "script": ["-c", "import sys; from forerun.__main__ import main; sys.exit(main())"],
 }
 
 
 def test_the_script_is_main() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"forerun": "forerun.cli.main:main"}
+    assert project["project"]["scripts"] == {"forerun": "forerun.__main__:main"}
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,20 @@ def test_our_errors_are_one_line_and_exit_2(forerun, monkeypatch, kind) -> None:
     assert forerun("doctor").error == "it broke; fix it so."
 
 
+def test_a_lost_engine_is_one_line_and_exits_1(forerun, monkeypatch) -> None:
+    monkeypatch.setitem(main.COMMANDS, "doctor", Raising(ExecutorError("Rank 1 ended.")))
+    result = forerun("doctor")
+    assert (result.code, result.err) == (1, "forerun: error: Rank 1 ended.\n")
+
+
+@pytest.mark.parametrize("group", ["eval", "bench"])
+def test_a_group_lists_its_commands(forerun, group: str) -> None:
+    assert forerun(group).error.startswith("Missing command. Known: ")
+    assert "word-problems, python" in forerun("eval").error
+    unknown = forerun(group, "serivng" if group == "bench" else "pyhton").error
+    assert re.fullmatch(r"No such command '\w+'\. Did you mean '\S+'\? Known: .*\.", unknown)
+
+
 def test_other_errors_are_bugs_and_keep_their_traceback(monkeypatch) -> None:
     monkeypatch.setitem(main.COMMANDS, "doctor", Raising(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError, match="a bug"):
@@ -158,6 +174,70 @@ def test_other_errors_are_bugs_and_keep_their_traceback(monkeypatch) -> None:
 def test_ctrl_c_is_130(forerun, monkeypatch) -> None:
     monkeypatch.setitem(main.COMMANDS, "doctor", Raising(KeyboardInterrupt()))
     assert forerun("doctor").code == 130
+
+
+INTERRUPTED = """
+import os, signal, sys
+where, code, *sys.argv[1:] = sys.argv[1:]
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == where:
+            print("torch" * ("torch" in sys.modules), end="", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+exec(code)
+"""
+COMMAND = "from forerun.__main__ import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "args", "exits"),
+    [
+        ("typer", COMMAND, ["--version"], 130),
+        ("numpy.lib", COMMAND, ["eval", "python"], 130),
+        ("torch.nn", COMMAND, ["serve"], 130),
+        ("numpy.lib", "from forerun import LLM", [], -signal.SIGINT),  # as Python ends
+    ],
+)
+def test_ctrl_c_while_a_module_is_imported(
+    module: str, code: str, args: list[str], exits: int
+) -> None:
+    """torch's C code imports numpy and swallows what is raised there: numpy comes before it."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module, code, *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout) == (exits, "torch" * (module == "torch.nn"))
+    assert done.stderr == "" or exits < 0
+
+
+def test_ctrl_c_elsewhere_is_an_exception() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        on_ctrl_c(signal.SIGINT, None)
+
+
+def shell(line: str) -> tuple[int, str]:
+    """Exit code, and what it says on standard error."""
+    command = line.replace("forerun", f"{sys.executable} -m forerun", 1)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr.removeprefix("forerun: error: ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_device_is_one_line() -> None:
+    says = "the output cannot be written: No space left on device.\n"
+    assert shell("forerun --help > /dev/full") == (1, says)
+    assert shell("forerun --help > /dev/full 2> /dev/full")[0] == 1
+
+
+def test_closed_streams_are_one_line() -> None:
+    says = "standard output is closed; redirect it to a file or to /dev/null.\n"
+    assert shell("forerun --version >&-") == (2, says)
+    assert shell("forerun --version <&-") == (0, "")
+    assert shell("forerun --version 2>&-") == (0, "")
 
 
 def test_ctrl_c_for_real() -> None:

@@ -67,6 +67,7 @@ class Comparison:
     """All prompts. Speeds are medians over prompts; acceptance is over all verify steps."""
 
     prompts: tuple[PromptResult, ...]
+    outputs: tuple[RequestOutput, ...] = ()  # of all runs, the first ones included
 
     @property
     def identical(self) -> bool:
@@ -112,30 +113,37 @@ def compare(
 
     `params` must be greedy or have a seed; otherwise the texts differ.
     """
-    for llm in (plain, spec):
+    outputs = [
         llm.generate(input_ids=list(prompts[0].ids), sampling_params=params)
+        for llm in (plain, spec)
+    ]
     results = []
     for prompt in prompts:
-        results.append(compare_prompt(plain, spec, prompt, params, repetitions))
-        on_prompt(results[-1])
-    return Comparison(tuple(results))
+        result, runs = compare_prompt(plain, spec, prompt, params, repetitions)
+        results.append(result)
+        outputs += runs
+        on_prompt(result)
+    return Comparison(tuple(results), tuple(outputs))
 
 
 def compare_prompt(
     plain: LLM, spec: LLM, prompt: Prompt, params: SamplingParams, repetitions: int
-) -> PromptResult:
+) -> tuple[PromptResult, list[RequestOutput]]:
+    """The result, and the outputs of all repetitions."""
+
     def run(llm: LLM) -> Callable[[], RequestOutput]:
         return lambda: llm.generate(input_ids=list(prompt.ids), sampling_params=params)
 
     runs = {PLAIN: run(plain), SPEC: run(spec)}
     timed = interleaved(runs, repetitions, before=partial(flush_caches, plain, spec))
     outputs = {name: [t.value for t in runs] for name, runs in timed.items()}
-    texts = {tuple(o.output_ids) for runs in outputs.values() for o in runs}
-    return PromptResult(
+    every = [*outputs[PLAIN], *outputs[SPEC]]
+    result = PromptResult(
         prompt=prompt,
         plain=outputs[PLAIN][0],
         spec=outputs[SPEC][0],
         plain_seconds=median([t.seconds for t in timed[PLAIN]]),
         spec_seconds=median([t.seconds for t in timed[SPEC]]),
-        identical=len(texts) == 1,
+        identical=len({tuple(output.output_ids) for output in every}) == 1,
     )
+    return result, every

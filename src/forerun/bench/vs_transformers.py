@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from forerun import LLM, SamplingParams
 from forerun.bench.timing import flush_caches, interleaved, median
+from forerun.core.errors import ExecutorError
 from forerun.evals.prompts import Prompt
 from forerun.llm.bundled import bundled
 
@@ -74,6 +75,8 @@ def by_forerun(llm: LLM, tokens: int) -> Generate:
 
     def generate(prompt: Prompt) -> list[int]:
         output = llm.generate(input_ids=list(prompt.ids), sampling_params=params)
+        if output.error is not None:
+            raise ExecutorError(f"a request was aborted: {output.error}")
         return list(output.output_ids)
 
     return generate

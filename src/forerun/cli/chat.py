@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.flags import Values, engine_flags, sampling_flags, with_flags
-from forerun.cli.output import dim, print_stream, summary
+from forerun.cli.output import dim, print_error, print_stream, summary
 from forerun.core.errors import RequestError, nearest
 from forerun.core.sampling_params import SamplingParams
 
@@ -36,11 +36,14 @@ def chat(
 
     with LLM(**engine) as llm:
         conversation = Conversation(llm, params, system)
-        if sys.stdin.isatty():
+        interactive = sys.stdin.isatty()
+        if interactive:
             dim(HELP)
         for line in _lines():
             if not conversation.take(line):
                 break
+    if conversation.failed and not interactive:
+        raise typer.Exit(1)
 
 
 class Conversation:
@@ -52,6 +55,7 @@ class Conversation:
         self.system = system
         self.answers: list[RequestOutput] = []
         self.seconds = 0.0
+        self.failed = False  # a message was not answered
         self.messages: list[dict[str, str]] = []
         self.reset()
 
@@ -81,15 +85,22 @@ class Conversation:
                 _stoppable(lambda: self.llm.chat(self.messages, self.params, stream=True))
             )
         except RequestError as error:
-            self.messages.pop()
-            dim(f"forerun: error: {error} /reset starts over.")
+            self._refused(f"{error} /reset starts over.")
             return
         if output is None:  # stopped before the first token
             self.messages.pop()
             return
+        if output.error is not None:
+            self._refused(f"the answer was aborted: {output.error}")
+            return
         self.seconds += time.perf_counter() - started
         self.answers.append(output)
         self.messages.append({"role": "assistant", "content": output.text})
+
+    def _refused(self, message: str) -> None:
+        self.messages.pop()
+        self.failed = True
+        print_error(message)
 
     def stats(self) -> None:
         dim(summary(self.answers, self.seconds) if self.answers else "No answer yet.")

@@ -15,7 +15,7 @@ from forerun.bench.compare import Comparison, compare
 from forerun.bench.environment import environment
 from forerun.cli.blocks import Decode
 from forerun.cli.demo_view import Show
-from forerun.cli.output import print_json
+from forerun.cli.output import fail_if_aborted, print_json
 from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import (
@@ -85,6 +85,7 @@ def demo(
                 "repetitions": repetitions,
             }
             print_json({**result.as_dict(), **settings, "environment": environment(spec)})
+    fail_if_aborted(result.outputs)
     if not result.identical:
         raise typer.Exit(1)
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, RequestOutput, SamplingParams
 from forerun.bench.environment import environment, made_with
 from forerun.cli.demo_view import positions
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import print_json, progress_bar
+from forerun.cli.output import fail_if_aborted, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import (
@@ -27,10 +27,10 @@ from forerun.evals.prompts import (
     python_prompts,
     word_prompts,
 )
-from forerun.evals.scoring import EvalResult, check_identical, evaluate
+from forerun.evals.scoring import EvalResult, check_identical, evaluate, run_all
 from forerun.evals.word_problems import TEST_SEED
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer()
 
 NumExamples = Annotated[int, typer.Option(help="Number of prompts")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
@@ -99,17 +99,18 @@ def _run(
             bar = progress.add_task("generating", total=count)
             result, outputs = evaluate(llm, prompts, params, lambda: progress.advance(bar))
         where, stats = environment(llm), llm.stats()
+    others: list[RequestOutput] = []
     if identical:
         with LLM(**without_speculation(settings)) as plain, progress_bar(as_json) as progress:
             bar = progress.add_task("plain decoding", total=count)
-            result = check_identical(
-                result, outputs, plain, prompts, params, lambda: progress.advance(bar)
-            )
+            others = run_all(plain, prompts, params, lambda: progress.advance(bar))
+        result = check_identical(result, outputs, others)
     if as_json:
         found = {**result.as_dict(), "stats": stats}
         print_json({**found, "settings": settings, "environment": where})
     else:
         show(result, where, Console())
+    fail_if_aborted([*outputs, *others])
     if result.identical is not None and result.identical < result.examples:
         raise typer.Exit(1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.flags import Values, engine_flags, sampling_flags, with_flags
-from forerun.cli.output import dim, print_json, print_stream, shown, summary
+from forerun.cli.output import dim, fail_if_aborted, print_json, print_stream, shown, summary
 from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
 
@@ -63,6 +63,7 @@ def generate(
         seconds = time.perf_counter() - started
         if not json:
             dim(summary([output for _, output in outputs], seconds))
+        fail_if_aborted(output for _, output in outputs)
 
 
 def as_dict(output: RequestOutput) -> dict[str, Any]:

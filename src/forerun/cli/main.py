@@ -1,10 +1,14 @@
 """The `forerun` command. Only the subcommand in use is imported.
 
-Exit codes: 0 success, 1 a check failed, 2 bad input (one line on stderr), 130 Ctrl-C.
+Exit codes: 0 success, 1 a check or the engine failed, 2 bad input (one line on stderr),
+130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +18,19 @@ from typing import Any
 import typer
 
 from forerun import __version__
-from forerun.core.errors import ConfigError, RequestError, nearest
+from forerun.core.errors import (
+    AlgorithmError,
+    ConfigError,
+    EngineClosedError,
+    ExecutorError,
+    RequestError,
+    nearest,
+)
 
 # The class moved between releases of typer and click; its grandchild is public in all of them.
 ClickException: Any = typer.BadParameter.__mro__[2]
+
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 # Names of vLLM, and short ones of SGLang, that are unlike ours.
 OTHER_NAMES = {
@@ -47,6 +60,8 @@ class Entry:
 
     def load(self, subcommand: str | None = None) -> Any:
         """The command: a function, or a typer app."""
+        import numpy  # noqa: F401  before torch, whose C code swallows errors of this import
+
         module, _, attribute = self.target.partition(":")
         found = vars(import_module(module))[attribute]
         return found(subcommand) if self.builds else found
@@ -113,6 +128,8 @@ def run(args: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except (ConfigError, RequestError) as error:
         return _refuse(str(error))
+    except (AlgorithmError, EngineClosedError, ExecutorError) as error:
+        return _refuse(str(error), code=1)
     except ClickException as error:
         return _refuse(_one_line(error, command))
     except (KeyboardInterrupt, typer.Abort):
@@ -120,12 +137,24 @@ def run(args: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """The command line of this process, which ends with it."""
+    if sys.stdin is None:  # closed: nothing else may get its number
+        sys.stdin = open(os.devnull)  # noqa: SIM115  for as long as the process lives
+    if sys.stdout is None:
+        sys.exit(_refuse("standard output is closed; redirect it to a file or to /dev/null."))
     try:
-        sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
     except BrokenPipeError:  # `forerun ... | head`
-        sys.stderr.close()
-        sys.exit(0)
+        code = 0
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        code = _refuse(f"the output cannot be written: {error.strerror}.", code=1)
+    else:
+        sys.exit(code)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there
+    sys.exit(code)
 
 
 def _root(
@@ -143,9 +172,10 @@ def _not_loaded() -> None:
     raise AssertionError("a command that was not imported")
 
 
-def _refuse(message: str) -> int:
-    print(f"forerun: error: {message}", file=sys.stderr)
-    return 2
+def _refuse(message: str, code: int = 2) -> int:
+    with contextlib.suppress(OSError):  # standard error may be full too
+        print(f"forerun: error: {message}", file=sys.stderr)
+    return code
 
 
 def _one_line(error: Any, command: str | None) -> str:
@@ -157,6 +187,9 @@ def _one_line(error: Any, command: str | None) -> str:
     if context is not None and given in OTHER_NAMES:
         known = {name for each in context.command.params for name in each.opts}
         close = [name for name in (OTHER_NAMES[given],) if name in known] or close
+    commands = vars(context.command).get("commands") if context is not None else None
+    if commands and given is None:  # of a group: none was given, or an unknown one
+        return f"{message.replace('?.', '?')} Known: {', '.join(commands)}."
     if close:
         return f"{message} Did you mean {close[0]}?"
     return f"{message} See: forerun {command + ' ' if command else ''}--help"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -49,6 +51,26 @@ def summary(outputs: list[RequestOutput], seconds: float) -> str:
     if acceptance.proposed:
         parts.append(f"accept length {acceptance.accept_length:.2f}")
     return ", ".join(parts)
+
+
+def print_error(message: str) -> None:
+    print(f"forerun: error: {message}", file=sys.stderr)
+
+
+def fail_if_aborted(outputs: Iterable[RequestOutput], what: str = "requests") -> None:
+    """After everything else was printed: an error line per reason.
+
+    Raises:
+        typer.Exit: with code 1, if one of them was aborted.
+    """
+    outputs = list(outputs)
+    counts = Counter(output.error for output in outputs)
+    del counts[None]
+    for error, count in counts.items():
+        which = f"{count} of {len(outputs)} {what} were" if len(outputs) > 1 else "the request was"
+        print_error(f"{which} aborted: {error}")
+    if counts:
+        raise typer.Exit(1)
 
 
 def dim(line: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import typer
 
 from forerun.cli.flags import Flag, Values, engine_flags, with_flags
-from forerun.cli.output import dim
+from forerun.cli.output import dim, print_error
 from forerun.server.settings import ServerSettings
 
 
@@ -57,7 +56,7 @@ def serve(*, server: Values, engine: Values) -> None:
     try:
         code = run_server(settings, config, target, on_ready)
     except ServerStartError as error:
-        print(f"forerun: error: {error}", file=sys.stderr)
+        print_error(str(error))
         code = 1
     raise typer.Exit(code)
 

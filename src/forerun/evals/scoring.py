@@ -93,12 +93,8 @@ def evaluate(
 def check_identical(
     result: EvalResult,
     outputs: Sequence[RequestOutput],
-    plain: LLM,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    done: Progress = lambda: None,
+    others: Sequence[RequestOutput],
 ) -> EvalResult:
-    """Runs the prompts on `plain` too; `identical` counts outputs equal token for token."""
-    others = run_all(plain, prompts, params, done)
+    """`others`: by plain decoding. `identical` counts outputs equal token for token."""
     pairs = zip(outputs, others, strict=True)
     return replace(result, identical=sum(a.output_ids == b.output_ids for a, b in pairs))

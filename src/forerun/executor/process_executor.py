@@ -23,6 +23,7 @@ from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
 from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
+from forerun.platform.signals import without_ctrl_c
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
 INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
@@ -154,7 +155,8 @@ def spawn(
     process = context.Process(
         target=target, args=(child_connection, child_grammars, *args), name=name, daemon=True
     )
-    process.start()
+    with without_ctrl_c():
+        process.start()
     for end in (child_connection, child_grammars):
         end.close()  # so that the child's ends of the pipes close with the child
     return connection, grammars, process

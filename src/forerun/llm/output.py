@@ -31,6 +31,13 @@ class RequestOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def error(self) -> str | None:
+        """Why the request was aborted; None if it was not."""
+        reason = self.finish_reason
+        aborted = reason is not None and reason["type"] == "abort"
+        return str(reason["message"]) if reason is not None and aborted else None
+
 
 class Progress(NamedTuple):
     """The state of a request after a step.

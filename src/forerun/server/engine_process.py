@@ -27,6 +27,7 @@ from forerun.core.errors import ConfigError, ExecutorError, RequestError
 from forerun.core.request import FinishReason, Request, State
 from forerun.engine.engine import Engine
 from forerun.engine.metrics import EngineMetrics
+from forerun.platform.signals import without_ctrl_c
 from forerun.platform.stacks import offer_stacks
 from forerun.server.compilations import Compilations
 from forerun.server.logs import set_up_logging
@@ -80,8 +81,6 @@ class EngineTask:
 
 def run_engine(task: EngineTask) -> None:
     """The body of the child process."""
-    # Ctrl-C in a terminal reaches both processes: the API process decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A group of its own, with which whatever it starts can be killed. It may write to a terminal.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -325,7 +324,8 @@ def start_engine(task: EngineTask) -> BaseProcess:
     process = multiprocessing.get_context("spawn").Process(
         target=run_engine, args=(task,), name="forerun-engine", daemon=daemon
     )
-    process.start()
+    with without_ctrl_c():
+        process.start()
     if not daemon:  # this process waits for such a child before it exits
         atexit.register(process.kill)
     return process

@@ -34,7 +34,7 @@ BENCHMARKS = {
 
 def build(chosen: str | None = None) -> typer.Typer:
     """With the benchmark `chosen` alone, or with all: most of them import torch."""
-    app = typer.Typer(no_args_is_help=True)
+    app = typer.Typer()
     app.callback()(lambda: None)  # with one command too it is a group
     for name in [chosen] if chosen in BENCHMARKS else BENCHMARKS:
         module, _, attribute = BENCHMARKS[name].target.partition(":")
