@@ -338,3 +338,17 @@ def test_a_capped_argmax_is_that_of_the_logits(tmp_path: Path) -> None:
     first = (logits == logits.max(1, keepdim=True).values).int().argmax(1)
     assert torch.equal(model.compute_argmax(hidden), first)
     assert json.loads((tmp_path / "config.json").read_text())["final_logit_softcapping"] == 3.0
+
+
+def test_yarn_extends_the_context_of_a_file_that_keeps_the_shorter_length() -> None:
+    """As model cards tell: only `rope_scaling` is added."""
+    spec = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    for longest, scaling, expected in (
+        (40960, spec, 131072),
+        (131072, spec, 131072),
+        (262144, spec, 262144),
+        (40960, {**spec, "rope_type": "linear"}, 40960),
+        (40960, None, 40960),
+    ):
+        config = parsed("Qwen3ForCausalLM", max_position_embeddings=longest, rope_scaling=scaling)
+        assert config.longest_context == expected and config.max_position == longest

@@ -392,6 +392,9 @@ def test_styles_of_calls() -> None:
     assert choose_format("auto", "auto", QWEN3).style == CallStyle(True, "")
     assert choose_format("auto", "auto", LLAMA3).style == CallStyle(False, None)
     assert choose_format("auto", "auto", R1).style == CallStyle(True, None)
+    # It writes whatever the content is: null would be "None".
+    careless = tokenizer(templates.UNKNOWN.replace("tojson", "string"))
+    assert choose_format("auto", "auto", careless).style == CallStyle(True, "")
     assert choose_format("auto", "auto", LLAMA3).special
     assert not choose_format("auto", "auto", QWEN3).special
     assert choose_format("qwen", "none", R1).tools is HermesParser

@@ -55,6 +55,16 @@ class ModelConfig:
             return (self.rotary_dim,) * self.num_layers
         return self.layer_head_dims
 
+    @property
+    def longest_context(self) -> int:
+        """Positions that the model has: `max_position`, or those to which YaRN extends it.
+
+        Files that were extended by hand, as model cards tell, keep the shorter length.
+        """
+        ropes = {rope for rope in self.layer_ropes if rope.scaling == "yarn"}
+        extended = [int(rope.factor * rope.original_max_position) for rope in ropes]
+        return max(self.max_position, min(extended, default=0))
+
     def need(self, key: str) -> int:
         """An integer that only some families have.
 

@@ -207,10 +207,12 @@ def _limits(
     overlap_depth: int | None,
 ) -> Limits:
     context = config.context_length or target.max_position
-    if context > target.max_position:
+    if context > target.longest_context:
         raise ConfigError(
-            f"context_length {context} is over the model's max_position_embeddings"
-            f" {target.max_position}; lower it."
+            f"context_length {context} is over the model's {target.longest_context} positions"
+            " (max_position_embeddings, or what YaRN extends it to). Lower it, or extend the model:"
+            ' rope_scaling in config.json, {"rope_type": "yarn", "factor": ...,'
+            ' "original_max_position_embeddings": ...}, if its card says that it can be.'
         )
     slots = config.max_running_requests or (32 if device.type == "cpu" else 256)
     states = config.max_mamba_cache_size

@@ -17,9 +17,10 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # in order of precedence

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from forerun.llm import template_process
 from forerun.llm.template_process import receive, send
@@ -40,9 +40,9 @@ class _Worker:
         """
         self._connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-P", template_process.__file__],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is not for it
@@ -122,9 +122,9 @@ def render_chat(
     Raises:
         TemplateFailedError: there is no template, or as `render`.
     """
-    tools = variables.get("tools")
+    tools, kind = variables.get("tools"), cast(Any, type(tokenizer))
     try:
-        if not _has_template(type(tokenizer)):
+        if not _has_template(kind):
             text: str = tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False, **variables
             )

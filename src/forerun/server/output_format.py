@@ -94,14 +94,23 @@ def _named(name: str) -> tuple[str | None, str] | None:
 
 
 def _probe(tokenizer: Any) -> tuple[CallStyle, str]:
-    """The form of calls that the template takes, and a conversation with one as it writes it."""
-    for content in (None, ""):
-        for as_text in (True, False):  # as text: written as the model wrote it
-            messages = [_QUESTION, _call(content, as_text)]
-            written = _rendered(tokenizer, messages, {"tools": _TOOLS})
-            if _PROBE in written and _ARGUMENTS_TEXT in written:
-                return CallStyle(as_text, content), written
-    return CallStyle(), ""
+    """The form of calls that the template takes, and a conversation with one as it writes it.
+
+    Content of messages with calls is null, where the template takes that and does not write "None".
+    """
+    null = _taken(tokenizer, None)
+    if null is not None and "None" not in null[1]:
+        return null
+    return _taken(tokenizer, "") or null or (CallStyle(), "")
+
+
+def _taken(tokenizer: Any, content: str | None) -> tuple[CallStyle, str] | None:
+    """As `_probe`, for one content; None: the template does not write the call."""
+    for as_text in (True, False):  # as text: written as the model wrote it
+        written = _rendered(tokenizer, [_QUESTION, _call(content, as_text)], {"tools": _TOOLS})
+        if _PROBE in written and _ARGUMENTS_TEXT in written:
+            return CallStyle(as_text, content), written
+    return None
 
 
 def _call(content: str | None, as_text: bool) -> dict[str, Any]:

@@ -51,11 +51,11 @@ class Standalone(SpeculativeAlgorithm):
         folder, model = _read(config)
         drafts = resolve_num_drafts(config, DEFAULT_STEPS)
         _check_vocabulary(config, folder, model, target)
-        if model.max_position < (context := config.context_length or target.max_position):
+        if model.longest_context < (context := config.context_length or target.max_position):
             log.warning(
                 "The draft %s has %d positions, fewer than the context length %d; beyond them"
                 " few drafts are accepted.",
-                folder, model.max_position, context,
+                folder, model.longest_context, context,
             )  # fmt: skip
         return SpecCaps(
             num_drafts=drafts,
