@@ -22,6 +22,13 @@ from tests.grammar.vocab import compiler
 
 WORDS = ("name", "age", "ok", "list", "value", "é", "two words", "x_1")
 PATTERNS = ("^[ab]{1,5}$", "^[0-9]{3}-[0-9]{2}$", "^(yes|no)$", "^\\w{2,6}$")
+LONG: list[dict[str, Any]] = [  # most outputs are cut off, some end
+    {"minLength": 1, "maxLength": 1000},
+    {"maxLength": 300},
+    {"minLength": 2, "maxLength": 130},
+    {"minLength": 140},
+    {"pattern": "^[\\w \\u0800-\\uffff]{1,200}$"},
+]
 EXTRAS: list[dict[str, Any]] = [
     {},
     {"top_p": 0.9},
@@ -49,6 +56,8 @@ def schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
 def text(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.4:
         return {"type": "string", "pattern": rng.choice(PATTERNS)}
+    if rng.random() < 0.2:
+        return {"type": "string", **rng.choice(LONG)}
     low = rng.randint(0, 4)
     return {"type": "string", "minLength": low, "maxLength": low + rng.randint(0, 8)}
 

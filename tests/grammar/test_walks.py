@@ -57,6 +57,8 @@ def some(rng: random.Random, **values: Any) -> dict[str, Any]:
 
 def text(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randint(0, 3)
+    if rng.random() < 0.2:
+        return some(rng, minLength=low, maxLength=low + rng.choice([126, 129, 160, 4000]))
     lengths = some(rng, minLength=low, maxLength=low + rng.randint(0, 4))
     return lengths if rng.random() < 0.6 else some(rng, pattern=rng.choice(PATTERNS), **lengths)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.core.errors import RequestError, shown
 from forerun.core.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 from forerun.grammar.bitmask import allows_any, new_bitmask
+from forerun.grammar.counts import split_ebnf, split_regex
 from forerun.grammar.json_schema import exact_schema, exact_tag, patterns, patterns_of_tag
 from forerun.grammar.vocabulary import Vocabulary, VocabularySource, import_xgrammar
 
@@ -160,9 +161,9 @@ class GrammarCompiler:
             spaces = self.options.any_whitespace
             return partial(compiler.compile_json_schema, json.dumps(schema), any_whitespace=spaces)
         if grammar.kind == REGEX:
-            return partial(compiler.compile_regex, text)
+            return partial(compiler.compile_regex, split_regex(text))
         assert grammar.kind == EBNF
-        return partial(compiler.compile_grammar, text)
+        return partial(compiler.compile_grammar, split_ebnf(text))
 
     def _evict(self, size: int) -> None:
         """Makes room for `size` bytes: drops the grammars used longest ago.

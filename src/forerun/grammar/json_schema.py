@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forerun.core.errors import RequestError, shown
+from forerun.grammar.counts import MAX_COUNT, split_ebnf, split_regex, times
 
 _NOT_ENFORCED = (
     "not", "uniqueItems", "contains", "minContains", "maxContains", "if", "then", "else",
@@ -28,12 +29,15 @@ _OBJECT = {
     "minProperties", "maxProperties", "unevaluatedProperties",
 }  # fmt: skip
 _LENGTHS = ("minLength", "maxLength")
+_COUNTS = (*_LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _TYPED = _OBJECT | {
     *_LENGTHS, *_BOUNDS, "pattern", "multipleOf", "items", "prefixItems", "minItems", "maxItems",
 }  # fmt: skip
 # What a string of JSON may hold without an escape. A dot would allow invalid UTF-8.
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+# In a structural tag: type of a format, key of its text, and what splits the counts in that.
+_SPLIT_IN_TAG = (("regex", "pattern", split_regex), ("grammar", "grammar", split_ebnf))
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
@@ -60,7 +64,17 @@ def exact_schema(schema: Any, path: str = "#") -> Any:
         if isinstance(exact[key], Mapping):
             named = exact[key].items()
             exact[key] = {name: exact_schema(part, f"{path}/{key}/{name}") for name, part in named}
-    return _with_length_pattern(exact)
+    return _with_length_pattern(_with_small_counts(exact))
+
+
+def _with_small_counts(schema: dict[str, Any]) -> dict[str, Any]:
+    """Its regular expressions without counts that the compiler gets wrong."""
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = split_regex(schema["pattern"])
+    named = schema.get("patternProperties")
+    if isinstance(named, Mapping):
+        schema["patternProperties"] = {split_regex(name): part for name, part in named.items()}
+    return schema
 
 
 def patterns(schema: Any) -> Iterator[str]:
@@ -91,6 +105,9 @@ def exact_tag(tag: Any, any_whitespace: bool = True) -> Any:
             key: exact_schema(value) if key == "json_schema" else exact_tag(value, any_whitespace)
             for key, value in tag.items()
         }
+        for kind, key, split in _SPLIT_IN_TAG:
+            if tag.get("type") == kind and isinstance(tag.get(key), str):
+                exact[key] = split(tag[key])
         limited = "json_schema" in tag and not any_whitespace
         return {"max_whitespace_cnt": 1, **exact} if limited else exact
     return [exact_tag(value, any_whitespace) for value in tag] if isinstance(tag, list) else tag
@@ -110,8 +127,8 @@ def _with_length_pattern(schema: dict[str, Any]) -> dict[str, Any]:
     """Lengths as a pattern: the compiler would allow control characters beside them."""
     if not schema.keys() & {*_LENGTHS}:
         return schema
-    low, high = schema.pop("minLength", 0), schema.pop("maxLength", "")
-    return {**schema, "pattern": f"^{_CHARACTER}{{{low},{high}}}$"}
+    low, high = schema.pop("minLength", 0), schema.pop("maxLength", None)
+    return {**schema, "pattern": f"^{times(_CHARACTER, low, high)}$"}
 
 
 def _problems(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -124,6 +141,9 @@ def _problems(schema: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         yield "allOf with several schemas cannot be enforced; merge them"
     yield from _beside_alternatives(schema)
+    for key in _COUNTS:
+        if type(schema.get(key)) is int and schema[key] > MAX_COUNT:
+            yield f"{key} is over {MAX_COUNT}, got {shown(schema[key])}; make it smaller"
     yield from _of_strings(schema)
     yield from _of_objects(schema)
     if "multipleOf" in schema and (schema.get("type") != "integer" or schema.keys() & {*_BOUNDS}):
