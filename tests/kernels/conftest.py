@@ -6,10 +6,14 @@ ahead-of-time compilation has a process of its own (`test_compile.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from forerun.kernels.cpu import library
+from tests.kernels.cpu_levels import LEVELS
 
 
 @pytest.fixture(autouse=True)
@@ -31,3 +35,14 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module")
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The CPU kernels of a level of `cpu_levels` instead of those for this CPU."""
+    target, _ = LEVELS[request.param]
+    loaded = library.compiled(*target)
+    assert loaded.library is not None, loaded.reason
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_load", lambda: loaded)
+        yield

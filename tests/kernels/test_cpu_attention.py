@@ -1,9 +1,8 @@
-"""Attention and RoPE writes of the CPU kernels: as the references, and the same in any batch."""
+"""Attention and RoPE writes of the CPU kernels: as the references."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,10 +24,12 @@ from forerun.kernels.elementwise.qk_norm_rope import (
 from forerun.kernels.elementwise.rms_norm import add_rms_norm_ref, rms_norm_ref
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
+from tests.kernels.cpu_levels import at_levels
 
 pytestmark = [
     pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
-    pytest.mark.usefixtures("with_cpu_kernels"),
+    pytest.mark.usefixtures("level"),
+    at_levels("native"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -150,28 +151,6 @@ def test_softcap_and_sinks() -> None:
         AttentionSpec(LayerMask(), 0.5, sinks=sinks),
     ):
         check(*pair.both(pair.batch(2), spec, pair.queries(4)))
-
-
-@pytest.mark.parametrize(("window", "kv_heads"), [(None, 2), (700, 2), (None, 4), (None, 1)])
-def test_a_token_is_the_same_in_any_batch_with_any_threads(
-    window: int | None, kv_heads: int
-) -> None:
-    """Few rows of a K/V head are multiplied in another way than many."""
-    pair = Pair([1015, 60], heads=(4, kv_heads, 64))
-    spec = AttentionSpec(LayerMask(window=window), 0.125)
-    torch.set_num_threads(1)
-    q = pair.queries(2 * 24)
-    whole = pair.both(pair.batch(24), spec, q)[0].view(2, 24, 4, 64)
-    plan = pair.ours.plan
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(pair.both(pair.batch(24), spec, q)[0].view_as(whole), whole)
-        for offset in (0, 7, 10, 23):  # one token of each request, then its position
-            single = replace(pair.batch(1), start=pair.start + offset)
-            one = q.view(2, 24, 4, 64)[:, offset].contiguous()
-            assert torch.equal(pair.ours.attend(plan(single), 0, spec, one), whole[:, offset])
-        chunks = pair.ragged([24, 24])
-        assert torch.equal(pair.ours.attend(plan(chunks), 0, spec, q).view_as(whole), whole)
 
 
 def test_positions_after_the_request_may_be_nan() -> None:

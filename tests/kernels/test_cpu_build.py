@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -11,6 +13,7 @@ import pytest
 
 from forerun.kernels.cpu import build, library
 from forerun.kernels.cpu.build import CompileError, compile_library
+from tests.kernels.cpu_levels import LEVELS, runs_here
 
 # Writes its last argument's file; a line in the log for each call.
 COMPILER = """#!/bin/sh
@@ -90,6 +93,61 @@ def test_one_warning_says_why_there_are_none(
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "set XDG_CACHE_HOME" in record.getMessage()
     assert library.why_missing() in record.getMessage()
+
+
+def test_a_library_per_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    text = COMPILER.format(log=log).replace("echo run", 'echo "$@"')
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, text)))
+    native, other = (compile_library(tmp_path, target) for target in (None, ("-march=some",)))
+    assert native != other
+    assert compile_library(tmp_path, ("-march=some",)) == other
+    compiles = [line for line in log.read_text().splitlines() if " -c " in line]
+    assert sum("-march=some" in line for line in compiles) == len(compiles) / 2
+    assert all("-ffp-contract=off" in line for line in compiles)
+
+
+def compile_all(command: list[str], folder: Path) -> None:
+    """Every source: quickly, with warnings as errors."""
+    for source in build.sources():
+        target = str(folder / "object.o")
+        more = ["-O0", "-Werror", "-Wno-psabi", "-c", str(source), "-o", target]
+        run = subprocess.run([*command, *build.FLAGS, *more], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+
+
+# Levels that this CPU cannot run, and CPUs with instructions that only some of a level have.
+COMPILED = {name: flags for name, (flags, _) in LEVELS.items() if not runs_here(name)}
+COMPILED |= {name: (f"-march={name}",) for name in ("alderlake", "sapphirerapids")}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(build.platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize("target", COMPILED)
+def test_other_x86_cpus_are_compiled_for(target: str, tmp_path: Path) -> None:
+    compile_all([build.find_compiler() or "", *COMPILED[target]], tmp_path)
+
+
+def arm_compiler() -> list[str] | None:
+    """A cross compiler for Arm: GCC's, or the Clang that the package `ziglang` brings."""
+    if gcc := shutil.which("aarch64-linux-gnu-g++"):
+        return [gcc]
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    return [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(arm_compiler() is None, reason="no cross compiler for Arm (pip: ziglang)")
+@pytest.mark.parametrize("dot_product", [False, True])
+def test_arm_is_compiled_for(dot_product: bool, tmp_path: Path) -> None:
+    command = arm_compiler() or []
+    if command[0] == sys.executable:
+        flags = [f"-mcpu=generic{'+dotprod' * dot_product}"]
+    else:
+        flags = [f"-march=armv8.2-a{'+dotprod' * dot_product}"]
+    compile_all([*command, *flags], tmp_path)
 
 
 @pytest.mark.exhaustive

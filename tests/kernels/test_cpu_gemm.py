@@ -1,4 +1,4 @@
-"""GEMMs of the CPU kernels: equal to their references, and the same for any batch and threads."""
+"""GEMMs of the CPU kernels: equal to their references."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from forerun.core.tokens import INVALID_TOKEN
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu.gemm import Format, PackedWeight
+from tests.kernels.cpu_levels import at_levels
 
 pytestmark = [
     pytest.mark.skipif(library.compiled().library is None, reason="no C++ compiler"),
-    pytest.mark.usefixtures("with_cpu_kernels"),
+    pytest.mark.usefixtures("level"),
+    at_levels("native"),
 ]
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -101,56 +103,38 @@ def test_weights_that_bfloat16_cannot_hold_stay_float32(monkeypatch: pytest.Monk
     assert cpu.smallest_format(weight.bfloat16()) is Format.BFLOAT16
 
 
-@pytest.mark.parametrize("format", Format)
-def test_a_token_is_the_same_in_any_batch_with_any_threads(format: Format) -> None:
-    dtype = torch.bfloat16 if format is Format.BFLOAT16 else torch.float32
-    x, weight, bias = operands(513, 96, dtype, tokens=230)
-    w = cpu.pack(weight, bias, format)
-    torch.set_num_threads(1)
-    whole = cpu.gemm(x, w)
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        for first, count in ((0, 1), (3, 2), (5, 4), (9, 7), (11, 16), (1, 32), (30, 200)):
-            assert torch.equal(cpu.gemm(x[first : first + count], w), whole[first : first + count])
-
-
-def epilogues(x: torch.Tensor, w: PackedWeight) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    residual = torch.randn(len(x), w.n, generator=draw).to(x.dtype)
-    norm = torch.rand(w.n, generator=draw).to(x.dtype)
-    both = cpu.gemm_add_rms_norm(x, w, residual, norm, 1e-6)
-    return [*both, cpu.gemm_silu_mul(x, w), cpu.gemm_argmax(x, w)]
+def epilogues(
+    x: torch.Tensor, w: PackedWeight, residual: torch.Tensor, rows: slice = slice(None)
+) -> list[torch.Tensor]:
+    """RMSNorm and total, SiLU * up, and argmax of these rows."""
+    norm = torch.linspace(0.1, 2, w.n).to(x.dtype)
+    both = cpu.gemm_add_rms_norm(x[rows], w, residual[rows], norm, 1e-6)
+    return [*both, cpu.gemm_silu_mul(x[rows], w), cpu.gemm_argmax(x[rows], w)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [64, 50, 520])
 @pytest.mark.parametrize("tokens", [1, 5, 130])
 def test_epilogues_equal_separate_operations(n: int, tokens: int, dtype: torch.dtype) -> None:
+    """In float32 as exactly as one operation rounds: sums are those of `gemm`."""
     x, weight, bias = operands(n, 64, dtype, tokens)
     w = cpu.pack(weight, bias)
     torch.set_num_threads(2)
-    normed, total, silu, ids = epilogues(x, w)
-    draw = torch.Generator().manual_seed(1)
-    residual = torch.randn(tokens, n, generator=draw).to(dtype)
-    norm = torch.rand(n, generator=draw).to(dtype)
-    exact = F.linear(x.double(), weight.double(), bias.double())
-    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(total.double(), residual.double() + exact, **close)
-    want = F.rms_norm(total.double(), (n,), norm.double(), 1e-6)
-    torch.testing.assert_close(normed.double(), want, **close)
-    gate, up = exact.chunk(2, 1)
+    residual = torch.randn(tokens, n, generator=torch.Generator().manual_seed(1)).to(dtype)
+    normed, total, silu, ids = epilogues(x, w, residual)
+    product = cpu.gemm(x, w).double()
+    tolerance, sums = 1e-6, product
+    if dtype is torch.bfloat16:  # `gemm` rounds its result, an epilogue does not
+        tolerance, sums = 2e-2, F.linear(x.double(), weight.double(), bias.double())
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(total.double(), residual.double() + sums, **close)
+    norm = torch.linspace(0.1, 2, n).to(dtype).double()
+    torch.testing.assert_close(
+        normed.double(), F.rms_norm(total.double(), (n,), norm, 1e-6), **close
+    )
+    gate, up = sums.chunk(2, 1)
     torch.testing.assert_close(silu.double(), F.silu(gate) * up, **close)
-    assert torch.equal(ids, cpu.gemm(x, w).argmax(1))
-
-
-def test_epilogues_are_the_same_in_any_batch() -> None:
-    x, weight, bias = operands(520, 64, torch.float32, 40)
-    w = cpu.pack(weight, bias)
-    ids = cpu.gemm_argmax(x, w)
-    silu = cpu.gemm_silu_mul(x, w)
-    for i in range(0, 40, 7):
-        assert torch.equal(cpu.gemm_argmax(x[i : i + 1], w), ids[i : i + 1])
-        assert torch.equal(cpu.gemm_silu_mul(x[i : i + 3], w), silu[i : i + 3])
+    assert torch.equal(ids, product.argmax(1))
 
 
 def test_argmax_takes_the_lowest_of_equals_and_refuses_invalid_rows() -> None:

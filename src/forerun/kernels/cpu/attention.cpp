@@ -133,7 +133,8 @@ void score_rows(const float* q, const float* keys, int64_t dim, float* scores) {
         for (int v = 0; v < VECTORS; v++) {
             const Vec key = load<Vec>(keys + d * BLOCK + v * LANES);
             FORERUN_UNROLL
-            for (int r = 0; r < ROWS; r++) sum[r][v] += key * q[r * dim + d];
+            for (int r = 0; r < ROWS; r++)
+                sum[r][v] = mul_add(key, q[r * dim + d], sum[r][v]);
         }
     }
     std::memcpy(scores, sum, sizeof sum);
@@ -161,7 +162,8 @@ void score_few(const float* q, const P* pool, const int64_t* offsets, int count,
             FORERUN_UNROLL
             for (int i = 0; i < LANES; i++) {
                 FORERUN_UNROLL
-                for (int r = 0; r < ROWS; r++) sum[r] += keys[i] * q[r * dim + d + i];
+                for (int r = 0; r < ROWS; r++)
+                    sum[r] = mul_add(keys[i], q[r * dim + d + i], sum[r]);
             }
         }
         for (int r = 0; r < ROWS; r++) store(scores + r * BLOCK + first, sum[r]);
@@ -234,7 +236,8 @@ void add_values(const P* const* rows, int count, const float* weights, int64_t d
             for (int w = 0; w < W; w++) value[w] = load_floats(rows[i] + d + w * LANES);
             FORERUN_UNROLL
             for (int r = 0; r < ROWS; r++)
-                for (int w = 0; w < W; w++) sum[r][w] += value[w] * weights[r * BLOCK + i];
+                for (int w = 0; w < W; w++)
+                    sum[r][w] = mul_add(value[w], weights[r * BLOCK + i], sum[r][w]);
         }
         FORERUN_UNROLL
         for (int r = 0; r < ROWS; r++)
@@ -246,7 +249,8 @@ void add_values(const P* const* rows, int count, const float* weights, int64_t d
     for (; d < dim; d++)
         for (int r = 0; r < ROWS; r++)
             for (int i = 0; i < count; i++)
-                out[r * dim + d] += to_float(rows[i][d]) * weights[r * BLOCK + i];
+                out[r * dim + d] =
+                    mul_add(to_float(rows[i][d]), weights[r * BLOCK + i], out[r * dim + d]);
 }
 
 template <class P, int ROWS>
@@ -437,6 +441,7 @@ class Work {
 
 using namespace forerun;
 
+#pragma GCC visibility push(default)
 extern "C" void forerun_attention(const Attention* a, int32_t threads) {
     if (a->bfloat16_q)
         a->bfloat16_pool ? Work<BFloat16, BFloat16>(*a).run(threads)
@@ -445,3 +450,4 @@ extern "C" void forerun_attention(const Attention* a, int32_t threads) {
         a->bfloat16_pool ? Work<float, BFloat16>(*a).run(threads)
                          : Work<float, float>(*a).run(threads);
 }
+#pragma GCC visibility pop

@@ -21,7 +21,11 @@ from forerun.platform.progress import progress
 
 FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-pthread", "-Wall")
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-Wall",
+    "-ffp-contract=off",  # vec.h says why
+    "-fvisibility=hidden",  # else two of these libraries in a process would share static variables
+)  # fmt: skip
 SECONDS = 300  # that a compiler may take
 
 
@@ -62,11 +66,12 @@ def native_flag(machine: str) -> str:
     return "-mcpu=native" if machine in ("aarch64", "arm64") else "-march=native"
 
 
-def compile_library(cache: Path | None = None) -> Path:
+def compile_library(cache: Path | None = None, target: tuple[str, ...] | None = None) -> Path:
     """The shared library for this CPU, from the cache if it is there.
 
     Args:
         cache: default: `cache_folder()`.
+        target: flags that choose instructions, default: those for this CPU.
 
     Raises:
         CompileError: with a one-line reason.
@@ -78,14 +83,15 @@ def compile_library(cache: Path | None = None) -> Path:
         raise CompileError(f"no C++ compiler was found ({wanted}); install one or set CXX")
     folder = (cache or cache_folder()) / "cpu-kernels"
     folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{_key(compiler)}.so"
+    flags = [*FLAGS, *(target or (native_flag(platform.machine()),))]
+    library = folder / f"{_key(compiler, flags)}.so"
     if library.exists():
         return library
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed: other processes wait, then find it
         if not library.exists():
             with progress("compiling CPU kernels, once for this machine"):
-                _compile(compiler, library)
+                _compile(compiler, flags, library)
     return library
 
 
@@ -93,28 +99,24 @@ def sources() -> list[Path]:
     return sorted(FOLDER.glob("*.cpp"))
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, flags: list[str]) -> str:
     """A hash of all that the library depends on."""
     binary = Path(compiler).resolve().stat()
     files = sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")))
     parts = [path.read_text(encoding="utf-8") for path in files]
-    parts += [compiler, str(binary.st_size), str(binary.st_mtime_ns), *_flags()]
+    parts += [compiler, str(binary.st_size), str(binary.st_mtime_ns), *flags]
     parts += [platform.machine(), platform.processor(), *sorted(cpu_flags())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _flags() -> list[str]:
-    return [*FLAGS, native_flag(platform.machine())]
-
-
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, flags: list[str], library: Path) -> None:
     """Compiles the sources side by side, links them and moves the library into place."""
     with tempfile.TemporaryDirectory(dir=library.parent) as name:
         folder = Path(name)
         objects = [folder / f"{source.stem}.o" for source in sources()]
         running = [
             subprocess.Popen(
-                [compiler, *_flags(), "-c", str(source), "-o", str(target)],
+                [compiler, *flags, "-c", str(source), "-o", str(target)],
                 stderr=subprocess.PIPE,
                 text=True,
             )

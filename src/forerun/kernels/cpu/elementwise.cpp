@@ -99,6 +99,7 @@ void rope_write(const RopeWrite& a, int threads) {
 
 using namespace forerun;
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // x, residual [rows, size] -> total = residual + x and out = RMSNorm(total); without residual
@@ -119,3 +120,4 @@ void forerun_rope_write(const RopeWrite* a, int32_t threads) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -114,7 +114,8 @@ struct Traits<FLOAT32> {
             for (int m = 0; m < M; m++) {
                 const Vec token = broadcast(x[m * tokens.stride + k]);
                 FORERUN_UNROLL
-                for (int j = 0; j < 2 * PANELS; j++) sum[m][j] += value[j] * token;
+                for (int j = 0; j < 2 * PANELS; j++)
+                    sum[m][j] = mul_add(value[j], token, sum[m][j]);
             }
         }
         each<M, 2 * PANELS>(
@@ -151,7 +152,8 @@ struct Traits<WIDENED> {
                 for (int m = 0; m < M; m++) {
                     const Vec token = broadcast(x[m * tokens.stride + 2 * k + odd]);
                     FORERUN_UNROLL
-                    for (int j = 0; j < 2 * PANELS; j++) sum[m][j] += wide[j] * token;
+                    for (int j = 0; j < 2 * PANELS; j++)
+                        sum[m][j] = mul_add(wide[j], token, sum[m][j]);
                 }
             }
         }
@@ -170,9 +172,8 @@ struct Traits<BFLOAT16> {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, bits_as<__m512bh>(pairs),
                                      bits_as<__m512bh>(_mm512_set1_epi32(int(token))));
 #else
-        sum += bits_as<Vec>(pairs << 16) * bits_as<float>(token << 16);
-        sum += bits_as<Vec>(pairs & 0xffff0000u) * bits_as<float>(token & 0xffff0000u);
-        return sum;
+        sum = mul_add(bits_as<Vec>(pairs << 16), bits_as<float>(token << 16), sum);
+        return mul_add(bits_as<Vec>(pairs & 0xffff0000u), bits_as<float>(token & 0xffff0000u), sum);
 #endif
     }
 
@@ -278,8 +279,8 @@ struct Traits<INT8> {
                                               (j % 2) * LANES);
                 FORERUN_UNROLL
                 for (int m = 0; m < M; m++)
-                    sum[m][j] += __builtin_convertvector(dot[m][j], Vec) *
-                                 (scale * x_scales[m * groups + g]);
+                    sum[m][j] = mul_add(__builtin_convertvector(dot[m][j], Vec),
+                                        scale * x_scales[m * groups + g], sum[m][j]);
             }
         }
         each<M, 2 * PANELS>(
@@ -423,7 +424,7 @@ void quantise_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* s
         const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
         int32_t sum = 0;
         for (int i = 0; i < GROUP; i++) {
-            const float scaled = value[i] * inverse + 12582912.0f;  // rounded to an integer
+            const float scaled = mul_add(value[i], inverse, 12582912.0f);  // to an integer
             const int8_t q = int8_t(bits_as<int32_t>(scaled) - 0x4b400000);
             out[g * GROUP + i] = q, sum += q;
         }
@@ -631,6 +632,7 @@ void pack_row(const T* row, int64_t r, int64_t k, int32_t kind, void* data, BFlo
 
 using namespace forerun;
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 void forerun_announce_gemm(const Weight* w) { next_gemm = w; }
@@ -707,3 +709,4 @@ void forerun_gemm_argmax(const Weight* w, const void* x, int64_t m, int64_t* ids
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -75,10 +75,10 @@ def _load() -> Loaded:
 
 
 @cache
-def compiled() -> Loaded:
-    """Compiles the library, or reads it from the cache."""
+def compiled(*target: str) -> Loaded:
+    """Compiles the library, or reads it from the cache; `target`: as of `compile_library`."""
     try:
-        loaded = ctypes.CDLL(str(compile_library()))
+        loaded = ctypes.CDLL(str(compile_library(target=target or None)))
     except CompileError as error:
         return _missing(str(error))
     except OSError as error:  # of the cache, which XDG_CACHE_HOME places
@@ -154,7 +154,7 @@ def call(name: str, *arguments: Any, keep: object = None) -> None:
 
 def run(name: str, arguments: tuple[Any, ...]) -> None:
     """`call` without a recorder."""
-    _functions()[name](*arguments, torch.get_num_threads())
+    _functions(library())[name](*arguments, torch.get_num_threads())
 
 
 def panel() -> int:
@@ -165,7 +165,6 @@ def panel() -> int:
 
 
 @cache
-def _functions() -> dict[str, Any]:
-    loaded = library()
+def _functions(loaded: ctypes.CDLL | None) -> dict[str, Any]:
     assert loaded is not None
     return {name: getattr(loaded, name) for name in SIGNATURES}

@@ -12,10 +12,10 @@ inline float inverse_rms(const T* x, int64_t size, float eps) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         const Vec v = load_floats(x + i);
-        sums += v * v;
+        sums = mul_add(v, v, sums);
     }
     float sum = sum_lanes(sums);
-    for (; i < size; i++) sum += to_float(x[i]) * to_float(x[i]);
+    for (; i < size; i++) sum = mul_add(to_float(x[i]), to_float(x[i]), sum);
     return 1.0f / std::sqrt(sum / float(size) + eps);
 }
 

@@ -30,6 +30,7 @@ struct Call {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 void forerun_announce_gemm(In);
@@ -95,3 +96,4 @@ void forerun_run(const Call* calls, int64_t count, int32_t threads) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // out[i] = table[ids[i]], rows of `bytes`. Ids outside of the table are taken as the nearest inside.
@@ -204,3 +205,4 @@ void forerun_ring_read(const RingRead* a, int32_t) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

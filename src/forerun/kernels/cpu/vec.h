@@ -8,7 +8,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -57,6 +57,37 @@ inline To bits_as(From from) {
 }
 
 inline Vec broadcast(float x) { return x - Vec{}; }  // x + 0 is an addition: of -0
+
+// a * b + c, rounded once where the CPU has an instruction for it, else twice. Compilers must not
+// fuse on their own (`-ffp-contract=off`): whether they do follows from the CPU they tune for and
+// from the code around it, so a tile of one row would have other bits than one of several.
+#if defined(__FMA__) || defined(__aarch64__)
+inline float mul_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+inline float mul_add(float a, float b, float c) { return a * b + c; }
+#endif
+
+#if FORERUN_LANES == 16
+inline Vec mul_add(Vec a, Vec b, Vec c) {
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#elif FORERUN_LANES == 8 && defined(__FMA__)
+inline Vec mul_add(Vec a, Vec b, Vec c) {
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+#elif FORERUN_LANES == 4 && defined(__FMA__)
+inline Vec mul_add(Vec a, Vec b, Vec c) {
+    return (Vec)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+}
+#elif defined(__aarch64__)
+inline Vec mul_add(Vec a, Vec b, Vec c) {
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+inline Vec mul_add(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
+inline Vec mul_add(Vec a, float b, Vec c) { return mul_add(a, broadcast(b), c); }
+inline Vec mul_add(Vec a, Vec b, float c) { return mul_add(a, b, broadcast(c)); }
 
 // Combines the lower half of the lanes with the upper one, until one is left.
 template <class Combine>
@@ -159,16 +190,17 @@ inline void transpose(Vec (&rows)[LANES]) {
 // exp(x) to about 2 ulp: 2^n times a polynomial of the rest (Cephes' expf). 0 below -87.
 inline Vec exp_vec(Vec x) {
     const Vec clamped = x > 88.0f ? broadcast(88.0f) : x;
-    const Vec shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: to an integer
-    const Vec n = shifted - 12582912.0f;
-    const Vec r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec shifted = mul_add(clamped, 1.44269504088896341f, magic);
+    const Vec n = shifted - magic;
+    const Vec r = mul_add(n, 2.12194440e-4f, mul_add(n, -0.693359375f, clamped));
     Vec p = broadcast(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = mul_add(p, r, 1.3981999507e-3f);
+    p = mul_add(p, r, 8.3334519073e-3f);
+    p = mul_add(p, r, 4.1665795894e-2f);
+    p = mul_add(p, r, 1.6666665459e-1f);
+    p = mul_add(p, r, 5.0000001201e-1f);
+    p = mul_add(p * r, r, r) + 1.0f;
     const IntVec exponent = (bits_as<IntVec>(shifted) - 0x4b400000) << 23;
     const Vec y = bits_as<Vec>(bits_as<IntVec>(p) + exponent);
     const Vec zero = {};
