@@ -49,7 +49,7 @@ BODIES: list[tuple[str, Any, str]] = [
     (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, "temperature: "),
     (COMPLETIONS, {"prompt": "x", "temperature": 10**400}, "temperature"),
     (COMPLETIONS, {"prompt": "x", "top_p": 0}, "top_p must be in"),
-    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_new_tokens must be >= 1"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, "max_tokens must be >= 1"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 10**9}, "over the context length"),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
     (COMPLETIONS, {"prompt": "x", "n": 0}, "n must be in"),

@@ -256,3 +256,72 @@ def test_values_out_of_range_name_their_parameter(
     assert caught.value.param == name
     assert caught.value.type == "invalid_request_error"
     assert name in caught.value.message or name == "seed"
+
+
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "ids"])
+@pytest.mark.parametrize("limit", [0, 1])
+def test_prompts_can_be_scored(server: LiveServer, llm: LLM, limit: int, as_ids: bool) -> None:
+    """As evaluation harnesses do: a batch, echoed, with the values of every prompt token."""
+    texts = [PROMPT, "import os\n\n# 漢字 é"]
+    ids = [llm.tokenizer(text)["input_ids"] for text in texts]
+    got = server.client().completions.create(
+        model="bundled",
+        prompt=ids if as_ids else texts,
+        temperature=0,
+        max_tokens=limit,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+    )
+    want = llm.generate(
+        input_ids=ids,
+        sampling_params={"temperature": 0, "max_new_tokens": limit},
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=1,
+    )
+    assert got.usage is not None and got.usage.completion_tokens == 2 * limit
+    assert [choice.index for choice in got.choices] == [0, 1]
+    for choice, output, prompt, text in zip(got.choices, want, ids, texts, strict=True):
+        logprobs, info = choice.logprobs, output.meta_info
+        assert len(output.output_ids) == limit and choice.finish_reason == "length"
+        assert choice.text == text + output.text
+        values = [*info["input_token_logprobs"], *info["output_token_logprobs"]]
+        assert logprobs.token_logprobs == [value for value, _, _ in values]
+        assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+        assert len(logprobs.tokens) == len(prompt) + limit
+        assert logprobs.text_offset[0] == 0
+        assert [choice.text[at:][:1] for at in logprobs.text_offset[:3]] == [
+            token[:1] for token in logprobs.tokens[:3]
+        ]
+        # Whether a text is what the model would have written: its tokens are the most probable.
+        most = [top[0] for top in info["input_top_logprobs"][1:]]
+        for at, (value, top) in enumerate(
+            zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True), 1
+        ):
+            if at < len(prompt):
+                assert (value == max(top.values())) == (value == most[at - 1][0])
+
+
+def test_a_prompt_alone(server: LiveServer, llm: LLM) -> None:
+    call = {"return_logprob": True, "logprob_start_len": 0}
+    params = {"max_new_tokens": 0, "temperature": 0}
+    native = server.generate(text=PROMPT, sampling_params=params, **call)
+    want = llm.generate(PROMPT, params, **call)
+    assert (native["text"], native["output_ids"]) == ("", [])
+    info = native["meta_info"]
+    assert info["completion_tokens"] == 0 and info["finish_reason"]["type"] == "length"
+    given = want.meta_info["input_token_logprobs"]
+    assert [entry[0] for entry in info["input_token_logprobs"]] == [entry[0] for entry in given]
+    assert info["output_token_logprobs"] == []
+    streamed = list(
+        server.client().completions.create(
+            model="bundled", prompt=PROMPT, max_tokens=0, echo=True, logprobs=0, stream=True
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in streamed) == PROMPT
+    assert streamed[-1].choices[0].finish_reason == "length"
+    plain = server.client().completions.create(
+        model="bundled", prompt=PROMPT, max_tokens=0, echo=True, n=2
+    )
+    assert [choice.text for choice in plain.choices] == [PROMPT] * 2

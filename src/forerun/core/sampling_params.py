@@ -54,7 +54,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     # (token id, bias); given as a mapping, whose keys may be strings of digits as in JSON.
     logit_bias: tuple[tuple[int, float], ...] = ()
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # 0: only the prompt runs, for its log-probabilities
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -154,9 +154,9 @@ class SamplingParams:
                 f"repetition_penalty must be in (0, 2], got {self.repetition_penalty}; 1 switches"
                 " it off."
             )
-        if not 1 <= self.max_new_tokens <= MAX_INT32:
+        if not 0 <= self.max_new_tokens <= MAX_INT32:
             yield (
-                f"max_new_tokens must be >= 1 and fit in 32 bits, got {shown(self.max_new_tokens)}."
+                f"max_new_tokens must be >= 0 and fit in 32 bits, got {shown(self.max_new_tokens)}."
             )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             yield (

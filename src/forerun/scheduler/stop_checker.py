@@ -28,6 +28,9 @@ def append_tokens(
 
 def _append_ids(request: Request, tokens: Sequence[int]) -> int:
     output, max_new_tokens = request.output, request.params.max_new_tokens
+    if tokens and max_new_tokens == 0:  # the prompt is all that was to be run
+        request.finish = FinishReason("length", length=0)
+        return 0
     for count, token in enumerate(tokens, 1):
         output.append(token)
         if token in request.stop_ids:

@@ -80,16 +80,22 @@ _CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_t
 
 
 def sampling_params(
-    body: StrictModel, max_new_tokens: int, grammar: Mapping[str, Any] | None = None
+    body: StrictModel,
+    max_new_tokens: int,
+    grammar: Mapping[str, Any] | None = None,
+    least: int = 1,
 ) -> SamplingParams:
     """Of a request's parameters that are in `_SAMPLING`; those not given have defaults.
 
     Args:
         grammar: of `response_format`.
+        least: the smallest `max_new_tokens`; 0 where an answer may be the prompt alone.
 
     Raises:
         RequestError: a value is out of range.
     """
+    if max_new_tokens == 0 < least:
+        raise RequestError("max_tokens must be >= 1, got 0; only completions with echo take 0.")
     given = {_SAMPLING[name]: value for name, value in body if name in _SAMPLING}
     known = {name: value for name, value in given.items() if value is not None}
     for name, value in (grammar or {}).items():
@@ -161,7 +167,13 @@ class _Common(Scheduled):
         Raises:
             RequestError: a value is out of range.
         """
-        return sampling_params(self, max_new_tokens, grammar_of_format(self.response_format))
+        grammar = grammar_of_format(self.response_format)
+        return sampling_params(self, max_new_tokens, grammar, self.least_tokens)
+
+    @property
+    def least_tokens(self) -> int:
+        """The smallest `max_tokens`."""
+        return 1
 
     @property
     def num_samples(self) -> int:
@@ -190,6 +202,10 @@ class CompletionRequest(_Common):
         if self.logprobs is None:
             return None
         return LogprobParams(start_len=0 if self.echo else -1, top=self.logprobs)
+
+    @property
+    def least_tokens(self) -> int:
+        return 0 if self.echo else 1
 
     @property
     def token_lists(self) -> list[list[int]] | None:
