@@ -70,6 +70,9 @@ class Executor(Protocol):
         `explain` says what compiles grammars, or why nothing does.
         """
 
+    def can_resume(self, rid: str) -> bool:
+        """Whether a request of `StepResult.held` may be admitted again."""
+
     def disable_drafts(self) -> None:
         """Stops calling the algorithm. All later plans must have `num_verify_tokens` = 1."""
 

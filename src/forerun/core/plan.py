@@ -233,3 +233,6 @@ class StepResult:
     decode_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     prefill_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
     gap_seconds: float = 0.0  # that the device was idle since the previous step, at most
+    # Slots of requests that must leave the batch until `Executor.can_resume`: their grammars take
+    # long. Their tokens, where there are any, are valid.
+    held: tuple[int, ...] = ()

@@ -33,6 +33,7 @@ from forerun.scheduler.schedule_policy import SchedulePolicy
 from forerun.scheduler.scheduler import CompletedStep, ScheduledStep, Scheduler
 
 log = logging.getLogger("forerun")
+HELD_SECONDS = 0.001  # between two looks at requests whose grammars take long, if no other run
 
 
 class _InFlight(NamedTuple):
@@ -159,9 +160,12 @@ class Engine:
         Returns the requests that got tokens or ended.
         """
         late = self._end_late_requests()
+        self._resume()
         plan = self.scheduler.schedule()
         if plan is not None:
             self._launch(plan)
+        elif self.scheduler.held and not self._in_flight:
+            time.sleep(HELD_SECONDS)
         waits = plan is not None and len(self._in_flight) <= self.limits.overlap_depth
         if not self._in_flight or waits:
             return late
@@ -179,6 +183,12 @@ class Engine:
             if request.first_token_at is None:
                 request.first_token_at = now
         return late + done.changed
+
+    def _resume(self) -> None:
+        """Queues the held requests whose masks are computed."""
+        for request in list(self.scheduler.held):
+            if self.executor.can_resume(request.rid):
+                self.scheduler.resume(request)
 
     def _end_late_requests(self) -> list[Request]:
         """Aborts the requests whose deadline has passed."""
@@ -258,7 +268,8 @@ class Engine:
 
     def drain(self) -> None:
         """Completes the steps in flight if all their requests have ended."""
-        while self._in_flight and not (self.scheduler.running or self.scheduler.waiting):
+        scheduler = self.scheduler
+        while self._in_flight and not (scheduler.running or scheduler.waiting or scheduler.held):
             self.step()
 
     def load(self) -> dict[str, int]:
@@ -266,7 +277,7 @@ class Engine:
         scheduler = self.scheduler
         return {
             "num_running_reqs": len(scheduler.running),
-            "num_waiting_reqs": len(scheduler.waiting),
+            "num_waiting_reqs": len(scheduler.waiting) + len(scheduler.held),
             "max_running_requests": self.limits.slots,
             "num_free_pages": scheduler.allocator.num_free,
             "num_cached_pages": scheduler.prefix.num_pages,

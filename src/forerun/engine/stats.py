@@ -50,9 +50,10 @@ class SpecStats:
         """Counts a completed step, without requests that had ended before it."""
         plan = done.step.plan
         self.num_steps += bool(plan.decode)
-        entries = zip(done.step.decode, done.result.decode, done.live_decode, strict=True)
-        for request, tokens, live in entries:
-            if not live:
+        held = [planned.slot in done.result.held for planned in plan.decode]
+        entries = zip(done.step.decode, done.result.decode, done.live_decode, held, strict=True)
+        for request, tokens, live, left in entries:
+            if not live or (left and not tokens):
                 continue
             self.num_request_steps += 1
             self.num_tokens += len(tokens)

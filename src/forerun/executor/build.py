@@ -36,6 +36,7 @@ from forerun.executor.step_costs import measure_step_costs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import EagerSteps, StepExecutor
 from forerun.grammar.compiler import CompileOptions, GrammarCompiler
+from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.vocabulary import VocabularySource
 from forerun.kvcache.pools import PoolShape
 from forerun.layers.attention import KVScales, ProjectedAttention
@@ -114,6 +115,8 @@ class _Builder:
             step.timer = StepTimer(settings.device)
         executor = DeviceExecutor(step, self._steps(step), settings.threads)
         executor.grammars = self._grammars(model_path)
+        if self.comm.size == 1:
+            executor.mask_threads = MaskThreads()
         memory = self.memory.report(profiled)
         explain = _explain(settings, budget, self.piece_buckets, memory)
         kinds = Counter(linear.quantized_gemm for linear in model.modules(LinearBase))

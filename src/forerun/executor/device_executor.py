@@ -16,6 +16,7 @@ from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import (
     Admission,
     DecodeRequest,
+    SlotGrammar,
     SlotLogprobs,
     SlotSampling,
     StepPlan,
@@ -31,6 +32,7 @@ from forerun.executor.step_inputs import PrefillBatch, PrefillLogprobs
 from forerun.executor.step_timing import StepTimer
 from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
 from forerun.grammar.compiler import GrammarCompiler
+from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.state import GrammarState
 from forerun.platform.cpu_threads import CpuThreads
 from forerun.platform.device import running_on
@@ -70,6 +72,9 @@ class DeviceExecutor:
         self.steps = EagerSteps(step) if steps is None else steps
         self.threads = threads  # on a CPU; None: those of the calling thread
         self.grammars: GrammarCompiler | None = None  # set by `executor/build.py`
+        # None: several ranks, each of which needs every mask. Steps wait for them.
+        self.mask_threads: MaskThreads | None = None
+        self._held: dict[str, GrammarState] = {}  # by request id: they have left the batch
         self._slots: dict[int, _Slot] = {}
         self._clock: StepClock | None = None  # of the last step
         self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
@@ -150,6 +155,10 @@ class DeviceExecutor:
         assert self.grammars is not None, "set by `executor/build.py`"
         self.info.explain["grammars"] = self.grammars.prepare()
 
+    def can_resume(self, rid: str) -> bool:
+        state = self._held.get(rid)
+        return state is None or state.can_resume
+
     def disable_drafts(self) -> None:
         self.step.algorithm.disable()
 
@@ -203,13 +212,28 @@ class DeviceExecutor:
         for a in admitted:
             if a.grammar is None:
                 continue
-            assert self.grammars is not None, "set by `executor/build.py`"
-            output = a.tokens[len(a.tokens) - a.num_output_tokens :]
             try:
-                self._slots[a.slot].grammar = GrammarState.of(a.grammar, output, self.grammars)
+                self._slots[a.slot].grammar = self._grammar_state(a, a.grammar)
             except RequestError as error:
                 failed.append((a.slot, str(error)))
         return failed
+
+    def _grammar_state(self, admission: Admission, grammar: SlotGrammar) -> GrammarState:
+        """That of a request which was held, if it has this output; or a new one.
+
+        Raises:
+            RequestError: the grammar takes too long to compile or to follow.
+        """
+        assert self.grammars is not None, "set by `executor/build.py`"
+        state = self._held.pop(admission.rid, None)
+        if state is None or state.num_tokens != admission.num_output_tokens:
+            start = len(admission.tokens) - admission.num_output_tokens
+            return GrammarState.of(grammar, admission.tokens[start:], self.grammars)
+        if state.is_stuck_in_mask or state.too_slow:
+            raise RequestError(TOO_SLOW)
+        if state.can_resume:
+            state.resume()
+        return state
 
     def _grammars_of(self, plan: StepPlan) -> dict[int, GrammarState]:
         """By slot, of the requests that this step samples tokens for."""
@@ -224,12 +248,23 @@ class DeviceExecutor:
         states = [self._slots[slot].grammar for slot in slots]
         if all(state is None for state in states):
             return None
-        return GrammarBatch(states, catch_up)
+        return GrammarBatch(states, catch_up, self.mask_threads)
 
     def _catch_up(self) -> None:
         """Commits tokens of steps in flight to the grammars of their requests."""
         for pending in list(self._unread):
             pending.result()
+
+    def hold(self, slot: int, grammar: GrammarState) -> bool:
+        """Whether a request has left the batch until its next mask is computed."""
+        if grammar.waiting is None:
+            if self.mask_threads is None or not grammar.slow:
+                return False
+            grammar.wait_beside(self.mask_threads)
+        self._held[self._slots[slot].rid] = grammar
+        while len(self._held) > 2 * self.info.limits.slots:  # requests that have ended since
+            self._held.pop(next(iter(self._held)))
+        return True
 
     def has_read(self, pending: PendingDeviceStep) -> None:
         """Its grammars are up to date."""
@@ -340,6 +375,12 @@ class PendingDeviceStep:
         for i, (chunk, token) in enumerate(zip(self.plan.prefill, prefill, strict=True)):
             if token is not None and not self._valid(chunk.slot, [token], failed):
                 prefill[i] = None
+        ended = {slot for slot, _ in failed}
+        held = [
+            slot
+            for slot, grammar in self.grammars.items()
+            if slot not in ended and self.executor.hold(slot, grammar)
+        ]
         phase_times = None
         if self.timestamps is not None:
             timer, timestamps = self.timestamps
@@ -354,6 +395,7 @@ class PendingDeviceStep:
             self.logprobs.of_decode(decode),
             self.logprobs.of_prefill(self.plan.prefill),
             gap_seconds=self.clock.gap_seconds,
+            held=tuple(held),
         )
         self.executor.keep_tokens(self.plan, result)
         return result
@@ -362,6 +404,8 @@ class PendingDeviceStep:
         """The tokens before invalid logits, committed to the slot's grammar."""
         grammar, invalid = self.grammars.get(slot), INVALID_TOKEN in tokens
         valid = tokens[: tokens.index(INVALID_TOKEN)] if invalid else tokens
+        if grammar is not None and grammar.waiting is not None:
+            return []
         if grammar is not None and grammar.too_slow:
             failed.append((slot, TOO_SLOW))
             return []

@@ -2,18 +2,21 @@
 
 Drafts are copied to the host as soon as they are known, before the target's forward. While the
 device is busy with that, the host reads them and, with overlap scheduling, the result of the step
-before, walks every grammar along the drafts, and uploads the masks for sampling.
+before, walks every grammar along the drafts, and uploads the masks for sampling. A request whose
+grammar takes long leaves the batch, and comes back when its next mask is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from forerun.grammar.bitmask import new_bitmask
+from forerun.grammar.mask_threads import PATIENCE, MaskThreads
 from forerun.grammar.state import GrammarState
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.speculation.tree import Tree
@@ -66,9 +69,13 @@ class GrammarBatch:
     states: Sequence[GrammarState | None]
     # Commits the tokens of the steps before; None: they have none.
     catch_up: Callable[[], None] | None
+    # Compute the masks, and requests that take long leave the batch; None: the step waits.
+    threads: MaskThreads | None = None
 
     def masks(self, drafts: DraftCopy | None, positions: Tensor) -> TokenMasks | None:
         """For every node of a verify pass; None: every token is allowed.
+
+        Requests that have left the batch, or do so here, have no masks: their tokens are dropped.
 
         positions: [B, W], of the tokens to be sampled. `drafts`: None if W is 1.
         """
@@ -76,19 +83,90 @@ class GrammarBatch:
             self.catch_up()
         size, width = positions.shape
         candidates, parents = ([[]] * size, None) if drafts is None else drafts.wait()
-        constrained = [(i, state) for i, state in enumerate(self.states) if state is not None]
-        bitmask = new_bitmask(
-            len(constrained) * width,
-            constrained[0][1].vocab_size,
-            pinned=positions.device.type == "cuda",
-        )
-        rows = torch.full((size, width), -1, dtype=torch.int32)
-        used = 0
-        for i, state in constrained:
-            tree = None if parents is None else parents[i]
-            own = state.fill_masks(candidates[i], tree, bitmask, used)
-            rows[i] = torch.tensor(own, dtype=torch.int32)
-            used += sum(row >= 0 for row in own)
-        if not used:
+        paths = {
+            i: _Paths(state, candidates[i], None if parents is None else parents[i])
+            for i, state in enumerate(self.states)
+            if state is not None and state.waiting is None
+        }
+        walk = _Walk.start(list(paths.values()), width, positions.device.type == "cuda")
+        if walk is None:
             return None
-        return TokenMasks(upload(bitmask[:used], positions.device), upload(rows, positions.device))
+        if self.threads is None:
+            walk.finish()
+        else:
+            walk = walk.finish_in(self.threads)
+        if not walk.used:
+            return None
+        rows = torch.full((size, width), -1, dtype=torch.int32)
+        for i, own in zip(paths, walk.rows, strict=True):
+            rows[i] = torch.tensor(own, dtype=torch.int32)
+        bitmask = upload(walk.bitmask[: walk.used], positions.device)
+        return TokenMasks(bitmask, upload(rows, positions.device))
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """A request's grammar and drafts."""
+
+    state: GrammarState
+    candidates: Sequence[int]
+    parents: Sequence[int] | None
+
+
+@dataclass
+class _Walk:
+    """One thread's way through the grammars of a step, one request after the other."""
+
+    paths: Sequence[_Paths]
+    bitmask: Tensor  # [rows, words] int32, on the host
+    width: int
+    rows: list[list[int]] = field(default_factory=list)  # of the requests that are done
+    used: int = 0  # rows of `bitmask`
+    left: bool = False  # the step has gone on without the request that comes next
+    lock: Lock = field(default_factory=Lock)
+
+    @classmethod
+    def start(cls, paths: Sequence[_Paths], width: int, pinned: bool) -> _Walk | None:
+        if not paths:
+            return None
+        vocab_size = paths[0].state.vocab_size
+        return cls(paths, new_bitmask(len(paths) * width, vocab_size, pinned), width)
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        for each in self.paths[len(self.rows) :]:
+            own = each.state.fill_masks(each.candidates, each.parents, self.bitmask, self.used)
+            with self.lock:
+                if self.left:
+                    each.state.keep(own, self.bitmask)
+                    break
+                self._add(own)
+
+    def finish_in(self, threads: MaskThreads) -> _Walk:
+        """In a thread. A request that takes too long leaves the batch."""
+        masks, done = threads.run(self.finish), 0
+        while True:
+            try:
+                masks.result(PATIENCE)
+                return self
+            except TimeoutError:
+                with self.lock:
+                    if len(self.rows) > done or len(self.rows) == len(self.paths):
+                        done = len(self.rows)
+                        continue
+                    self.left = True
+                threads.leave()
+                self.paths[done].state.leave_step(masks)
+                rest = replace(
+                    self,
+                    bitmask=self.bitmask.clone(),  # the thread still writes to the other one
+                    rows=list(self.rows),
+                    left=False,
+                    lock=Lock(),
+                )
+                rest._add([-1] * self.width)
+                return rest.finish_in(threads)
+
+    def _add(self, own: list[int]) -> None:
+        self.rows.append(own)
+        self.used += sum(row >= 0 for row in own)

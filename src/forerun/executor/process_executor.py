@@ -86,6 +86,10 @@ class ProcessExecutor:
                 raise self._ended() from error
         return compiled_body(answer, WHO)
 
+    def can_resume(self, rid: str) -> bool:
+        """True: the other process holds a request again if its mask is not computed yet."""
+        return True
+
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
 

@@ -115,6 +115,10 @@ class RanksExecutor:
         """As `DeviceExecutor.prepare_grammars`, on every rank."""
         self._info.explain["grammars"] = self._ask_grammars(PREPARE).decode()
 
+    def can_resume(self, rid: str) -> bool:
+        """True: steps of several ranks wait for all masks."""
+        return True
+
     def disable_drafts(self) -> None:
         self._send(DISABLE_DRAFTS)
 

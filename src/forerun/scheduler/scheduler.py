@@ -137,6 +137,7 @@ class Scheduler:
             limits.chunked_prefill_size, policy.max_prefill_tokens or limits.chunked_prefill_size
         )
         self.prefill_budget = PrefillBudget(most, policy.max_mixed_step)
+        self.held: list[Request] = []  # preempted until `resume`: their grammars take long
         self._leaving: set[Request] = set()  # ended or preempted, with steps in flight
         self._free_slots = list(range(limits.slots - 1, -1, -1))
         self._updates: list[PageTableUpdate] = []  # not in a plan yet
@@ -171,7 +172,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._leaving)
+        return bool(self.waiting or self.running or self.held or self._leaving)
+
+    def resume(self, request: Request) -> None:
+        """Queues a held request again, at its place."""
+        self.held.remove(request)
+        self.waiting.add(request)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -227,7 +233,9 @@ class Scheduler:
         logprobs = result.decode_logprobs or [[]] * len(step.decode)
         for request, tokens, of_tokens in zip(step.decode, result.decode, logprobs, strict=True):
             request.pending.pop(0)
-            if request.state is not State.FINISHED:
+            if request.slot in result.held and not tokens:
+                self._hold(request)  # not a verify pass: what was sampled does not count
+            elif request.state is not State.FINISHED:
                 request.kv_len += len(tokens)
                 if request in step.tracked and request.slot not in failed:
                     before = request.kv_len - len(tokens)
@@ -237,6 +245,8 @@ class Scheduler:
                 request.proposed += drafts
                 outcomes.append(VerifyOutcome(request, drafts, max(len(tokens) - 1, 0)))
                 changed.append(self._append(request, tokens, of_tokens, failed, verified=True))
+                if request.slot in result.held:
+                    self._hold(request)
             self._settle(request)
         if outcomes:
             self.widths.record_outcomes(outcomes)
@@ -258,11 +268,15 @@ class Scheduler:
                 else:
                     of_sampled = of_tokens[-1:] if token is not None else []
                     request.prompt_logprobs += of_tokens[: len(of_tokens) - len(of_sampled)]
-                    if token is not None:
+                    held = request.slot in result.held
+                    if token is not None or held:
                         self._share_prompt(request)
+                    if token is not None:
                         changed.append(
                             self._append(request, [token], of_sampled, failed, verified=False)
                         )
+                    if held:
+                        self._hold(request)
             self._settle(request)
         return changed
 
@@ -343,10 +357,19 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to its place in the queue; it is prefilled again from its tokens, text unchanged."""
+        self.waiting.add(request)
+        self._stop(request)
+
+    def _hold(self, request: Request) -> None:
+        """As `_preempt`, but it is queued by `resume`. Steps in flight may name it once more."""
+        if request.state is State.DECODE:
+            self.held.append(request)
+            self._stop(request)
+
+    def _stop(self, request: Request) -> None:
         request.preemptions += 1
         request.state = State.WAITING
         self.running.remove(request)
-        self.waiting.add(request)
         self._leave(request)
 
     # --- prefill --------------------------------------------------------------------------------
@@ -504,6 +527,8 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        elif request in self.held:
+            self.held.remove(request)
         request.state = State.FINISHED
         self._leave(request)
 
