@@ -20,7 +20,7 @@ from forerun.core.errors import RequestError
 from forerun.core.grammar import Grammar
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
-from forerun.executor import token_sampler
+from forerun.executor import grammar_masks, token_sampler
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.process_executor import ProcessExecutor
@@ -136,6 +136,57 @@ def test_any_drafter_gives_the_outputs_of_plain_decoding(
         llm.engine.check()
         if algorithm in ("DFLASH", "EAGLE3", "DDTREE"):
             assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
+
+
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("why", ["slow", "late"])
+@pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
+@pytest.mark.parametrize("algorithm", ["DFLASH", None, "NGRAM", "DDTREE"])
+def test_requests_that_wait_for_their_masks_outside_of_the_batch(
+    algorithm: str | None, overlap_depth: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow: they leave it after every step. Late: a step does not wait for them, so its tokens do
+    not count."""
+    if why == "slow":
+        monkeypatch.setattr(state_module, "SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(grammar_masks, "PATIENCE", 60.0 if why == "slow" else 0.0)
+    with bundled_llm(algorithm, overlap_depth=overlap_depth) as llm:
+        engine, held = llm.engine, 0
+        hold = engine.scheduler._hold
+
+        def count(request: Request) -> None:
+            nonlocal held
+            held += 1
+            hold(request)
+
+        monkeypatch.setattr(engine.scheduler, "_hold", count)
+        assert run(llm) == reference()
+        assert held >= (50 if why == "slow" else 10)
+        engine.check()
+
+
+def test_a_mask_that_never_ends_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request ends, the others do not wait for it."""
+    monkeypatch.setattr(state_module, "STUCK_SECONDS", 0.2)
+    go, fill = threading.Event(), GrammarState._fill
+
+    def stuck(self: GrammarState, bitmask: torch.Tensor, row: int, depth: int) -> bool:
+        if self.params.grammar.text == "(stuck){3}" and self.num_tokens:
+            go.wait(60)
+        return fill(self, bitmask, row, depth)
+
+    monkeypatch.setattr(GrammarState, "_fill", stuck)
+    with bundled_llm("DFLASH") as llm:
+        asked = [{"regex": "(stuck){3}"}, *KINDS[:3]]
+        each = [
+            {**kind, "sampling_seed": i - 1, "max_new_tokens": NEW} for i, kind in enumerate(asked)
+        ]
+        failed, *others = llm.generate(["s", *PROMPTS[:3]], each)
+        assert failed.finish_reason["err_type"] == "grammar"
+        assert "takes too long to follow" in failed.finish_reason["message"]
+        assert [other.output_ids for other in others] == reference()[:3]
+        go.set()
+        llm.engine.check()
 
 
 def test_long_paths_of_trees_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ A plan consists of ints, floats, strings, lists and tuples only. So it can be se
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
@@ -215,6 +216,17 @@ class StepPlan:
     save_snapshots: list[SnapshotCopy] = field(default_factory=list)  # after chunks of `prefill`
 
 
+GRAMMAR_ERROR = "grammar"  # the `err_type` of what the request's own grammar causes
+
+
+class Failure(NamedTuple):
+    """A request that cannot continue, and why; other requests are not affected."""
+
+    slot: int
+    reason: str
+    err_type: str | None = None  # of its `FinishReason`
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a step, on the host."""
@@ -223,8 +235,7 @@ class StepResult:
     prefill: list[int | None]  # per chunk: the sampled token, None unless it is the last chunk
     seconds: float = 0.0  # time that the device spent on the step
     error: str | None = None  # the algorithm failed in this step; the tokens are valid
-    # (slot, reason) of requests that cannot continue; other requests are not affected.
-    failed: tuple[tuple[int, str], ...] = ()
+    failed: tuple[Failure, ...] = ()
     # Unix ns of the phase boundaries begin, proposed, verified, committed, if tracing is on.
     phase_times: tuple[int, ...] | None = None
     # Log-probabilities, for requests that return them: per request, one entry for every token of

@@ -19,7 +19,8 @@ QUEUE_TIMEOUT, REQUEST_TIMEOUT = "queue_timeout", "request_timeout"  # names of 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
     """Why generation ended: `type` is "stop" (`matched`: token id or stop string), "length" or
-    "abort" (`err_type`: which deadline has passed, `QUEUE_TIMEOUT` or `REQUEST_TIMEOUT`)."""
+    "abort" (`err_type`: which deadline has passed, `QUEUE_TIMEOUT` or `REQUEST_TIMEOUT`; or
+    `GRAMMAR_ERROR`: its own grammar is the reason)."""
 
     type: str
     matched: int | str | None = None

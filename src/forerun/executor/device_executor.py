@@ -14,8 +14,10 @@ from forerun.core.executor import Executor, ExecutorInfo
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import (
+    GRAMMAR_ERROR,
     Admission,
     DecodeRequest,
+    Failure,
     SlotGrammar,
     SlotLogprobs,
     SlotSampling,
@@ -188,15 +190,17 @@ class DeviceExecutor:
         assert tokens is not None
         return tokens
 
-    def _admit(self, plan: StepPlan) -> list[tuple[int, str]]:
-        """Returns (slot, reason) of admissions that failed."""
+    def _admit(self, plan: StepPlan) -> list[Failure]:
+        """Returns the admissions that failed."""
         for a in plan.admitted:
             self._slots[a.slot] = _Slot(
                 a.rid, a.sampling, list(a.tokens) if self._keeps_tokens else None, a.logprobs
             )
         failed = self.tables.admit(plan.admitted) if plan.admitted else []
         failed += self._admit_grammars(plan.admitted)
-        for slot, _ in failed:  # it is part of this step, but its result is dropped
+        for slot in (
+            each.slot for each in failed
+        ):  # it is part of this step, but its result is dropped
             self._slots[slot].sampling, self._slots[slot].logprobs = ANY_SAMPLING, None
         if plan.admitted:
             self.step.reset_states([a.slot for a in plan.admitted], plan.load_snapshots)
@@ -206,8 +210,8 @@ class DeviceExecutor:
             self.tables.write_pages(plan.window_writes, windowed=True)
         return failed
 
-    def _admit_grammars(self, admitted: Sequence[Admission]) -> list[tuple[int, str]]:
-        """(slot, reason) of admissions whose grammar fails; usually it is compiled already."""
+    def _admit_grammars(self, admitted: Sequence[Admission]) -> list[Failure]:
+        """The admissions whose grammar fails; usually it is compiled already."""
         failed = []
         for a in admitted:
             if a.grammar is None:
@@ -215,7 +219,7 @@ class DeviceExecutor:
             try:
                 self._slots[a.slot].grammar = self._grammar_state(a, a.grammar)
             except RequestError as error:
-                failed.append((a.slot, str(error)))
+                failed.append(Failure(a.slot, str(error), GRAMMAR_ERROR))
         return failed
 
     def _grammar_state(self, admission: Admission, grammar: SlotGrammar) -> GrammarState:
@@ -344,7 +348,7 @@ class PendingDeviceStep:
     clock: StepClock
     error: str | None  # the algorithm failed in this step
     timestamps: tuple[StepTimer, Tensor] | None  # [4] int64, if tracing is on
-    not_admitted: list[tuple[int, str]]  # (slot, reason)
+    not_admitted: list[Failure]
     logprobs: StepLogprobs
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
     _result: StepResult | None = None
@@ -375,7 +379,7 @@ class PendingDeviceStep:
         for i, (chunk, token) in enumerate(zip(self.plan.prefill, prefill, strict=True)):
             if token is not None and not self._valid(chunk.slot, [token], failed):
                 prefill[i] = None
-        ended = {slot for slot, _ in failed}
+        ended = {each.slot for each in failed}
         held = [
             slot
             for slot, grammar in self.grammars.items()
@@ -400,21 +404,22 @@ class PendingDeviceStep:
         self.executor.keep_tokens(self.plan, result)
         return result
 
-    def _valid(self, slot: int, tokens: list[int], failed: list[tuple[int, str]]) -> list[int]:
+    def _valid(self, slot: int, tokens: list[int], failed: list[Failure]) -> list[int]:
         """The tokens before invalid logits, committed to the slot's grammar."""
         grammar, invalid = self.grammars.get(slot), INVALID_TOKEN in tokens
         valid = tokens[: tokens.index(INVALID_TOKEN)] if invalid else tokens
         if grammar is not None and grammar.waiting is not None:
             return []
         if grammar is not None and grammar.too_slow:
-            failed.append((slot, TOO_SLOW))
+            failed.append(Failure(slot, TOO_SLOW, GRAMMAR_ERROR))
             return []
         if grammar is not None and not grammar.accept(valid):
             log.error("slot %d: tokens %s do not match the grammar", slot, valid)
-            failed.append((slot, MISMATCH))
+            failed.append(Failure(slot, MISMATCH))
         if invalid:
             stuck = grammar is not None and grammar.is_stuck
-            failed.append((slot, NO_TOKEN if stuck else NOT_FINITE))
+            why = (NO_TOKEN, GRAMMAR_ERROR) if stuck else (NOT_FINITE, None)
+            failed.append(Failure(slot, *why))
         return valid
 
 

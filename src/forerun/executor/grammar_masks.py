@@ -88,6 +88,7 @@ class GrammarBatch:
             for i, state in enumerate(self.states)
             if state is not None and state.waiting is None
         }
+        paths = dict(sorted(paths.items(), key=lambda item: not item[1].ready))
         walk = _Walk.start(list(paths.values()), width, positions.device.type == "cuda")
         if walk is None:
             return None
@@ -112,6 +113,11 @@ class _Paths:
     candidates: Sequence[int]
     parents: Sequence[int] | None
 
+    @property
+    def ready(self) -> bool:
+        """Whether all of its masks have been computed before."""
+        return self.state.ahead is not None and not self.candidates
+
 
 @dataclass
 class _Walk:
@@ -133,8 +139,10 @@ class _Walk:
         return cls(paths, new_bitmask(len(paths) * width, vocab_size, pinned), width)
 
     @torch.inference_mode()
-    def finish(self) -> None:
+    def finish(self, only_ready: bool = False) -> None:
         for each in self.paths[len(self.rows) :]:
+            if only_ready and not each.ready:
+                return
             own = each.state.fill_masks(each.candidates, each.parents, self.bitmask, self.used)
             with self.lock:
                 if self.left:
@@ -144,6 +152,9 @@ class _Walk:
 
     def finish_in(self, threads: MaskThreads) -> _Walk:
         """In a thread. A request that takes too long leaves the batch."""
+        self.finish(only_ready=True)  # or they might never come back
+        if len(self.rows) == len(self.paths):
+            return self
         masks, done = threads.run(self.finish), 0
         while True:
             try:

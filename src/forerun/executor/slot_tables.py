@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import HostBatch
-from forerun.core.plan import Admission, Limits, PageWrite, SlotSampling
+from forerun.core.plan import Admission, Failure, Limits, PageWrite, SlotSampling
 from forerun.kernels.speculation.accept import SlotState, accept_commit
 from forerun.kvcache.pages import NULL_PAGE
 from forerun.platform.device import upload
@@ -73,7 +73,7 @@ class SlotTables:
         """Copies host integers to the device asynchronously."""
         return upload(torch.tensor(values, dtype=dtype), self.device)
 
-    def admit(self, admissions: Sequence[Admission]) -> list[tuple[int, str]]:
+    def admit(self, admissions: Sequence[Admission]) -> list[Failure]:
         """Initialises the rows of slots for new requests.
 
         Returns (slot, reason) of admissions whose values do not fit the tables. Only these fail:
@@ -87,7 +87,7 @@ class SlotTables:
                 rows.append(_HostRow.of(admission))
             except Exception as error:  # the rest of the step goes on
                 log.error("a request could not be admitted", exc_info=error)
-                failed.append((admission.slot, f"{type(error).__name__}: {error}"))
+                failed.append(Failure(admission.slot, f"{type(error).__name__}: {error}"))
                 blank = (0,) * len(admission.tokens)
                 rows.append(_HostRow.of(Admission(admission.slot, "", blank, 0, 0, ANY_SAMPLING)))
         self._set(rows)

@@ -30,6 +30,7 @@ from forerun.core.plan import (
     Admission,
     DecodeRequest,
     DeferredCount,
+    Failure,
     Limits,
     PageWrite,
     PrefillChunk,
@@ -205,7 +206,7 @@ class Scheduler:
         num_tokens = sum(chunk.num_tokens for chunk in step.plan.prefill)
         self.prefill_budget.record(num_tokens, bool(step.decode), result.seconds)
         live = tuple(request.state is not State.FINISHED for request in step.decode)
-        failed = dict(result.failed)
+        failed = {each.slot: each for each in result.failed}
         changed = self._complete_decode(step, result, failed)
         changed += self._complete_prefill(step, result, failed)
         return CompletedStep(step, result, live, changed)
@@ -227,7 +228,7 @@ class Scheduler:
         self.windows.uncleared[:0] = step.plan.cleared_window_pages
 
     def _complete_decode(
-        self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
+        self, step: ScheduledStep, result: StepResult, failed: dict[int, Failure]
     ) -> list[Request]:
         changed, outcomes = [], []
         logprobs = result.decode_logprobs or [[]] * len(step.decode)
@@ -253,7 +254,7 @@ class Scheduler:
         return changed
 
     def _complete_prefill(
-        self, step: ScheduledStep, result: StepResult, failed: dict[int, str]
+        self, step: ScheduledStep, result: StepResult, failed: dict[int, Failure]
     ) -> list[Request]:
         changed = []
         logprobs = result.prefill_logprobs or [[]] * len(step.prefill)
@@ -507,7 +508,7 @@ class Scheduler:
         request: Request,
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
-        failed: dict[int, str],
+        failed: dict[int, Failure],
         verified: bool,
     ) -> Request:
         kept = append_tokens(request, tokens, logprobs)
@@ -516,8 +517,9 @@ class Scheduler:
             request.correct_drafts.append(min(kept, max(len(tokens) - 1, 0)))
         if request.finish is None and request.slot in failed:
             request.failed = True
-            message = f"Output token {len(request.output) + 1}: {failed[request.slot]}"
-            request.finish = FinishReason("abort", message=message)
+            failure = failed[request.slot]
+            message = f"Output token {len(request.output) + 1}: {failure.reason}"
+            request.finish = FinishReason("abort", message=message, err_type=failure.err_type)
         if request.finish is not None:
             self._end(request)
         return request

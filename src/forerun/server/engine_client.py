@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.executor import ExecutorInfo
 from forerun.core.grammar import Grammar
+from forerun.core.plan import GRAMMAR_ERROR
 from forerun.core.request import QUEUE_TIMEOUT, FinishReason
 from forerun.engine.metrics import EngineMetrics
 from forerun.server.backoff import MAX_QUICK_DEATHS, Backoff
@@ -27,6 +28,7 @@ from forerun.server.errors import (
     EngineUnavailable,
     QueueTimeout,
     ServerStartError,
+    bad_request,
 )
 from forerun.server.generation import Call, Generation
 from forerun.server.messages import (
@@ -352,6 +354,8 @@ class EngineClient:
             if reason.err_type == QUEUE_TIMEOUT:
                 self.metrics.aborted[QUEUE_TIMEOUT] += 1
                 self._fail(call, QueueTimeout(str(reason.message)))
+            elif reason.err_type == GRAMMAR_ERROR:
+                self._fail(call, bad_request(str(reason.message), code=GRAMMAR_ERROR))
             else:
                 self._fail(call, EngineFailed(reason.message or "aborted"))
             return
