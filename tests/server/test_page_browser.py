@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -207,6 +208,65 @@ def test_origins_of_every_kind_of_step(opened: Opened) -> None:
     assert opened.page.locator("#spec .text").text_content() == "abc\u00e9d\nef"
     shown = [bar.locator("i").count() for bar in opened.page.locator("#bars .bar").all()]
     assert shown == [1, 2, 2, 1]  # plain; drafts and bonus, twice; drafts only
+
+
+def compared(opened: Opened, spec: str, plain: str) -> str:
+    """What is said of the speed-up after two runs with these bodies."""
+
+    def answer(route: playwright.Route) -> None:
+        drafts = route.request.post_data_json["sampling_params"].get("speculative") is not False
+        route.fulfill(body=spec if drafts else plain)
+
+    opened.page.route("**/generate", answer)
+    opened.page.click("#generate")
+    playwright.expect(opened.page.locator("#generate")).to_be_enabled()
+    opened.page.unroute("**/generate")
+    return opened.page.inner_text("#speedup").replace("\n", " ").strip()
+
+
+def test_a_ratio_needs_accepted_drafts_and_two_whole_runs(opened: Opened) -> None:
+    end = {"finish_reason": {"type": "length", "length": 4}}
+    texts = list("abcd")
+    first = chunk(["a"], [], 0)
+    good = stream(first, chunk(texts, [3], 15, e2e_latency=0.2, **end))
+    useless = stream(first, chunk(texts, [1, 1, 1], 45, e2e_latency=0.2, **end))
+    undrafted = stream(first, chunk(texts, [1, 1, 1], 0, e2e_latency=0.2, **end))
+    plain = stream(first, chunk(texts, [1, 1, 1], 0, e2e_latency=0.4, **end))
+    short = stream(first, chunk(texts, [3], 15, e2e_latency=0.14, **end))
+    cut = stream(first, chunk(texts, [3], 15))
+    assert compared(opened, good, plain) == "3.0× speed-up"
+    assert compared(opened, useless, plain) == "– speed-up: no draft was accepted"
+    assert compared(opened, undrafted, plain) == "– speed-up: no step had drafts"
+    few = "– speed-up: too short to measure, generate more tokens"
+    assert compared(opened, short, plain) == few
+    assert compared(opened, good, cut) == "– speed-up: once both runs have ended"
+
+
+def test_a_new_run_forgets_the_step_that_was_picked(opened: Opened) -> None:
+    page = opened.page
+    hint = page.inner_text("#detail")
+    opened.generate(temperature=0, max_new_tokens=20)
+    page.hover("#bars .bar >> nth=0")
+    assert page.inner_text("#detail").startswith("Step 1:")
+    page.mouse.move(0, 0)
+    opened.generate(max_new_tokens=10)
+    assert page.inner_text("#detail") == hint
+
+
+def test_figures_of_an_engine_that_is_gone_are_not_shown(browser: Any, server: LiveServer) -> None:
+    opened = Opened(browser, server.url)
+    opened.ready()
+    gauges = [opened.page.locator(f"#g-{name}") for name in ("running", "waiting", "accept")]
+    playwright.expect(gauges[0]).to_have_text("0")
+    body = json.dumps({"error": {"message": "The engine is restarting."}})
+    opened.page.route("**/v1/loads", lambda route: route.fulfill(status=503, body=body))
+    playwright.expect(opened.page.locator("#health")).to_have_text("Not ready")
+    for gauge in gauges:
+        playwright.expect(gauge).to_have_text("–")
+    opened.page.unroute("**/v1/loads")
+    opened.ready()
+    playwright.expect(gauges[0]).to_have_text("0")
+    opened.context.close()
 
 
 def test_different_texts_are_shown(opened: Opened) -> None:

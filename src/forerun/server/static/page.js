@@ -126,6 +126,16 @@ class Run {
     return rateBetween(this.frames[0], this.frames.at(-1));
   }
 
+  /** Seconds from the first event to the last one. */
+  get seconds() {
+    return this.frames.length ? this.frames.at(-1).seconds - this.frames[0].seconds : 0;
+  }
+
+  get ended() {
+    const reason = this.info?.finish_reason;
+    return Boolean(reason) && reason.type !== "abort";
+  }
+
   get mean() {
     return this.steps.length ? this.steps.at(-1).mean : NaN;
   }
@@ -200,6 +210,8 @@ class Panel {
 
 const panels = { spec: new Panel("spec"), plain: new Panel("plain") };
 
+const NO_DETAIL = $("detail").textContent;
+
 const bars = {
   nodes: [],
   limit: 4, // of the scale
@@ -209,6 +221,7 @@ const bars = {
   clear() {
     this.nodes = [];
     this.picked = -1;
+    setText($("detail"), NO_DETAIL);
     $("bars").replaceChildren();
     $("bars").setAttribute("aria-valuenow", 0);
     this.setLimit(Math.max(this.width, 4));
@@ -310,6 +323,7 @@ $("bars").addEventListener("keydown", (event) => {
 
 let controller = null; // of the requests in flight
 let algorithm = null; // null: the server drafts nothing
+const LEAST_SECONDS = 0.05; // of both runs, to compare their rates: events come a few ms early or late
 const MOST_TOKENS = 4096; // every event of /generate repeats the whole text
 
 function samplingParams() {
@@ -437,8 +451,18 @@ function showRace() {
     $(`race-${name}`).style.width = `${(100 * (rate || 0)) / most}%`;
     setText($(`race-${name}-rate`), rate ? `${rateText(rate)} tok/s` : "");
   }
-  const speedup = rates.spec / rates.plain;
-  $("speedup").replaceChildren(rates.plain ? `${fixed(speedup)}×` : "–", make("small", "", "speed-up"));
+  const missing = noSpeedup(panels.spec.run, panels.plain.run);
+  const shown = missing ? "–" : `${fixed(rates.spec / rates.plain)}×`;
+  $("speedup").replaceChildren(shown, make("small", "", missing ? `speed-up: ${missing}` : "speed-up"));
+}
+
+/** Why two runs give no speed-up; empty if they do. */
+function noSpeedup(spec, plain) {
+  if (!spec.ended || !plain.ended) return "once both runs have ended";
+  if (!spec.proposed) return "no step had drafts";
+  if (!spec.info.spec_num_correct_drafts) return "no draft was accepted";
+  const short = Math.min(spec.seconds, plain.seconds) < LEAST_SECONDS;
+  return short ? "too short to measure, generate more tokens" : "";
 }
 
 function showVerdict() {
@@ -574,14 +598,22 @@ async function watch() {
         showGauges(await get("v1/loads"), (await get("server_info")).internal_states);
         showHealth(true);
       } catch (error) {
+        clearGauges();
         if (error.status === 401) break;
         showHealth(false, error);
-        last = null;
       }
     }
     await wait(1000);
   }
   watching = false;
+}
+
+/** What was known of the engine no longer holds. */
+function clearGauges() {
+  last = null;
+  for (const name of ["running", "waiting", "accept", "rate"]) setText($(`g-${name}`), "–");
+  setText($("g-pages-text"), "");
+  for (const part of $("g-pages").children) part.style.width = 0;
 }
 
 function showGauges(load, states) {
