@@ -78,6 +78,7 @@ def opened(browser: playwright.Browser, server: LiveServer) -> Iterator[Opened]:
 
 
 def test_tokens_are_coloured_by_origin_and_compared(opened: Opened, server: LiveServer) -> None:
+    opened.generate(temperature=0)  # the first steps are recorded, which takes its time
     server.http.post("/flush_cache").raise_for_status()
     opened.generate(temperature=0)
     want = server.http.post(
