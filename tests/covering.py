@@ -33,3 +33,11 @@ def covering_cells(strength: int, axes: Mapping[str, Sequence[Any]]) -> pytest.M
     named = [dict(zip(axes, map(repr, cell), strict=True)) for cell in cells]
     chosen = [cells[i] for i in sorted(covering(named, strength))]
     return pytest.mark.parametrize(list(axes), chosen, ids=str)
+
+
+def some_of(cases: Sequence[Sequence[Any]], *kept: int) -> list[Any]:
+    """All cases of a parametrised test; those that are not `kept` are `exhaustive`."""
+    return [
+        pytest.param(*case, marks=() if i in kept else pytest.mark.exhaustive)
+        for i, case in enumerate(cases)
+    ]

@@ -288,6 +288,7 @@ def test_doctor_takes_a_name(hub: Hub, shell: Shell) -> None:
 
 
 @needs_pair
+@pytest.mark.exhaustive
 def test_a_tokenizer_by_name(hub: Hub, shell: Shell) -> None:
     """For the bundled target, from a private repository."""
     done = shell.forerun(

@@ -42,6 +42,7 @@ def waits(server: LiveServer, count: int) -> None:
     wait_for(lambda: server.get("/v1/loads")["num_waiting_reqs"] == count, 10)
 
 
+@pytest.mark.exhaustive
 def test_the_highest_priority_goes_first(busy: LiveServer, llm: LLM) -> None:
     """On every endpoint; the text is that of `LLM`."""
     client = busy.client()
@@ -80,6 +81,7 @@ def queued(server: LiveServer, count: int) -> dict[str, float] | None:
     return found if sum(found.values()) == count else None
 
 
+@pytest.mark.exhaustive
 def test_who_waits_too_long_gets_503(busy: LiveServer) -> None:
     before = scrape(busy)
     with held(busy):
@@ -108,6 +110,7 @@ def test_who_waits_too_long_gets_503(busy: LiveServer) -> None:
     assert done["meta_info"]["completion_tokens"] == 300
 
 
+@pytest.mark.exhaustive
 def test_a_request_may_bring_its_own_deadline(busy: LiveServer) -> None:
     started = time.monotonic()
     body = {"text": PROMPT, "sampling_params": LONG, "request_timeout": 0.3}
@@ -126,7 +129,7 @@ def test_a_request_may_bring_its_own_deadline(busy: LiveServer) -> None:
         ("/v1/responses", {"input": "x"}),
     ],
 )
-def test_wrong_values_are_refused(busy: LiveServer, path: str, prompt: dict[str, Any]) -> None:
+def test_wrong_values_are_refused(server: LiveServer, path: str, prompt: dict[str, Any]) -> None:
     for wrong in (
         {"priority": 1.5},
         {"priority": 2**40},
@@ -134,11 +137,12 @@ def test_wrong_values_are_refused(busy: LiveServer, path: str, prompt: dict[str,
         {"queue_timeout": 0},
         {"request_timeout": -1},
     ):
-        response: httpx.Response = busy.http.post(path, json={**prompt, **wrong})
+        response: httpx.Response = server.http.post(path, json={**prompt, **wrong})
         assert response.status_code == 400, (wrong, response.text)
         assert next(iter(wrong)) in response.json()["error"]["message"]
 
 
+@pytest.mark.exhaustive
 def test_settings_are_shown(busy: LiveServer) -> None:
     info = busy.get("/server_info")
     assert info["schedule_policy"] == "lpm" and info["max_mixed_step_ms"] == 20

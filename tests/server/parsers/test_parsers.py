@@ -108,7 +108,7 @@ def events_of(calls: Sequence[tuple[str, str]]) -> list[Event]:
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls=CALLS, ascii_only=st.booleans(), data=st.data())
 def test_calls_are_found(
     kind: type[ToolParser], write: Writer, calls: Any, ascii_only: bool, data: st.DataObject
@@ -122,7 +122,7 @@ def test_calls_are_found(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), data=st.data())
 def test_pieces_do_not_matter(
     kind: type[ToolParser], parts: list[str], data: st.DataObject
@@ -136,7 +136,7 @@ def test_pieces_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25), opened=st.sampled_from(OPENED))
 def test_texts_know_where_they_are(
     kind: type[ToolParser], parts: list[str], opened: bool | None
@@ -153,7 +153,7 @@ def test_texts_know_where_they_are(
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.sampled_from(MARKERS), max_size=25))
 def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
     """Without a complete call the text is what was given."""
@@ -168,7 +168,7 @@ def test_nothing_is_lost(kind: type[ToolParser], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "write"), FORMATS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls=CALLS, data=st.data())
 def test_cut_short_or_damaged(
     kind: type[ToolParser], write: Writer, calls: Any, data: st.DataObject
