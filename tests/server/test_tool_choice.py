@@ -83,7 +83,7 @@ def check(calls: Calls) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_required(tmp_path: Path, model: str, stream: bool) -> None:
     counts = set()
-    for seed in range(2):
+    for seed in range(3):
         for parallel in (True, False):
             walking = Walking(MODELS[model], tmp_path, seed)
             got = walking.chat(
