@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from forerun.core.errors import ConfigError, shown
+from forerun.core.errors import ConfigError, first_line, shown
 
 MAX_BYTES = 256 << 20  # of a JSON file; the largest are tokenizers and indexes of some 30 MB
 
@@ -43,7 +43,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # also: no UTF-8, numbers of thousands of digits
-        raise ConfigError(f"{path} is not readable JSON: {error}. Download it again.") from None
+        raise ConfigError(
+            f"{path} is not readable JSON: {first_line(error)}. Download it again."
+        ) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {shown(data)}, expected a JSON object.")
     return data

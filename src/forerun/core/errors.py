@@ -76,6 +76,12 @@ def _beginning(value: Any, room: list[int], characters: int) -> Any:
     return value
 
 
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """Of a library's message, which may be long; the error's class where there is none."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` with the closest known word, or an empty string."""
     if len(word) > MAX_WORD:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, first_line
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
 from forerun.models.checkpoint import DUMMY_FORMATS, INDEX, SINGLE, shard_names
 
@@ -205,17 +205,12 @@ def _reason(model: HubModel, error: BaseException) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):
         return (
             f"{model} is not completely in the cache ({cache}), and {hub} gives no answer"
-            f" ({_first_line(error.__cause__ or error)}). Check the network and HF_ENDPOINT, or"
+            f" ({first_line(error.__cause__ or error)}). Check the network and HF_ENDPOINT, or"
             " give a local folder."
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return f"{hub} refuses {model} ({_first_line(error)}). Check HF_TOKEN."
+        return f"{hub} refuses {model} ({first_line(error)}). Check HF_TOKEN."
     return (
-        f"Downloading {model} into {cache} failed ({_first_line(error)}). Try again (files"
+        f"Downloading {model} into {cache} failed ({first_line(error)}). Try again (files"
         " that are complete are kept); HF_HOME moves the cache."
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

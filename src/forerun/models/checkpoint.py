@@ -26,7 +26,7 @@ from torch import Tensor
 
 from forerun.config.json_files import check_regular, read_json
 from forerun.config.schema import IndexKeys, checked
-from forerun.core.errors import ConfigError, shown
+from forerun.core.errors import ConfigError, first_line, shown
 from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, Largest, QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator
@@ -574,15 +574,15 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{file} cannot be read: {reason}. {FIX_FILE}.") from None
+        raise ConfigError(f"{file} cannot be read: {first_line(error)}. {FIX_FILE}.") from None
 
 
 def _listing(names: list[str], noun: str = "tensor") -> str:
     """`"2 tensors: a, b"`, the first few."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     plural = "s" if len(names) > 1 else ""
-    return f"{len(names)} {noun}{plural}: {', '.join(names[:3])}{more}"
+    few = ", ".join(name if len(name) < 200 else f"{name[:200]}..." for name in names[:3])
+    return f"{len(names)} {noun}{plural}: {few}{more}"
 
 
 DUMMY_FORMATS = ("dummy", "dummy_normal")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, first_line
 
 log = logging.getLogger("forerun")
 
@@ -62,8 +62,7 @@ def _load(kind: Any, folder: Path, advice: str) -> Any:
         tokenizer("")  # resets truncation and padding, so that later calls are thread-safe
         return tokenizer
     except Exception as error:  # the tokenizers library raises nothing more specific
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        reason = reason.rstrip(". ")
+        reason = first_line(error)
         raise ConfigError(f"No tokenizer loads from {folder}: {reason}. {advice}") from error
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, first_line
 from forerun.kernels.sampling.argmax import argmax
 from forerun.kvcache.layouts import DenseKV, ModelLayout
 from forerun.layers.communication import WeightPlacement
@@ -47,7 +47,7 @@ def load_transformers_config(folder: Path) -> ModelConfig:
         hf = CONFIG_MAPPING[kind].from_pretrained(folder, local_files_only=True)
     except Exception as error:  # noqa: BLE001  each of its configs has checks, and errors, of its own
         raise ConfigError(
-            f"{folder}: transformers cannot read config.json: {_line(error)}"
+            f"{folder}: transformers cannot read config.json: {first_line(error)}"
         ) from None
     whole: dict[str, Any] = hf.to_dict()
     whole.pop("auto_map", None)
@@ -76,10 +76,6 @@ def load_transformers_config(folder: Path) -> ModelConfig:
     _check_config(whole, hf.is_encoder_decoder)
     config = parse_model_config(common, where=str(folder))
     return replace(config, raw=whole)
-
-
-def _line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _check_config(raw: dict[str, Any], is_encoder_decoder: bool) -> None:
@@ -267,7 +263,7 @@ class TransformersForCausalLM(CausalLM):
                 local_files_only=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"transformers cannot load {folder}: {_line(error)}") from None
+            raise ConfigError(f"transformers cannot load {folder}: {first_line(error)}") from None
         self._use(hf.to(place.device).eval().requires_grad_(False))
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
@@ -315,7 +311,9 @@ class TransformersForCausalLM(CausalLM):
                     experts_implementation="batched_mm",  # no loop that depends on data
                 )
         except (ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"transformers cannot build {self._name}: {_line(error)}") from None
+            raise ConfigError(
+                f"transformers cannot build {self._name}: {first_line(error)}"
+            ) from None
         return hf.eval()
 
     def _use(self, hf: Any) -> None:
