@@ -1,4 +1,4 @@
-"""Plain decoding on a CPU beside llama.cpp: same weights, machine, process and minute.
+"""Plain decoding on a CPU beside llama.cpp: same weights, machine and minute, a process each.
 
     pip install llama-cpp-python
     python benchmarks/vs_llamacpp.py                       # bundled target, float32 / f32, 1 thread
@@ -18,6 +18,7 @@ import argparse
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import struct
@@ -25,7 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -245,13 +248,6 @@ class LlamaCpp:
             ids = [token]
 
 
-def measure(generate: Callable[[], Any], tokens: int) -> float:
-    """Tokens per second."""
-    begin = time.perf_counter()
-    generate()
-    return tokens / (time.perf_counter() - begin)
-
-
 def settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dtype = "float32" if args.format == "int8" else args.format
     out: dict[str, Any] = {
@@ -312,49 +308,109 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace, work: Path) -> None:
+Generate = Callable[[int], list[int]]  # continues PROMPT by so many tokens
+
+
+@contextmanager
+def forerun_engine(args: argparse.Namespace, folder: Path, threads: int) -> Iterator[Generate]:
+    torch.set_num_threads(threads)
+    with LLM(**settings(args, folder)) as llm, intra_op_threads(threads):
+
+        def generate(count: int) -> list[int]:
+            params = SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True)
+            return list(llm.generate(input_ids=PROMPT, sampling_params=params).output_ids)
+
+        yield generate
+
+
+@contextmanager
+def llama_engine(path: Path, threads: int) -> Iterator[Generate]:
+    llama = LlamaCpp(path, threads, 2048)
+    yield lambda count: llama.generate(PROMPT, count)
+
+
+class EngineProcess:
+    """An engine in a process of its own, which sleeps while it is not asked.
+
+    In one process the threads of one engine would wait on the cores that the other computes on.
+    """
+
+    def __init__(self, engine: Callable[..., Any], *arguments: Any) -> None:
+        """`engine(*arguments)`: a context manager that gives a `Generate`.
+
+        Raises:
+            ConfigError: the engine refuses its settings.
+        """
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        target, given = EngineProcess._serve, (theirs, engine, arguments)
+        self._process = context.Process(target=target, args=given, daemon=True)
+        self._process.start()
+        theirs.close()
+        error = self._pipe.recv()
+        if error is not None:
+            raise ConfigError(error)
+
+    @staticmethod
+    def _serve(pipe: Connection, engine: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            with engine(*arguments) as generate:
+                pipe.send(None)
+                while (count := pipe.recv()) is not None:
+                    begin = time.perf_counter()
+                    ids = generate(count)
+                    pipe.send((ids, count / (time.perf_counter() - begin)))
+        except ConfigError as error:
+            pipe.send(str(error))
+
+    def generate(self, count: int) -> tuple[list[int], float]:
+        """Token ids, and how many a second."""
+        self._pipe.send(count)
+        ids, speed = self._pipe.recv()
+        return ids, speed
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+
+
+def start_engines(args: argparse.Namespace, work: Path, threads: int) -> list[EngineProcess]:
+    """Forerun, then llama.cpp unless it is left out."""
     folder = model_folder(args, work)
     config = load_model_config(folder)
-    threads = args.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # the engine keeps to it
-    llama = None
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # both engines keep to it
+    engines = [EngineProcess(forerun_engine, args, folder, threads)]
     if not args.only_forerun:
         random = args.shape != "pair"
         found = random_tensors(config) if random else checkpoint_tensors(folder, config)
         path = work / "model.gguf"
         with path.open("wb") as file:
             write_gguf(file, config, list(found), args.format)
-        llama = LlamaCpp(path, threads, 2048)
-    params = SamplingParams(temperature=0, max_new_tokens=args.tokens, ignore_eos=True)
-    with LLM(**settings(args, folder)) as llm, intra_op_threads(threads):
-        ours, theirs = [], []
-        for round in range(args.rounds + 1):  # the first one warms up
-            speed = measure(
-                lambda: llm.generate(input_ids=PROMPT, sampling_params=params), args.tokens
-            )
-            other = (
-                measure(lambda: llama.generate(PROMPT, args.tokens), args.tokens) if llama else 1
-            )
-            if round:
-                ours.append(speed)
-                theirs.append(other)
-        same = llama is not None and args.shape == "pair" and _agree(llm, llama, params)
+        engines.append(EngineProcess(llama_engine, path, threads))
+    return engines
+
+
+def run(args: argparse.Namespace, work: Path) -> None:
+    threads = args.threads or os.cpu_count() or 1
+    engines = start_engines(args, work, threads)
+    rounds = []
+    for round in range(args.rounds + 1):  # the first one warms up
+        results = [engine.generate(args.tokens) for engine in engines]
+        if round:
+            rounds.append([speed for _, speed in results])
+    for engine in engines:
+        engine.close()
     print(
         f"{args.shape}, {args.format}, {threads} thread(s), {args.tokens} tokens,"
-        f" median of {args.rounds}"
+        f" median of {args.rounds}, a process each"
     )
-    print(f"  forerun    {statistics.median(ours):8.1f} tokens/s")
-    if llama is not None:
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        print(f"  llama.cpp  {statistics.median(theirs):8.1f} tokens/s, {ratio:.2f} x as fast here")
-        if same:
+    ours, *others = (statistics.median(speeds) for speeds in zip(*rounds, strict=True))
+    print(f"  forerun    {ours:8.1f} tokens/s")
+    for theirs in others:
+        ratio = statistics.median(a / b for a, b in rounds)
+        print(f"  llama.cpp  {theirs:8.1f} tokens/s, {ratio:.2f} x as fast here")
+        if args.shape == "pair" and results[0][0] == results[1][0]:
             print("  both wrote the same tokens")
-
-
-def _agree(llm: LLM, llama: LlamaCpp, params: SamplingParams) -> bool:
-    out = llm.generate(input_ids=PROMPT, sampling_params=params)
-    return list(out.output_ids) == llama.generate(PROMPT, params.max_new_tokens)
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ def test_output_equals_plain_decoding(
     hold(name, *cell, speculative_draft_model_path=str(drafts[name]))
 
 
-WIDTHS = (1, 4, 6)  # adaptive widths for 5 drafts
+WIDTHS = (1, 2, 4, 6)  # adaptive widths for 5 drafts
 
 
 def alternate_widths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

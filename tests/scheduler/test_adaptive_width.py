@@ -19,13 +19,19 @@ def request(**params: object) -> Request:
     return Request("r", (1,), SamplingParams(max_new_tokens=10**6, **params), 0, frozenset())
 
 
-def throughput(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed: int = 0) -> float:
+def throughput(
+    policy: AdaptiveWidth,
+    batch: int,
+    rate: float,
+    steps: int,
+    costs: dict[int, list[float]] = COSTS,
+) -> float:
     """Tokens per second if each draft is accepted with probability `rate`, given those before."""
-    rng, requests = random.Random(seed), [request() for _ in range(batch)]
+    rng, requests = random.Random(0), [request() for _ in range(batch)]
     tokens = seconds = 0.0
     for _ in range(steps):
         width = policy.choose(requests)
-        seconds += COSTS[batch][policy.widths.index(width)]
+        seconds += costs[batch][policy.widths.index(width)]
         outcomes = []
         for r in requests:
             accepted = 0
@@ -42,10 +48,11 @@ def throughput(policy: AdaptiveWidth, batch: int, rate: float, steps: int, seed:
     [
         (1, True, (1,)),
         (2, True, (1, 2)),
-        (16, True, (1, 4, 8, 16)),
+        (3, True, (1, 2, 3)),
+        (16, True, (1, 2, 4, 8, 16)),
         (16, False, (1, 16)),
-        (10, True, (1, 4, 10)),
-        (33, True, (1, 4, 8, 16, 33)),
+        (10, True, (1, 2, 4, 10)),
+        (33, True, (1, 2, 4, 8, 16, 33)),
     ],
 )
 def test_verify_widths(full: int, flexible: bool, want: tuple[int, ...]) -> None:
@@ -59,6 +66,41 @@ def test_throughput_is_near_that_of_the_best_fixed_width(batch: int, rate: float
     costs = COSTS[batch]
     best = max(sum(rate**k for k in range(w)) / c for w, c in zip(WIDTHS, costs, strict=True))
     assert throughput(AdaptiveWidth(WIDTHS, COSTS), batch, rate, 3000 // batch + 200) > 0.95 * best
+
+
+# With n-grams as drafts on a CPU: a second token is nearly free, more are not.
+CHEAP_PAIRS = {1: [1.0, 1.05, 1.5, 2.2, 4.0]}
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.02, 1), (0.3, 2), (0.9, 8)])
+def test_one_draft_is_verified_where_it_pays(rate: float, most: int) -> None:
+    """`most`: the width of most steps. Better than with none of width 2, where that is best."""
+    policy = AdaptiveWidth(verify_widths(16, True), CHEAP_PAIRS)
+    got = throughput(policy, 1, rate, 3000, CHEAP_PAIRS)
+    assert policy.chosen[most] > 2400
+    tokens = [sum(rate**k for k in range(w)) for w in policy.widths]
+    rates = [t / cost for t, cost in zip(tokens, CHEAP_PAIRS[1], strict=True)]
+    assert got > 0.95 * max(rates)
+    if most == 2:
+        others = (1, 4, 8, 16)
+        wide = {1: [CHEAP_PAIRS[1][policy.widths.index(w)] for w in others]}
+        assert got > 1.1 * throughput(AdaptiveWidth(others, wide), 1, rate, 3000, wide)
+
+
+def test_exploration_looks_further_than_one_draft() -> None:
+    """One accepted draft in a row says nothing of the second; a limit of the request holds."""
+    for limit, explored in ((None, 4), (1, 2), (2, 4)):
+        policy = AdaptiveWidth((1, 2, 4, 8), {1: [1.0, 1.5, 1.6, 1.7]})
+        requests = [request(max_draft_tokens=limit)]
+        for _ in range(600):
+            width = policy.choose(requests)
+            policy.record_outcomes([VerifyOutcome(requests[0], width - 1, 0)])
+            if policy.as_dict()["exploration_steps"]:
+                break
+        assert width == explored
+    pair = AdaptiveWidth((1, 2), {1: [1.0, 1.5]})
+    throughput(pair, 1, 0.0, 1500, {1: [1.0, 1.5]})
+    assert 0 < pair.as_dict()["exploration_steps"] < 100
 
 
 # Milliseconds on one H200, Qwen3-8B shapes and a draft of 5 layers: measured at start (too high for

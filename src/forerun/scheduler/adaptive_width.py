@@ -43,11 +43,12 @@ NEW_REQUEST_SHARE = 0.005  # of the first plain steps of a new request that is a
 NEW_REQUEST_STEPS = 128  # at most so many
 MAX_EXPLORATION_SCALE = 16.0  # largest factor on that share, after drafts that paid off
 MIN_EXPLORATION_COST = 0.1  # of the step's time, whatever loss is expected
+EXPLORED_WIDTH = 4  # at least, if there are wider steps: one draft says too little
 
 
 def verify_widths(full: int, flexible: bool) -> tuple[int, ...]:
     """The widths that steps can have: 1, the full one, and powers of two between them."""
-    between = [1 << n for n in range(2, full.bit_length())] if flexible else []
+    between = [1 << n for n in range(1, full.bit_length())] if flexible else []
     return (1, *(w for w in between if w <= 0.75 * full), *([full] if full > 1 else []))
 
 
@@ -128,6 +129,7 @@ class AdaptiveWidth(WidthPolicy):
         self._exploring = False  # the last step with drafts was for exploration
         self._paid_off = False  # it was faster than plain steps
         self._steps_since_plain = 0
+        self._explored = bisect.bisect_left(self.widths[:-1], EXPLORED_WIDTH)  # index of a width
 
     # --- choosing -------------------------------------------------------------------------------
 
@@ -142,7 +144,7 @@ class AdaptiveWidth(WidthPolicy):
             if not (uncertain and self._steps_since_plain >= REMEASURE_INTERVAL):
                 return self.widths[best]
         elif self._explore(requests, costs, throughput):
-            return self.widths[1]
+            return self.widths[min(self._explored, max_index)]
         self._steps_since_plain = 0
         return 1
 
@@ -152,7 +154,8 @@ class AdaptiveWidth(WidthPolicy):
         """Whether this step drafts although plain decoding is expected to be faster.
 
         Plain steps say nothing about acceptance, and texts change. So a fixed share of their time
-        is spent on steps of the smallest width with drafts; one that paid off is repeated at once.
+        is spent on narrow steps with drafts (`EXPLORED_WIDTH`, or as the requests' limits allow);
+        one that paid off is repeated at once.
         A request that is alone may be unlike those before it: its share is granted as it begins.
         """
         granted = self._exploration_scale * EXPLORATION_SHARE
@@ -160,8 +163,9 @@ class AdaptiveWidth(WidthPolicy):
             requests[0].acceptance = AcceptanceStats(self._max_accepted, REQUEST_WINDOW)
             granted += NEW_REQUEST_SHARE * min(requests[0].params.max_new_tokens, NEW_REQUEST_STEPS)
         self._exploration_budget += granted * costs[0]
-        loss = 1 - throughput[1] / throughput[0]  # expected, of the time of the step
-        cost = costs[1] * max(loss, MIN_EXPLORATION_COST)
+        explored = min(self._explored, len(throughput) - 1)
+        loss = 1 - throughput[explored] / throughput[0]  # expected, of the time of the step
+        cost = costs[explored] * max(loss, MIN_EXPLORATION_COST)
         if not self._paid_off and self._exploration_budget < cost:
             return False
         self._exploration_budget = max(self._exploration_budget - cost, 0.0)
