@@ -41,8 +41,11 @@ NO_TORCH = (
 NAMES = re.compile(
     r"dflash|ddtree|eagle|n_?gram|medusa|next_?n|dspark|(?<![a-z])mtp(?![a-z])", re.IGNORECASE
 )
-# `further_layers` and `schema` have names of tensors and config keys.
-NAMES_ALLOWED = ("speculative/registry.py", "models/further_layers.py", "config/schema.py")
+# These, the registry apart, have names of tensors and config keys.
+NAMES_ALLOWED = (
+    "speculative/registry.py", "models/further_layers.py", "models/dflash_heads.py",
+    "models/dflash_keys.py", "config/schema.py",
+)  # fmt: skip
 OWN_FILES = ("speculative/", "models/", "kernels/")
 BUILT_ON = {"ddtree": "dflash", "eagle": "nextn"}  # an algorithm made from another names it
 NAMES_ENTRY = ("cli/", "bench/", "evals/")

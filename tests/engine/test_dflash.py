@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.speculative.base import Draft, ObserveInput, ProposeInput
+from forerun.speculative.dflash import DFlash
 from tests.golden_engine import CASES, GOLDEN, golden_llm
+from tests.models.dflash_oracle import Oracle
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -76,6 +82,82 @@ def test_sampling_from_the_anchor_verifies_one_token_more(tmp_path: Path) -> Non
     assert [o.output_ids for o in outs] == [c["output"] for c in CASES]
     info = outs[4].meta_info
     assert info["spec_num_proposed_drafts"] == 10 * info["spec_verify_ct"]
+
+
+# Edits of the golden draft's config -> what they change in the reference. Its weights were trained
+# otherwise, so that it drafts badly; what is held is what it drafts.
+ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "causal": ({"is_causal": True}, {"causal": True}),
+    "causal-windows": (
+        {
+            "causal": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 14,
+        },
+        {"causal": True, "windows": (14, None)},
+    ),
+    "scaled-values-and-sinks": (
+        {"attention_value_scale": 0.612, "attention_sink_bias": True},
+        {"value_scale": 0.612},
+    ),
+}
+
+
+@pytest.mark.usefixtures("float32_drafts")
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_draft_equals_the_reference(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Misread attention leaves the output right: each block's tokens are compared."""
+    keys, changes = ATTENTION[name]
+    folder = Path(edited_draft(tmp_path, lambda config: config.update(keys)))
+    weights = load_file(folder / "model.safetensors")
+    if keys.get("attention_sink_bias"):
+        sink = torch.tensor([-1.0, 0.0, 1.0, 2.0, 3.0])
+        weights |= {f"layers.{i}.self_attn.attention_sink_bias": sink + i for i in range(2)}
+        save_file(weights, folder / "model.safetensors")
+    steps, aux = recorded(monkeypatch)
+    case = CASES[4]
+    with golden_llm(
+        "DFLASH", speculative_draft_model_path=str(folder), disable_cuda_graph=True
+    ) as llm:
+        out = llm.generate(input_ids=case["prompt"], sampling_params=greedy(case))
+    assert out.output_ids == case["output"] and len(steps) > 3
+
+    oracle = Oracle(weights, 2, 5, 1, 32, 5e5, 1e-6, **{"windows": (None, None), **changes})
+    table = load_file(GOLDEN / "target" / "model.safetensors")
+    embed = table["model.embed_tokens.weight"]  # the LM head, too
+    text = case["prompt"] + case["output"]
+    for start, drafts in steps[:-1]:
+        block = embed[[text[start]] + [258] * 9]
+        hidden = oracle.block(block, torch.stack([aux[p] for p in range(start)]))
+        assert drafts == (hidden[1:] @ embed.T).argmax(1).tolist(), f"at {start}"
+
+
+def recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[list[tuple[int, list[int]]], dict[int, Tensor]]:
+    """Of one request: start and drafts of every step, and the target's states by position."""
+    steps: list[tuple[int, list[int]]] = []
+    aux: dict[int, Tensor] = {}
+    propose, observe = DFlash.propose, DFlash.observe
+
+    def record_propose(self: DFlash, step: ProposeInput) -> Draft:
+        draft = propose(self, step)
+        steps.append((int(step.start[0]), draft.tokens[0].tolist()))
+        return draft
+
+    def record_observe(self: DFlash, step: ObserveInput) -> None:
+        assert step.aux_hidden_states is not None
+        count = step.num_committed
+        committed = len(step.positions) if count is None else int(count[0])
+        for i, position in enumerate(step.positions[:committed].tolist()):
+            aux[position] = step.aux_hidden_states[i].clone()
+        observe(self, step)
+
+    monkeypatch.setattr(DFlash, "propose", record_propose)
+    monkeypatch.setattr(DFlash, "observe", record_observe)
+    return steps, aux
 
 
 @pytest.mark.covering(0)

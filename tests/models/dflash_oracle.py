@@ -23,6 +23,8 @@ class Oracle:
     eps: float
     windows: tuple[int | None, ...]  # sliding window, including the current token
     sliding_block: bool = False  # sliding layers: the window before the block, and the whole block
+    causal: bool = False  # full layers: a token of a block does not see those after it
+    value_scale: float = 1.0
 
     def rms(self, x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt() * self.weights[name]
@@ -46,7 +48,8 @@ class Oracle:
         q = torch.arange(start, start + q_len)[:, None]
         window = self.windows[layer]
         if window is None:
-            return torch.ones(q_len, start + q_len, dtype=torch.bool)
+            seen = torch.ones(q_len, start + q_len, dtype=torch.bool)
+            return seen & (kv <= q) if self.causal else seen
         if self.sliding_block:
             return (kv >= start - window).expand(q_len, -1)
         return (kv <= q) & (kv > q - window)
@@ -59,7 +62,8 @@ class Oracle:
         c = self.context(aux)
         k = self.project(c, layer, "k", self.kv_heads)
         k = self.rms(k, f"layers.{layer}.self_attn.k_norm.weight")
-        return self.rotate(k, torch.arange(len(c))), self.project(c, layer, "v", self.kv_heads)
+        v = self.project(c, layer, "v", self.kv_heads) * self.value_scale
+        return self.rotate(k, torch.arange(len(c))), v
 
     def block(self, x: Tensor, aux: Tensor) -> Tensor:
         """Embedded block x [B, H] after aux hidden states [start, n·H]; hidden states [B, H]."""
@@ -70,7 +74,7 @@ class Oracle:
             y = self.rms(x, name + "input_layernorm.weight")
             q = self.rms(self.project(y, i, "q", self.heads), name + "self_attn.q_norm.weight")
             k = self.rms(self.project(y, i, "k", self.kv_heads), name + "self_attn.k_norm.weight")
-            v = self.project(y, i, "v", self.kv_heads)
+            v = self.project(y, i, "v", self.kv_heads) * self.value_scale
             past_k, past_v = self.context_kv(aux, i)
             k = torch.cat((past_k, self.rotate(k, positions)), 1)
             v = torch.cat((past_v, v), 1)
@@ -78,6 +82,10 @@ class Oracle:
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
             scores = self.rotate(q, positions) @ k.transpose(1, 2) / self.dim**0.5
             scores = scores.masked_fill(~self.seen(i, start, q_len), -torch.inf)
+            sinks = self.weights.get(f"{name}self_attn.attention_sink_bias")
+            if sinks is not None:  # as one more key, whose value is 0
+                scores = torch.cat((scores, sinks[:, None, None].expand(-1, q_len, 1)), -1)
+                v = F.pad(v, (0, 0, 0, 1))
             out = (scores.softmax(-1) @ v).transpose(0, 1).reshape(q_len, -1)
             o = name + "self_attn.o_proj."
             x = x + F.linear(out, self.weights[o + "weight"], self.weights.get(o + "bias"))

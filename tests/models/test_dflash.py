@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,7 @@ from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, 
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.models.dflash import DFlashDraft, load_dflash
-from forerun.models.dflash_config import (
-    default_target_layers,
-    load_dflash_config,
-    parse_dflash_config,
-)
+from forerun.models.dflash_config import load_dflash_config, parse_dflash_config
 from forerun.models.loader import load_target
 from tests.models.dflash_oracle import Oracle
 from tests.models.support import ABSENT, CPU, CPU_F32, Loop, family, save, vocab_of
@@ -157,11 +153,40 @@ SLIDING_SPECULATORS = {
     },
 }
 WINDOWS = (WINDOW, None, WINDOW)
+
+
+def zlab(base: dict[str, Any] = ZLAB, **inner: Any) -> dict[str, Any]:
+    return {**base, "dflash_config": {**base["dflash_config"], **inner}}
+
+
 # name -> (config, oracle's changes, with biases)
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "z-lab": (ZLAB, {}, False),
     "z-lab-bias": ({**ZLAB, "attention_bias": True}, {}, True),
     "z-lab-sliding": (SLIDING_ZLAB, {"windows": WINDOWS}, False),
+    "z-lab-causal": (
+        {**SLIDING_ZLAB, "is_causal": True},
+        {"windows": WINDOWS, "causal": True},
+        False,
+    ),
+    "z-lab-not-causal": (
+        zlab(SLIDING_ZLAB, causal=False),
+        {"windows": WINDOWS, "sliding_block": True},
+        False,
+    ),
+    "z-lab-use-swa": (
+        zlab(use_swa=True, swa_window_size=WINDOW),
+        {"windows": (WINDOW,) * LAYERS},
+        False,
+    ),
+    "z-lab-scaled-values-and-sinks": (
+        {
+            **zlab(SLIDING_ZLAB, attention_value_scale=0.7, attention_sink_bias=True),
+            "attention_bias": True,
+        },
+        {"windows": WINDOWS, "value_scale": 0.7},
+        True,
+    ),
     "speculators": (SPECULATORS, {}, False),
     "speculators-sliding": (SLIDING_SPECULATORS, {"windows": WINDOWS}, False),
     "speculators-sliding-non-causal": (
@@ -190,6 +215,11 @@ def test_a_block_has_gemma4s_embeddings_and_capped_logits(tmp_path: Path) -> Non
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     config, changes, bias = FORMS[request.param]
     weights = random_weights(bias)
+    if any(parse_dflash_config(config).sinks):
+        weights |= {
+            f"layers.{i}.self_attn.attention_sink_bias": torch.linspace(-1, 2, HEADS) * (i + 1)
+            for i in range(LAYERS)
+        }
     return Case.of(write(tmp_path, config, weights), oracle(weights, **changes), requests=2)
 
 
@@ -268,12 +298,131 @@ def test_both_formats_give_the_same_config() -> None:
 def test_variants_of_the_config() -> None:
     anchored = parse_dflash_config({**SPECULATORS, "sample_from_anchor": True})
     assert anchored.sample_from_anchor and anchored.num_drafts == BLOCK
-    older = {**ZLAB, "block_size": 8, "dflash_config": {"mask_token": "<|mask|>"}}
-    config = parse_dflash_config(older)
+    inner = {"mask_token": "<|mask|>", "target_layer_ids": [1, 4]}
+    config = parse_dflash_config({**ZLAB, "block_size": 8, "dflash_config": inner})
     assert (config.block_size, config.mask_token_id, config.mask_token) == (8, None, "<|mask|>")
-    assert config.target_layer_ids == default_target_layers(8, LAYERS) == (1, 3, 5)
-    assert default_target_layers(36, 5) == (1, 9, 17, 25, 33)  # Qwen3-8B
-    assert default_target_layers(36, 1) == (18,)
+
+
+ALL, NONE = (True,) * LAYERS, (False,) * LAYERS
+DSPARK_BODY = {  # DeepSpec's own DFlash drafts
+    **DECODER,
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "mask_token_id": 95,
+    "target_layer_ids": [1, 4],
+    "markov_rank": 0,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+}
+SLIDING_CAUSAL = (True, False, True)  # unless something says otherwise
+# config -> fields of what is read
+READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (SLIDING_ZLAB, {"causal": SLIDING_CAUSAL, "windows": WINDOWS}),
+    ({**SLIDING_ZLAB, "is_causal": True}, {"causal": ALL}),
+    ({**SLIDING_ZLAB, "causal": True}, {"causal": ALL}),
+    ({**SLIDING_ZLAB, "is_causal": False}, {"causal": NONE}),
+    (zlab(SLIDING_ZLAB, causal=True), {"causal": ALL}),
+    ({**zlab(SLIDING_ZLAB, causal=True), "is_causal": False}, {"causal": NONE}),
+    ({**SLIDING_SPECULATORS, "sliding_window_non_causal": False}, {"causal": SLIDING_CAUSAL}),
+    (zlab(use_swa=True, swa_window_size=5), {"windows": (5,) * LAYERS, "causal": ALL}),
+    ({**zlab(use_swa=True), "sliding_window": 6}, {"windows": (6,) * LAYERS}),
+    (zlab(SLIDING_ZLAB, use_swa=True, swa_window_size=5), {"windows": (5, None, 5)}),
+    (zlab(use_swa=False, swa_window_size=5), {"windows": (None,) * LAYERS}),
+    (zlab(attention_sink_bias=True), {"sinks": ALL, "value_scale": 1.0}),
+    ({**SLIDING_ZLAB, "add_swa_attention_sink_bias": True}, {"sinks": (True, False, True)}),
+    ({**ZLAB, "attention_value_scale": 0.5}, {"value_scale": 0.5}),
+    (ZLAB, {"sample_from_anchor": False, "num_drafts": BLOCK - 1}),
+    (zlab(sample_from_anchor=True), {"sample_from_anchor": True, "num_drafts": BLOCK}),
+    (zlab(query_zero_predicts_next=True), {"sample_from_anchor": True}),
+    ({**SPECULATORS, "query_zero_predicts_next": True}, {"sample_from_anchor": True}),
+    (DSPARK_BODY, {"sample_from_anchor": True, "num_drafts": 7, "target_layer_ids": (1, 4)}),
+    ({**DSPARK_BODY, "sample_from_anchor": False}, {"sample_from_anchor": False}),
+    (zlab(eagle_aux_hidden_state_layer_ids=[2, 5]), {"target_layer_ids": (1, 4)}),
+    (zlab(projector_type="dflash", shift_label=False, conv_kernel_size=None), {"causal": NONE}),
+]
+
+
+@pytest.mark.parametrize(("config", "fields"), READ)
+def test_what_keys_mean_at_either_level(config: dict[str, Any], fields: dict[str, Any]) -> None:
+    read = parse_dflash_config(config)
+    assert {name: getattr(read, name) for name in fields} == fields
+    if "dflash_config" in config:
+        at_top = {**config, **config["dflash_config"], "dflash_config": None}
+        assert parse_dflash_config(at_top) == replace(read, model=parse_dflash_config(at_top).model)
+
+
+# config -> the head that it belongs to
+WITH_HEADS: list[tuple[dict[str, Any], str]] = [
+    ({**DSPARK_BODY, "markov_rank": 256}, "DSpark"),
+    ({**DSPARK_BODY, "enable_confidence_head": True}, "DSpark"),
+    ({**ZLAB, "architectures": ["DSparkDraftModel"]}, "DSpark"),
+    (zlab(projector_type="dspark", shift_label=True), "DSpark"),
+    (zlab(markov_rank=24), "DSpark"),
+    ({**ZLAB, "dspark_block_size": 5}, "DSpark"),
+    ({**SPECULATORS, "speculators_model_type": "dspark"}, "DSpark"),
+    ({**ZLAB, "architectures": ["DFlash2DraftModel"]}, "DFlash2"),
+    ({**ZLAB, "architectures": ["MiniMaxDFlash2DraftModel"]}, "DFlash2"),
+    (zlab(conv_kernel_size=2, conv_group_size=16), "DFlash2"),
+    ({**SPECULATORS, "selector_top_k": 16}, "DFlash2"),
+    (zlab(projector_type="domino", shift_label=True), "Domino"),
+    (zlab(projector_type="causal_v5"), "Domino"),
+    ({**ZLAB, "emb_dim": 24}, "Domino"),
+    ({**SPECULATORS, "projector_type": "domino"}, "Domino"),
+    ({**ZLAB, "architectures": ["LiLiCorrDraftModel"], "conv_kernel_size": 2}, "LiLiCorr"),
+    (zlab(lilicorr_num_layers=2), "LiLiCorr"),
+    ({**SPECULATORS, "speculators_model_type": "xpress"}, "XPress"),
+    ({**SPECULATORS, "speculators_model_type": "peagle"}, "P-EAGLE"),
+]
+
+
+@pytest.mark.parametrize(("config", "head"), WITH_HEADS)
+def test_a_head_is_refused_by_name(config: dict[str, Any], head: str) -> None:
+    with pytest.raises(ConfigError, match=rf"with a {head} head \(.*\) are not supported yet"):
+        parse_dflash_config(config)
+
+
+TENSORS = {
+    "markov_head.markov_w1.weight": "DSpark",
+    "markov_w1.weight": "DSpark",
+    "gate_proj.weight": "DSpark",
+    "logit_head.joint_proj.bias": "DSpark",
+    "confidence_head.proj.weight": "DSpark",
+    "layers.0.mlp_conv.base_kernel": "DFlash2",
+    "candidate_selector.successor_codebook": "DFlash2",
+    "prefix_gru.weight_ih_l0": "Domino",
+    "logit_head.embed_proj.0.weight": "Domino",
+    "lilicorr.slot_embedding": "LiLiCorr",
+    "refiner_head.mix_l": "XPress",
+    "mix.L": "XPress",
+    "mask_hidden": "P-EAGLE",
+    "mask_embedding": "mask_embedding apart from the target's embedding",
+    "layers.0.self_attn.g_proj.weight": r"layers\.0\.self_attn\.g_proj\.weight",
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_no_tensor_is_left_out(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, ZLAB, random_weights() | {name: torch.zeros(2, 2)})
+    with pytest.raises(ConfigError, match=TENSORS[name]):
+        load_dflash(folder, CPU_F32, 64, ABSENT)
+
+
+def test_other_names_of_the_bodys_tensors(tmp_path: Path) -> None:
+    weights, config = random_weights(), {**ZLAB, "num_hidden_layers": 1}
+    weights = {k: v for k, v in weights.items() if not k.startswith(("layers.1.", "layers.2."))}
+    plain = load_dflash(write(tmp_path / "plain", config, weights), CPU_F32, 64, ABSENT)
+    names = {
+        "layers.0.": "midlayer.",
+        "fc.": "encoder.fc.",
+        "hidden_norm.": "encoder.output_norm_enc.",
+    }
+    renamed = {}
+    for name, weight in weights.items():
+        old = next((prefix for prefix in names if name.startswith(prefix)), "")
+        renamed[f"model.{names.get(old, '')}{name.removeprefix(old)}"] = weight
+    other = load_dflash(write(tmp_path / "other", config, renamed), CPU_F32, 64, ABSENT)
+    for name, view in plain.weights().items():
+        assert torch.equal(view, other.weights()[name])
 
 
 def pruned(folder: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -321,12 +470,29 @@ def without(*keys: str, **changes: Any) -> dict[str, Any]:
 INNER_ZLAB = ZLAB["dflash_config"]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a target": ({**DECODER, "architectures": ["Qwen3ForCausalLM"]}, "is not a DFlash draft"),
-    "no block": (without(dflash_config={**INNER_ZLAB, "block_size": None}), "block_size must be"),
-    "block of 1": (without(dflash_config={**INNER_ZLAB, "block_size": 1}), "at least 2, got 1"),
+    "no block": (zlab(block_size=None), "lacks block_size"),
+    "block of 1": (zlab(block_size=1), "block_size is 1, expected int >= 2"),
+    "block of text": (zlab(block_size="5"), "block_size is '5', expected int"),
+    "two blocks": ({**ZLAB, "block_size": 8}, "block_size is 8 at the top and 5 in dflash_config"),
+    "two layouts": (
+        zlab(sample_from_anchor=True, query_zero_predicts_next=False),
+        "sample_from_anchor True and query_zero_predicts_next False",
+    ),
+    "two sets of layers": (
+        zlab(eagle_aux_hidden_state_layer_ids=[1, 4]),
+        r"\[1, 4\] and aux_hidden_state_layer_ids \(less 1\) \[0, 3\] disagree",
+    ),
+    "unknown key": (zlab(hyper_gate=True), "dflash_config has the unknown 'hyper_gate'"),
+    "unknown class": ({**ZLAB, "architectures": ["JetDraftModel"]}, "'JetDraftModel' is not known"),
+    "rope": ({**ZLAB, "is_neox_style": False}, "is_neox_style False is not supported"),
+    "norms": (zlab(use_gemma_norm=True), "use_gemma_norm True is not supported"),
+    "value scale": (zlab(attention_value_scale="half"), "attention_value_scale is 'half'"),
+    "swa": (zlab(use_swa=True), r"no sliding_window \(swa_window_size\)"),
+    "inner": ({**ZLAB, "dflash_config": [1]}, "dflash_config is"),
     "no mask": (without(dflash_config={**INNER_ZLAB, "mask_token_id": None}), "no mask token"),
     "no layers": (
-        without("num_target_layers", dflash_config={"block_size": 4, "mask_token_id": 1}),
-        "lacks target_layer_ids and num_target_layers",
+        without(dflash_config={"block_size": 4, "mask_token_id": 1}),
+        r"lacks dflash_config\.target_layer_ids",
     ),
     "empty layers": (
         without(dflash_config={**INNER_ZLAB, "target_layer_ids": []}),
@@ -339,8 +505,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no aux layers": ({**SPECULATORS, "aux_hidden_state_layer_ids": None}, "aux_hidden_state"),
     "other speculator": ({**SPECULATORS, "speculators_model_type": "eagle3"}, "'eagle3' model"),
-    "other projector": ({**SPECULATORS, "projector_type": "domino"}, "projector 'domino'"),
-    "shifted": ({**SPECULATORS, "shift_label": True}, "shift_label is not supported"),
+    "other projector": ({**SPECULATORS, "projector_type": "mlp"}, "projector_type 'mlp'"),
     "vocabulary": ({**SPECULATORS, "draft_vocab_size": VOCAB + 1}, "over the target's"),
 }
 

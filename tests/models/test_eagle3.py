@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,6 +263,33 @@ def test_variants_of_the_config() -> None:
         parse_eagle3_config(SPECULATORS).target_layers(8)
     with pytest.raises(ConfigError, match="but the target has 3 layers"):
         parse_eagle3_config(SPECFORGE).target_layers(3)
+
+
+FILES = {"fc.weight", "midlayer.hidden_norm.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize("names", [["LlamaForCausalLM"], [], None, ["Eagle3DraftModel"]])
+def test_a_draft_is_known_by_its_tensors(names: list[str] | None) -> None:
+    raw = bad(SPECFORGE, architectures=names)
+    assert parse_eagle3_config(raw, stored=FILES) == parse_eagle3_config(SPECFORGE)
+    normed = parse_eagle3_config(raw, stored=FILES | {"midlayer.self_attn.q_norm.weight"})
+    assert normed.qk_norm and normed.layer_prefix == "midlayer."
+    speculators = {name.replace("midlayer", "layers.0") for name in FILES}
+    assert parse_eagle3_config(raw, stored=speculators).layer_prefix == "layers.0."
+    with pytest.raises(ConfigError, match="not an EAGLE-3 draft"):  # EAGLE-1's
+        parse_eagle3_config(raw, stored={"fc.weight", "layers.0.mlp.up_proj.weight"})
+
+
+def test_a_draft_with_a_common_name_loads(tmp_path: Path) -> None:
+    named = Case.of(tmp_path / "named", "specforge").draft
+    folder = tmp_path / "common"
+    shutil.copytree(tmp_path / "named", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(bad(config, architectures=["LlamaForCausalLM"])))
+    weights = load_file(folder / "model.safetensors")
+    save_file({f"model.{k}": v for k, v in weights.items()}, folder / "model.safetensors")
+    other = load_eagle3(folder, CPU_F32, 64, ABSENT).weights()
+    assert all(torch.equal(view, other[name]) for name, view in named.weights().items())
 
 
 def test_pruned_vocabulary(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def test_a_class_is_accepted(cls: Any) -> None:
 KV = ModelLayout.dense(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 TWO = (LayerMask(), LayerMask(Mask.BLOCK))
 DRAFT: dict[str, Any] = {"draft_kv": KV, "draft_heads": 4, "draft_attention": TWO}
+NEED_KV = "draft_heads, draft_attention and draft_sinks need draft_kv"
 CAPS: list[tuple[dict[str, Any], str]] = [
     ({"num_drafts": -1}, "num_drafts must be 0 to"),
     ({"num_drafts": 2.0}, "num_drafts must be 0 to"),
@@ -110,8 +111,9 @@ CAPS: list[tuple[dict[str, Any], str]] = [
     ({"target_layers": ("last",)}, "a value of the wrong type"),
     ({"target_layers": (0, TARGET.num_layers)}, f"names layer {TARGET.num_layers}; the target has"),
     ({"target_layers": (-1,)}, "names layer -1"),
-    ({"draft_heads": 4}, "draft_heads and draft_attention need draft_kv"),
-    ({"draft_attention": TWO}, "draft_heads and draft_attention need draft_kv"),
+    ({"draft_heads": 4}, NEED_KV),
+    ({"draft_attention": TWO}, NEED_KV),
+    ({"draft_sinks": True}, NEED_KV),
     ({**DRAFT, "draft_kv": "auto"}, "draft_kv must be a ModelLayout"),
     ({**DRAFT, "draft_kv": ModelLayout(())}, "draft_kv must be a ModelLayout with K/V"),
     ({**DRAFT, "draft_heads": 0}, "draft_heads must be a multiple"),

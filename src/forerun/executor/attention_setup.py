@@ -116,6 +116,7 @@ def model_needs(
     models = [ModelNeed(TARGET, layout, need, phases, trees)]
     if caps.draft_kv is not None:
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
+        draft = replace(draft, sinks=caps.draft_sinks)
         models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
     return models
 

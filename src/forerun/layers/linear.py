@@ -179,7 +179,7 @@ class LinearBase(Module):
             self.quantized.map(change)
 
     def scale_weight(self, factor: float, rows: slice = slice(None)) -> None:
-        """Before `prepare`: multiplies rows of the weight by a power of two. Not of the bias."""
+        """Before `prepare`: multiplies rows of the weight, not of the bias. Exact by 2^n."""
         if self.quantized is None:
             self.weight[rows].mul_(factor)
         else:
@@ -244,7 +244,7 @@ class MergedBase(LinearBase):
         self.fused = False  # whether checkpoints have the parts as one matrix, too (Phi-3)
 
     def scale_part(self, part: str, factor: float) -> None:
-        """Before `prepare`: multiplies the outputs of one part by a power of two."""
+        """Before `prepare`: multiplies the outputs of one part. Exact by 2^n."""
         names = list(self.parts)
         first = sum(self.parts[name] for name in names[: names.index(part)])
         rows = slice(first, first + self.parts[part])

@@ -7,20 +7,25 @@ input norm into the k and v projections of every layer. Reads checkpoints of z-l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, KVNormRope, RopeInput
+from forerun.attention.base import AttentionContext, KVNormRope, LayerMask, RopeInput
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
+from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
+from forerun.models.dflash_heads import refuse_head_tensors
 from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
@@ -29,7 +34,40 @@ from forerun.models.draft_base import (
     own_parts,
     read_draft,
 )
-from forerun.models.qwen3 import Qwen3DecoderLayer
+from forerun.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
+
+# Other writers' names for parts of the body, by how they begin; first `model.` is dropped.
+ALIASES = {
+    "midlayer.": "layers.0.",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+}
+SINKS = "attention_sink_bias"
+
+
+class SinkAttention(Qwen3Attention):
+    """With a logit per head, without a value, in the softmax (MiMo, Nemotron)."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> None:
+        super().__init__(config, layer_id, mask, place)
+        self.sinks = place.empty(self.qkv_proj.num_heads)
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        return super().weights(prefix) | {f"{prefix}{SINKS}": self.sinks}
+
+    def shards(self, prefix: str = "") -> dict[str, Shard]:
+        own = super().shards(prefix)
+        return own | {f"{prefix}{SINKS}": self.qkv_proj.q_heads} if own else {}
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.attn.spec = replace(self.attn.spec, sinks=self.sinks.float())
+
+
+class SinkDecoderLayer(Qwen3DecoderLayer):
+    attention = SinkAttention
 
 
 class DFlashDraft(DraftModel):
@@ -59,7 +97,8 @@ class DFlashDraft(DraftModel):
         self.fc = Linear(config.aux_hidden_size, model.hidden_size, bias=False, place=place)
         self.hidden_norm = RMSNorm(model.hidden_size, eps, place)
         self.layers = [
-            Qwen3DecoderLayer(model, i, mask, place) for i, mask in enumerate(self.layer_masks)
+            (SinkDecoderLayer if sinks else Qwen3DecoderLayer)(model, i, mask, place)
+            for i, (mask, sinks) in enumerate(zip(self.layer_masks, config.sinks, strict=True))
         ]
         self.norm = FinalRMSNorm(model.hidden_size, eps, place)
         self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
@@ -96,7 +135,13 @@ class DFlashDraft(DraftModel):
         ctx.write_layers(kv, self._context_norm_rope, self.rope.rows(positions), num_committed)
 
     def prepare(self) -> None:
-        """Copies every layer's k and v weights into one matrix, before they are packed."""
+        """Copies every layer's k and v weights into one matrix, before they are packed.
+
+        `value_scale` goes into the weights, so that it holds for context and block alike.
+        """
+        if self.config.value_scale != 1:
+            for layer in self.layers:
+                layer.self_attn.qkv_proj.scale_part("v_proj", self.config.value_scale)
         qkv = [layer.self_attn.qkv_proj.weights() for layer in self.layers]
 
         def stacked(kind: str) -> Tensor:  # [k of all layers | v of all layers]
@@ -154,7 +199,7 @@ def load_dflash(
         fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
         draft.prepare()
         return draft
-    checkpoint = Checkpoint(folder)
+    checkpoint = _body_tensors(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
 
     def build(place: WeightPlacement, positions: int) -> DFlashDraft:
@@ -164,3 +209,20 @@ def load_dflash(
     check_offsets(folder, draft.d2t, config.vocab_size)
     draft.prepare()
     return draft
+
+
+def _body_tensors(folder: Path) -> Checkpoint:
+    """The folder's tensors under z-lab's names.
+
+    Raises:
+        ConfigError: there is more than a body, which would be left out.
+    """
+    checkpoint = Checkpoint(folder)
+    checkpoint.rename({"model.": ""})
+    checkpoint.rename(ALIASES)
+    refuse_head_tensors(checkpoint.headers, str(folder))
+    if "mask_embedding" in checkpoint or (folder / "mask_embedding.pt").exists():
+        raise ConfigError(
+            f"{folder}: a mask_embedding apart from the target's embedding is not supported yet."
+        )
+    return checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ import torch
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
-from forerun.core.errors import ConfigError
+from forerun.config.schema import checked
+from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.models.dflash_heads import is_head_key, is_headless, refuse_heads
+from forerun.models.dflash_keys import ARCHITECTURES, ONLY, DFlashKeys, OuterKeys
 from forerun.models.draft_base import dense_layout
 from forerun.models.registry import check_layers
 
@@ -32,7 +35,11 @@ class DFlashConfig:
     target_hidden_size: int
     draft_vocab_size: int  # smaller than the target's if it is pruned
     sample_from_anchor: bool  # token 0 predicts too; then token j predicts position start + j + 1
-    sliding_non_causal: bool  # sliding layers see the whole block, as full ones do
+    # Per layer: tokens of a block see those before them in it, and not all of it.
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]  # per layer, as in `ModelConfig`
+    value_scale: float = 1.0  # values are multiplied by it, of context and block
+    sinks: tuple[bool, ...] = ()  # per layer: a logit per head without a value
 
     @property
     def num_drafts(self) -> int:
@@ -74,11 +81,25 @@ class DFlashConfig:
     def layer_masks(self, window: int | None = None) -> tuple[LayerMask, ...]:
         """One per layer; `window` limits each context further than training did."""
         masks = []
-        for trained in self.model.windows:
-            kind = Mask.BLOCK if trained is None or self.sliding_non_causal else Mask.CAUSAL
+        for causal, trained in zip(self.causal, self.windows, strict=True):
             limits = [size for size in (trained, window) if size is not None]
+            kind = Mask.CAUSAL if causal else Mask.BLOCK
             masks.append(LayerMask(kind, min(limits, default=None)))
         return tuple(masks)
+
+    def describe(self) -> str:
+        """How the checkpoint is read, for the log: what is silently wrong if it is misread."""
+        first = "the last token" if self.sample_from_anchor else "the first mask"
+        kinds = dict.fromkeys(
+            ("causal" if causal else "bidirectional") + (f" within {window}" if window else "")
+            for causal, window in zip(self.causal, self.windows, strict=True)
+        )
+        extras = f", values x {self.value_scale:g}" if self.value_scale != 1 else ""
+        extras += ", attention sinks" if any(self.sinks) else ""
+        return (
+            f"blocks of {self.block_size} tokens, predictions from {first} on, attention"
+            f" {' and '.join(kinds)}{extras}, target layers {list(self.target_layer_ids)}"
+        )
 
 
 def load_dflash_config(folder: Path) -> DFlashConfig:
@@ -97,82 +118,163 @@ def load_dflash_config(folder: Path) -> DFlashConfig:
 
 
 def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlashConfig:
-    if "speculators_model_type" in raw:
-        config = _parse_speculators(raw, where)
-    elif "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or ()):
-        config = _parse_zlab(raw, where)
-    else:
-        raise ConfigError(
-            f"{where} is not a DFlash draft: it has neither dflash_config (z-lab) nor"
-            " speculators_model_type (speculators)."
-        )
+    outer = checked(OuterKeys, raw, where)
+    inner = _given(outer.dflash_config or {})
+    keys = _merged(_given(raw), inner, where)
+    refuse_heads(keys, where)
+    names = outer.architectures or (list(ARCHITECTURES[:1]) if inner else [])
+    _check_kind(outer, keys, names, where)
+    _refuse_unknown(inner, keys, where)
+    body: Mapping[str, Any] = {**raw, "architectures": names}
+    body_where = where
+    if outer.speculators_model_type is not None:
+        body = {"architectures": list(ARCHITECTURES[:1]), **(outer.transformer_layer_config or {})}
+        body_where = f"{where}, transformer_layer_config"
+    model = parse_model_config(body, where=body_where)
+    read = checked(DFlashKeys, keys, where)
+    if read.block_size is None:
+        raise ConfigError(f"{where} lacks block_size: tokens of a block. Add it.")
+    windows = _windows(read, model, where)
+    config = DFlashConfig(
+        model=model,
+        block_size=read.block_size,
+        target_layer_ids=_target_layers(read, where),
+        mask_token_id=read.mask_token_id,
+        mask_token=read.mask_token,
+        num_target_layers=read.num_target_layers,
+        target_hidden_size=read.target_hidden_size or model.hidden_size,
+        draft_vocab_size=read.draft_vocab_size or model.vocab_size,
+        sample_from_anchor=_predicts_from_anchor(read, keys, where),
+        causal=_causal(read, windows),
+        windows=windows,
+        value_scale=read.attention_value_scale or 1.0,
+        sinks=_sinks(read, windows),
+    )
     _check(config, where)
     return config
 
 
-def _parse_zlab(raw: Mapping[str, Any], where: str) -> DFlashConfig:
-    inner: Mapping[str, Any] = raw.get("dflash_config") or {}
-    model = parse_model_config(raw, where=where)
-    layers = raw.get("num_target_layers")
-    ids = inner.get("target_layer_ids")
-    if ids is None:
-        if layers is None:
-            raise ConfigError(f"{where} lacks target_layer_ids and num_target_layers; add one.")
-        ids = default_target_layers(int(layers), model.num_layers)
-    return DFlashConfig(
-        model=model,
-        block_size=_number(inner.get("block_size", raw.get("block_size")), "block_size", where),
-        target_layer_ids=tuple(map(int, ids)),
-        mask_token_id=_optional(inner.get("mask_token_id")),
-        mask_token=inner.get("mask_token"),
-        num_target_layers=_optional(layers),
-        target_hidden_size=model.hidden_size,
-        draft_vocab_size=model.vocab_size,
-        sample_from_anchor=bool(inner.get("sample_from_anchor", False)),
-        sliding_non_causal=bool(raw.get("sliding_window_non_causal", False)),
-    )
+def _given(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if value is not None}
 
 
-def _parse_speculators(raw: Mapping[str, Any], where: str) -> DFlashConfig:
-    kind, head = raw["speculators_model_type"], raw.get("projector_type", "dflash")
-    if kind != "dflash" or head != "dflash":
+def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The keys of both levels: writers differ in where they put them, and readers take either."""
+    for key in DFlashKeys.__struct_fields__:
+        if key in outer and key in inner and outer[key] != inner[key]:
+            raise ConfigError(
+                f"{where}: {key} is {shown(outer[key])} at the top and {shown(inner[key])} in"
+                " dflash_config. Remove the wrong one."
+            )
+    return {**outer, **inner}
+
+
+def _check_kind(
+    outer: OuterKeys, keys: Mapping[str, Any], names: Sequence[str], where: str
+) -> None:
+    """Whether it is a plain DFlash draft, as far as it says what it is."""
+    kind, headless = outer.speculators_model_type, is_headless(keys)
+    if kind is not None:
+        if kind != "dflash" and not headless:
+            raise ConfigError(
+                f"{where} is a speculators {shown(kind)} model; expected a plain 'dflash' one."
+            )
+        return
+    known = headless or bool(set(names) & set(ARCHITECTURES))
+    if outer.dflash_config is None and not known:
         raise ConfigError(
-            f"{where} is a speculators {kind!r} model (projector {head!r}); expected a plain"
-            " 'dflash' one."
+            f"{where} is not a DFlash draft: it has neither dflash_config (z-lab) nor"
+            " speculators_model_type (speculators)."
         )
-    if raw.get("shift_label"):
-        raise ConfigError(f"{where}: shift_label is not supported; it must be false.")
-    inner = dict(raw.get("transformer_layer_config") or {})
-    inner.setdefault("architectures", ["DFlashDraftModel"])
-    model = parse_model_config(inner, where=f"{where}, transformer_layer_config")
-    ids = raw.get("aux_hidden_state_layer_ids")
+    if not known and not all(name.endswith("ForCausalLM") for name in names):
+        raise ConfigError(
+            f"{where}: architectures {', '.join(map(shown, names))} is not known; plain DFlash"
+            f" drafts are {ARCHITECTURES[0]}. A head that it may have would be left out."
+        )
+
+
+def _refuse_unknown(inner: Mapping[str, Any], keys: Mapping[str, Any], where: str) -> None:
+    """What a key of `dflash_config` means must be known; at the top stand many others' keys."""
+    known = {*DFlashKeys.__struct_fields__, *ONLY}
+    unknown = [key for key in inner if key not in known and not is_head_key(key)]
+    if unknown:
+        raise ConfigError(
+            f"{where}: dflash_config has the unknown {', '.join(map(shown, unknown))}. A draft that"
+            " is served without what they mean has hardly a token accepted; remove them if they"
+            " mean nothing for serving."
+        )
+    for key, values in ONLY.items():
+        if key in keys and keys[key] not in values:
+            raise ConfigError(
+                f"{where}: {key} {shown(keys[key])} is not supported; it must be"
+                f" {' or '.join(map(shown, values))}."
+            )
+
+
+def _target_layers(read: DFlashKeys, where: str) -> tuple[int, ...]:
+    """From whichever keys name them. No rule is guessed: publishers' files do not follow one."""
+    ids = [tuple(read.target_layer_ids)] if read.target_layer_ids is not None else []
+    ids += [tuple(i - 1 for i in counted) for counted in read.layers_from_1]
     if not ids:
-        raise ConfigError(f"{where} lacks aux_hidden_state_layer_ids.")
-    return DFlashConfig(
-        model=model,
-        block_size=_number(raw.get("block_size"), "block_size", where),
-        target_layer_ids=tuple(int(i) - 1 for i in ids),  # they count the embedding as 0
-        mask_token_id=_optional(raw.get("mask_token_id")),
-        mask_token=raw.get("mask_token"),
-        num_target_layers=None,
-        target_hidden_size=_optional(raw.get("target_hidden_size")) or model.hidden_size,
-        draft_vocab_size=_optional(raw.get("draft_vocab_size")) or model.vocab_size,
-        sample_from_anchor=bool(raw.get("sample_from_anchor", False)),
-        sliding_non_causal=bool(raw.get("sliding_window_non_causal", False)),
-    )
+        raise ConfigError(
+            f"{where} lacks dflash_config.target_layer_ids (aux_hidden_state_layer_ids in"
+            " speculators' files): the target's layers that the draft was trained to read. Add"
+            " them; with other layers hardly a draft is accepted."
+        )
+    if len(set(ids)) > 1:
+        raise ConfigError(
+            f"{where}: target_layer_ids {list(ids[0])} and aux_hidden_state_layer_ids (less 1)"
+            f" {list(ids[1])} disagree. Remove the wrong one."
+        )
+    return ids[0]
 
 
-def default_target_layers(target: int, draft: int) -> tuple[int, ...]:
-    """Evenly from 1 to `target` - 3, one per draft layer; the middle one for a single layer."""
-    if draft == 1:
-        return (target // 2,)
-    return tuple(round(1 + i * (target - 4) / (draft - 1)) for i in range(draft))
+def _windows(read: DFlashKeys, model: ModelConfig, where: str) -> tuple[int | None, ...]:
+    """Layers slide that `layer_types` says do; with `use_swa` and none of these, all do."""
+    types = model.raw.get("layer_types")
+    sliding = [window is not None for window in model.windows]
+    if types is not None:
+        sliding = [kind == "sliding_attention" for kind in types]
+    if read.use_swa and not any(sliding):
+        sliding = [True] * model.num_layers
+    window = read.sliding_window or model.raw.get("sliding_window") or read.swa_window_size
+    if read.use_swa:
+        window = read.swa_window_size or window
+    if any(sliding) and not window:
+        raise ConfigError(
+            f"{where} has sliding_attention layers but no sliding_window (swa_window_size)."
+        )
+    return tuple(window if slides else None for slides in sliding)
+
+
+def _causal(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    """Stated for all layers; else sliding layers are causal within a block, and full ones not."""
+    stated = read.causal if read.is_causal is None else read.is_causal
+    if stated is not None:
+        return (stated,) * len(windows)
+    return tuple(window is not None and not read.sliding_window_non_causal for window in windows)
+
+
+def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    of_sliding = bool(read.attention_sink_bias or read.add_swa_attention_sink_bias)
+    of_full = bool(read.attention_sink_bias or read.add_full_attention_sink_bias)
+    return tuple(of_full if window is None else of_sliding for window in windows)
+
+
+def _predicts_from_anchor(read: DFlashKeys, keys: Mapping[str, Any], where: str) -> bool:
+    """Whether the first token of a block predicts the next one; else it is only read."""
+    stated = (read.sample_from_anchor, read.query_zero_predicts_next)
+    if None not in stated and stated[0] != stated[1]:
+        raise ConfigError(
+            f"{where}: sample_from_anchor {stated[0]} and query_zero_predicts_next {stated[1]}"
+            " say the same and disagree. Remove the wrong one."
+        )
+    said = next((value for value in stated if value is not None), None)
+    return is_headless(keys) if said is None else said
 
 
 def _check(config: DFlashConfig, where: str) -> None:
     check_layers(config.model)
-    if config.block_size < 2:
-        raise ConfigError(f"{where}: block_size must be at least 2, got {config.block_size}.")
     if config.mask_token_id is None and config.mask_token is None:
         raise ConfigError(f"{where} names no mask token: mask_token_id (or mask_token) is needed.")
     if not config.target_layer_ids:
@@ -184,16 +286,3 @@ def _check(config: DFlashConfig, where: str) -> None:
             f"{where}: draft_vocab_size {config.draft_vocab_size} is over the target's"
             f" {config.vocab_size}."
         )
-    sliding = list(config.model.raw.get("layer_types") or ()).count("sliding_attention")
-    if sliding and not any(config.model.windows):
-        raise ConfigError(f"{where} has sliding_attention layers but no sliding_window.")
-
-
-def _number(value: Any, name: str, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{where}: {name} must be an integer, got {value!r}.")
-    return value
-
-
-def _optional(value: Any) -> int | None:
-    return None if value is None else int(value)

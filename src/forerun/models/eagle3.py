@@ -25,7 +25,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
-from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, fill_dummy
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
     OWN_HEAD,
@@ -36,7 +36,7 @@ from forerun.models.draft_base import (
     own_parts,
     read_draft,
 )
-from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
+from forerun.models.eagle3_config import Eagle3Config, draft_tensors, load_eagle3_config
 
 
 class Eagle3Attention(Module):
@@ -177,7 +177,7 @@ def load_eagle3(
         fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
         draft.prepare()
         return draft
-    checkpoint = Checkpoint(folder)
+    checkpoint = draft_tensors(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     if config.hidden_size != config.target_hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= own:
         raise ConfigError(

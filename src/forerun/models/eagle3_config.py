@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
-from forerun.core.errors import ConfigError
+from forerun.config.schema import ConfigKeys, LayerId, Object, Size, checked
+from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_base import dense_layout
 from forerun.models.registry import check_layers
 
 # SpecForge's layer is Llama's; vLLM and others write the second name into the same files.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+# Tensors that only an EAGLE-3 draft has, after the layer's prefix; whatever its config calls it.
+LAYER_PREFIXES = ("midlayer.", "layers.0.")
+FUSE, NORM, QUERY_NORM = "fc.weight", "hidden_norm.weight", "self_attn.q_norm.weight"
 QK_NORM = {"llama": False, "qwen3": True}  # the layer's family, in speculators
+
+
+class Eagle3Keys(msgspec.Struct):
+    """What is read of either format, beside the layer's own keys."""
+
+    speculators_model_type: str | None = None
+    eagle_config: Object | None = None
+    transformer_layer_config: Object | None = None
+    eagle_aux_hidden_state_layer_ids: list[LayerId] | None = None
+    use_aux_hidden_state: bool | None = None
+    target_hidden_size: Size | None = None
+    draft_vocab_size: Size | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+    bias: bool | None = None
+    parallel_drafting: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -98,84 +122,99 @@ def load_eagle3_config(folder: Path) -> Eagle3Config:
             " one on the Hub."
         )
     path = folder / "config.json"
-    return parse_eagle3_config(read_json(path), where=str(path))
+    stored = draft_tensors(folder).headers if any(folder.glob("*.safetensors")) else ()
+    return parse_eagle3_config(read_json(path), str(path), stored)
 
 
-def parse_eagle3_config(raw: Mapping[str, Any], where: str = "config") -> Eagle3Config:
-    if "speculators_model_type" in raw:
-        config = _parse_speculators(raw, where)
-    elif set(raw.get("architectures") or ()) & set(ARCHITECTURES):
-        config = _parse_specforge(raw, where)
+def draft_tensors(folder: Path) -> Checkpoint:
+    """The folder's tensors, without the `model.` that some writers put before them."""
+    checkpoint = Checkpoint(folder)
+    checkpoint.rename({"model.": ""})
+    return checkpoint
+
+
+def parse_eagle3_config(
+    raw: Mapping[str, Any], where: str = "config", stored: Collection[str] = ()
+) -> Eagle3Config:
+    """`stored`: names of the checkpoint's tensors, by which a draft with a common name is known."""
+    names = checked(ConfigKeys, raw, where).architectures or []
+    outer = checked(Eagle3Keys, raw, where)
+    read = checked(Eagle3Keys, {**raw, **(outer.eagle_config or {})}, where)
+    found = [prefix for prefix in LAYER_PREFIXES if {FUSE, prefix + NORM} <= set(stored)]
+    if outer.speculators_model_type is not None:
+        config = _parse_speculators(outer, where)
+    elif set(names) & set(ARCHITECTURES):
+        config = _parse_specforge(raw, read, LAYER_PREFIXES[0], where)
+    elif found:  # community files say LlamaForCausalLM
+        named = {**raw, "architectures": list(ARCHITECTURES[:1])}
+        config = _parse_specforge(named, read, found[0], where)
+        config = replace(config, qk_norm=found[0] + QUERY_NORM in stored)
     else:
         raise ConfigError(
             f"{where} is not an EAGLE-3 draft: its architecture is not {ARCHITECTURES[0]}"
-            " (SpecForge) and it has no speculators_model_type (speculators)."
+            " (SpecForge), it has no speculators_model_type (speculators), and no tensors"
+            f" {FUSE} and {LAYER_PREFIXES[0]}{NORM} are beside it."
         )
-    _check(config, raw, where)
+    _check(config, read, where)
     return config
 
 
-def _parse_specforge(raw: Mapping[str, Any], where: str) -> Eagle3Config:
-    inner: Mapping[str, Any] = raw.get("eagle_config") or {}
-    if inner.get("use_aux_hidden_state") is False:
+def _parse_specforge(
+    raw: Mapping[str, Any], read: Eagle3Keys, prefix: str, where: str
+) -> Eagle3Config:
+    if read.use_aux_hidden_state is False:
         raise ConfigError(
             f"{where}: use_aux_hidden_state is false, so the draft reads the target's last layer"
             " only; such drafts are not supported."
         )
     model = parse_model_config(raw, where=where)
-    ids = inner.get("eagle_aux_hidden_state_layer_ids")
-    return _config(
-        {**raw, **inner}, model, tuple(map(int, ids)) if ids else None, "midlayer.", False
-    )
+    ids = read.eagle_aux_hidden_state_layer_ids
+    return _config(read, model, tuple(ids) if ids else None, prefix)
 
 
-def _parse_speculators(raw: Mapping[str, Any], where: str) -> Eagle3Config:
-    kind = raw["speculators_model_type"]
+def _parse_speculators(read: Eagle3Keys, where: str) -> Eagle3Config:
+    kind = read.speculators_model_type
     if kind != "eagle3":
-        raise ConfigError(f"{where} is a speculators {kind!r} model; expected 'eagle3'.")
-    inner = dict(raw.get("transformer_layer_config") or {})
-    inner.setdefault("architectures", ["Eagle3Speculator"])
+        raise ConfigError(f"{where} is a speculators {shown(kind)} model; expected 'eagle3'.")
+    inner = {"architectures": ["Eagle3Speculator"], **(read.transformer_layer_config or {})}
     model = parse_model_config(inner, where=f"{where}, transformer_layer_config")
     family = inner.get("model_type", "llama")
     if family not in QK_NORM:
         raise ConfigError(
-            f"{where}: a draft layer of the family {family!r} is not supported; known:"
+            f"{where}: a draft layer of the family {shown(family)} is not supported; known:"
             f" {', '.join(QK_NORM)}."
         )
-    ids = raw.get("eagle_aux_hidden_state_layer_ids")
-    layers = tuple(int(i) - 1 for i in ids) if ids else None  # they count the embedding as 0
-    return _config(raw, model, layers, "layers.0.", QK_NORM[family])
+    ids = read.eagle_aux_hidden_state_layer_ids
+    layers = tuple(i - 1 for i in ids) if ids else None  # they count the embedding as 0
+    config = _config(read, model, layers, LAYER_PREFIXES[1])
+    return replace(config, qk_norm=QK_NORM[family])
 
 
 def _config(
-    raw: Mapping[str, Any],
-    model: ModelConfig,
-    layers: tuple[int, ...] | None,
-    prefix: str,
-    qk_norm: bool,
+    read: Eagle3Keys, model: ModelConfig, layers: tuple[int, ...] | None, prefix: str
 ) -> Eagle3Config:
     return Eagle3Config(
         model=model,
         aux_layer_ids=layers,
-        target_hidden_size=int(raw.get("target_hidden_size") or model.hidden_size),
-        draft_vocab_size=int(raw.get("draft_vocab_size") or model.vocab_size),
+        target_hidden_size=read.target_hidden_size or model.hidden_size,
+        draft_vocab_size=read.draft_vocab_size or model.vocab_size,
         layer_prefix=prefix,
-        qk_norm=qk_norm,
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_before_fc=bool(raw.get("norm_before_fc", False)),
-        fc_norm=bool(raw.get("fc_norm", False)),
-        norm_output=bool(raw.get("norm_output", False)),
+        qk_norm=False,
+        norm_before_residual=bool(read.norm_before_residual),
+        norm_before_fc=bool(read.norm_before_fc),
+        fc_norm=bool(read.fc_norm),
+        norm_output=bool(read.norm_output),
     )
 
 
-def _check(config: Eagle3Config, raw: Mapping[str, Any], where: str) -> None:
+def _check(config: Eagle3Config, read: Eagle3Keys, where: str) -> None:
     check_layers(config.model)
     if config.model.num_layers != 1:
         raise ConfigError(
             f"{where}: a draft of {config.model.num_layers} layers is not supported; it must be 1."
         )
-    if raw.get("bias") or raw.get("parallel_drafting"):
-        name = "bias" if raw.get("bias") else "parallel_drafting"
+    if read.bias or read.parallel_drafting:
+        name = "bias" if read.bias else "parallel_drafting"
         raise ConfigError(f"{where}: {name} is not supported; it must be false.")
     if config.aux_layer_ids is not None and min(config.aux_layer_ids) < 0:
         raise ConfigError(f"{where}: target layer ids {config.aux_layer_ids} start below 0.")

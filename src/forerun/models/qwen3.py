@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
@@ -38,12 +40,14 @@ class Qwen3Attention(ProjectedAttention):
 
 
 class Qwen3DecoderLayer(DecoderLayer):
+    attention: ClassVar[type[Qwen3Attention]] = Qwen3Attention
+
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_id = layer_id
-        self.self_attn = Qwen3Attention(config, layer_id, mask, place)
+        self.self_attn = self.attention(config, layer_id, mask, place)
         self.mlp = GatedMLP(hidden_size, config.intermediate_size, bias=False, place=place)
         self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
         self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)

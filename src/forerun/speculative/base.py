@@ -53,6 +53,7 @@ class SpecCaps:
     draft_heads: int = 0  # query heads of the draft model's attention
     draft_hidden_size: int = 0  # of the draft model: ranks divide large ones by default
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
+    draft_sinks: bool = False  # some draft layer has attention sinks
     # False: `observe` of prompts writes the draft's K/V and never attends to it.
     draft_attends_in_prefill: bool = True
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` returns trees

@@ -141,8 +141,8 @@ def _why_not_verify(caps: SpecCaps, target: ModelConfig) -> str | None:
 def _why_not_draft(caps: SpecCaps) -> str | None:
     layout, masks = caps.draft_kv, caps.draft_attention
     if layout is None:
-        extra = caps.draft_heads or caps.draft_attention
-        return "draft_heads and draft_attention need draft_kv" if extra else None
+        extra = caps.draft_heads or caps.draft_attention or caps.draft_sinks
+        return "draft_heads, draft_attention and draft_sinks need draft_kv" if extra else None
     if not isinstance(layout, ModelLayout) or not layout.token_bytes:
         return f"draft_kv must be a ModelLayout with K/V, got {layout!r}"
     if layout.has_recurrent_state:

@@ -1,4 +1,4 @@
-"""DFLASH: a block-diffusion draft that proposes a whole block in one non-causal pass.
+"""DFLASH: a block-diffusion draft that proposes a whole block in one pass.
 
 propose: one pass over the block `[last_token, MASK, ...]`, which attends to context K/V; argmax at
 every token. observe: context K/V is computed from the target's hidden states of the tokens it just
@@ -8,6 +8,7 @@ ran. K/V of rejected tokens may be written too; the next block overwrites it.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,6 +34,8 @@ from forerun.speculative.base import (
     SpeculativeAlgorithm,
 )
 from forerun.speculative.sharding import rank_layout
+
+log = logging.getLogger("forerun")
 
 
 class DFlash(SpeculativeAlgorithm):
@@ -68,6 +71,7 @@ class DFlash(SpeculativeAlgorithm):
             draft_heads=draft.num_heads // config.draft_ranks,
             draft_hidden_size=draft.hidden_size,
             draft_attention=draft.layer_masks(window),
+            draft_sinks=any(draft.sinks),
             draft_attends_in_prefill=False,
             deferred_observe=True,
             reads_hidden_states=False,
@@ -84,6 +88,8 @@ class DFlash(SpeculativeAlgorithm):
             ctx.config.speculative_draft_window_size,
             ctx.config.load_format,
         )
+        if ctx.comm.rank == 0:
+            log.info("The draft %s: %s", folder, config.describe())
         self._first = 0 if config.sample_from_anchor else 1  # first token of a block that predicts
         block = _block_size(ctx.config, config)
         mask = _mask_token(ctx.config, config, ctx.target.config)

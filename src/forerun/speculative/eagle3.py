@@ -7,14 +7,19 @@ state that it gave itself. `chain.py` has the phases, `models/eagle3.py` the lay
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from forerun.config.engine_config import EngineConfig
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig
+from forerun.config.schema import checked
 from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
@@ -22,6 +27,7 @@ from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCap
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
 from forerun.speculative.sharding import rank_layout
 
+log = logging.getLogger("forerun")
 DEFAULT_STEPS = 5
 
 
@@ -55,6 +61,9 @@ class Eagle3(HiddenStateChain):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
+        layers = config.target_layers(ctx.target.config.num_layers)
+        if config.aux_layer_ids is None and ctx.comm.rank == 0:
+            log.info("The draft %s names no target layers; EAGLE-3's are %s.", folder, layers)
         place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm)
         self._draft = load_eagle3(
             folder, place, ctx.max_positions, ctx.target, ctx.config.load_format
@@ -74,10 +83,21 @@ def _read(config: EngineConfig) -> tuple[Path, Eagle3Config]:
     return folder, load_eagle3_config(folder)
 
 
+class _Method(msgspec.Struct):
+    speculative_tokens: Annotated[int, Meta(ge=0, le=1 << 10)] | None = None
+
+
+class _Methods(msgspec.Struct):
+    proposal_methods: list[_Method] | None = None
+
+
+class _Suggested(msgspec.Struct):
+    speculators_config: _Methods | None = None
+
+
 def _trained_steps(folder: Path) -> int:
     """Drafts per step that the checkpoint suggests (speculators), or the default."""
-    inner = read_json(folder / "config.json").get("speculators_config") or {}
-    for method in inner.get("proposal_methods") or ():
-        if tokens := method.get("speculative_tokens"):
-            return int(tokens)
-    return DEFAULT_STEPS
+    path = folder / "config.json"
+    inner = checked(_Suggested, read_json(path), str(path)).speculators_config or _Methods()
+    steps = [method.speculative_tokens for method in inner.proposal_methods or ()]
+    return next((count for count in steps if count), DEFAULT_STEPS)

@@ -1,0 +1,72 @@
+"""What is read of a DFlash draft's `config.json`: keys, their types and their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, Size
+
+# Of drafts without a head; text models' names stand in files that others have written.
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Block = Annotated[int, Meta(ge=2, le=1 << 16)]
+
+
+class DFlashKeys(msgspec.Struct, kw_only=True):
+    """What is read of `dflash_config`, of the top of `config.json`, or of either: the same keys."""
+
+    block_size: Block | None = None
+    mask_token_id: Token | None = None
+    mask_token: str | None = None
+    target_layer_ids: list[LayerId] | None = None
+    # The same, with the embedding as 0.
+    aux_hidden_state_layer_ids: list[LayerId] | None = None
+    eagle_aux_hidden_state_layer_ids: list[LayerId] | None = None
+    num_target_layers: Layers | None = None
+    target_hidden_size: Size | None = None
+    draft_vocab_size: Size | None = None
+    # Which token of a block predicts what.
+    sample_from_anchor: bool | None = None
+    query_zero_predicts_next: bool | None = None
+    # Attention.
+    is_causal: bool | None = None
+    causal: bool | None = None
+    sliding_window_non_causal: bool | None = None
+    use_swa: bool | None = None
+    swa_window_size: Positions | None = None
+    sliding_window: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    attention_value_scale: Positive | None = None
+    attention_sink_bias: bool | None = None
+    add_swa_attention_sink_bias: bool | None = None
+    add_full_attention_sink_bias: bool | None = None
+
+    @property
+    def layers_from_1(self) -> list[list[int]]:
+        """The target's layers, from keys that count the embedding as 0."""
+        both = self.aux_hidden_state_layer_ids, self.eagle_aux_hidden_state_layer_ids
+        return [ids for ids in both if ids is not None]
+
+
+class OuterKeys(msgspec.Struct):
+    """`config.json` of either format."""
+
+    architectures: list[str] | None = None
+    speculators_model_type: str | None = None
+    dflash_config: Object | None = None
+    transformer_layer_config: Object | None = None
+
+
+# Keys that change what a body computes, and the values that are supported.
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "projector_type": ("dflash", "dspark"),
+    "attention_mode": ("gqa",),
+    "is_neox_style": (True,),
+    "rope_is_neox_style": (True,),
+    "use_gemma_norm": (False,),
+    "output_multiplier": (1,),
+    "input_embedding_scale": (1,),
+}
