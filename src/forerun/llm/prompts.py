@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.core.errors import RequestError, shown
 
+CONTINUED = "forerun-continues-here"  # marks the end of a message that goes on
 SEPARATOR = "\n"  # between the text parts of a message, as in vLLM
+
+
+class Ending(NamedTuple):
+    """How a conversation's prompt ends."""
+
+    generation_prompt: bool = True  # where an answer begins; False: with the last message
+    continues: bool = False  # within the last message, whose text goes on
+
+
+AT_ANSWER = Ending()
 
 
 def token_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
@@ -30,7 +41,9 @@ def token_lists(input_ids: Any) -> tuple[list[list[int]], bool]:
     return [list(ids) for ids in input_ids], False
 
 
-def text_ids(tokenizer: Any, prompts: Any) -> tuple[list[list[int]], bool]:
+def text_ids(
+    tokenizer: Any, prompts: Any, add_special_tokens: bool = True
+) -> tuple[list[list[int]], bool]:
     """Token ids of texts, and whether `prompts` was a single text.
 
     Raises:
@@ -43,7 +56,8 @@ def text_ids(tokenizer: Any, prompts: Any) -> tuple[list[list[int]], bool]:
     for text in texts:
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be text, got {shown(text)}.")
-    return [encode(tokenizer, text) for text in texts], single
+    options = {} if add_special_tokens else {"add_special_tokens": False}
+    return [encode(tokenizer, text, **options) for text in texts], single
 
 
 def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
@@ -69,6 +83,7 @@ def chat_ids(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     check_text: Callable[[str], None] | None = None,
+    ending: Ending = AT_ANSWER,
 ) -> tuple[list[list[int]], bool]:
     """Token ids of conversations in the chat template, and whether it was a single one.
 
@@ -92,7 +107,9 @@ def chat_ids(
     conversations = [messages] if single else messages
     if tools:
         variables["tools"] = list(tools)
-    texts = [chat_text(tokenizer, c, variables) for c in conversations]
+    if not ending.generation_prompt:
+        variables["add_generation_prompt"] = False
+    texts = [chat_text(tokenizer, c, variables, ending.continues) for c in conversations]
     if check_text is not None:
         for text in texts:
             check_text(text)
@@ -113,8 +130,13 @@ def _template_variables(tokenizer: Any, given: Any) -> dict[str, Any]:
     return {str(name): value for name, value in given.items()}
 
 
-def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -> str:
+def chat_text(
+    tokenizer: Any, conversation: Any, variables: Mapping[str, Any], continues: bool = False
+) -> str:
     """A conversation in the chat template, up to where the answer begins.
+
+    Args:
+        continues: up to the end of the last message's text.
 
     Raises:
         RequestError: as `chat_ids`.
@@ -126,14 +148,31 @@ def chat_text(tokenizer: Any, conversation: Any, variables: Mapping[str, Any]) -
             f"A conversation must be a non-empty list of messages, got {shown(conversation)}."
         )
     messages = [_message(message) for message in conversation]
+    if continues:
+        messages[-1] = _marked(messages[-1])
     try:
-        return render_chat(tokenizer, messages, variables)
+        text = render_chat(tokenizer, messages, variables)
     except TemplateFailedError as error:
         of = f" of {tokenizer.name_or_path}" if tokenizer.name_or_path else ""
         raise RequestError(
             f"The chat template{of} does not take these messages: {error}. Use generate for plain"
             " text."
         ) from error
+    if continues and CONTINUED not in text:
+        raise RequestError(
+            "continue_final_message: the chat template does not write the last message's text."
+        )
+    return text[: text.rindex(CONTINUED)] if continues else text
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The last message, with a mark where its text is to go on."""
+    if message["role"] != "assistant" or not message["content"] or message.get("tool_calls"):
+        raise RequestError(
+            "continue_final_message needs a last message of the role 'assistant' with text and"
+            " without tool calls."
+        )
+    return {**message, "content": message["content"] + CONTINUED}
 
 
 def _message(message: Any) -> dict[str, Any]:

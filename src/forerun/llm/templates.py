@@ -126,7 +126,7 @@ def render_chat(
     try:
         if not _has_template(kind):
             text: str = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **variables
+                list(messages), tokenize=False, **{"add_generation_prompt": True, **variables}
             )
             return text
         if not tokenizer.chat_template:

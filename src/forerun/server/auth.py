@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from forerun.server.errors import ApiError
 from forerun.server.page import FILES
 
-OPEN_PATHS = ("/health", *FILES)
+OPEN_PATHS = ("/health", "/ping", *FILES)
 
 
 class RequireKey:

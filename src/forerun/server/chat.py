@@ -59,7 +59,8 @@ class _Chat:
         functions = [tool.function for tool in body.tools or ()]
         ask = Ask(
             messages=body.messages,
-            variables=body.chat_template_kwargs or {},
+            variables=body.variables,
+            ending=body.ending,
             tools=tool_use(functions, body.tool_choice, body.parallel_tool_calls, service.format),
             sampling=body.sampling,
             max_new_tokens=body.max_new_tokens,

@@ -40,6 +40,13 @@ def control_router(service: Service) -> APIRouter:
             raise EngineUnavailable(f"The engine is {engine.state.value}.")
         return json_response({"status": "ok"})
 
+    for method in ("GET", "POST"):  # SageMaker's
+        router.add_api_route("/ping", health, methods=[method], include_in_schema=False)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
     @router.get("/health_generate")
     async def health_generate() -> Response:
         """200 if every replica that serves generates a token."""

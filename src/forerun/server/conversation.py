@@ -10,6 +10,7 @@ from forerun.core.logprobs import LogprobParams
 from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import DEFAULT_SCHEDULING, SchedulingParams
 from forerun.llm.output import RequestOutput
+from forerun.llm.prompts import AT_ANSWER, Ending
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.output_format import TAIL_TOKENS, OutputFormat
 from forerun.server.output_grammar import with_output_grammar
@@ -43,6 +44,7 @@ class Ask:
     include_reasoning: bool = True
     logprobs: LogprobParams | None = None
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    ending: Ending = AT_ANSWER
 
 
 class Answered(NamedTuple):
@@ -66,6 +68,7 @@ async def prompt_ids(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     tools: ToolUse,
+    ending: Ending = AT_ANSWER,
 ) -> list[int]:
     """The token ids that an answer to a conversation starts from.
 
@@ -74,7 +77,7 @@ async def prompt_ids(
     """
     as_written = template_messages(messages, service.format.style)
     limit = service.max_prompt_tokens
-    return await service.text.chat(as_written, variables, limit, tools.definitions)
+    return await service.text.chat(as_written, variables, limit, tools.definitions, ending)
 
 
 @dataclass(eq=False)
@@ -98,7 +101,7 @@ class Conversation:
             ApiError: as `Service.start`.
         """
         form = service.format
-        ids = await prompt_ids(service, ask.messages, ask.variables, ask.tools)
+        ids = await prompt_ids(service, ask.messages, ask.variables, ask.tools, ask.ending)
         thinks = None
         if form.reasoning is not None:
             thinks = form.begins_in_reasoning(await service.text.decode(ids[-TAIL_TOKENS:]))

@@ -14,9 +14,10 @@ from forerun.core.errors import RequestError
 from forerun.core.grammar import KINDS
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import MAX_BIASES, SamplingParams
+from forerun.server.chat_prompt import ChatPrompt
 from forerun.server.response_format import grammar_of_format
+from forerun.server.spellings import respelled
 from forerun.server.strict_model import (
-    MAX_VARIABLES,
     FirstError,
     Many,
     Scheduled,
@@ -148,6 +149,11 @@ class _Common(Scheduled):
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _respelled(cls, data: Any) -> Any:
+        return respelled(data)
+
     @field_validator("response_format", *_CHECKED)
     @classmethod
     def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
@@ -228,7 +234,7 @@ class CompletionRequest(_Common):
         return self
 
 
-class ChatRequest(_Common):
+class ChatRequest(_Common, ChatPrompt):
     """`POST /v1/chat/completions`."""
 
     messages: Many[dict[str, Any]]
@@ -237,9 +243,6 @@ class ChatRequest(_Common):
         None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable"
     )
     max_completion_tokens: int | None = Field(None, description="Another name of max_tokens")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
-    )
     tools: Annotated[list[Tool], FirstError(MAX_TOOLS)] | None = Field(
         None, description="Functions that may be called"
     )

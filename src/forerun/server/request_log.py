@@ -17,7 +17,7 @@ from forerun.server.text import TextService
 
 log = logging.getLogger("forerun.requests")
 
-QUIET = ("/health", "/metrics")  # asked for all the time: logged at level debug
+QUIET = ("/health", "/ping", "/metrics")  # asked for all the time: logged at level debug
 MAX_PATH = 200  # characters
 MAX_TEXT = 2048  # characters, or token ids, at level 2
 # Levels of --log-requests-level.

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from forerun.core.errors import RequestError
-from forerun.llm.prompts import chat_ids, text_ids
+from forerun.core.errors import RequestError, shown
+from forerun.llm.prompts import AT_ANSWER, Ending, chat_ids, text_ids
 from forerun.llm.text import detokenize, text_ends
 from forerun.llm.token_bytes import TokenBytes
 
@@ -35,7 +35,9 @@ class TextService:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], max_tokens: int, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Token ids of each text.
 
         Args:
@@ -47,7 +49,7 @@ class TextService:
         tokenizer = self._need("text prompts")
         for text in texts:
             self._check_length(len(text), max_tokens)
-        ids, _ = await self.run(partial(text_ids, tokenizer, list(texts)))
+        ids, _ = await self.run(partial(text_ids, tokenizer, list(texts), add_special_tokens))
         return ids
 
     async def chat(
@@ -56,6 +58,7 @@ class TextService:
         variables: Mapping[str, Any],
         max_tokens: int,
         tools: Sequence[Mapping[str, Any]] = (),
+        ending: Ending = AT_ANSWER,
     ) -> list[int]:
         """Token ids of a conversation in the chat template.
 
@@ -72,8 +75,27 @@ class TextService:
         def check(text: str) -> None:
             self._check_length(len(text), max_tokens)
 
-        ids, _ = await self.run(partial(chat_ids, tokenizer, messages, variables, tools, check))
+        convert = partial(chat_ids, tokenizer, messages, variables, tools, check, ending)
+        ids, _ = await self.run(convert)
         return ids[0]
+
+    async def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them. There is a tokenizer."""
+        return await self.run(partial(self.tokenizer.convert_ids_to_tokens, list(ids)))
+
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of any ids.
+
+        Raises:
+            RequestError: there is no tokenizer, or an id is outside of its vocabulary.
+        """
+        tokenizer = self._need("texts")
+        for token in ids:
+            if not 0 <= token < len(tokenizer):
+                raise RequestError(
+                    f"Token id {shown(token)} is outside the vocabulary of {len(tokenizer)}."
+                )
+        return await self.run(partial(detokenize, tokenizer, ids, skip_special_tokens))
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of a prompt; "" without a tokenizer."""
