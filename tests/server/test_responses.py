@@ -227,7 +227,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": ASK, "top_logprobs": 2}, "set include to"),
     ({"input": ASK, "include": [LOGPROBS], "top_logprobs": 21}, "less than or equal to 20"),
     ({"input": ASK, "extra_body": {"frequency_penalty": 3}}, "frequency_penalty must be"),
-    ({"input": ASK, "reasoning": {"effort": "high"}}, "only 'none' is"),
+    ({"input": ASK, "reasoning": {"effort": "huge"}}, "'none', 'minimal'"),
     ({"input": ASK, "truncation": "auto"}, "shorten the input"),
     ({"input": ASK, "temperature": -1}, "temperature must be"),
     ({"input": ASK, "extra_body": {"inptu": 1}}, "Did you mean 'input'"),

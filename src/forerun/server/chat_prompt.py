@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -10,7 +11,25 @@ from forerun.core.errors import RequestError
 from forerun.llm.prompts import Ending
 from forerun.server.strict_model import MAX_VARIABLES, StrictModel
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _THINKING = ("enable_thinking", "thinking")  # variables of templates that switch reasoning
+
+
+def variables_of(given: Mapping[str, Any] | None, effort: Effort | None) -> dict[str, Any]:
+    """Variables of the chat template: those given, and the effort of reasoning.
+
+    Raises:
+        RequestError: they contradict each other.
+    """
+    known = dict(given or {})
+    if effort is None:
+        return known
+    if known.get("reasoning_effort", effort) != effort:
+        raise RequestError(
+            "reasoning_effort and chat_template_kwargs.reasoning_effort differ; give one."
+        )
+    off = dict.fromkeys(_THINKING, False) if effort == "none" else {}
+    return {**off, **known, "reasoning_effort": effort}
 
 
 class ChatPrompt(StrictModel):
@@ -19,7 +38,7 @@ class ChatPrompt(StrictModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="A variable of the chat template; none: enable_thinking is false, too"
     )
     add_generation_prompt: bool | None = Field(
@@ -36,15 +55,7 @@ class ChatPrompt(StrictModel):
         Raises:
             RequestError: they contradict each other.
         """
-        given, effort = dict(self.chat_template_kwargs or {}), self.reasoning_effort
-        if effort is None:
-            return given
-        if given.get("reasoning_effort", effort) != effort:
-            raise RequestError(
-                "reasoning_effort and chat_template_kwargs.reasoning_effort differ; give one."
-            )
-        off = dict.fromkeys(_THINKING, False) if effort == "none" else {}
-        return {**off, **given, "reasoning_effort": effort}
+        return variables_of(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def ending(self) -> Ending:

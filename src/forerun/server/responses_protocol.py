@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from forerun.core.errors import RequestError, nearest, shown
 from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
 from forerun.core.sampling_params import SamplingParams
+from forerun.server.chat_prompt import Effort, variables_of
 from forerun.server.openai_protocol import UNSUPPORTED, Biases, sampling_params
 from forerun.server.response_format import grammar_of_text_format
 from forerun.server.strict_model import (
@@ -67,20 +68,7 @@ class ReasoningOptions(StrictModel):
         "summary": (("auto",), "reasoning is returned as the model writes it"),
         "generate_summary": (("auto",), "reasoning is returned as the model writes it"),
     }
-    effort: str | None = None
-
-    @property
-    def off(self) -> bool:
-        """
-        Raises:
-            RequestError: another effort than "none" is asked for.
-        """
-        if self.effort not in (None, "none"):
-            raise RequestError(
-                f"reasoning.effort {shown(self.effort)} is not supported: only 'none' is. Use"
-                " chat_template_kwargs for what the model's template takes."
-            )
-        return self.effort == "none"
+    effort: Effort | None = None
 
 
 class ResponsesRequest(Scheduled):
@@ -183,10 +171,10 @@ class ResponsesRequest(Scheduled):
         """Of the chat template.
 
         Raises:
-            RequestError: an effort of reasoning that is not supported.
+            RequestError: they contradict each other.
         """
-        off = self.reasoning is not None and self.reasoning.off
-        return ({"enable_thinking": False} if off else {}) | (self.chat_template_kwargs or {})
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return variables_of(self.chat_template_kwargs, effort)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
