@@ -43,10 +43,6 @@ def control_router(service: Service) -> APIRouter:
     for method in ("GET", "POST"):  # SageMaker's
         router.add_api_route("/ping", health, methods=[method], include_in_schema=False)
 
-    @router.get("/version")
-    async def version() -> Response:
-        return json_response({"version": __version__})
-
     @router.get("/health_generate")
     async def health_generate() -> Response:
         """200 if every replica that serves generates a token."""
@@ -102,6 +98,10 @@ def _flush_endpoint(service: Service) -> Any:
 
 def _add_information(router: APIRouter, service: Service) -> None:
     engine = service.engine
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
 
     @router.get("/get_server_info", include_in_schema=False)
     @router.get("/server_info")
