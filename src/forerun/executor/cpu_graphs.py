@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class CpuGraphSteps:
 
     def __init__(self, step: DeviceStep, kv_len_ub: int) -> None:
         """`kv_len_ub`: largest number of KV slots of a request; lengths are read from tables."""
+        # PyTorch does it at the first step that is recorded; that one would take seconds.
+        import_module("torch._dynamo")
         self.step = step
         self._kv_len_ub = kv_len_ub
         self._eager = EagerSteps(step)
