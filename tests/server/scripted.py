@@ -139,9 +139,9 @@ class Scripted:
         self.service = service
         with patch.object(FastAPI, "openapi"):  # most of the time; made when it is asked for
             transport = httpx.ASGITransport(build_app(service))
-        self._http = httpx.AsyncClient(transport=transport, base_url="http://scripted")
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         self._client = AsyncOpenAI(
-            base_url="http://scripted/v1", api_key="none", http_client=self._http, max_retries=0
+            base_url="http://localhost/v1", api_key="none", http_client=self._http, max_retries=0
         )
 
     def _new_engine(self, scripts: Sequence[str], step: int) -> ScriptedEngine:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun import LLM, SamplingParams
 from forerun.config.engine_config import EngineConfig
@@ -25,12 +25,14 @@ from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.engine import tracing
 from forerun.engine.stats import accepted_per_position
-from forerun.server import auth, engine_link
+from forerun.server import api_keys, auth, engine_link
+from forerun.server.api_keys import ApiKeys
 from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
 from forerun.server.engine_client import EngineClient, EngineState
 from forerun.server.engine_link import EngineLink
 from forerun.server.engine_process import MAX_FAILURES, METRICS_SECONDS, EngineServer
 from forerun.server.errors import ApiError, EngineUnavailable, json_response
+from forerun.server.exchange import Exchange, current_exchange
 from forerun.server.generation import Call, Generation, Place
 from forerun.server.limits import check_queue
 from forerun.server.messages import (
@@ -460,7 +462,8 @@ def test_ends_are_counted_by_their_reason() -> None:
     with pytest.raises(ApiError, match="--request-timeout"):
         asyncio.run(calls["late"].wait())
     calls["late"].close()
-    client.abort_group("asked")
+    client.abort_group("asked", lambda call: False)
+    client.abort_group("asked", lambda call: True)
     message = FinishReason("abort", message="NaN")
     broken, whole = (calls[rid].generations[0].number for rid in ("broken", "whole"))
     client._advance(Advance("broken", [], [], [], 0, 0, message, number=broken), now=1.0)
@@ -607,6 +610,17 @@ class SilentLink(Link):
         return None
 
 
+class Observed:
+    """An application that is asked within an exchange, as all are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        current_exchange.set(Exchange("id"))
+        await self._app(scope, receive, send)
+
+
 class Asked:
     """Counts comparisons of keys."""
 
@@ -621,7 +635,7 @@ class Asked:
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the function that takes as long for any two values of the same length."""
     compare = Asked()
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    monkeypatch.setattr(api_keys.hmac, "compare_digest", compare)
     reached: list[str] = []
 
     async def inside(scope: Scope, receive: Receive, send: Send) -> None:
@@ -629,7 +643,9 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
         await json_response({})(scope, receive, send)
 
     async def ask(*headers: tuple[str, str | bytes], path: str = "/v1/models") -> int:
-        transport = httpx.ASGITransport(auth.RequireKey(inside, "key"))
+        transport = httpx.ASGITransport(
+            Observed(auth.RequireKey(inside, ApiKeys("key", None, None)))
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             named = [
                 (name.encode(), v.encode() if isinstance(v, str) else v) for name, v in headers

@@ -23,7 +23,10 @@ def request(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     if not {"Content-Length", "Transfer-Encoding"} & names.keys():
         names["Content-Length"] = str(len(body))
-    head = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in {"Host": "x", **names}.items())]
+    head = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{k}: {v}" for k, v in {"Host": "localhost", **names}.items()),
+    ]
     return "\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + body
 
 

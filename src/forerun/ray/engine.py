@@ -27,7 +27,8 @@ class Engine:
     ) -> None:
         """Settings, as checked by `Arguments`."""
         config = checked_config(engine)
-        name = {"served_model_name": config.model_path} | server
+        # Serve's proxy listens, under names that are not known here.
+        name = {"served_model_name": config.model_path, "allowed_hosts": "*"} | server
         config, target = with_models(config)
         self._service = make_service(ServerSettings.of(name), config, target)
         await self._service.engine.start()

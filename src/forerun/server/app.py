@@ -9,13 +9,15 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
-from forerun.server.auth import RequireKey
+from forerun.server.access import names_in
+from forerun.server.auth import CheckAccess, RequireKey
 from forerun.server.chat import chat_router
 from forerun.server.completions import completions_router
 from forerun.server.control import control_router
@@ -54,14 +56,31 @@ def build_app(service: Service) -> ASGIApp:
     settings = service.settings
     if settings.enable_metrics:
         app.include_router(prometheus_router(service))
-    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
-    if settings.api_key is not None:  # added later: it comes earlier
-        app.add_middleware(RequireKey, key=settings.api_key)
+    _add_middleware(app, service)
     _add_error_handlers(app)
     app.openapi()  # kept: whoever asked first would hold up others
     details = settings.log_requests_level if settings.log_requests else None
     log_requests = RequestLog(service.text, details)
     return Observe(app, service.engine.metrics, log_requests, service.tracing)
+
+
+def _add_middleware(app: FastAPI, service: Service) -> None:
+    """What is added later comes earlier."""
+    settings = service.settings
+    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
+    if service.api_keys is not None:
+        app.add_middleware(RequireKey, keys=service.api_keys)
+    access = settings.access()
+    if access.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=[each.upper() for each in names_in("", settings.allowed_methods)],
+            allow_headers=names_in("", settings.allowed_headers),
+            allow_private_network=True,
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    app.add_middleware(CheckAccess, access=access)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -12,8 +12,10 @@ from starlette.responses import Response
 from forerun import __version__
 from forerun.core.errors import RequestError
 from forerun.core.sampling_params import SamplingParams
+from forerun.server.auth import check_admin
 from forerun.server.engine_client import EngineState
 from forerun.server.errors import ApiError, EngineUnavailable, json_response
+from forerun.server.exchange import current_exchange
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 from forerun.server.strict_model import StrictModel
@@ -74,11 +76,16 @@ def control_router(service: Service) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(body: AbortRequest) -> Response:
-        """Ends a request, or all; it answers with what it has so far."""
+        """Ends a request, or all; it answers with what it has so far.
+
+        A key ends its own requests only.
+        """
+        exchange = current_exchange.get()
         if body.abort_all:
+            check_admin()
             engine.abort_all()
         elif body.rid is not None:
-            engine.abort_group(body.rid)
+            engine.abort_group(body.rid, lambda call: exchange.is_admin or call.key == exchange.key)
         else:
             raise RequestError("Give a rid, or abort_all: true.")
         return json_response({"success": True})
@@ -90,6 +97,7 @@ def control_router(service: Service) -> APIRouter:
 def _flush_endpoint(service: Service) -> Any:
     async def flush_cache() -> Response:
         """Empties the prefix caches; 400 while requests run."""
+        check_admin()
         await service.engine.flush_cache()
         return json_response({"success": True, "message": "Cache flushed."})
 

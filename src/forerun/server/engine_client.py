@@ -205,9 +205,17 @@ class EngineClient:
             self.metrics.ended(generation, "abort")
             call.notify(ended=True)
 
-    def abort_group(self, group: str) -> None:
-        """`abort` of all samples of a prompt, by the id that the client gave."""
-        rids = [rid for rid, (g, _) in self._running.items() if g.group == group]
+    def abort_group(self, group: str, belongs: Callable[[Call], bool]) -> None:
+        """`abort` of all samples of a prompt, by the id that the client gave.
+
+        Args:
+            belongs: whether the client may end a call.
+        """
+        rids = [
+            rid
+            for rid, (generation, call) in self._running.items()
+            if generation.group == group and belongs(call)
+        ]
         self.abort(rids, "abort_request")
 
     def abort_all(self) -> None:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 TYPES = {  # HTTP status → OpenAI's `type`
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

@@ -18,6 +18,11 @@ class Exchange:
     """One HTTP request, and what was started for it."""
 
     request_id: str
+    # Who asks, opaque: the name of the API key, or the connection where there is none.
+    client: str = ""
+    key: str | None = None  # the name of its API key; requests belong to the key that made them
+    is_admin: bool = True  # may use what concerns all clients
+    has_left: bool = False  # the client, before it had its answer
     started: float = field(default_factory=time.monotonic)
     trace_context: dict[str, str] = field(default_factory=dict)  # headers of its span
     calls: list[Call] = field(default_factory=list)

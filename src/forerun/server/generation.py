@@ -208,6 +208,7 @@ class Call:
     deadline: float | None = None  # time.monotonic()
     error: ApiError | None = None
     trace_context: dict[str, str] = field(default_factory=dict)  # of the HTTP request's span
+    key: str | None = None  # name of the API key that it belongs to
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -10,14 +11,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.core.errors import RequestError
 from forerun.server.errors import ApiError
+from forerun.server.exchange import current_exchange
 
 BODY_SECONDS = 60.0  # between two parts of a body
+WHOLE_BODY_SECONDS = 300.0  # from its first part to its end
 
 
 class LimitBody:
     """Middleware: bodies of more than `max_bytes` are refused before they are read or kept.
 
-    So are those that do not go on.
+    So are those that do not go on, or come too slowly.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -34,17 +37,20 @@ class LimitBody:
             )
             return
         received, complete = 0, False
+        begun = time.monotonic()
 
         async def counted() -> Message:
             nonlocal received, complete
             if complete:  # whoever asks now waits for the client to leave
                 return await receive()
+            left = begun + WHOLE_BODY_SECONDS - time.monotonic()
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with asyncio.timeout(min(BODY_SECONDS, left)):
                     message = await receive()
             except TimeoutError:
-                detail = f"The body stopped for {BODY_SECONDS:.0f} s before its end."
-                raise HTTPException(408, detail, headers={"Connection": "close"}) from None
+                raise _too_slow(stopped=left > BODY_SECONDS) from None
+            if message["type"] == "http.disconnect":
+                current_exchange.get().has_left = True
             received += len(message.get("body", b""))
             if received > self._max_bytes:
                 raise HTTPException(413, self._message)
@@ -59,6 +65,14 @@ class LimitBody:
             f"The body is larger than {self._max_bytes} bytes, the server's --max-body-bytes."
             " Send less, or raise it."
         )
+
+
+def _too_slow(stopped: bool) -> HTTPException:
+    if stopped:
+        detail = f"The body stopped for {BODY_SECONDS:.0f} s before its end."
+    else:
+        detail = f"The body did not come within {WHOLE_BODY_SECONDS:.0f} s."
+    return HTTPException(408, detail, headers={"Connection": "close"})
 
 
 def check_queue(in_flight: int, new: int, slots: int, max_queued: int) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 UNKNOWN_ROUTE = "other"  # of paths that do not exist, so that clients cannot make up metrics
+CLIENT_LEFT = 499  # in the log and the metrics, whatever had been sent
 
 
 class Observe:
@@ -31,7 +32,8 @@ class Observe:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(request_id(Headers(scope=scope).get("x-request-id")))
+        ident = request_id(Headers(scope=scope).get("x-request-id"))
+        exchange = Exchange(ident, client=_connection(scope))
         current_exchange.set(exchange)
         span = None
         if self._tracing is not None:
@@ -46,6 +48,8 @@ class Observe:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            if exchange.has_left:
+                exchange.status = CLIENT_LEFT
             self._count(exchange, scope, span)
             client = scope["client"][0] if scope["client"] else None
             await self._log.ended(exchange, scope["method"], scope["path"], client)
@@ -55,3 +59,8 @@ class Observe:
         self._metrics.responses[route, exchange.status] += 1
         if self._tracing is not None and span is not None:
             self._tracing.close(span, scope["method"], route, exchange.status)
+
+
+def _connection(scope: Scope) -> str:
+    """Address and port of the client."""
+    return ":".join(map(str, scope["client"])) if scope["client"] else "unknown"

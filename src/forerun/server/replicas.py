@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +206,10 @@ class Replicas:
         for client in self.clients:
             client.abort(rids, reason)
 
-    def abort_group(self, group: str) -> None:
-        """`abort` of all samples of a prompt, by the id that the client gave."""
+    def abort_group(self, group: str, belongs: Callable[[Call], bool]) -> None:
+        """As `EngineClient.abort_group`."""
         for client in self.clients:
-            client.abort_group(group)
+            client.abort_group(group, belongs)
 
     def abort_all(self) -> None:
         for client in self.clients:

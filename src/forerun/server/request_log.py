@@ -47,6 +47,8 @@ class RequestLog:
             "request_id": exchange.request_id,
             "client": client,
         }
+        if exchange.key is not None:
+            line["key"] = exchange.key  # its name
         if exchange.trace_context:
             line["trace_id"] = exchange.trace_context["traceparent"].split("-")[1]
         for call in exchange.calls:

@@ -151,6 +151,8 @@ class _Run:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        if self._service.api_keys is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._service.api_keys.reload)
         try:
             self._server = _Server(self._uvicorn_config())
             if not await self._start():

@@ -11,6 +11,7 @@ from uuid import uuid4
 from forerun.core.errors import RequestError, shown
 from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import RequestOutput
+from forerun.server.api_keys import ApiKeys
 from forerun.server.errors import EngineUnavailable
 from forerun.server.exchange import current_exchange
 from forerun.server.generation import Call, Generation, Place
@@ -37,9 +38,11 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # a signal to stop has come: nothing new is taken
     format: OutputFormat = field(init=False)
+    api_keys: ApiKeys | None = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self.api_keys = settings.api_keys()
         self.format = choose_format(
             settings.tool_call_parser, settings.reasoning_parser, self.text.tokenizer
         )
@@ -122,7 +125,9 @@ class Service:
         deadline = None if timeout is None else time.monotonic() + timeout
         exchange = current_exchange.get()
         trace = exchange.trace_context
-        call = Call(generations, stream, engine.abort, deadline, trace_context=trace)
+        call = Call(
+            generations, stream, engine.abort, deadline, trace_context=trace, key=exchange.key
+        )
         engine.submit(call)
         exchange.calls.append(call)
         return call

@@ -12,12 +12,15 @@ from typing import Any
 
 from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, nearest, shown
+from forerun.server.access import Access, names_in
+from forerun.server.api_keys import ApiKeys
 from forerun.server.logs import LOG_FORMATS
 from forerun.server.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 from forerun.server.routing import METHODS
 from forerun.server.watchdog import WATCHDOG_TIMEOUT
 
 API_KEY_VARIABLE = "FORERUN_API_KEY"
+ADMIN_API_KEY_VARIABLE = "FORERUN_ADMIN_API_KEY"
 _TOOL_PARSERS = ", ".join((*TOOL_PARSERS, NONE))
 _REASONING_PARSERS = ", ".join((*REASONING_PARSERS, NONE))
 
@@ -37,6 +40,26 @@ class ServerSettings:
         "Required as a bearer token of every request but /health and the files of the page at /;"
         f" or set {API_KEY_VARIABLE}",
     )
+    api_key_file: str | None = _setting(
+        None,
+        "File with more API keys: NAME KEY [max_requests=N] [requests_per_minute=N], one a line;"
+        " read again on SIGHUP",
+    )
+    admin_api_key: str | None = _setting(
+        None,
+        "Key for what concerns all clients (flush_cache, abort_all), which other keys may not use"
+        f" then; or set {ADMIN_API_KEY_VARIABLE}",
+    )
+    allowed_hosts: str | None = _setting(
+        None,
+        "Host headers that are served: names with commas between them or as JSON, *.example.com,"
+        " or *; default: localhost, 127.0.0.1 and [::1] if the server listens on those, else all",
+    )
+    allowed_origins: str = _setting(
+        "[]", "Other origins whose pages may use the server (CORS); a list as above, * for all"
+    )
+    allowed_methods: str = _setting("*", "Methods that pages of other origins may use (CORS)")
+    allowed_headers: str = _setting("*", "Headers that pages of other origins may send (CORS)")
     served_model_name: str | None = _setting(
         None, "Name of the model in the OpenAI API; default: model_path"
     )
@@ -121,7 +144,8 @@ class ServerSettings:
                 f" {shown(self.load_balance_method)}.{nearest(self.load_balance_method, METHODS)}"
             )
         self._check_log()
-        self._check_key()
+        self._check_keys()
+        self.access()
         self._check_tls()
 
     def _check_log(self) -> None:
@@ -133,9 +157,12 @@ class ServerSettings:
                 f"log_requests_level must be in [0, 3], got {self.log_requests_level}."
             )
 
-    def _check_key(self) -> None:
-        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
-            raise ConfigError("api_key must be non-empty ASCII text.")
+    def _check_keys(self) -> None:
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            if key is not None and (not key or not key.isascii()):
+                raise ConfigError(f"{name} must be non-empty ASCII text.")
+        self.api_keys()
 
     def _check_tls(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
@@ -149,13 +176,14 @@ class ServerSettings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ServerSettings:
-        """From flags; the key also from the environment.
+        """From flags; keys also from the environment.
 
         Raises:
             ConfigError: a value is out of range, or two values contradict each other.
         """
-        key = os.environ.get(API_KEY_VARIABLE)
-        return cls(**({"api_key": key} if key else {}) | dict(values))
+        variables = {"api_key": API_KEY_VARIABLE, "admin_api_key": ADMIN_API_KEY_VARIABLE}
+        given = {name: os.environ.get(variable) for name, variable in variables.items()}
+        return cls(**{name: key for name, key in given.items() if key} | dict(values))
 
     @classmethod
     def specs(cls) -> tuple[Field[Any], ...]:
@@ -164,8 +192,32 @@ class ServerSettings:
 
     def public(self) -> dict[str, Any]:
         """The settings without secrets."""
-        secret = ("api_key", "ssl_keyfile_password")
+        secret = ("api_key", "admin_api_key", "ssl_keyfile_password")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in secret}
+
+    def api_keys(self) -> ApiKeys | None:
+        """The keys that are needed; None: there are none.
+
+        Raises:
+            ConfigError: the file cannot be used, or two keys are equal.
+        """
+        if self.api_key is self.admin_api_key is self.api_key_file is None:
+            return None
+        return ApiKeys(self.api_key, self.admin_api_key, self.api_key_file)
+
+    def access(self) -> Access:
+        """Which hosts and origins are served.
+
+        Raises:
+            ConfigError: a list cannot be read.
+        """
+        hosts = (
+            None if self.allowed_hosts is None else names_in("allowed_hosts", self.allowed_hosts)
+        )
+        origins = names_in("allowed_origins", self.allowed_origins)
+        for name in ("allowed_methods", "allowed_headers"):
+            names_in(name, getattr(self, name))
+        return Access.of(self.host, hosts, origins)
 
     def url(self, host: str, port: int) -> str:
         """Of the server, which listens on this address."""

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.server.errors import ApiError
+from forerun.server.exchange import current_exchange
 
 log = logging.getLogger("forerun")
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class EventStream(Response):
             await until_disconnect(receive, self._write(send))
         except ClientDisconnect:
             log.debug("A client left its stream.")
+            current_exchange.get().has_left = True
         finally:
             self._on_end()
 
