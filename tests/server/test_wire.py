@@ -20,7 +20,7 @@ from forerun.server.limits import LimitBody
 from forerun.server.protocol import LimitedProtocol
 from tests.server.malformed import Seen, requests, send_all
 from tests.server.processes import held
-from tests.server.support import LONG, PROMPT, LiveServer
+from tests.server.support import LONG, PROMPT, LiveServer, wait_for
 from tests.server.wire import Answer, Wire, fetch, post, request
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8}
@@ -278,3 +278,99 @@ def test_a_body_that_stops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             assert await stopped.closed(1)
 
     serve(stop)
+
+
+def test_a_body_that_drips_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WHOLE_BODY_SECONDS", 0.3)
+
+    async def drip(url: str) -> None:
+        raw = request("POST", "/", b"x" * 40)
+        async with Wire(url) as slow:
+            await slow.send(raw[:-40])
+            for _ in range(8):
+                await slow.send(b"x")
+                await asyncio.sleep(0.06)
+            answer = await slow.answer()
+            assert answer.status == 408
+            assert b"did not come within" in answer.body
+
+    serve(drip)
+
+
+# --- what is not plain HTTP/1.1 -------------------------------------------------------------------
+
+UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAARAAAAAAAIAAAAA"}
+
+
+@pytest.mark.parametrize("protocol_name", ["h2c", "websocket"])
+def test_upgrades_are_not_taken(protocol_name: str) -> None:
+    """The parser would read nothing more on such a connection."""
+
+    async def upgrade(url: str) -> None:
+        async with Wire(url) as wire:
+            await wire.send(request("GET", "/", Upgrade=protocol_name, **UPGRADE))
+            answer = await wire.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await wire.closed(1)
+
+    serve(upgrade)
+
+
+def test_the_host_of_a_whole_url_counts(server: LiveServer) -> None:
+    """Not the header's; for health there is no check."""
+    for url, status in (
+        ("http://evil.example.com/page.css", 403),
+        ("http://user@localhost/page.css", 400),
+        ("HTTP://LOCALHOST:1/page.css", 200),
+        ("http://evil.example.com/health", 200),
+    ):
+        assert asyncio.run(fetch(server.url, request("GET", url))).status == status
+    header = request("GET", "http://localhost/page.css", Host="evil.example.com")
+    assert asyncio.run(fetch(server.url, header)).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_connection_gets_its_answer(server: LiveServer, stream: bool) -> None:
+    want = server.generate(**BODY)
+
+    async def half(wire: Wire) -> None:
+        await wire.send(post("/generate", {**BODY, "stream": stream}))
+        wire.end()
+        first = await wire.head()
+        answer = await wire.head() if first.status == 100 else first
+        body = b"".join([piece async for piece in wire.pieces(answer)])
+        last = body.split(b"\n\n")[-3].removeprefix(b"data: ") if stream else body
+        assert json.loads(last)["output_ids"] == want["output_ids"]
+        assert await wire.closed(5)
+
+    on(server, half)
+
+
+def test_a_half_closed_connection_that_is_reset_ends_its_request(server: LiveServer) -> None:
+    async def leave(wire: Wire) -> None:
+        await wire.send(post("/generate", {**STREAM, "stream": False}))
+        while not (await load(server))["num_running_reqs"]:
+            await asyncio.sleep(0.01)
+        wire.end()
+        assert (await wire.head()).status == 100
+        assert (await load(server))["num_running_reqs"]
+
+    on(server, leave)
+    started = time.monotonic()
+    server.wait_idle(5)
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_stream_that_its_client_left_is_logged_as_499(server: LiveServer) -> None:
+    async def leave(wire: Wire) -> None:
+        await wire.send(post("/generate", STREAM, X_Request_Id="leaves-its-stream"))
+        await wire.head()
+
+    on(server, leave)
+
+    def status() -> int | None:
+        """In the log; it comes just after the end."""
+        lines = [line for line in server.lines if '"leaves-its-stream"' in line]
+        return json.loads(lines[0])["status"] if lines else None
+
+    assert wait_for(status, 5) == 499

@@ -188,7 +188,12 @@ def _parsed(words: list[str]) -> ApiKey:
         if int(value) < 1:
             raise ValueError(f"{limit} must be >= 1.")
         limits[limit] = int(value)
-    return ApiKey(name, secret.encode(), **limits)
+    return ApiKey(
+        name,
+        secret.encode(),
+        max_requests=limits.get("max_requests"),
+        requests_per_minute=limits.get("requests_per_minute"),
+    )
 
 
 def _flag_key(name: str, secret: str | None, is_admin: bool) -> list[ApiKey]:
