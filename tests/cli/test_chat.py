@@ -145,7 +145,7 @@ def test_over_a_pipe(forerun, monkeypatch) -> None:
 
 def test_bad_flags(forerun) -> None:
     assert "--n must be 1" in forerun("chat", "--n", "2").error
-    assert "max_new_tokens must be >= 1" in forerun("chat", "--max-new-tokens", "0").error
+    assert "--max-new-tokens must be at least 1" in forerun("chat", "--max-new-tokens", "0").error
 
 
 def test_an_aborted_answer_is_an_error_and_the_chat_goes_on(conversation, model, capsys) -> None:

@@ -32,6 +32,8 @@ def chat(
     params = SamplingParams.of({"max_new_tokens": 256, **sampling})
     if params.n > 1:
         raise RequestError("a chat has one answer; --n must be 1.")
+    if params.max_new_tokens < 1:
+        raise RequestError("an answer has tokens; --max-new-tokens must be at least 1.")
     from forerun.llm import LLM  # slow import, after the check above
 
     with LLM(**engine) as llm:

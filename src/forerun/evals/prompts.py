@@ -10,7 +10,6 @@ from typing import Protocol
 
 from forerun.core.errors import ConfigError
 from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, problems
-from forerun.llm.prompts import chat_ids
 
 WORDS, PYTHON = "word-problems", "python"
 Encode = Callable[[str], list[int]]  # text → token ids
@@ -49,6 +48,8 @@ def encoder(tokenizer: Tokenizer | None) -> Encode:
 
 def chat_encoder(tokenizer: Tokenizer | None) -> Encode:
     """Encodes a user message as a conversation, up to the generation prompt."""
+    from forerun.llm.prompts import chat_ids  # with torch, which `forerun bench serving` is without
+
     tokenizer = need(tokenizer)
 
     def encode(text: str) -> list[int]:
