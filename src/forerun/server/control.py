@@ -74,6 +74,14 @@ def control_router(service: Service) -> APIRouter:
             path, _flush_endpoint(service), methods=["GET", "POST"], include_in_schema=False
         )
 
+    _add_abort(router, service)
+    _add_information(router, service)
+    return router
+
+
+def _add_abort(router: APIRouter, service: Service) -> None:
+    engine = service.engine
+
     @router.post("/abort_request")
     async def abort_request(body: AbortRequest) -> Response:
         """Ends a request, or all; it answers with what it has so far.
@@ -89,9 +97,6 @@ def control_router(service: Service) -> APIRouter:
         else:
             raise RequestError("Give a rid, or abort_all: true.")
         return json_response({"success": True})
-
-    _add_information(router, service)
-    return router
 
 
 def _flush_endpoint(service: Service) -> Any:
