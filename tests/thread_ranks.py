@@ -133,9 +133,9 @@ class ThreadRanksExecutor:
             assert (other.failed, other.error) == (first.failed, first.error)
         return first
 
-    def compile_grammar(self, grammar: Grammar) -> None:
+    def compile_grammar(self, grammar: Grammar, client: str = "") -> None:
         for executor in self.executors:
-            executor.compile_grammar(grammar)
+            executor.compile_grammar(grammar, client)
 
     def prepare_grammars(self) -> None:
         for executor in self.executors:

@@ -147,7 +147,7 @@ def test_a_process_that_is_gone_is_replaced() -> None:
 
 def test_answers_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in this process, whose CPU time is not limited."""
-    monkeypatch.setattr(template_process, "_limit", lambda what, value: None)
+    monkeypatch.setattr(template_process, "limit_cpu", lambda seconds: None)
     asked = {"template": "{{ x }}", "variables": {"messages": [], "x": "é"}, "seconds": 1}
     for most, key in ((1, "text"), (0, "reason")):
         message = json.dumps({**asked, "max_characters": most}).encode()

@@ -99,7 +99,7 @@ class ScriptedEngine:
     def place(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
         return [(0, len(prompt.ids)) for prompt in prompts]
 
-    async def compile_grammar(self, grammar: Grammar, replica: int) -> None:
+    async def compile_grammar(self, grammar: Grammar, replica: int, client: str = "") -> None:
         self.grammars.append(grammar)
 
     def submit(self, call: Call) -> None:

@@ -180,7 +180,7 @@ def test_grammars_are_compiled_while_requests_run(
     want = llm.generate(input_ids=PROMPT, sampling_params=GREEDY).output_ids
     wire, go = Wire(), threading.Event()
 
-    def compile_grammar(grammar: Grammar) -> None:
+    def compile_grammar(grammar: Grammar, client: str) -> None:
         assert go.wait(10)
         if grammar.kind == "regex":
             raise RequestError("regex is invalid")

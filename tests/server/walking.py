@@ -33,8 +33,8 @@ class WalkingEngine(ScriptedEngine):
         self._begin = text.tokenizer(begin, add_special_tokens=False)["input_ids"]
         self.walked: list[str] = []
 
-    async def compile_grammar(self, grammar: Grammar, replica: int) -> None:
-        await super().compile_grammar(grammar, replica)
+    async def compile_grammar(self, grammar: Grammar, replica: int, client: str = "") -> None:
+        await super().compile_grammar(grammar, replica, client)
         self._compiler.compile(grammar)
 
     def submit(self, call: Call) -> None:

@@ -24,6 +24,10 @@ class RequestError(ForerunError, ValueError):
     """A request that cannot be served; raised before it is queued."""
 
 
+class BusyError(RequestError):
+    """A request that cannot be served now; the same may be a little later. HTTP 503."""
+
+
 class EngineClosedError(ForerunError, RuntimeError):
     """An `LLM` was used after `close()`."""
 

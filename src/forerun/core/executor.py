@@ -57,11 +57,15 @@ class Executor(Protocol):
             Exception: the step could not be launched; a part of it may have run.
         """
 
-    def compile_grammar(self, grammar: Grammar) -> None:
+    def compile_grammar(self, grammar: Grammar, client: str = "") -> None:
         """Checks a grammar, and compiles it for admissions that name it. From any thread.
+
+        Args:
+            client: who asks for it. Costly grammars of a client are compiled one after another.
 
         Raises:
             RequestError: it is invalid or takes too long, or xgrammar is not installed.
+            BusyError: it cannot be compiled now.
         """
 
     def prepare_grammars(self) -> None:

@@ -141,13 +141,13 @@ class DeviceExecutor:
             self._unread.append(pending)
         return pending
 
-    def compile_grammar(self, grammar: Grammar) -> None:
+    def compile_grammar(self, grammar: Grammar, client: str = "") -> None:
         if self.step.simulate is not None:
             raise RequestError(
                 f"{grammar.kind} does not work with speculative_simulate_accept_length; drop it."
             )
         assert self.grammars is not None, "set by `executor/build.py`"
-        self.grammars.compile(grammar)
+        self.grammars.compile(grammar, client)
 
     def prepare_grammars(self) -> None:
         """Reads the vocabulary before the first grammar needs it, which takes a second.
@@ -165,7 +165,9 @@ class DeviceExecutor:
         self.step.algorithm.disable()
 
     def close(self) -> None:
-        """Does nothing: pools and weights are freed with the last reference to this object."""
+        """Ends processes. Pools and weights are freed with the last reference to this object."""
+        if self.grammars is not None:
+            self.grammars.close()
 
     def flags(self, slots: Sequence[int]) -> SamplingFlags:
         """The sampling operations that these slots need."""

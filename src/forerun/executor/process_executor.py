@@ -10,7 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,17 +20,18 @@ from typing import Any
 
 from forerun.config.engine_config import EngineConfig
 from forerun.core.codec import decode_grammar, decode_info, decode_plan, decode_result, encode
-from forerun.core.errors import ConfigError, ExecutorError, RequestError
+from forerun.core.errors import BusyError, ConfigError, ExecutorError, RequestError
 from forerun.core.executor import Executor, ExecutorInfo, PendingStep
 from forerun.core.grammar import Grammar
 from forerun.core.plan import StepPlan, StepResult
 from forerun.platform.signals import without_ctrl_c
 
 PLAN, DISABLE_DRAFTS, CLOSE = b"p", b"d", b"c"  # to the child
-INFO, RESULT, REFUSED, FAILED = b"i", b"r", b"x", b"f"  # from the child
+INFO, RESULT, REFUSED, FAILED, BUSY = b"i", b"r", b"x", b"f", b"w"  # from the child
 PREPARE = b""  # to the thread for grammars: `prepare_grammars`
-COMPILED = b"g"  # from the child's thread for grammars, or REFUSED or FAILED
+COMPILED = b"g"  # from the child's thread for grammars, or REFUSED, BUSY or FAILED
 WHO = "The executor process"  # in errors
+COMPILING_SECONDS = 30.0  # for which a grammar waits for others
 CLOSE_SECONDS = 10.0  # until a child that does not exit is killed
 
 
@@ -71,14 +73,14 @@ class ProcessExecutor:
         self._pending.append(step)
         return step
 
-    def compile_grammar(self, grammar: Grammar) -> None:
+    def compile_grammar(self, grammar: Grammar, client: str = "") -> None:
         self._ask_grammars(encode(grammar))
 
     def prepare_grammars(self) -> None:
         self._info.explain["grammars"] = self._ask_grammars(PREPARE).decode()
 
     def _ask_grammars(self, message: bytes) -> bytes:
-        with self._compiling:
+        with waiting_for(self._compiling):
             try:
                 self._grammars.send_bytes(message)
                 answer = self._grammars.recv_bytes()
@@ -180,12 +182,30 @@ def message_body(message: bytes, expected: bytes, who: str) -> bytes:
     return body
 
 
+@contextmanager
+def waiting_for(compiling: threading.Lock) -> Iterator[None]:
+    """The block asks for a grammar; one at a time does.
+
+    Raises:
+        BusyError: others take too long.
+    """
+    if not compiling.acquire(timeout=COMPILING_SECONDS):
+        raise BusyError("Other grammars are taking too long to compile; try again later.")
+    try:
+        yield
+    finally:
+        compiling.release()
+
+
 def compiled_body(answer: bytes, who: str) -> bytes:
     """
     Raises:
         RequestError: the grammar is invalid.
+        BusyError: it cannot be compiled now.
         ExecutorError: `who` failed.
     """
+    if answer[:1] == BUSY:
+        raise BusyError(answer[1:].decode())
     if answer[:1] == REFUSED:
         raise RequestError(answer[1:].decode())
     if answer[:1] != COMPILED:
@@ -237,6 +257,8 @@ def compile_grammars(connection: Connection, executor: Executor) -> None:
             else:
                 executor.compile_grammar(decode_grammar(message))
                 answer = COMPILED
+        except BusyError as error:
+            answer = BUSY + str(error).encode()
         except RequestError as error:
             answer = REFUSED + str(error).encode()
         except Exception as error:  # noqa: BLE001  raised again in the parent

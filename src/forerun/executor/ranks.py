@@ -33,6 +33,7 @@ from forerun.executor.process_executor import (
     RemoteStep,
     compiled_body,
     message_body,
+    waiting_for,
 )
 from forerun.executor.rank_process import rank_tasks
 from forerun.executor.remote_ranks import Start
@@ -108,7 +109,7 @@ class RanksExecutor:
         self._pending.append(step)
         return step
 
-    def compile_grammar(self, grammar: Grammar) -> None:
+    def compile_grammar(self, grammar: Grammar, client: str = "") -> None:
         self._ask_grammars(encode(grammar))
 
     def prepare_grammars(self) -> None:
@@ -142,7 +143,7 @@ class RanksExecutor:
 
     def _ask_grammars(self, message: bytes) -> bytes:
         """Every rank; returns the first one's answer."""
-        with self._compiling:
+        with waiting_for(self._compiling):
             for node in self._nodes:
                 self._try(partial(node.send_grammar, message))
             answers = [self._try(node.receive_grammar) for node in self._nodes]

@@ -1,7 +1,10 @@
-"""Compiles grammars in threads of their own, with a time limit, and keeps the last ones.
+"""Compiles grammars in threads of their own, with limits, and keeps the last ones.
 
-A compilation cannot be interrupted. One that exceeds the limit goes on in its thread, and at most
-`MAX_THREADS` run at a time; the request is refused meanwhile.
+A compilation cannot be interrupted. An estimate says what is small: that is compiled in a thread
+at once. What is costly waits for a turn (`turns.py`), has a thread of low priority, and is tried in
+another process before (`trials.py`) if it may not end. A thread that exceeds its time, since the
+estimate was wrong, goes on at the lowest priority; while there are `MAX_LATE` of those, everything
+is tried in another process first.
 """
 
 from __future__ import annotations
@@ -11,28 +14,38 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.errors import RequestError, shown
+from forerun.core.errors import BusyError, RequestError, shown
 from forerun.core.grammar import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Grammar
 from forerun.grammar.bitmask import allows_any, new_bitmask
+from forerun.grammar.compile_process import MAX_GRAMMAR_BYTES, NICENESS, Job, PatternError
+from forerun.grammar.cost import estimate
 from forerun.grammar.counts import split_ebnf, split_regex
 from forerun.grammar.json_schema import exact_schema, exact_tag, patterns, patterns_of_tag
+from forerun.grammar.mask_threads import lower_priority
+from forerun.grammar.turns import Turns
 from forerun.grammar.vocabulary import Vocabulary, VocabularySource, import_xgrammar
 
 if TYPE_CHECKING:
     import xgrammar
 
+    from forerun.grammar.trials import Trials
+
 log = logging.getLogger("forerun")
-COMPILE_SECONDS = 10.0
-MAX_THREADS = 4  # compilations at a time
+COMPILE_SECONDS = 10.0  # of a grammar; CPU time, if it is tried in another process
+WAIT_SECONDS = 30.0  # until one that has to wait, or is slowed down by other work, is refused
+MAX_THREADS = 4  # small grammars at a time
+# Seconds that a grammar is expected to take: more is costly, and more may not end.
+SMALL, CERTAIN = 0.5, 5.0
+PATIENCE = 2.0  # seconds after which a small grammar is not counted any more
+MAX_LATE = 4  # threads that are over their time
 MAX_COMPILED, MAX_COMPILED_BYTES = 512, 1 << 30  # in the cache
-MAX_GRAMMAR_BYTES = 256 << 20  # of one compiled grammar
 _PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is \w+: )?")
 
 
@@ -40,7 +53,18 @@ _PREFIX = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is \w+
 class CompileOptions:
     any_whitespace: bool = True  # between the tokens of JSON; False: as json.dumps writes it
     seconds: float = COMPILE_SECONDS
+    wait_seconds: float = WAIT_SECONDS
     follow_limit: bool = True  # a request whose grammar takes too long to follow ends
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A grammar that is compiled, and who waits for it."""
+
+    grammar: Grammar
+    future: Future[xgrammar.CompiledGrammar]
+    job: Job
+    info: xgrammar.TokenizerInfo
 
 
 @dataclass
@@ -52,8 +76,10 @@ class GrammarCompiler:
 
     def __post_init__(self) -> None:
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        self._threads = threading.Semaphore(MAX_THREADS)
+        self._threads, self._turns = threading.Semaphore(MAX_THREADS), Turns()
         self._compiled: OrderedDict[Grammar, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._late: set[Grammar] = set()  # their threads are over their time
+        self._trials: Trials | None = None
         self._vocabulary: Vocabulary | None = None
 
     def vocabulary(self) -> Vocabulary:
@@ -78,48 +104,149 @@ class GrammarCompiler:
             return f"none ({type(error).__name__}: {_reason(error)})"
         return f"xgrammar {version('xgrammar')}"
 
-    def compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+    def compile(self, grammar: Grammar, client: str = "") -> xgrammar.CompiledGrammar:
         """Waits for the compiled grammar.
+
+        Args:
+            client: who asks for it. Costly grammars of a client are compiled one after another.
 
         Raises:
             RequestError: it is invalid, nothing matches it, or it takes too long.
+            BusyError: it cannot be compiled now, because of others or other work.
         """
         import_xgrammar()
+        future, new = self._future(grammar)
+        if new:
+            self._make(grammar, future, client)
+        elif not future.done() and grammar not in self._late:
+            wait([future], self.options.wait_seconds)
+            if not future.done() and grammar not in self._late:
+                raise BusyError("The same grammar is being compiled; try again later.")
+        else:
+            wait([future], self.options.seconds)
+        if not future.done():
+            raise RequestError(
+                f"Compiling the {grammar.kind} takes longer than {self.options.seconds:g} s;"
+                " simplify it."
+            )
+        return future.result()
+
+    def compile_again(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        """`compile`, of a grammar that has been compiled but may not be kept any more."""
+        import_xgrammar()
+        future, new = self._future(grammar)
+        if new:
+            task = self._task(grammar, future)
+            if task is not None:
+                self._start(task)
+        return future.result()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._trials is not None:
+            self._trials.close()
+
+    def _future(self, grammar: Grammar) -> tuple[Future[xgrammar.CompiledGrammar], bool]:
+        """The result; whether it is new, so that it must be made."""
         with self._lock:
             future = self._compiled.get(grammar)
             new = future is None
             if future is None:
                 future = self._compiled[grammar] = Future()
             self._compiled.move_to_end(grammar)
-        if new:
-            self._start(grammar, future)
-        try:
-            return future.result(self.options.seconds)
-        except TimeoutError:
-            raise RequestError(
-                f"Compiling the {grammar.kind} takes longer than {self.options.seconds:g} s;"
-                " simplify it."
-            ) from None
+        return future, new
 
-    def _start(self, grammar: Grammar, future: Future[xgrammar.CompiledGrammar]) -> None:
-        if not self._threads.acquire(timeout=self.options.seconds):
-            busy = RequestError("Other grammars are taking too long to compile; try again later.")
-            self._fail(grammar, future, busy)
+    def _make(
+        self, grammar: Grammar, future: Future[xgrammar.CompiledGrammar], client: str
+    ) -> None:
+        """Sets the result or an exception; it is late if there is none afterwards."""
+        task = self._task(grammar, future)
+        if task is None:
             return
-        run = partial(self._run, grammar, future)
-        threading.Thread(target=run, name="forerun-grammar", daemon=True).start()
-
-    def _run(self, grammar: Grammar, future: Future[xgrammar.CompiledGrammar]) -> None:
+        started = False
         try:
-            compiled = self._compile(grammar)
+            seconds = estimate(task.job, self.source.vocab_size)
+            must_be_tried = len(self._late) >= MAX_LATE
+            if seconds <= SMALL and not must_be_tried:
+                with self._permit():
+                    thread, started = self._start(task), True
+                    wait([future], min(PATIENCE, self.options.seconds))
+                    self._leave(task, thread)
+                wait([future], max(0.0, self.options.seconds - PATIENCE))
+                return
+            with self._turns.turn(client, self.options.wait_seconds):
+                limit = self.options.seconds
+                if seconds > CERTAIN or must_be_tried:
+                    self._try(task)
+                    limit = self.options.wait_seconds  # it ends: whatever the time is, wait for it
+                thread, started = self._start(task, NICENESS), True
+                wait([future], limit)
+                self._leave(task, thread)
+        except Exception as error:
+            if started:
+                raise
+            self._fail(grammar, future, error)
+        except BaseException:  # Ctrl-C
+            if not started:
+                self._fail(grammar, future, BusyError("The compilation was interrupted."))
+            raise
+
+    def _task(self, grammar: Grammar, future: Future[xgrammar.CompiledGrammar]) -> _Task | None:
+        """None: it cannot be compiled, which is the result."""
+        try:
+            return _Task(grammar, future, *self._job(grammar))
         except Exception as error:  # noqa: BLE001  raised again by `compile`
             self._fail(grammar, future, _refusal(grammar, error))
-            return
+            return None
+
+    @contextmanager
+    def _permit(self) -> Iterator[None]:
+        if not self._threads.acquire(timeout=self.options.seconds):
+            raise BusyError("Other grammars are taking too long to compile; try again later.")
+        try:
+            yield
         finally:
             self._threads.release()
+
+    def _try(self, task: _Task) -> None:
+        """
+        Raises:
+            RequestError, BusyError: it takes too much, or too long now.
+        """
+        from forerun.grammar.trials import Trials  # POSIX only
+
         with self._lock:
-            self._evict(compiled.memory_size_bytes)
-        future.set_result(compiled)
+            self._trials = self._trials or Trials()
+        self._trials.run(task.job, task.info, self.options.seconds, self.options.wait_seconds)
+
+    def _start(self, task: _Task, niceness: int = 0) -> threading.Thread:
+        args = (task, niceness)
+        thread = threading.Thread(target=self._run, args=args, name="forerun-grammar", daemon=True)
+        thread.start()
+        return thread
+
+    def _leave(self, task: _Task, thread: threading.Thread) -> None:
+        """If it is not done yet, it may go on, but nothing waits for it."""
+        with self._lock:
+            if task.future.done():
+                return
+            self._late.add(task.grammar)
+        if thread.native_id is not None:
+            lower_priority(thread.native_id)
+
+    def _run(self, task: _Task, niceness: int) -> None:
+        if niceness:
+            lower_priority(threading.get_native_id(), niceness)
+        try:
+            compiled = self._compile(task)
+        except Exception as error:  # noqa: BLE001  raised again by `compile`
+            self._fail(task.grammar, task.future, _refusal(task.grammar, error))
+        else:
+            with self._lock:
+                self._evict(compiled.memory_size_bytes)
+            task.future.set_result(compiled)
+        with self._lock:
+            self._late.discard(task.grammar)
 
     def _fail(
         self, grammar: Grammar, future: Future[xgrammar.CompiledGrammar], error: Exception
@@ -129,41 +256,43 @@ class GrammarCompiler:
             del self._compiled[grammar]
         future.set_exception(error)
 
-    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        xgrammar = import_xgrammar()
-        compiled = self._compile_function(grammar)()
+    def _compile(self, task: _Task) -> xgrammar.CompiledGrammar:
+        xgrammar, kind = import_xgrammar(), task.grammar.kind
+        compiled = task.job.compile(task.info)
         size = compiled.memory_size_bytes
         if size > MAX_GRAMMAR_BYTES:
             raise RequestError(
-                f"The {grammar.kind} takes {size >> 20} MiB when it is compiled; at most"
+                f"The {kind} takes {size >> 20} MiB when it is compiled; at most"
                 f" {MAX_GRAMMAR_BYTES >> 20} are allowed."
             )
         first = new_bitmask(1, self.source.vocab_size)
         xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(first)
         if not allows_any(first[0]):
-            raise RequestError(f"No text of this tokenizer matches the {grammar.kind}.")
+            raise RequestError(f"No text of this tokenizer matches the {kind}.")
         return compiled
 
-    def _compile_function(self, grammar: Grammar) -> Callable[[], xgrammar.CompiledGrammar]:
-        xgrammar, text = import_xgrammar(), grammar.text
-        vocabulary = self.vocabulary()
-        # A cache of one compilation: rules of the same form, as of many tools, are compiled once.
-        options: Any = {"max_threads": 1, "cache_limit_bytes": MAX_GRAMMAR_BYTES}
+    def _job(self, grammar: Grammar) -> tuple[Job, xgrammar.TokenizerInfo]:
+        """
+        Raises:
+            RequestError: it is not supported.
+            RuntimeError, ValueError, TypeError: it is invalid.
+        """
+        text, spaces, vocabulary = grammar.text, self.options.any_whitespace, self.vocabulary()
         if grammar.kind == STRUCTURAL_TAG:
-            tag = exact_tag(_structural_tag(json.loads(text)), self.options.any_whitespace)
-            _check_patterns(patterns_of_tag(tag))
-            compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info(tag), **options)
-            return partial(compiler.compile_structural_tag, tag)
-        compiler = xgrammar.GrammarCompiler(vocabulary.tokenizer_info(), **options)
+            tag = exact_tag(_structural_tag(json.loads(text)), spaces)
+            given = tuple(patterns_of_tag(tag))
+            job = Job("compile_structural_tag", json.dumps(tag), patterns=given)
+            return job, vocabulary.tokenizer_info(tag)
         if grammar.kind == JSON_SCHEMA:
             schema = exact_schema(json.loads(text))
-            _check_patterns(patterns(schema))
-            spaces = self.options.any_whitespace
-            return partial(compiler.compile_json_schema, json.dumps(schema), any_whitespace=spaces)
-        if grammar.kind == REGEX:
-            return partial(compiler.compile_regex, split_regex(text))
-        assert grammar.kind == EBNF
-        return partial(compiler.compile_grammar, split_ebnf(text))
+            given = tuple(patterns(schema))
+            job = Job("compile_json_schema", json.dumps(schema), spaces, given)
+        elif grammar.kind == REGEX:
+            job = Job("compile_regex", split_regex(text))
+        else:
+            assert grammar.kind == EBNF
+            job = Job("compile_grammar", split_ebnf(text))
+        return job, vocabulary.tokenizer_info()
 
     def _evict(self, size: int) -> None:
         """Makes room for `size` bytes: drops the grammars used longest ago.
@@ -178,17 +307,6 @@ class GrammarCompiler:
                 return
             size -= sizes[key]
             del self._compiled[key]
-
-
-def _check_patterns(given: Iterable[str]) -> None:
-    """In schemas, the compiler ignores what it does not know in a regular expression."""
-    for pattern in given:
-        try:
-            import_xgrammar().Grammar.from_regex(pattern)
-        except RuntimeError as error:
-            raise RequestError(
-                f"json_schema: the pattern {shown(pattern)} is not supported: {_reason(error)}."
-            ) from None
 
 
 def _structural_tag(tag: Any) -> dict[str, Any]:
@@ -216,6 +334,11 @@ def _structural_tag(tag: Any) -> dict[str, Any]:
 def _refusal(grammar: Grammar, error: Exception) -> Exception:
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, PatternError):
+        return RequestError(
+            f"json_schema: the pattern {shown(error.pattern)} is not supported:"
+            f" {_reason(error.reason)}."
+        )
     if isinstance(error, RuntimeError | ValueError | TypeError):  # what xgrammar raises
         return RequestError(f"{grammar.kind} is invalid: {_reason(error)}.")
     return error

@@ -20,7 +20,7 @@ _BLOCK = 32  # units in a block, and blocks in a larger one
 
 _CLASS = r"\[(?:\\.|[^\]\\])*\]"
 _COUNT = r"\{\s*(?P<low>\d+)\s*(?P<range>,\s*(?P<high>\d*)\s*)?\}"
-_REGEX = re.compile(
+REGEX_PARTS = re.compile(
     r"\\u\{\w+\}|\\u\w{4}|\\x\w\w|\\[pP]\{[^}]*\}|\\c\w|\\.|"
     rf"{_CLASS}|(?P<open>\((?:\?(?:[:=!]|<[=!]|<\w+>))?)|(?P<close>\))|"
     rf"(?P<count>{_COUNT}\??)|(?P<many>[*+?]\??)|.",
@@ -91,7 +91,7 @@ def split_regex(pattern: str) -> str:
         RequestError: a count is over `MAX_COUNT`, or the expression becomes too long.
     """
     levels: list[list[str]] = [[]]  # of groups that are open: their parts
-    for match in _REGEX.finditer(pattern):
+    for match in REGEX_PARTS.finditer(pattern):
         parts, kind = levels[-1], match.lastgroup
         if match["open"] is not None:
             levels.append([match[0]])

@@ -78,7 +78,7 @@ class _Lane:
                 future.set_exception(error)
 
 
-def lower_priority(thread: int) -> None:
-    """Gives a thread, by its native id, the lowest priority where threads have one (Linux)."""
+def lower_priority(thread: int, niceness: int = LOWEST) -> None:
+    """Gives a thread, by its native id, a low priority where threads have one (Linux)."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, thread, LOWEST)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)

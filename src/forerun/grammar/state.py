@@ -61,7 +61,7 @@ class GrammarState:
         import xgrammar
 
         source = compiler.source
-        matcher = xgrammar.GrammarMatcher(compiler.compile(params.grammar))
+        matcher = xgrammar.GrammarMatcher(compiler.compile_again(params.grammar))
         state = cls(params, source.eos_token_ids, source.vocab_size, matcher)
         state.limited = compiler.options.follow_limit
         state.accept(output)

@@ -1,16 +1,12 @@
 """Renders chat templates in a process of its own, which `templates.py` runs and can end.
 
-It is started by its path and imports nothing of Forerun, so that it is there at once. A template
-is code from a checkpoint: here it has little memory, no more CPU time than it is given, and
-whatever it raises becomes one line.
+A template is code from a checkpoint: here it has little memory, no more CPU time than it is given,
+and whatever it raises becomes one line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import resource
-import socket
 import traceback
 from datetime import datetime
 from functools import lru_cache
@@ -23,8 +19,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from forerun.platform.limited_process import limit_cpu, serve
+
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # in order of precedence
-MAX_MEMORY = 1 << 30  # bytes of this process
+MAX_MEMORY = 1 << 30  # bytes that templates may take
 MAX_REASON = 200  # characters of an error's message
 
 
@@ -138,58 +136,12 @@ def answer(message: bytes) -> bytes:
     """The text, or why there is none, of one request."""
     try:
         given = json.loads(message)
-        _limit_cpu(given["seconds"])
+        limit_cpu(given["seconds"])
         text = render(given["template"], given["variables"], given["max_characters"])
         return json.dumps({"text": text}).encode()
     except Exception as error:  # noqa: BLE001  whatever a template raises
         return json.dumps({"reason": reason(error)}).encode()
 
 
-def _limit_cpu(seconds: int) -> None:
-    """Of the time from now on; the kernel ends this process after it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
-
-
-def _limit(what: int, value: int) -> None:
-    """Not every system has every limit."""
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
-
-
-def read(connection: socket.socket, size: int) -> bytes:
-    """
-    Raises:
-        EOFError: the other side is gone.
-    """
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(min(size - len(data), 1 << 20))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-def receive(connection: socket.socket) -> bytes:
-    """A message: its length in 8 bytes, then the message."""
-    return read(connection, int.from_bytes(read(connection, 8), "big"))
-
-
-def send(connection: socket.socket, message: bytes) -> None:
-    connection.sendall(len(message).to_bytes(8, "big") + message)
-
-
-def main() -> None:
-    """Answers requests on the socket that is its standard input, until that is closed."""
-    connection = socket.socket(fileno=0)
-    _limit(resource.RLIMIT_AS, MAX_MEMORY)
-    _limit(resource.RLIMIT_CORE, 0)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            message = receive(connection)
-            send(connection, answer(message) if message else b"")  # "": are you there?
-
-
 if __name__ == "__main__":
-    main()
+    serve(answer, MAX_MEMORY)

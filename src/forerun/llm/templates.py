@@ -9,87 +9,50 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
 from forerun.llm import template_process
-from forerun.llm.template_process import receive, send
+from forerun.platform.limited_process import (
+    LimitedProcess,
+    ProcessEndedError,
+    ProcessTimeoutError,
+)
 
 MAX_SECONDS = 5  # of one conversation; usual ones take a thousandth of it
 MAX_CHARACTERS = 1 << 26  # of one conversation
 MAX_WORKERS = 4  # conversations that are rendered at once
-START_SECONDS = 60.0  # until a process that does not start is given up
 
 
 class TemplateFailedError(Exception):
     """A template does not render a conversation; the message says why."""
 
 
-class _Worker:
-    """One process."""
-
-    def __init__(self) -> None:
-        """
-        Raises:
-            TemplateFailedError: it does not start.
-        """
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                [sys.executable, "-P", template_process.__file__],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is not for it
-            )
-        self.ask(b"", START_SECONDS)  # its imports take time that is not the template's
-
-    def ask(self, message: bytes, seconds: float) -> bytes:
-        """The process's answer. After an error there is no process.
-
-        Raises:
-            TemplateFailedError: it takes longer than `seconds`, or ended.
-        """
-        try:
-            self._connection.settimeout(seconds)
-            send(self._connection, message)
-            return receive(self._connection)
-        except TimeoutError:
-            self.close()
-            raise TemplateFailedError(f"it takes longer than {seconds:g} s") from None
-        except (EOFError, OSError):
-            code = self.close()
-            raise TemplateFailedError(f"its process ended with exit code {code}") from None
-        except BaseException:  # Ctrl-C: the answer would be taken for that of the next message
-            self.close()
-            raise
-
-    def close(self) -> int:
-        """Ends the process; returns its exit code."""
-        self._connection.close()
-        self._process.kill()
-        return self._process.wait()
-
-
 class _Workers:
     """Processes, as many as are needed at once. Any thread may use them."""
 
     def __init__(self) -> None:
-        self._idle: list[_Worker] = []
+        self._idle: list[LimitedProcess] = []
         self._free = threading.BoundedSemaphore(MAX_WORKERS)
 
     def ask(self, message: bytes, seconds: float) -> bytes:
+        """The answer of one of them.
+
+        Raises:
+            TemplateFailedError: it takes longer than `seconds`, or ended.
+        """
         with self._free:
             try:
                 worker = self._idle.pop()
             except IndexError:
-                worker = _Worker()
-            answer = worker.ask(message, seconds)
+                worker = None
+            try:
+                worker = worker or LimitedProcess(template_process.__file__)
+                answer = worker.ask(message, seconds)
+            except (ProcessTimeoutError, ProcessEndedError) as error:
+                raise TemplateFailedError(str(error)) from None
             self._idle.append(worker)
             return answer
 

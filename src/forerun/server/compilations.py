@@ -5,39 +5,46 @@ from __future__ import annotations
 import logging
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import BusyError, RequestError
 from forerun.core.executor import Executor
+from forerun.core.grammar import Grammar
 from forerun.server.messages import Compile, Reply
 
 log = logging.getLogger("forerun")
-# The executor compiles fewer at a time, and answers at once for grammars that it knows.
-THREADS = 32
+# The executor compiles fewer at a time, lets a few more wait, and answers at once for grammars
+# that it knows.
+THREADS = 64
 
 
 class Compilations:
-    """Each in a thread. All methods belong to the thread that steps the engine."""
+    """Each grammar in a thread. All methods belong to the thread that steps the engine."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="forerun-grammar")
-        self._running: dict[Future[None], int] = {}
+        self._running: dict[Grammar, tuple[Future[None], list[int]]] = {}
 
     def __bool__(self) -> bool:
         """Whether some are not answered yet."""
         return bool(self._running)
 
     def start(self, message: Compile) -> None:
-        future = self._pool.submit(self._executor.compile_grammar, message.grammar)
-        self._running[future] = message.number
+        running = self._running.get(message.grammar)
+        if running is None:
+            compile_grammar = self._executor.compile_grammar
+            future = self._pool.submit(compile_grammar, message.grammar, message.client)
+            running = self._running[message.grammar] = (future, [])
+        running[1].append(message.number)
 
     def replies(self) -> list[Reply]:
         """Of those that have ended."""
-        ended = [future for future in self._running if future.done()]
-        return [_reply(future, self._running.pop(future)) for future in ended]
+        ended = [grammar for grammar, (future, _) in self._running.items() if future.done()]
+        answered = [self._running.pop(grammar) for grammar in ended]
+        return [_reply(future, number) for future, numbers in answered for number in numbers]
 
     def wait(self, seconds: float) -> None:
         """Until one ends."""
-        wait(self._running, seconds, FIRST_COMPLETED)
+        wait([future for future, _ in self._running.values()], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -47,6 +54,8 @@ def _reply(future: Future[None], number: int) -> Reply:
     error = future.exception()
     if error is None:
         return Reply(number, {})
+    if isinstance(error, BusyError):
+        return Reply(number, None, str(error), busy=True)
     if isinstance(error, RequestError):
         return Reply(number, None, str(error))
     log.error("Compiling a grammar failed.", exc_info=error)

@@ -26,6 +26,7 @@ from forerun.server.errors import (
     ApiError,
     EngineFailed,
     EngineUnavailable,
+    GrammarBusy,
     QueueTimeout,
     ServerStartError,
     bad_request,
@@ -236,14 +237,15 @@ class EngineClient:
         """
         return await self._ask(lambda number: Query(number, what))
 
-    async def compile_grammar(self, grammar: Grammar) -> None:
+    async def compile_grammar(self, grammar: Grammar, client: str = "") -> None:
         """Compiles a grammar, so that a request that names it starts at once.
 
         Raises:
             RequestError: it is invalid or takes too long, or xgrammar is not installed.
+            GrammarBusy: it cannot be compiled now.
             EngineUnavailable: as `query`.
         """
-        await self._ask(lambda number: Compile(number, grammar))
+        await self._ask(lambda number: Compile(number, grammar, client))
 
     async def _ask(self, question: Callable[[int], ToEngine]) -> dict[str, Any]:
         link, number = self._ready(), next(self._numbers)
@@ -386,7 +388,9 @@ class EngineClient:
         future = self._queries.get(reply.number)
         if future is None or future.done():
             return
-        if reply.error is not None:
+        if reply.error is not None and reply.busy:
+            future.set_exception(GrammarBusy(reply.error))
+        elif reply.error is not None:
             future.set_exception(RequestError(reply.error))
         else:
             future.set_result(reply.value or {})

@@ -92,6 +92,13 @@ class QueueTimeout(ApiError):
         )
 
 
+class GrammarBusy(ApiError):
+    """A grammar cannot be compiled now, because of others."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(503, reason, code="grammar_busy", headers={"Retry-After": "5"})
+
+
 class ServerStartError(Exception):
     """The engine process ended before it was ready."""
 

@@ -70,6 +70,7 @@ class Compile(_Message, frozen=True):
 
     number: int
     grammar: Grammar
+    client: str = ""  # who asks for it
 
 
 class Ping(_Message, frozen=True):
@@ -124,6 +125,7 @@ class Reply(_Message, frozen=True):
     number: int
     value: dict[str, Any] | None
     error: str | None = None
+    busy: bool = False  # the error may be gone a little later
 
 
 class Pong(_Message, frozen=True):

@@ -171,18 +171,19 @@ class Replicas:
             placed.append((replica, uncached))
         return placed
 
-    async def compile_grammar(self, grammar: Grammar, replica: int) -> None:
+    async def compile_grammar(self, grammar: Grammar, replica: int, client: str = "") -> None:
         """Compiles a grammar where a request that names it goes, so that it starts at once.
 
         Raises:
             RequestError: it is invalid or takes too long, or xgrammar is not installed.
+            GrammarBusy: it cannot be compiled now.
             EngineUnavailable: no replica serves at the moment.
         """
         chosen = self.clients[replica]
         others = [c for c in self.clients if c is not chosen and c.state is EngineState.READY]
-        for client in (chosen, *others):
+        for each in (chosen, *others):
             try:
-                return await client.compile_grammar(grammar)
+                return await each.compile_grammar(grammar, client)
             except EngineUnavailable as error:
                 unavailable = error  # another one may still refuse it
         raise unavailable

@@ -107,9 +107,10 @@ class Service:
             (prompt.params.grammar, replica)
             for prompt, (replica, _) in zip(prompts, placed, strict=True)
         ]
+        client = current_exchange.get().client
         for grammar, replica in dict.fromkeys(grammars):
             if grammar is not None:
-                await engine.compile_grammar(grammar, replica)
+                await engine.compile_grammar(grammar, replica, client)
         self.check_open()
         self._check_queue(engine.num_requests, count)
         generations = [
