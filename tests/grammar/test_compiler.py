@@ -6,7 +6,8 @@ import json
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.core.errors import RequestError
+from forerun.core.errors import BusyError, RequestError
 from forerun.core.grammar import MAX_GRAMMAR_LENGTH, MAX_JSON_DEPTH, Grammar
 from forerun.core.plan import SlotGrammar
 from forerun.core.sampling_params import SamplingParams
+from forerun.grammar import compile_process
 from forerun.grammar import compiler as module
+from forerun.grammar.compile_process import Job
 from forerun.grammar.compiler import GrammarCompiler
+from forerun.grammar.cost import estimate
 from forerun.grammar.state import GrammarState
+from forerun.grammar.trials import Trials
+from forerun.grammar.turns import MAX_WAITING, MAX_WAITING_PER_CLIENT, Turns
 from forerun.grammar.vocabulary import Vocabulary, VocabularySource
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -171,42 +177,204 @@ class Slow(GrammarCompiler):
         super().__post_init__()
         self.go, self.count = threading.Event(), 0
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, task: Any) -> Any:
         self.count += 1
         assert self.go.wait(20)
-        return super()._compile(grammar)
+        return super()._compile(task)
 
 
-def slow(seconds: float) -> Slow:
-    return Slow(compiler().source, module.CompileOptions(seconds=seconds))
+def slow(seconds: float, wait_seconds: float = 30.0) -> Slow:
+    options = module.CompileOptions(seconds=seconds, wait_seconds=wait_seconds)
+    return Slow(compiler().source, options)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_grammar_that_takes_too_long_is_refused_and_may_be_done_later() -> None:
     by = slow(0.2)
     for _ in range(2):
-        with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
+        with pytest.raises(RequestError, match=r"longer than 0\.2 s") as caught:
             by.compile(grammar(regex="a"))
+        assert not isinstance(caught.value, BusyError)
     by.go.set()
-    deadline = time.monotonic() + 10
-    while not by._compiled[grammar(regex="a")].done() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: by._compiled[grammar(regex="a")].done())
     assert by.compile(grammar(regex="a")) and by.count == 1
 
 
-def test_only_some_compile_at_a_time() -> None:
+def test_only_some_compile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_THREADS", 1)
+    monkeypatch.setattr(module, "PATIENCE", 10.0)
     by = slow(0.2)
-    asked = [grammar(regex=f"a{i}") for i in range(module.MAX_THREADS)]
-    with ThreadPoolExecutor() as pool:
-        refused = [pool.submit(by.compile, each).exception for each in asked]
-        assert all("longer than" in str(exception()) for exception in refused)
-    with pytest.raises(RequestError, match="Other grammars are taking too long"):
-        by.compile(grammar(regex="b"))
+    with ThreadPoolExecutor() as pool, by._permit():
+        busy = pool.submit(by.compile, grammar(regex="b"))
+        with pytest.raises(BusyError, match="Other grammars are taking too long"):
+            busy.result()
+    assert by.count == 0 and not by._compiled
     by.go.set()
-    deadline = time.monotonic() + 10
-    while by.count < module.MAX_THREADS or by._threads._value < module.MAX_THREADS:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
     assert by.compile(grammar(regex="b"))
+
+
+def test_threads_over_their_time_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next small grammars are compiled; after some such, all are tried in a process first."""
+    tried: list[str] = []
+    by = slow(0.05)
+    monkeypatch.setattr(by, "_try", lambda task: tried.append(task.grammar.text))
+    late = [grammar(regex=f"a{i}") for i in range(module.MAX_LATE)]
+    for each in late:
+        with pytest.raises(RequestError, match="longer than"):
+            by.compile(each)
+    assert by._late == set(late) and not tried
+    by.go.set()
+    wait_for(lambda: not by._late)
+    assert by.compile(grammar(regex="b")) and not tried
+    by._late |= {grammar(regex=f"c{i}") for i in range(module.MAX_LATE)}
+    assert by.compile(grammar(regex="d")) and tried == ["d"]
+
+
+LARGE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+WORDS = "|".join(f"word{i}" for i in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("params", "vocab_size", "low", "high"),
+    [
+        ({"json_schema": {"type": "boolean"}}, 150_000, 0, module.SMALL),
+        ({"json_object": True}, 150_000, 0, module.SMALL),
+        ({"json_schema": {"enum": WORDS.split("|")}}, 150_000, 0, module.CERTAIN),
+        ({"regex": WORDS}, 150_000, 0, module.CERTAIN),
+        ({"regex": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}, 150_000, 0, module.SMALL),
+        ({"regex": "[a-z]{1,20}"}, 150_000, module.SMALL, module.CERTAIN),
+        ({"regex": "[a-z]{1,20}"}, VOCAB_SIZE, 0, module.SMALL),
+        ({"regex": "([a-z]{1,100}){1,100}"}, VOCAB_SIZE, module.CERTAIN, 1e9),
+        ({"regex": "(a|a)*" * 200}, 150_000, module.SMALL, 1e9),
+        ({"ebnf": 'root ::= a{9}\na ::= [^"]{100} b\nb ::= "{9}"'}, 1000, 0.2, 1.0),
+        ({"json_schema": LARGE}, VOCAB_SIZE, module.CERTAIN, 1e9),
+        ({"json_schema": {**LARGE, "required": list(LARGE["properties"])}}, 6144, 0, 5),
+        ({"json_schema": {"type": "string", "maxLength": 100_000}}, 6144, module.CERTAIN, 1e9),
+        ({"json_schema": {"type": "string", "pattern": "^.{20000}$"}}, 6144, 5, 1e9),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_estimates(params: dict[str, Any], vocab_size: int, low: float, high: float) -> None:
+    job, _ = compiler()._job(grammar(**params))
+    assert low <= estimate(job, vocab_size) <= high
+
+
+@pytest.fixture
+def costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All grammars are."""
+    monkeypatch.setattr(module, "SMALL", -1.0)
+
+
+@pytest.mark.usefixtures("costly")
+def test_costly_grammars_of_a_client_wait_for_each_other() -> None:
+    by = slow(10, 0.2)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(by.compile, grammar(regex="a"), "one")
+        wait_for(lambda: by.count == 1)
+        with pytest.raises(BusyError, match="Other grammars are taking too long"):
+            by.compile(grammar(regex="b"), "one")
+        second = pool.submit(by.compile, grammar(regex="b"), "two")
+        wait_for(lambda: by.count == 2)
+        by.go.set()
+        assert first.result() and second.result()
+    assert by.compile(grammar(regex="c"), "one") and not by._turns._running
+
+
+def test_turns_are_in_order_and_their_number_is_bounded() -> None:
+    turns, order, go = Turns(), list[str](), threading.Event()
+
+    def use(client: str, name: str) -> None:
+        with turns.turn(client, 10):
+            order.append(name)
+            assert go.wait(10)
+
+    with ThreadPoolExecutor() as pool:
+        for number in range(1 + MAX_WAITING_PER_CLIENT):
+            pool.submit(use, "a", f"a{number}")
+            wait_for(lambda number=number: len(turns._waiting) == number and len(order) == 1)  # type: ignore[misc]
+        with pytest.raises(BusyError, match="4 of your grammars"), turns.turn("a", 10):
+            pass
+        pool.submit(use, "b", "b0")  # another client does not wait for them
+        wait_for(lambda: order == ["a0", "b0"])
+        turns._waiting += [(f"c{i}", object()) for i in range(MAX_WAITING)]
+        with pytest.raises(BusyError, match="Too many grammars"), turns.turn("d", 10):
+            pass
+        del turns._waiting[-MAX_WAITING:]
+        go.set()
+    assert order == ["a0", "b0", "a1", "a2", "a3", "a4"] and not turns._running
+
+
+FAKE = """
+import json, os, time
+from forerun.platform.limited_process import limit_cpu, serve
+
+def answer(message):
+    text = json.loads(message)["job"]["source"]
+    if "endless" in text:
+        time.sleep(60)
+    if "burn" in text:
+        limit_cpu(0)
+        while True:
+            pass
+    if "gone" in text:
+        os._exit(3)
+    return b"memory" if "large" in text else b""
+
+serve(answer, 1 << 30)
+"""
+
+
+def test_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each limit ends a process, and the next grammar has one."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(compile_process, "__file__", str(tmp_path / "fake.py"))
+    by = Trials()
+    info = compiler().vocabulary().tokenizer_info()
+
+    def run(source: str) -> None:
+        by.run(Job("compile_regex", source), info, 1, 10 if source != "endless" else 0.2)
+
+    run("good")
+    (first,) = by._idle
+    run("good")
+    assert by._idle == [first]
+    for source, kind, words in (
+        ("endless", BusyError, r"took longer than 0\.2 s; try again"),
+        ("burn", RequestError, "takes longer than 1 s; simplify"),
+        ("gone", RequestError, "exit code 3"),
+        ("large", RequestError, "more than 1024 MiB"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            run(source)
+        assert type(caught.value) is kind
+        run("good")
+    pid = by._idle[0][0].pid
+    by.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_grammar_that_may_not_end_is_ended_in_its_process() -> None:
+    by = new_compiler(seconds=2.0)
+    try:
+        with pytest.raises(RequestError, match="longer than 2 s") as caught:
+            by.compile(grammar(json_schema=LARGE))
+        assert not isinstance(caught.value, BusyError)
+        assert not by._late and not by._compiled
+        # One that ends is compiled here.
+        few = grammar(regex="[a-z]{1,120}([a-z]{1,5}){1,5}")
+        assert estimate(by._job(few)[0], VOCAB_SIZE) < module.CERTAIN
+        by._try(module._Task(few, Future(), *by._job(few)))
+        assert by._trials is not None and len(by._trials._idle) == 1
+        assert by.compile(few)
+    finally:
+        by.close()
 
 
 def test_one_compilation_for_all_who_ask() -> None:

@@ -31,7 +31,9 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self._lock = threading.Lock()
+        # With the vocabulary that each has.
+        self._idle: list[tuple[LimitedProcess, TokenizerInfo | None]] = []
 
     def run(self, job: Job, info: TokenizerInfo, cpu_seconds: float, seconds: float) -> None:
         """Compiles in another process.
@@ -44,13 +46,11 @@ class Trials:
             RequestError: it takes too much CPU time or memory.
             BusyError: it takes too long otherwise.
         """
-        name = str(id(info))  # it lives as long as this: see `_known`
-        message = {"name": name, "job": job.to_json(), "seconds": max(1, round(cpu_seconds))}
+        message = {"job": job.to_json(), "seconds": max(1, round(cpu_seconds))}
         try:
             process, known = self._process()
-            if name not in known:
+            if known is not info:
                 message["info"] = info.serialize_json()
-                known[name] = info
             reason = process.ask(json.dumps(message).encode(), seconds).decode()
         except ProcessTimeoutError:
             raise BusyError(
@@ -59,7 +59,7 @@ class Trials:
         except ProcessEndedError as error:
             raise _refusal(error, cpu_seconds) from None
         with self._lock:
-            self._idle.append((process, known))
+            self._idle.append((process, info))
         if reason:
             raise RequestError(
                 f"Compiling the grammar takes more than {MAX_MEMORY >> 20} MiB; simplify it."
@@ -73,17 +73,16 @@ class Trials:
             process.close()
         _open.discard(self)
 
-    def _process(self) -> tuple[LimitedProcess, dict[str, TokenizerInfo]]:
+    def _process(self) -> tuple[LimitedProcess, TokenizerInfo | None]:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         _open.add(self)
-        return LimitedProcess(compile_process.__file__), {}
+        return LimitedProcess(compile_process.__file__), None
 
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        # With the vocabularies that each has.
-        self._idle: list[tuple[LimitedProcess, dict[str, TokenizerInfo]]] = []
+    def forget(self) -> None:
+        """Leaves the processes to who has started them."""
+        self._lock, self._idle = threading.Lock(), []
 
 
 def _refusal(error: ProcessEndedError, cpu_seconds: float) -> RequestError:
@@ -102,7 +101,7 @@ def _close_all() -> None:
 def _after_fork() -> None:
     """A child starts processes of its own; those of its parent are in use there."""
     for each in list(_open):
-        each._forget()
+        each.forget()
 
 
 atexit.register(_close_all)
