@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forerun import LLM, SamplingParams
 from forerun.config.engine_config import EngineConfig
-from forerun.core.errors import RequestError
+from forerun.core.errors import BusyError, RequestError
 from forerun.core.grammar import Grammar
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
@@ -178,10 +178,13 @@ def test_grammars_are_compiled_while_requests_run(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = llm.generate(input_ids=PROMPT, sampling_params=GREEDY).output_ids
-    wire, go = Wire(), threading.Event()
+    wire, go, asked = Wire(), threading.Event(), list[tuple[str, str]]()
 
     def compile_grammar(grammar: Grammar, client: str) -> None:
+        asked.append((grammar.kind, client))
         assert go.wait(10)
+        if grammar.kind == "structural_tag":
+            raise BusyError("later")
         if grammar.kind == "regex":
             raise RequestError("regex is invalid")
         if grammar.kind == "ebnf":
@@ -194,13 +197,16 @@ def test_grammars_are_compiled_while_requests_run(
 
     monkeypatch.setattr(llm.engine.executor, "compile_grammar", compile_grammar)
     monkeypatch.setattr(wire, "send", send)
-    kinds = enumerate(("json_schema", "regex", "ebnf"))
-    wire.say(*(Compile(number, Grammar(kind, "x")) for number, kind in kinds), Submit([new("a")]))
+    kinds = ("json_schema", "regex", "ebnf", "structural_tag", "regex")
+    wire.say(
+        *(Compile(i, Grammar(kind, "x"), f"client {i}") for i, kind in enumerate(kinds)),
+        Submit([new("a")]),
+    )
     server = EngineServer(llm.engine, wire, wire)  # type: ignore[arg-type]
     recv = wire.recv
 
     def recv_until_answered(flags: int) -> bytes:
-        if len(wire.replies()) == 3:
+        if len(wire.replies()) == len(kinds):
             wire.say(Shutdown())
         return recv(flags)
 
@@ -208,9 +214,12 @@ def test_grammars_are_compiled_while_requests_run(
     server.run()
     assert wire.tokens("a") == want
     replies = wire.replies()
-    assert (replies[0].value, replies[0].error) == ({}, None)
-    assert replies[1].error == "regex is invalid"
+    assert replies[0] == Reply(0, {})
+    assert replies[1] == Reply(1, None, "regex is invalid")
+    assert replies[4] == Reply(4, None, "regex is invalid")  # asked for once
     assert "ZeroDivisionError: broken" in str(replies[2].error)
+    assert replies[3] == Reply(3, None, "later", busy=True)
+    assert sorted(asked) == sorted((kinds[i], f"client {i}") for i in range(4))
     assert wire.sent.index(replies[0]) > max(
         i for i, m in enumerate(wire.sent) if isinstance(m, Step) and m.advances
     )
@@ -443,6 +452,19 @@ class Link:
 
 def engine_client() -> EngineClient:
     return EngineClient(Placement(EngineConfig()), Path("model"), ServerMetrics())
+
+
+def test_refused_grammars_are_400_and_busy_ones_503() -> None:
+    client, loop = engine_client(), asyncio.new_event_loop()
+    refused, busy = (client._queries.setdefault(i, loop.create_future()) for i in range(2))
+    client._answer(Reply(0, None, "regex is invalid"))
+    client._answer(Reply(1, None, "later", busy=True))
+    assert type(refused.exception()) is RequestError
+    error = busy.exception()
+    assert isinstance(error, ApiError) and error.status == 503
+    assert error.response().headers["Retry-After"] == "5"
+    assert error.body()["error"]["code"] == "grammar_busy"
+    loop.close()
 
 
 def test_ends_are_counted_by_their_reason() -> None:

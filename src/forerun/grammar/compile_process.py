@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 << 20  # of one compiled grammar
 MAX_MEMORY = 1 << 30  # bytes that compiling may take
-NICENESS = 10  # of what takes long
+NICENESS = 19  # the lowest priority
 
 
 @dataclass(frozen=True)

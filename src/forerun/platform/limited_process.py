@@ -49,7 +49,7 @@ class LimitedProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(packages)},
-                start_new_session=True,  # Ctrl-C is not for it
+                process_group=0,  # Ctrl-C is not for it; in a session of its own, "nice" is ignored
             )
         self.ask(b"", START_SECONDS)  # its imports take time that is not the question's
 
