@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -372,6 +373,37 @@ def test_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pid = by._idle[0][0].pid
     by.close()
     assert not Path(f"/proc/{pid}").exists()
+
+
+PARENT = """
+import sys, threading, time
+from forerun.platform.limited_process import LimitedProcess
+
+process = LimitedProcess(sys.argv[1])
+question = b'{"job": {"source": "endless"}}'
+threading.Thread(target=process.ask, args=(question, 60), daemon=True).start()
+time.sleep(0.1)
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()  # nobody may have waited for it
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_process_ends_with_its_parent_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "fake.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        parent.kill()
+    wait_for(lambda: has_ended(pid))
 
 
 @pytest.mark.exhaustive

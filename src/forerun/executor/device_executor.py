@@ -228,7 +228,7 @@ class DeviceExecutor:
         """That of a request which was held, if it has this output; or a new one.
 
         Raises:
-            RequestError: the grammar takes too long to compile or to follow.
+            RequestError: the grammar cannot be compiled, or takes too long to follow.
         """
         assert self.grammars is not None, "set by `executor/build.py`"
         state = self._held.pop(admission.rid, None)

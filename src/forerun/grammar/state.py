@@ -56,7 +56,7 @@ class GrammarState:
         """After `output`, the tokens that the request generated before it was preempted.
 
         Raises:
-            RequestError: the grammar, no longer cached, takes too long to compile again.
+            RequestError: the grammar, no longer cached, cannot be compiled again.
         """
         import xgrammar
 
