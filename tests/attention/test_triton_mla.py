@@ -123,7 +123,7 @@ def run_forwards(need: AttentionNeed, page: int, q_len: int, device: torch.devic
     assert not bool(pair[0].pools.latent(1 - LAYER).any())
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(("page", "q_len"), [(1, 1), (16, 4), (64, 5)])
 def test_prefill_then_steps(page: int, q_len: int, device: torch.device) -> None:
     run_forwards(need_of(device, 4, 24, 8, torch.float32), page, q_len, device)

@@ -67,7 +67,7 @@ def test_sweep(simulated: tuple[float, ...]) -> None:
     assert [c.batch_size for c in cells] == [n for n in (1, 3) for _ in simulated or (1,)]
     for cell in cells:
         assert min(cell.plain, cell.fixed, cell.adaptive) > 0
-        assert 0 < sum(cell.widths.values()) <= 2 * 20 and set(cell.widths) <= {1, 4, 8, width}
+        assert 0 < sum(cell.widths.values()) <= 2 * 20 and set(cell.widths) <= {1, 2, 4, 8, width}
         if cell.simulated is None:
             assert cell.identical is True
         else:

@@ -163,7 +163,7 @@ def test_max_draft_tokens_limits_the_drafts_of_a_request(
         assert set(chosen) == {1}
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 def test_the_width_does_not_change_the_output(

@@ -109,7 +109,7 @@ def recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[
     return seen
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(("sampled", "chunk"), [(False, 512), (True, 7)], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
@@ -176,7 +176,7 @@ def cells(every: bool) -> list[tuple[str, tuple[int, int, int, bool]]]:
     return [(name, cell) for name in NAMES for cell in CELLS if (cell in own[name]) != every]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
@@ -202,7 +202,7 @@ def alternate_widths(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_width_does_not_change_the_drafts(
     name: str, chain_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
@@ -223,7 +223,7 @@ def test_the_width_does_not_change_the_drafts(
     assert all(some[start] == full[start][: len(some[start])] for start in common)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_width_does_not_change_the_output(

@@ -38,7 +38,7 @@ def total(outs: list[Any]) -> Acceptance:
     return Acceptance.total(Acceptance.of(out.meta_info) for out in outs)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (256, 512)])
@@ -55,7 +55,7 @@ def test_a_tree_accepts_more_than_a_chain() -> None:
     assert tree.correct / tree.verify_ct > 1.1 * chain.correct / chain.verify_ct
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("settings", "drafts"),
     [
@@ -89,7 +89,7 @@ def test_max_draft_tokens_limits_the_tree_depth() -> None:
         assert max(out.meta_info["spec_accept_lengths"]) <= (9 if limit is None else limit) + 1
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 def test_the_width_does_not_change_the_output(
     overlap_depth: int, monkeypatch: pytest.MonkeyPatch

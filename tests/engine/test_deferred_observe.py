@@ -96,7 +96,7 @@ def test_captured_steps_equal_eager_steps(name: str, chain_llm: Callable[..., LL
     assert seen[0] == seen[1]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(("overlap_depth", "page_size"), [(0, 16), (1, 1)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_equal_those_without_deferring(
@@ -124,7 +124,7 @@ def run_eagerly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cls, "supports_target_verify_for_draft", lambda self: False)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_eager_drafts_are_those_of_captured_ones(
@@ -172,7 +172,7 @@ class PaddedSteps(EagerSteps):
         super().observe_deferred(DeferredBatch(slots, counts, batch.kv_len_ub, lengths))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_slots_do_not_change_the_output(

@@ -160,7 +160,7 @@ def recorded(
     return steps, aux
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("settings", "drafts"),
     [

@@ -105,7 +105,7 @@ def reference(root: Path, kind: str, sampled: bool, device: str = "cpu") -> list
         ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("kind", KIND_PARAMS)
 def test_plain_decoding_equals_transformers(root: Path, kind: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
@@ -150,7 +150,7 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(kind, {}) for kind in KINDS if kind != "transformers"]

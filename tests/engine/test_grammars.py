@@ -116,7 +116,7 @@ def reference() -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [5, 512])
@@ -138,7 +138,7 @@ def test_any_drafter_gives_the_outputs_of_plain_decoding(
             assert llm.stats()["spec_decode_num_accepted_tokens"] > 0
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("why", ["slow", "late"])
 @pytest.mark.parametrize("overlap_depth", [1, 0], ids=["overlap", "sync"])
 @pytest.mark.parametrize("algorithm", ["DFLASH", None, "NGRAM", "DDTREE"])

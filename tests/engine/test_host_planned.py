@@ -65,7 +65,7 @@ def need_device() -> torch.device:
     return torch.device("cpu")
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 4), (16, 512), (16, 4), (256, 512)])
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_exact_lengths_mean_no_overlap() -> None:
         assert llm.explain()["overlap_depth"] == 1
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_phases_may_have_different_backends(phase: str) -> None:
     hold("NGRAM", 16, 4, 1, True, **{f"{phase}_attention_backend": NAME})

@@ -85,7 +85,7 @@ def reference(kind: str, sampled: bool, device: str = "cpu") -> list[list[int]]:
         ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_decoding_equals_transformers(kind: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(

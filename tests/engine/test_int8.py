@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": 
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "sampling_seed": 5}
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @needs_kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_text_does_not_depend_on_the_draft(dtype: str) -> None:

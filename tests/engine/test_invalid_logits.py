@@ -66,7 +66,7 @@ def nan_weight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM", "DFLASH", "DDTREE", "EAGLE3"])
@@ -147,7 +147,7 @@ def test_the_prefix_cache_takes_no_invalid_prompt(nan_token: Path) -> None:
             assert out.meta_info["cached_tokens"] == cached
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("algorithm", ["NGRAM", "DFLASH", "DDTREE"])
 def test_with_drafts_the_tokens_before_stay(nan_token: Path, algorithm: str) -> None:
     """A draft may propose the broken token earlier: then the text ends earlier, and is right."""

@@ -42,7 +42,7 @@ def plain(kv: str) -> list[list[int]]:
     return texts(None, kv, disable_radix_cache=True)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("kv", "algorithm", "chunk", "page_size"),
     [

@@ -98,7 +98,7 @@ def values(logprobs: list[TokenLogprobs]) -> list[float]:
     ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [6, 512])
@@ -167,7 +167,7 @@ class SplitSteps(CudaGraphSteps):
         yield
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "adaptive"),
     [

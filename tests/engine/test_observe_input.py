@@ -163,7 +163,7 @@ def plain() -> tuple[list[list[int]], list[dict[int, list[Token]]]]:
     return texts, [seen[tuple(prompt[:KEY])] for prompt in PROMPTS]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("deferred", [False, True], ids=["at-once", "deferred"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
@@ -251,7 +251,7 @@ def test_a_padded_prefill_is_observed_with_fewer_committed_tokens(
     assert algorithm.tokens_after_commit == sum(32 - len(PROMPTS[i]) for i in which)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
 def test_dummy_steps_reach_no_request(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The profiling run, as on a GPU: the padding slot's state only, and eager plugins can tell."""

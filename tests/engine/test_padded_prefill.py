@@ -43,7 +43,7 @@ class PaddedSteps(EagerSteps):
         return PrefillTokens(out.sampled)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "window"),
     [

@@ -76,7 +76,7 @@ def hold(make: Callable[[], LLM], prompts: list[list[int]], layers: int) -> None
     assert set(steps.tokens) - set(buckets)  # padded
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "window"),
     [
@@ -98,7 +98,7 @@ def test_text_and_accept_lengths_do_not_change(
     hold(lambda: make(name, **settings), PROMPTS, layers=6)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("label", ["Mistral-7B-v0.1", "Qwen3-30B-A3B", "DeepSeek-V3"])
 @pytest.mark.usefixtures("without_cpu_kernels")
 def test_windows_experts_and_latent_rows(label: str, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_requests_of_a_batch_are_independent(llm: LLM) -> None:
             assert alone.finish_reason == out.finish_reason
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("algorithm", "overlap_depth", "count"),
     [

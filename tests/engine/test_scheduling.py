@@ -35,7 +35,7 @@ def wanted() -> list[list[int]]:
         ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("algorithm", [None, "DFLASH"])
 @pytest.mark.parametrize(
     "settings",

@@ -15,7 +15,7 @@ PROMPTS = [c["prompt"] for c in CASES[:5]]
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 21}
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", None])
 @pytest.mark.parametrize("adaptive", [False, True])

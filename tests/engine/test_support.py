@@ -154,7 +154,7 @@ def hold(label: str, algorithm: str, backend: str) -> None:
             pytest.skip(str(error))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     "backend",
     [
@@ -173,7 +173,7 @@ def test_dense(label: str, algorithm: str, backend: str) -> None:
     hold(label, algorithm, backend)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     "backend",
     [

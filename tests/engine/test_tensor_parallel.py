@@ -189,7 +189,7 @@ def of_one_rank(kind: str, rotate: int) -> list[list[int]]:
         return run(engine, kind, rotate)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.exhaustive) for cell in CELLS],
@@ -237,7 +237,7 @@ def test_text_of_two_ranks_that_divide_the_experts_whole(kind: str) -> None:
         assert engine.explain()["ep_size"] == 2
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("kind", "algorithm"),
     [

@@ -157,7 +157,7 @@ def test_a_cached_prefix_ends_at_a_snapshot() -> None:
         llm.engine.check()
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_a_snapshot_is_kept_where_prompts_branch_off(chunk: int) -> None:
     """Such as after a system prompt: the third prompt finds the state that the second saved."""

@@ -72,7 +72,7 @@ def check_spans(root: Any, spans: Spans, info: dict[str, Any]) -> None:
         assert accept.attributes["width"] > 1 and 1 <= accept.attributes["batch_size"] <= 5
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("algorithm", ["DFLASH", "NGRAM", "TOY-TREES", "TOY-ORACLE", None])
 def test_spans_agree_with_meta_info(

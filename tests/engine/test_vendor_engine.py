@@ -20,7 +20,7 @@ from tests.models.support import _COMMON, _DENSE, random_hf, save
 KINDS = stand_ins.stand_ins()
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "algorithm", "page", "chunk", "tight"),
     [
@@ -103,7 +103,7 @@ def latent_texts(folder: Path, algorithm: str | None = None, **settings: Any) ->
     return cold
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "algorithm", "chunk"),
     [

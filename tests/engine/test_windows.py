@@ -61,7 +61,7 @@ def keep_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention_setup, "_window", lambda masks: None)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 4)])
@@ -99,7 +99,7 @@ def test_prompt_logprobs_with_a_cached_prefix(models: str) -> None:
         hold_prompt_logprobs(llm, LONG[0]["prompt"][:90], (40, 40, 80, 0))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("algorithm", "adaptive"), [(None, False), ("DFLASH", False), ("DFLASH", True)]
 )
@@ -133,7 +133,7 @@ def windowed(models: str, algorithm: str | None) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("pool", ["target", "draft"])
 def test_drafts_are_accepted_as_with_all_kv(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept lengths too, whether the prompt is in the prefix cache or not."""

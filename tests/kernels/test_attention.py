@@ -62,7 +62,7 @@ def spans(starts: list[int], q_len: int) -> list[tuple[int, int]]:
     return [(start, q_len) for start in starts]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(
     ("page_size", "heads", "kv_heads", "dim", "q_len", "num_splits"),
@@ -97,7 +97,7 @@ def test_kernel_and_reference_match_the_definition(
     assert relative_error(reference(case, mask), expected) < 2e-6
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("num_splits", range(1, 9))
 def test_splits_do_not_change_the_result(num_splits: int, device: torch.device) -> None:
     """Also with more num_splits than K/V blocks, and with several tiles of rows."""

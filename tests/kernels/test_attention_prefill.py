@@ -48,7 +48,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("page_size", "heads", "kv_heads", "dim", "mask"),
     [
@@ -70,7 +70,7 @@ def test_kernel_and_reference_match_the_definition(
     assert relative_error(reference(case, mask), expected) < 2e-6
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_sinks(mask: MaskSpec, device: torch.device) -> None:
     case = make_paged([(0, 1), (0, 25), (47, 6)], 4, 2, 64, 16, device=device)

@@ -68,7 +68,7 @@ SYSTEM_SMEM = 1024  # of every CTA
 pytestmark = pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_sm90_gemm_compiles(config: Sm90GemmConfig, variant: Sm90Variant) -> None:
@@ -99,7 +99,7 @@ def test_sm90_decode_compiles() -> None:
     assert decode_sm90.smem_bytes() <= MAX_SMEM_BYTES
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16)], ids=str
 )
@@ -181,7 +181,7 @@ def router_source(name: str, logit_bias: bool = False) -> str:
     return router_sm90.cuda_source(config, routing, hidden, routing.correction_bias, logit_bias)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_sm90_router_compiles(name: str) -> None:
     assert_compiles_well(router_source(name))
@@ -214,7 +214,7 @@ def test_sm90_add_rms_norm_compiles(hidden: int, parts: int) -> None:
     assert_compiles_well(add_rms_norm_sm90.cuda_source(hidden, parts))
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("config", "fp8"),
     [
@@ -231,7 +231,7 @@ def test_sm90_experts_that_choose_compile(config: Sm90MoeConfig, fp8: int) -> No
     assert config.ctas_per_sm * per_cta <= MAX_SMEM_BYTES + 1024
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("source", "built"),
     [

@@ -61,7 +61,7 @@ def double(norms: HeadNorms | None) -> HeadNorms | None:
     return norms and HeadNorms(norms.q.double(), norms.k.double(), norms.eps)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pool_dtype", [None, FP8, torch.float16])
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def check_layer(
     close(v_pool, v_want)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("pool_dtype", [torch.float32, FP8])
 @pytest.mark.parametrize("split_k", [0, 2])
 @pytest.mark.parametrize("committed", [False, True])

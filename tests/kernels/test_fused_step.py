@@ -20,7 +20,7 @@ from forerun.kernels.speculation.decode_inputs import build_decode_inputs, build
 from forerun.speculative.simulate import SimulatedAcceptance
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (3, 2048), (2, 9001)])
 def test_argmax(rows: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:

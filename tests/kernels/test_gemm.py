@@ -93,7 +93,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.skipif(GPU, reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize(("m", "n", "k", "config"), SMALL)
 def test_kernel_in_the_interpreter(m: int, n: int, k: int, config: TritonGemmConfig) -> None:

@@ -76,7 +76,7 @@ SMALL: list[tuple[tuple[int, int, int], int, TritonGemmConfig]] = [
 ]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.skipif(GPU, reason="the interpreter runs where there is no GPU")
 @pytest.mark.parametrize(("shape", "group", "config"), SMALL)
 def test_triton_in_the_interpreter(

@@ -175,7 +175,7 @@ def test_captured(device: torch.device) -> None:
         assert torch.equal(y, chain())
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.skipif(not nvrtc.available(), reason="needs NVRTC")
 @pytest.mark.parametrize(
     ("config", "variant"),

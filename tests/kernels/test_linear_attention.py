@@ -142,7 +142,7 @@ def by_token(qkv: Tensor, of: DeltaGates, heads: Heads, now: Tensor) -> tuple[Te
     return torch.stack(outs), states
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("function", UPDATES)
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 @pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
@@ -200,7 +200,7 @@ def check_update(
             close(start_of(kept, slot), after[i][committed], 1e-4)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("function", PREFILLS)
 @pytest.mark.parametrize("heads", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize("counts", [(1, 3, 2), (63, 65, 64), (130, 1, 17)])

@@ -104,7 +104,7 @@ def expected(case: Paged, cache: PagedLatent, mask: MaskSpec) -> torch.Tensor:
     return case.reference(case.mask(mask))[..., : cache.latent_dim]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(
     ("page", "heads", "dims", "q_len", "num_splits"),

@@ -84,7 +84,7 @@ def check_tiles(routed: Routed, tiles: ExpertTiles, num_experts: int) -> None:
     assert tiles.tiles.shape[1] == max_tiles(len(experts), num_experts, tiles.block_m)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
@@ -189,7 +189,7 @@ def random_experts(tokens: int, top_k: int, among: Tensor, seed: int = 0) -> Ten
     return among[scores.argsort(dim=1)[:, :top_k]].to(torch.int32)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("block_m", [16, 64])
 @pytest.mark.parametrize(
     ("tokens", "top_k", "num_experts"),
@@ -263,7 +263,7 @@ def test_the_bound_on_tiles_is_reached_and_never_passed() -> None:
         assert most <= bound <= touched + pairs // block_m
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # no bfloat16 in the interpreter
 @pytest.mark.parametrize(
     ("tokens", "hidden", "width", "num_shared"),
@@ -487,7 +487,7 @@ def test_the_order_of_tokens_does_not_matter(device: torch.device) -> None:
     torch.testing.assert_close(run(x[order]), whole[order], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("tokens", [3, 128, 131])
 def test_a_layer_and_the_norm_after_it(tokens: int, device: torch.device) -> None:
     """Routed and shared experts, residual and norm."""

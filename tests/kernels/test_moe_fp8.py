@@ -82,7 +82,7 @@ def config(tokens: int, device: torch.device, quantize_x: bool, block_n: int = 6
     return Fp8MoeConfig(replace(tiles, gate_up=gate_up, down=down), quantize_x)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 9, 40])
 def test_w8a16_is_the_dequantised_weight(kind: str, tokens: int, device: torch.device) -> None:
@@ -98,7 +98,7 @@ def test_w8a16_is_the_dequantised_weight(kind: str, tokens: int, device: torch.d
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("quantize_x", [False, True])
 def test_parts_of_the_experts_add_up(quantize_x: bool, device: torch.device) -> None:
     """As ranks with `ep_size` compute them: other ranks' choices are zeros."""
@@ -127,7 +127,7 @@ def dequantised(x: Tensor, group: int | None) -> Tensor:
     return made.dequantise()
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("block_n", [64, 128])
@@ -233,7 +233,7 @@ def moe_pair(
     return kept, plain
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_a_layer_whose_weights_no_kernel_reads(group: int | None, num_shared: int) -> None:

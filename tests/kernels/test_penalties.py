@@ -167,7 +167,7 @@ def test_a_slot_that_changes_hands_is_neutral_again() -> None:
     table.set([PackedPenalties.of(0, full.sampling, 1)])
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel(device: torch.device, dtype: torch.dtype, shape: str) -> None:

@@ -40,7 +40,7 @@ def cpu(*args: Any) -> Tensor:
     return step.prompt_lookup(history.cpu(), slots.cpu(), start.cpu(), *rest)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("find", [prompt_lookup_ref, prompt_lookup, cpu])
 @pytest.mark.parametrize(("min_match", "max_match"), [(1, 4), (3, 3), (2, 40)])
 def test_drafts_follow_the_latest_of_the_longest_matches(

@@ -55,7 +55,7 @@ def make_scene(name: str, width: int, vocab: int, device: torch.device) -> Tenso
     return scene_of(name, width, vocab, torch.float32, device)[: len(PARAMS)]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 97), (2, 2200), (3, 2200)])
 @pytest.mark.parametrize("scene", ["normal", "peaked", "tied", "flat", "near"])
 def test_tokens(scene: str, ranks: int, vocab: int, device: torch.device) -> None:
@@ -91,7 +91,7 @@ def test_a_rank_whose_tokens_cannot_be_sampled(rank: int, device: torch.device) 
     assert not ((want[:, 0] >= 700 * rank) & (want[:, 0] < 700 * (rank + 1))).any()
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("top_k", [True, False])
 def test_invalid_logits(bad: float, top_k: bool, device: torch.device) -> None:

@@ -72,7 +72,7 @@ def sampled_tree(rng: random.Random, nodes: int) -> tuple[list[int], list[int], 
     return parents, draft, sampled
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("accept", [Tree.accept, accept_path_ref])
 def test_accepts_the_sampled_path(
     accept: Callable[[Tree, Tensor, Tensor], tuple[Tensor, Tensor]], device: torch.device

@@ -77,7 +77,7 @@ def test_missing_prefixes_have_no_token() -> None:
     assert parents.tolist() == [[0, 0, 1, 2, 0, 0]]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("batch", "depth", "ranks", "nodes"),
     [(3, 15, 32, 32), (2, 15, 8, 63), (1, 1, 3, 7), (2, 2, 1, 3), (2, 7, 16, 1)],

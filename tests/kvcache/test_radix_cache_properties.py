@@ -278,7 +278,7 @@ class Requests(RuleBasedStateMachine):
             assert request.pages[: request.node.end] == cached
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("page_size", "lookahead"), [(1, 0), (1, 1), (1, 3), (4, 0), (4, 1), (16, 0), (16, 1)]
 )

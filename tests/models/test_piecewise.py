@@ -47,7 +47,7 @@ def pieces_of(model: CausalLM, loop: Loop) -> PiecewiseForward:
 NAMES = [name for name, (_, changes) in FAMILIES.items() if "linear_num_key_heads" not in changes]
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("name", NAMES)  # those with recurrent layers are not captured
 def test_hidden_states_and_kv_are_those_of_the_eager_prefill(name: str, tmp_path: Path) -> None:
     model = load_target(save(family(name), tmp_path), torch.float32, CPU)

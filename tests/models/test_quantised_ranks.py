@@ -85,7 +85,7 @@ def logits(folder: Path, comm: Communicator, *how: Any) -> Tensor:
     return model.compute_logits(loop.ragged([(0, torch.arange(20))])[0])
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("make", "quantization"),
     [

@@ -116,7 +116,7 @@ def p_value(texts: Tensor, params: SamplingParams) -> float:
     return float(stats.chisquare(counts, expected / expected.sum() * len(texts)).pvalue)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize(
     ("params", "num_tokens"),
     [(PLAIN, 1), (PLAIN, 2), (PLAIN, 3), (PLAIN, 5), (FILTERED, 3)],
@@ -128,7 +128,7 @@ def test_texts_follow_the_target(params: SamplingParams, num_tokens: int) -> Non
     assert torch.equal(texts, run(params, 1, lossless))  # the text of plain decoding, seed by seed
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("params", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("rule", [any_possible, one_too_many, shifted])
 def test_a_broken_accept_rule_is_detected(params: SamplingParams, rule: Rule) -> None:

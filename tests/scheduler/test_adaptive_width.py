@@ -59,7 +59,7 @@ def test_verify_widths(full: int, flexible: bool, want: tuple[int, ...]) -> None
     assert verify_widths(full, flexible) == want
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("rate", [0.02, 0.2, 0.6, 0.85, 0.97])
 @pytest.mark.parametrize("batch", [1, 8, 32, 128])
 def test_throughput_is_near_that_of_the_best_fixed_width(batch: int, rate: float) -> None:

@@ -112,7 +112,8 @@ def test_some_pairs_of_options(server: LiveServer) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_pairs_of_options_with_every_drafter(cell: Cell) -> None:
-    want = reference()
+    """Every pair with a third of the drafters; on a GPU every triple with each of them."""
+    want = reference()[CELLS.index(cell) % 3 :: 3]
     with start(cell) as live:
         hold(live, want)
 

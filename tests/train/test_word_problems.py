@@ -35,7 +35,7 @@ def test_same_seed_same_problems() -> None:
     assert generate(7, 20) != generate(8, 20)
 
 
-@pytest.mark.covering(0)
+@pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda t: t.__name__)
 def test_every_sum_of_every_template_is_right(template) -> None:  # type: ignore[no-untyped-def]
     rng = random.Random(5)

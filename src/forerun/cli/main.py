@@ -6,14 +6,13 @@ Exit codes: 0 success, 1 a check or the engine failed, 2 bad input (one line on 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -153,8 +152,13 @@ def main() -> None:
         code = _refuse(f"the output cannot be written: {error.strerror}.", code=1)
     else:
         sys.exit(code)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there
+    _discard(sys.stdout)
     sys.exit(code)
+
+
+def _discard(stream: TextIO) -> None:
+    """What is left in its buffer goes nowhere, and is no error when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _root(
@@ -173,8 +177,10 @@ def _not_loaded() -> None:
 
 
 def _refuse(message: str, code: int = 2) -> int:
-    with contextlib.suppress(OSError):  # standard error may be full too
+    try:
         print(f"forerun: error: {message}", file=sys.stderr)
+    except OSError:  # standard error may be full too
+        _discard(sys.stderr)
     return code
 
 
