@@ -329,6 +329,39 @@ def test_the_host_of_a_whole_url_counts(server: LiveServer) -> None:
     assert asyncio.run(fetch(server.url, header)).status == 200
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_half_closed_connection_gets_its_answer(server: LiveServer, stream: bool) -> None:
+    want = server.generate(**BODY)
+
+    async def half(wire: Wire) -> None:
+        await wire.send(post("/generate", {**BODY, "stream": stream}))
+        wire.end()
+        answer = await wire.head()
+        while answer.status == 100:
+            answer = await wire.head()
+        body = b"".join([piece async for piece in wire.pieces(answer)])
+        last = body.split(b"\n\n")[-3].removeprefix(b"data: ") if stream else body
+        assert json.loads(last)["output_ids"] == want["output_ids"]
+        assert await wire.closed(5)
+
+    on(server, half)
+
+
+def test_a_half_closed_connection_that_is_reset_ends_its_request(server: LiveServer) -> None:
+    async def leave(wire: Wire) -> None:
+        await wire.send(post("/generate", {**STREAM, "stream": False}))
+        while not (await load(server))["num_running_reqs"]:
+            await asyncio.sleep(0.01)
+        wire.end()
+        assert (await wire.head()).status == 100
+        assert (await load(server))["num_running_reqs"]
+
+    on(server, leave)
+    started = time.monotonic()
+    server.wait_idle(5)
+    assert time.monotonic() - started < 1.5
+
+
 def test_a_stream_that_its_client_left_is_logged_as_499(server: LiveServer) -> None:
     async def leave(wire: Wire) -> None:
         await wire.send(post("/generate", STREAM, X_Request_Id="leaves-its-stream"))

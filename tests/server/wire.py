@@ -84,6 +84,10 @@ class Wire:
         await self._writer.drain()
         self._sent = time.monotonic()
 
+    def end(self) -> None:
+        """Sends no more; what comes can still be read."""
+        self._writer.write_eof()
+
     async def head(self) -> Answer:
         """Status and headers.
 

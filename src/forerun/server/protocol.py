@@ -1,13 +1,15 @@
 """HTTP as uvicorn reads it with httptools, with limits on what a connection may cost.
 
 uvicorn keeps any number of headers of any size, waits for them without end, and stops reading a
-connection with a second request on it, so that it does not notice when the client leaves.
+connection with a second request on it, so that it does not notice when the client leaves. It takes
+a client that sends no more (a half-closed connection) for one that has left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +18,7 @@ from forerun.server.errors import ApiError
 
 MAX_HEAD_BYTES = 1 << 16  # request line and headers
 HEAD_SECONDS = 60.0  # from the connection, or the first byte of a request, to the end of its head
+PROBE_SECONDS = 0.5  # between two looks whether the client of a half-closed connection is there
 
 
 class _PipelinedRequest(Exception):
@@ -34,6 +37,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _probe: asyncio.TimerHandle | None = None
     _in_head = False
     _head_bytes = 0  # of the parts that have been read
     _pending = 0  # bytes since the last part
@@ -48,7 +52,23 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._probe is not None:
+            self._probe.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it has left, or it waits for its answer.
+
+        TCP tells these apart once something is sent, so it gets a 100 (Continue) now and then
+        before an answer that has not begun; who has left resets the connection. TLS has no
+        half-closed connections, and HTTP/1.0 no 100: there it has left.
+        """
+        waits = self._unanswered and not self.cycle.more_body
+        if self.scheme == "https" or not waits or self.scope["http_version"] != "1.1":
+            return False
+        self.cycle.keep_alive = False
+        self._look()
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._ignores_input:
@@ -110,6 +130,18 @@ class LimitedProtocol(HttpToolsProtocol):
         if scheme and not self.url.startswith(b"/"):
             others = [header for header in self.headers if header[0] != b"host"]
             self.headers[:] = [(b"host", re.split(rb"[/?#]", rest, maxsplit=1)[0]), *others]
+
+    def _look(self) -> None:
+        """Ends a half-closed connection that has been reset."""
+        if self.transport.is_closing():
+            return
+        peer: socket.socket = self.transport.get_extra_info("socket")
+        if peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe = self.loop.call_later(PROBE_SECONDS, self._look)
 
     def _read_part(self, size: int) -> None:
         self._head_bytes += size
