@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -117,6 +118,16 @@ def test_bad_messages_are_refused_in_one_line(messages: Any, words: str) -> None
 def test_bad_texts_are_refused(prompts: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         text_ids(tokenizer(), prompts)
+
+
+def test_a_text_over_the_length_is_not_commented_on(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("transformers")  # its messages do not reach the root logger
+    logger.addHandler(caplog.handler)
+    try:
+        (ids,), _ = text_ids(tokenizer("a tokenizer that has not warned yet"), "x" * 20_000)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert len(ids) > 4096 and not caplog.records
 
 
 def test_token_lists() -> None:

@@ -150,6 +150,23 @@ def test_malformed_bodies(server: LiveServer, body: bytes, words: str) -> None:
         assert path != COMPLETIONS or words in message
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": 5}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "stop": 3}, "stop"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias.1"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+        ("/detokenize", {"tokens": [1, "a"]}, "tokens.1"),
+        (CHAT, {"messages": ASKED, "tools": [{"type": "function"}]}, "tools.0.function"),
+    ],
+)
+def test_the_parameter_is_named(server: LiveServer, path: str, body: Any, param: str) -> None:
+    response = httpx.post(server.url + path, json=body)
+    assert refused(response).startswith(param)
+    assert response.json()["error"]["param"] == param
+
+
 def test_a_rid_that_is_no_text_is_refused(server: LiveServer) -> None:
     body = b'{"text": "x", "rid": "\\ud800"}'
     assert "printable" in refused(server.http.post(GENERATE, content=body, headers=JSON))

@@ -78,7 +78,11 @@ def test_choices(server: LiveServer, given: str) -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"guided_json": SCHEMA, "regex": "a"}, "follows one grammar only"),
+        ({"guided_json": SCHEMA, "regex": "a"}, "guided_json and regex are set; an output"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            r"structured_outputs.regex and structured_outputs.choice are set; an output follows",
+        ),
         ({"guided_regex": "a", "regex": "b"}, "guided_regex and regex are set"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex are set"),
         ({"guided_choice": []}, "list of 1 to"),

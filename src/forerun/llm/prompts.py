@@ -73,7 +73,8 @@ def encode(tokenizer: Any, text: str, **options: Any) -> list[int]:
             f"The text has a lone surrogate, {shown(text[error.start])}, which is not a character;"
             " remove it."
         ) from None
-    ids: list[int] = tokenizer(text, **options)["input_ids"]
+    # not verbose: a text over the model's length is refused in our own words
+    ids: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
     return ids
 
 

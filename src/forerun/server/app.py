@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -94,7 +94,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(error.errors()[0]).response()
+        return _invalid(error.errors()[0], error.body).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -117,9 +117,23 @@ def _add_error_handlers(app: FastAPI) -> None:
         return ApiError(500, "The server failed to handle this request.").response()
 
 
-def _invalid(problem: Mapping[str, Any]) -> ApiError:
+def _path(loc: Sequence[int | str], body: Any) -> str:
+    """The place in a body, without pydantic's names for the members of unions."""
+    places, value = [], body
+    for part in loc:
+        if isinstance(value, list) and isinstance(part, int):
+            value = value[part]
+        elif isinstance(value, dict) and isinstance(part, str):
+            value = value.get(part)
+        else:
+            continue
+        places.append(str(part))
+    return ".".join(places)
+
+
+def _invalid(problem: Mapping[str, Any], body: Any) -> ApiError:
     """One line about the first thing that is wrong with a body."""
-    path = ".".join(str(part) for part in problem["loc"][1:])
+    path = _path(problem["loc"][1:], body)
     kind, message = problem["type"], str(problem["msg"])
     if kind == "json_invalid":
         at = problem["loc"][-1]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from forerun.core.errors import shown
+from forerun.core.grammar import KINDS
 from forerun.server.strict_model import invalid
 
 log = logging.getLogger("forerun")
@@ -65,7 +66,8 @@ def respelled(body: Any) -> Any:
     """The body with Forerun's names.
 
     Raises:
-        PydanticCustomError: a value is given under two names, or is invalid.
+        PydanticCustomError: a value is given under two names, there are several grammars, or a
+            value is invalid.
     """
     if not isinstance(body, dict):
         return body
@@ -80,6 +82,9 @@ def respelled(body: Any) -> Any:
         if kept.get(field) is not None:
             raise invalid(f"{name} and {origin.get(field, field)} are set; give one.")
         kept[field], origin[field] = converted, name
+    grammars = [origin.get(kind, kind) for kind in KINDS if kept.get(kind) is not None]
+    if origin and len(grammars) > 1:
+        raise invalid(f"{' and '.join(grammars)} are set; an output follows one grammar only.")
     for name in IGNORED:
         if body.get(name) is not None:
             log.info("%s is ignored: there is one grammar compiler.", name)
