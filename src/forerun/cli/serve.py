@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy  # noqa: F401  before torch, whose C code swallows errors of this import
 import typer
 
 from forerun.cli.flags import Flag, Values, engine_flags, with_flags
