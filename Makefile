@@ -1,7 +1,8 @@
 # Three commands do everything on a fresh machine:
 #   make demo    a trained pair of models, plain and speculative side by side
 #   make serve   the same pair behind an HTTP server (OpenAI's API) on port 30000
-#   make test    the test suite, without the exhaustive part (make test-all: everything)
+#   make test    the test suite, without the exhaustive part (make test-all: everything;
+#                SHARE=1/2: one half of the exhaustive part)
 # TORCH=cpu installs the CPU build of torch (on Linux the default build brings CUDA, several GB).
 # `.ci/run` is what CI runs. Nothing but Python >= 3.11 with venv is needed beforehand.
 
@@ -12,6 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 TORCH ?= default
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TESTFLAGS ?= -n 2 --dist worksteal
+SHARE ?= 1/1
 DEMOFLAGS ?=
 SERVEFLAGS ?= --speculative-algorithm DFLASH
 
@@ -20,7 +22,7 @@ SERVEFLAGS ?= --speculative-algorithm DFLASH
 
 .PHONY: help
 help:
-	@sed -n '2,6p' Makefile | cut -c3-
+	@sed -n '2,7p' Makefile | cut -c3-
 
 ifeq ($(filter $(TORCH),default cpu),)
 $(error TORCH=$(TORCH) is unknown; use TORCH=cpu for the CPU build of torch, or leave it out)
@@ -59,7 +61,7 @@ test: $(VENV)/.forerun-dev
 	@$(BIN)/python -m pytest -m "not exhaustive" $(TESTFLAGS)
 
 test-all: $(VENV)/.forerun-dev
-	@$(BIN)/python -m pytest $(TESTFLAGS)
+	@$(BIN)/python -m pytest --share $(SHARE) $(TESTFLAGS)
 
 check: $(VENV)/.forerun-dev
 	$(BIN)/ruff check .

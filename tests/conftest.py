@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
 import pytest
 import torch
 
-from tests.covering import covering
+from tests.covering import covering, is_in_share, share
 
 # GPU machines may not have the server's packages.
 collect_ignore = ["server"] if importlib.util.find_spec("fastapi") is None else []
@@ -81,8 +81,18 @@ def _free_engines() -> Iterator[None]:
     gc.collect()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        type=share,
+        default=(1, 1),
+        metavar="N/M",
+        help="run only the Nth of M shares of the exhaustive tests, and all others",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a matrix marked `covering` all cells but a covering set become `exhaustive`.
 
     With a second strength, only cells that cover this one become `exhaustive`; the others are
@@ -101,7 +111,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cells[i].add_marker(pytest.mark.exhaustive)
         if more:
             dropped.update(cells[i] for i in rest - covering(named, *more))
-    items[:] = [item for item in items if item not in dropped]
+    number, of = config.getoption("--share")
+    others = {
+        item
+        for item in items
+        if item.get_closest_marker("exhaustive") and not is_in_share(item.nodeid, number, of)
+    }
+    config.hook.pytest_deselected(items=list(others | dropped))
+    items[:] = [item for item in items if item not in others | dropped]
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _gpu():
         for item in marked:

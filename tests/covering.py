@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -41,3 +42,20 @@ def some_of(cases: Sequence[Sequence[Any]], *kept: int) -> list[Any]:
         pytest.param(*case, marks=() if i in kept else pytest.mark.exhaustive)
         for i, case in enumerate(cases)
     ]
+
+
+def share(text: str) -> tuple[int, int]:
+    """`2/3` as (2, 3).
+
+    Raises:
+        ValueError: it has another form, or there is no such share.
+    """
+    number, of = (int(word) for word in text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError(f"there is no share {text}")
+    return number, of
+
+
+def is_in_share(name: str, number: int, of: int) -> bool:
+    """Whether the test of this name is in a share; every process finds the same."""
+    return zlib.crc32(name.encode()) % of == number - 1

@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import covering
+from tests.covering import covering, is_in_share, share
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,18 @@ def test_parameters_that_go_together_are_no_product() -> None:
     cells = [{"a": i, "b": i, "c": j} for i in "0123" for j in "01"]
     assert len(covering(cells, 2)) == 8
     assert len(covering(cells, 1)) == 4
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/2/3"])
+def test_a_share_that_does_not_exist(text: str) -> None:
+    with pytest.raises(ValueError):
+        share(text)
+
+
+def test_a_name_is_in_one_share() -> None:
+    names = [f"tests/test_it.py::test_it[{i}]" for i in range(300)]
+    shares = [{name for name in names if is_in_share(name, i, 3)} for i in (1, 2, 3)]
+    assert set.union(*shares) == set(names)
+    assert sum(map(len, shares)) == len(names)
+    assert min(map(len, shares)) > 70
+    assert share("2/3") == (2, 3)
