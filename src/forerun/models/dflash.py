@@ -2,13 +2,16 @@
 
 Every token of a block attends to the whole block and to context K/V. The draft makes context K/V
 itself from hidden states of the target: C = hidden_norm(fc(aux_hidden_states)) goes without an
-input norm into the k and v projections of every layer. Reads checkpoints of z-lab and speculators.
+input norm into the k and v projections of every layer. A head (`models/heads`) chooses the drafts.
+Reads checkpoints of z-lab, speculators, DeepSpec, SpecForge and ModelOpt.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +20,17 @@ from forerun.attention.base import AttentionContext, KVNormRope, LayerMask, Rope
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, Linear
+from forerun.layers.linear import Hidden, Linear, PendingGemm
+from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
-from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
+from forerun.layers.residual import NO_CAPTURE, AuxHiddenStates, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
+from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
-from forerun.models.dflash_config import DFlashConfig, load_dflash_config
-from forerun.models.dflash_heads import refuse_head_tensors
+from forerun.models.dflash_config import DFlashConfig
 from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
@@ -34,6 +39,9 @@ from forerun.models.draft_base import (
     own_parts,
     read_draft,
 )
+from forerun.models.heads.base import BodySizes, HeadConfig
+from forerun.models.heads.plain import PlainHead
+from forerun.models.heads.registry import refuse_other_tensors
 from forerun.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 # Other writers' names for parts of the body, by how they begin; first `model.` is dropped.
@@ -42,7 +50,17 @@ ALIASES = {
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
-SINKS = "attention_sink_bias"
+SINKS, MASK_EMBEDDING = "attention_sink_bias", "mask_embedding"
+
+
+@dataclass(frozen=True)
+class DFlashServing:
+    """How a draft is served."""
+
+    config: DFlashConfig
+    block_size: int  # rows of a block, at most those of training
+    window: int | None = None  # context positions that a block attends to; None: all
+    options: Mapping[str, Any] = field(default_factory=dict)  # values of the head's options
 
 
 class SinkAttention(Qwen3Attention):
@@ -70,8 +88,54 @@ class SinkDecoderLayer(Qwen3DecoderLayer):
     attention = SinkAttention
 
 
+class ConvolvedDecoderLayer(Qwen3DecoderLayer):
+    """With a convolution over the block's rows around each sublayer (DFlash2)."""
+
+    def add_convolutions(
+        self, config: ConvolutionConfig, hidden_size: int, rows: int, place: WeightPlacement
+    ) -> None:
+        """`rows`: of a block; every pass is over whole blocks."""
+        self.attention_conv = BlockConvolution(config, hidden_size, place)
+        self.mlp_conv = BlockConvolution(config, hidden_size, place)
+        self._rows = rows
+
+    def prepare(self) -> None:
+        for _, child in self.children():  # no norm is linked to a GEMM: a convolution reads it
+            child.prepare()
+
+    def __call__(
+        self,
+        x: Hidden,
+        residual: Tensor | None,
+        rope: RopeInput,
+        ctx: AttentionContext,
+        aux: AuxHiddenStates,
+    ) -> tuple[Hidden, Tensor]:
+        normed, residual = self.input_layernorm(x, residual)
+        out = self._around(self.attention_conv, normed, lambda y: self.self_attn(y, rope, ctx))
+        normed, residual = self.post_attention_layernorm(out, residual)
+        return self._around(self.mlp_conv, normed, self.mlp), residual
+
+    def _around(
+        self,
+        convolution: BlockConvolution,
+        x: Tensor | DeferredNorm,
+        sublayer: Callable[[Tensor], PendingGemm],
+    ) -> Tensor:
+        """x [T, H], normed -> the sublayer's output [T, H], both convolved."""
+        assert isinstance(x, Tensor)
+        rows = x.view(-1, self._rows, x.shape[1])
+        kernels = convolution.kernels(rows)
+        out = sublayer(convolution.convolve(rows, kernels[:, :, 0]).view_as(x)).result()
+        return convolution.convolve(out.view_as(rows), kernels[:, :, 1]).view_as(x)
+
+
+class SinkConvolvedDecoderLayer(ConvolvedDecoderLayer):
+    attention = SinkAttention
+
+
 class DFlashDraft(DraftModel):
-    """The layers, and the path that makes context K/V."""
+    """The layers, the path that makes context K/V, and the head."""
 
     def __init__(
         self,
@@ -79,29 +143,67 @@ class DFlashDraft(DraftModel):
         place: WeightPlacement,
         max_positions: int,
         target: TargetVocab,
-        window: int | None = None,
+        serving: DFlashServing,
         own: frozenset[str] = frozenset(),
     ) -> None:
         """Weights are uninitialised until a loader fills them; then `prepare`.
 
         Args:
             max_positions: length of the rotary tables.
-            window: context positions that a block attends to; None: all.
             own: the checkpoint's vocabulary parts (`own_parts`).
         """
         model, eps = config.model, config.model.rms_norm_eps
         sizes = model.vocab_size, config.draft_vocab_size, model.hidden_size
         super().__init__(DraftVocab(*sizes, own), target, place)
-        self.config, self.layer_masks = config, config.layer_masks(window)
+        self.config, self.layer_masks = config, config.layer_masks(serving.window)
         self._quantization = place.quantization
         self.fc = Linear(config.aux_hidden_size, model.hidden_size, bias=False, place=place)
         self.hidden_norm = RMSNorm(model.hidden_size, eps, place)
         self.layers = [
-            (SinkDecoderLayer if sinks else Qwen3DecoderLayer)(model, i, mask, place)
+            self._layer(i, mask, sinks, serving, place)
             for i, (mask, sinks) in enumerate(zip(self.layer_masks, config.sinks, strict=True))
         ]
         self.norm = FinalRMSNorm(model.hidden_size, eps, place)
         self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
+        self.mask_embedding = place.empty(model.hidden_size) if MASK_EMBEDDING in own else None
+        body = BodySizes(model.hidden_size, *sizes[:2], config.block_size, eps)
+        head = config.head
+        self.head = PlainHead() if head is None else head.build(body, place, serving.options)
+
+    def _layer(
+        self,
+        index: int,
+        mask: LayerMask,
+        sinks: bool,
+        serving: DFlashServing,
+        place: WeightPlacement,
+    ) -> Qwen3DecoderLayer:
+        model, convolution = self.config.model, self.config.convolution
+        if convolution is None:
+            return (SinkDecoderLayer if sinks else Qwen3DecoderLayer)(model, index, mask, place)
+        kind = SinkConvolvedDecoderLayer if sinks else ConvolvedDecoderLayer
+        layer = kind(model, index, mask, place)
+        layer.add_convolutions(convolution, model.hidden_size, serving.block_size, place)
+        return layer
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """The parts; those of the head have no prefix in checkpoints."""
+        for name, child in super().children():
+            yield from child.children() if child is self.head else [(name, child)]
+
+    def weights(self, prefix: str = "") -> dict[str, Tensor]:
+        own = self.mask_embedding
+        return super().weights(prefix) | ({} if own is None else {f"{prefix}{MASK_EMBEDDING}": own})
+
+    def embed_block(self, ids: Tensor) -> Tensor:
+        """Tokens of blocks [B, R], anchor and masks -> [B · R, H]."""
+        embeds = self.embed(ids.flatten())
+        if self.mask_embedding is not None:
+            embeds = embeds.view(*ids.shape, -1).clone()
+            embeds[:, 1:] = self.mask_embedding
+            embeds = embeds.flatten(0, 1)
+        scale = self.config.embedding_scale
+        return embeds if scale == 1 else embeds * scale
 
     def forward(self, embeds: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         """Embedded block tokens [T, H] -> hidden_states [T, H] after the final norm."""
@@ -119,7 +221,7 @@ class DFlashDraft(DraftModel):
 
     def write_context_kv(
         self,
-        aux_hidden_states: Tensor,
+        context: Tensor,
         positions: Tensor,
         ctx: AttentionContext,
         num_committed: Tensor | None,
@@ -129,9 +231,10 @@ class DFlashDraft(DraftModel):
         One GEMM makes k and v of all layers.
 
         Args:
+            context: C [T, H] of `combine_hidden_states`.
             num_committed: [B] int32, tokens of each request whose K/V is needed; None: all.
         """
-        kv = self._context_kv(self.combine_hidden_states(aux_hidden_states))
+        kv = self._context_kv(context)
         ctx.write_layers(kv, self._context_norm_rope, self.rope.rows(positions), num_committed)
 
     def prepare(self) -> None:
@@ -180,30 +283,30 @@ def load_dflash(
     place: WeightPlacement,
     max_positions: int,
     target: TargetVocab,
-    window: int | None = None,
+    serving: DFlashServing,
     load_format: str = "auto",
 ) -> DFlashDraft:
     """Builds and fills a draft.
 
     Args:
         max_positions: length of the rotary tables.
-        window: context positions that a block attends to; None: all.
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights, a config is enough.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
-    config = load_dflash_config(folder)
+    config = serving.config
     if load_format in DUMMY_FORMATS:
-        draft = DFlashDraft(config, place, max_positions, target, window)
+        draft = DFlashDraft(config, place, max_positions, target, serving)
         fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
         draft.prepare()
         return draft
-    checkpoint = _body_tensors(folder)
+    checkpoint = _named_tensors(folder, config.head)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
+    own |= {MASK_EMBEDDING} & checkpoint.headers.keys()
 
     def build(place: WeightPlacement, positions: int) -> DFlashDraft:
-        return DFlashDraft(config, place, positions, target, window, own)
+        return DFlashDraft(config, place, positions, target, serving, own)
 
     draft = read_draft(build, checkpoint, place, max_positions)
     check_offsets(folder, draft.d2t, config.vocab_size)
@@ -211,18 +314,19 @@ def load_dflash(
     return draft
 
 
-def _body_tensors(folder: Path) -> Checkpoint:
-    """The folder's tensors under z-lab's names.
+def _named_tensors(folder: Path, head: HeadConfig | None) -> Checkpoint:
+    """The folder's tensors under the names of the parts.
 
     Raises:
-        ConfigError: there is more than a body, which would be left out.
+        ConfigError: there is more than the config describes, which would be left out.
     """
     checkpoint = Checkpoint(folder)
     checkpoint.rename({"model.": ""})
-    checkpoint.rename(ALIASES)
-    refuse_head_tensors(checkpoint.headers, str(folder))
-    if "mask_embedding" in checkpoint or (folder / "mask_embedding.pt").exists():
+    checkpoint.rename(ALIASES | ({} if head is None else dict(head.files.aliases)))
+    refuse_other_tensors(checkpoint.headers, head, str(folder))
+    if (folder / f"{MASK_EMBEDDING}.pt").exists():
         raise ConfigError(
-            f"{folder}: a mask_embedding apart from the target's embedding is not supported yet."
+            f"{folder}: {MASK_EMBEDDING}.pt is a pickle, which can run code when it is read. Store"
+            f" it in model.safetensors as {MASK_EMBEDDING}."
         )
     return checkpoint

@@ -16,9 +16,16 @@ from forerun.config.schema import checked
 from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator
-from forerun.models.dflash_heads import is_head_key, is_headless, refuse_heads
+from forerun.models.block_convolution import ConvolutionConfig
 from forerun.models.dflash_keys import ARCHITECTURES, ONLY, DFlashKeys, OuterKeys
 from forerun.models.draft_base import dense_layout
+from forerun.models.heads.base import HeadConfig
+from forerun.models.heads.registry import (
+    is_head_key,
+    is_headless,
+    predicts_from_anchor,
+    read_head,
+)
 from forerun.models.registry import check_layers
 
 
@@ -40,11 +47,14 @@ class DFlashConfig:
     windows: tuple[int | None, ...]  # per layer, as in `ModelConfig`
     value_scale: float = 1.0  # values are multiplied by it, of context and block
     sinks: tuple[bool, ...] = ()  # per layer: a logit per head without a value
+    convolution: ConvolutionConfig | None = None  # around the sublayers, over a block's rows
+    embedding_scale: float = 1.0  # of a block's embeddings, not of the context
+    head: HeadConfig | None = None  # None: each row's most likely token
 
-    @property
-    def num_drafts(self) -> int:
-        """K: tokens a full block proposes."""
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
+    def num_drafts(self, block_size: int) -> int:
+        """K: tokens that a block of `block_size` rows proposes."""
+        last = self.head is None or self.head.last_row_predicts
+        return block_size if self.sample_from_anchor and last else block_size - 1
 
     @property
     def aux_hidden_size(self) -> int:
@@ -96,8 +106,12 @@ class DFlashConfig:
         )
         extras = f", values x {self.value_scale:g}" if self.value_scale != 1 else ""
         extras += ", attention sinks" if any(self.sinks) else ""
+        extras += ", convolutions" if self.convolution is not None else ""
+        head = "no head" if self.head is None else self.head.describe()
+        layout = "anchor-first" if self.sample_from_anchor else "fill-in"
         return (
-            f"blocks of {self.block_size} tokens, predictions from {first} on, attention"
+            f"{head}, {layout} blocks of {self.block_size} tokens, predictions from {first} on,"
+            " attention"
             f" {' and '.join(kinds)}{extras}, target layers {list(self.target_layer_ids)}"
         )
 
@@ -119,12 +133,12 @@ def load_dflash_config(folder: Path) -> DFlashConfig:
 
 def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlashConfig:
     outer = checked(OuterKeys, raw, where)
-    inner = _given(outer.dflash_config or {})
+    inner = _given({**(outer.dflash_config or {}), **(outer.dspark_config or {})})
     keys = _merged(_given(raw), inner, where)
-    refuse_heads(keys, where)
+    head = read_head(keys, where)
     names = outer.architectures or (list(ARCHITECTURES[:1]) if inner else [])
-    _check_kind(outer, keys, names, where)
-    _refuse_unknown(inner, keys, where)
+    _check_kind(outer, keys, names, head, where)
+    _refuse_unknown(inner, keys, head, where)
     body: Mapping[str, Any] = {**raw, "architectures": names}
     body_where = where
     if outer.speculators_model_type is not None:
@@ -144,11 +158,14 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
         num_target_layers=read.num_target_layers,
         target_hidden_size=read.target_hidden_size or model.hidden_size,
         draft_vocab_size=read.draft_vocab_size or model.vocab_size,
-        sample_from_anchor=_predicts_from_anchor(read, keys, where),
-        causal=_causal(read, windows),
+        sample_from_anchor=_predicts_from_anchor(read, keys, head, where),
+        causal=_causal(read, windows, keys.get("speculators_model_type") == "dflash2"),
         windows=windows,
         value_scale=read.attention_value_scale or 1.0,
         sinks=_sinks(read, windows),
+        convolution=_convolution(read, keys, model, where),
+        embedding_scale=read.input_embedding_scale or 1.0,
+        head=head,
     )
     _check(config, where)
     return config
@@ -170,10 +187,14 @@ def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> d
 
 
 def _check_kind(
-    outer: OuterKeys, keys: Mapping[str, Any], names: Sequence[str], where: str
+    outer: OuterKeys,
+    keys: Mapping[str, Any],
+    names: Sequence[str],
+    head: HeadConfig | None,
+    where: str,
 ) -> None:
-    """Whether it is a plain DFlash draft, as far as it says what it is."""
-    kind, headless = outer.speculators_model_type, is_headless(keys)
+    """Whether it is a DFlash draft, as far as it says what it is."""
+    kind, headless = outer.speculators_model_type, head is not None or is_headless(keys)
     if kind is not None:
         if kind != "dflash" and not headless:
             raise ConfigError(
@@ -193,9 +214,11 @@ def _check_kind(
         )
 
 
-def _refuse_unknown(inner: Mapping[str, Any], keys: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(
+    inner: Mapping[str, Any], keys: Mapping[str, Any], head: HeadConfig | None, where: str
+) -> None:
     """What a key of `dflash_config` means must be known; at the top stand many others' keys."""
-    known = {*DFlashKeys.__struct_fields__, *ONLY}
+    known = {*DFlashKeys.__struct_fields__, *ONLY, "projector_type"}
     unknown = [key for key in inner if key not in known and not is_head_key(key)]
     if unknown:
         raise ConfigError(
@@ -203,12 +226,14 @@ def _refuse_unknown(inner: Mapping[str, Any], keys: Mapping[str, Any], where: st
             " is served without what they mean has hardly a token accepted; remove them if they"
             " mean nothing for serving."
         )
+    honoured = () if head is None else head.honours
     for key, values in ONLY.items():
-        if key in keys and keys[key] not in values:
-            raise ConfigError(
-                f"{where}: {key} {shown(keys[key])} is not supported; it must be"
-                f" {' or '.join(map(shown, values))}."
-            )
+        if key in keys and keys[key] not in values and key not in honoured:
+            must = f"it must be {' or '.join(map(shown, values))}" if values else "remove it"
+            raise ConfigError(f"{where}: {key} {shown(keys[key])} is not supported; {must}.")
+    projector = keys.get("projector_type")
+    if head is None and not is_headless(keys) and projector not in (None, "dflash"):
+        raise ConfigError(f"{where}: projector_type {shown(projector)} is not known.")
 
 
 def _target_layers(read: DFlashKeys, where: str) -> tuple[int, ...]:
@@ -247,12 +272,15 @@ def _windows(read: DFlashKeys, model: ModelConfig, where: str) -> tuple[int | No
     return tuple(window if slides else None for slides in sliding)
 
 
-def _causal(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
+def _causal(read: DFlashKeys, windows: Sequence[int | None], of_dflash2: bool) -> tuple[bool, ...]:
     """Stated for all layers; else sliding layers are causal within a block, and full ones not."""
     stated = read.causal if read.is_causal is None else read.is_causal
     if stated is not None:
         return (stated,) * len(windows)
-    return tuple(window is not None and not read.sliding_window_non_causal for window in windows)
+    non_causal = read.sliding_window_non_causal
+    if non_causal is None:
+        non_causal = of_dflash2
+    return tuple(window is not None and not non_causal for window in windows)
 
 
 def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
@@ -261,7 +289,27 @@ def _sinks(read: DFlashKeys, windows: Sequence[int | None]) -> tuple[bool, ...]:
     return tuple(of_full if window is None else of_sliding for window in windows)
 
 
-def _predicts_from_anchor(read: DFlashKeys, keys: Mapping[str, Any], where: str) -> bool:
+def _convolution(
+    read: DFlashKeys, keys: Mapping[str, Any], model: ModelConfig, where: str
+) -> ConvolutionConfig | None:
+    """The convolutions around the sublayers, from two keys that belong together."""
+    taps, group = read.conv_kernel_size, read.conv_group_size
+    if keys.get("speculators_model_type") == "dflash2":
+        taps, group = taps or 2, group or 16
+    if not taps and not group:
+        return None
+    if not taps or not group:
+        raise ConfigError(f"{where} needs both conv_kernel_size and conv_group_size, as trained.")
+    if model.hidden_size % group:
+        raise ConfigError(
+            f"{where}: conv_group_size {group} does not divide the hidden size {model.hidden_size}."
+        )
+    return ConvolutionConfig(taps, group)
+
+
+def _predicts_from_anchor(
+    read: DFlashKeys, keys: Mapping[str, Any], head: HeadConfig | None, where: str
+) -> bool:
     """Whether the first token of a block predicts the next one; else it is only read."""
     stated = (read.sample_from_anchor, read.query_zero_predicts_next)
     if None not in stated and stated[0] != stated[1]:
@@ -270,7 +318,7 @@ def _predicts_from_anchor(read: DFlashKeys, keys: Mapping[str, Any], where: str)
             " say the same and disagree. Remove the wrong one."
         )
     said = next((value for value in stated if value is not None), None)
-    return is_headless(keys) if said is None else said
+    return predicts_from_anchor(keys, head) if said is None else said
 
 
 def _check(config: DFlashConfig, where: str) -> None:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, Size
 
-# Of drafts without a head; text models' names stand in files that others have written.
+# Of bodies; text models' names stand in files that others have written.
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Block = Annotated[int, Meta(ge=2, le=1 << 16)]
@@ -43,6 +43,11 @@ class DFlashKeys(msgspec.Struct, kw_only=True):
     attention_sink_bias: bool | None = None
     add_swa_attention_sink_bias: bool | None = None
     add_full_attention_sink_bias: bool | None = None
+    # Around the sublayers.
+    conv_kernel_size: Annotated[int, Meta(ge=0, le=64)] | None = None
+    conv_group_size: Annotated[int, Meta(ge=0, le=1 << 16)] | None = None
+    # Of the embeddings of a block.
+    input_embedding_scale: Positive | None = None
 
     @property
     def layers_from_1(self) -> list[list[int]]:
@@ -57,16 +62,16 @@ class OuterKeys(msgspec.Struct):
     architectures: list[str] | None = None
     speculators_model_type: str | None = None
     dflash_config: Object | None = None
+    dspark_config: Object | None = None  # SGLang's: it wins over `dflash_config`
     transformer_layer_config: Object | None = None
 
 
 # Keys that change what a body computes, and the values that are supported.
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "projector_type": ("dflash", "dspark"),
     "attention_mode": ("gqa",),
     "is_neox_style": (True,),
     "rope_is_neox_style": (True,),
     "use_gemma_norm": (False,),
     "output_multiplier": (1,),
-    "input_embedding_scale": (1,),
+    "final_logit_softcapping": (),
 }

@@ -20,7 +20,7 @@ from forerun.core.errors import ConfigError
 from forerun.kernels.speculation.best_first import best_first, top_log_probs
 from forerun.kernels.speculation.tree import MAX_NODES
 from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
-from forerun.speculative.dflash import DFlash
+from forerun.speculative.dflash import DFlash, read_draft
 
 
 class DDTree(DFlash):
@@ -32,6 +32,12 @@ class DDTree(DFlash):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         budget = _budget(config)
+        draft = read_draft(config)[1]
+        if draft.head is not None:
+            raise ConfigError(
+                f"DDTREE builds trees from the rows of a body alone, and this draft has a"
+                f" {draft.head.files.name} head; use --speculative-algorithm DFLASH."
+            )
         caps = super().resolve(config, target, dtype)
         return replace(
             caps,
@@ -45,8 +51,9 @@ class DDTree(DFlash):
 
     def propose(self, step: ProposeInput) -> Draft:
         nodes = step.num_verify_tokens - 1
-        logits = self._draft.compute_logits(self._run_block(step))
-        logits = logits.unflatten(0, (step.slots.shape[0], -1))  # [B, depth, V]
+        rows = self._run_block(step).predicting
+        logits = self._draft.compute_logits(rows.flatten(0, 1))
+        logits = logits.unflatten(0, rows.shape[:2])  # [B, depth, V]
         scores, ids = top_log_probs(logits, min(nodes, logits.shape[-1]))
         return Draft(*best_first(scores, self._draft.to_target_ids(ids), nodes))
 

@@ -1,8 +1,9 @@
 """DFLASH: a block-diffusion draft that proposes a whole block in one pass.
 
-propose: one pass over the block `[last_token, MASK, ...]`, which attends to context K/V; argmax at
-every token. observe: context K/V is computed from the target's hidden states of the tokens it just
-ran. K/V of rejected tokens may be written too; the next block overwrites it.
+propose: one pass over the block `[last_token, MASK, ...]`, which attends to context K/V; then the
+draft's head chooses the tokens (`models/heads`; without one, each row's argmax). observe: context
+K/V is computed from the target's hidden states of the tokens it just ran. K/V of rejected tokens
+may be written too; the next block overwrites it.
 (arXiv 2602.06036, sections 3 and 4.)
 """
 
@@ -20,8 +21,10 @@ from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gemm import BFLOAT16
-from forerun.models.dflash import load_dflash
+from forerun.models.dflash import DFlashServing, load_dflash
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
+from forerun.models.heads.base import Block, Draw
+from forerun.models.heads.registry import HEAD_OPTIONS
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculative.base import (
     Draft,
@@ -30,6 +33,8 @@ from forerun.speculative.base import (
     Option,
     Phase,
     ProposeInput,
+    SlotContext,
+    SlotState,
     SpecCaps,
     SpeculativeAlgorithm,
 )
@@ -46,13 +51,14 @@ class DFlash(SpeculativeAlgorithm):
             None,
             "Tokens of a draft block; none: as trained. Smaller works, larger is refused",
         ),
+        *(Option(each.name, each.type, each.default, each.help) for each in HEAD_OPTIONS),
     )
     bundled_draft = "draft"
     shards_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
-        folder, draft = _read(config)
+        folder, draft = read_draft(config)
         _check_fit(folder, draft, target)
         _mask_token(config, draft, target)
         block = _block_size(config, draft)
@@ -61,11 +67,11 @@ class DFlash(SpeculativeAlgorithm):
             raise ConfigError(
                 f"speculative_draft_window_size {window} is below the block size {block}; raise it."
             )
-        drafts = block if draft.sample_from_anchor else block - 1
+        drafts = draft.num_drafts(block)
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
-            kv_reserve=drafts + 1,
+            kv_reserve=max(block, drafts + 1),
             target_layers=draft.target_layer_ids,
             draft_kv=rank_layout(config, folder, lambda comm: draft.kv_layout(dtype, comm)),
             draft_heads=draft.num_heads // config.draft_ranks,
@@ -78,20 +84,27 @@ class DFlash(SpeculativeAlgorithm):
         )
 
     def load(self, ctx: DraftContext) -> None:
-        folder, config = _read(ctx.config)
+        folder, config = read_draft(ctx.config)
+        block = _block_size(ctx.config, config)
+        window = ctx.config.speculative_draft_window_size
         self._draft = load_dflash(
             folder,
             # Also in a float32 engine, since the target alone decides what is accepted.
             WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization=BFLOAT16),
             ctx.max_positions,
             ctx.target,
-            ctx.config.speculative_draft_window_size,
+            DFlashServing(config, block, window, ctx.config.algorithm_options),
             ctx.config.load_format,
         )
         if ctx.comm.rank == 0:
             log.info("The draft %s: %s", folder, config.describe())
-        self._first = 0 if config.sample_from_anchor else 1  # first token of a block that predicts
-        block = _block_size(ctx.config, config)
+        self._config = config
+        self._first = 0 if config.sample_from_anchor else 1  # first row of a block that predicts
+        self._context: Tensor | None = None
+        self._token_ids: Tensor | None = None  # of the columns of a pruned vocabulary
+        if self._draft.d2t is not None:
+            columns = torch.arange(config.draft_vocab_size, device=ctx.device)
+            self._token_ids = self._draft.to_target_ids(columns)
         mask = _mask_token(ctx.config, config, ctx.target.config)
         self._masks = torch.full((1, block - 1), mask, dtype=torch.int64, device=ctx.device)
         self._offsets = torch.arange(block, dtype=torch.int32, device=ctx.device)
@@ -99,16 +112,38 @@ class DFlash(SpeculativeAlgorithm):
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
+    def create_future_map(self, ctx: SlotContext) -> SlotState:
+        """C of the last committed token, if the head reads it."""
+        head = self._config.head
+        if head is None or not head.reads_context:
+            return SlotState()
+        shape, dtype = (ctx.slots, self._config.hidden_size), self._draft.norm.norm.weight.dtype
+        self._context = torch.zeros(shape, dtype=dtype, device=ctx.device)
+        return SlotState({"context": self._context})
+
     def propose(self, step: ProposeInput) -> Draft:
-        best = self._draft.compute_argmax(self._run_block(step))
-        return Draft(self._draft.to_target_ids(best).view(step.slots.shape[0], -1))
+        proposal = self._draft.head.propose(self._run_block(step), self._draft, self._draw(step))
+        return Draft(proposal.tokens)
+
+    def _draw(self, step: ProposeInput) -> Draw:
+        """Draws tokens for positions of this step."""
+
+        def draw(scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
+            positions = step.start.unsqueeze(1) + self._offsets[: scores.shape[1]] + (first + 1)
+            ids = self._token_ids if columns is None else self._draft.to_target_ids(columns)
+            chosen = step.sample(scores, positions, ids)
+            if columns is not None:
+                chosen = columns.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+            return self._draft.to_target_ids(chosen)
+
+        return draw
 
     def _depth(self, width: int) -> int:
         """Drafts of the block that a step of `width` tokens verifies."""
-        return min(width - 1, len(self._offsets) - self._first)
+        return min(width - 1, self._config.num_drafts(len(self._offsets)))
 
-    def _run_block(self, step: ProposeInput) -> Tensor:
-        """One pass over the block: hidden states [B * depth, H] of the tokens that predict.
+    def _run_block(self, step: ProposeInput) -> Block:
+        """One pass over the block.
 
         The block is whole, however few tokens the target verifies: with fewer masks after them,
         all tokens would predict worse than they were trained to.
@@ -119,25 +154,38 @@ class DFlash(SpeculativeAlgorithm):
         # `kernels/runtime/pdl.py`.
         attention = step.attention(block)
         masks = self._masks.expand(batch, -1)
-        ids = torch.cat([step.last_token.unsqueeze(1), masks], dim=1).flatten()
+        ids = torch.cat([step.last_token.unsqueeze(1), masks], dim=1)
         positions = step.positions
         if step.num_verify_tokens != block:
             positions = (step.start.unsqueeze(1) + self._offsets).flatten()
-        hidden = self._draft.forward(self._draft.embed(ids), positions, attention)
-        end = self._first + self._depth(step.num_verify_tokens)
-        return hidden.view(batch, block, -1)[:, self._first : end].flatten(0, 1)
+        hidden = self._draft.forward(self._draft.embed_block(ids), positions, attention)
+        head, before = self._config.head, None
+        if head is not None and head.reads_before:
+            before = step.history[step.slots, (step.start - 1).clamp_min(0).long()].long()
+        return Block(
+            hidden=hidden.view(batch, block, -1),
+            first=self._first,
+            depth=self._depth(step.num_verify_tokens),
+            anchor=step.last_token,
+            before=before,
+            context=None if self._context is None else self._context[step.slots],
+        )
 
     def observe(self, step: ObserveInput) -> None:
         assert step.aux_hidden_states is not None
         # Prompt chunks may be ragged; all of their K/V is written.
         count = None if step.phase is Phase.PREFILL else step.num_committed
-        self._draft.write_context_kv(step.aux_hidden_states, step.positions, step.attention, count)
+        context = self._draft.combine_hidden_states(step.aux_hidden_states)
+        if self._context is not None:
+            self._context[step.slots] = context[step.last_index]
+        self._draft.write_context_kv(context, step.positions, step.attention, count)
 
 
 # --- start-up checks ------------------------------------------------------------------------
 
 
-def _read(config: EngineConfig) -> tuple[Path, DFlashConfig]:
+def read_draft(config: EngineConfig) -> tuple[Path, DFlashConfig]:
+    """The draft's folder and config."""
     folder = config.required_draft_path()
     return folder, load_dflash_config(folder)
 
@@ -150,7 +198,7 @@ def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
     """
     asked = config.algorithm_options["speculative_dflash_block_size"]
     tokens = config.speculative_num_draft_tokens
-    extra = 1 if draft.sample_from_anchor else 0  # tokens verified past the block
+    extra = draft.num_drafts(draft.block_size) + 1 - draft.block_size  # verified past the block
     if asked is not None and asked < 1:
         raise ConfigError(f"speculative_dflash_block_size must be positive, got {asked}.")
     if asked is not None and tokens is not None and tokens != asked + extra:
@@ -160,6 +208,11 @@ def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
         )
     block = int(asked or (tokens - extra if tokens is not None else draft.block_size))
     min_block = 2 - extra
+    if block != draft.block_size and draft.head is not None and draft.head.fixed_block:
+        raise ConfigError(
+            f"A block of {block} tokens cannot be served: the {draft.head.files.name} head of this"
+            f" draft has weights for {draft.block_size}; leave the block size out."
+        )
     if not min_block <= block <= draft.block_size:
         raise ConfigError(
             f"A block of {block} tokens cannot be served: the draft was trained at"

@@ -24,6 +24,8 @@ GROUP = "forerun.algorithms"
 BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
     "DFLASH": "forerun.speculative.dflash:DFlash",
+    "DSPARK": "forerun.speculative.dflash:DFlash",  # other names of the same: the draft says
+    "DOMINO": "forerun.speculative.dflash:DFlash",  # which head it has
     "DDTREE": "forerun.speculative.ddtree:DDTree",
     "EAGLE": "forerun.speculative.eagle:Eagle",
     "EAGLE3": "forerun.speculative.eagle3:Eagle3",

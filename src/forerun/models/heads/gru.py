@@ -1,0 +1,142 @@
+"""Domino: a GRU over the drafted tokens corrects the logits of each row (arXiv 2605.29707).
+
+G_j is the state after the tokens t_0 … t_j (t_0: the anchor), from zero. The row that predicts
+t_{j+1} is corrected by embed_proj([h ; G_j]), but for the first `pure_draft_prefix_len` ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from msgspec import Meta
+from torch import Tensor
+
+from forerun.config.schema import Size
+from forerun.core.errors import ConfigError
+from forerun.layers.communication import WeightPlacement
+from forerun.models.heads.base import (
+    Affine,
+    Block,
+    BodySizes,
+    DraftHead,
+    DraftVocabulary,
+    Draw,
+    HeadConfig,
+    HeadFiles,
+    HeadOption,
+    Parameters,
+    Proposal,
+    SiLUMLP,
+    checked_keys,
+    whole,
+)
+
+POOL = "speculative_domino_candidate_pool_size"
+
+
+class DominoKeys(msgspec.Struct, kw_only=True):
+    gru_hidden_dim: Size
+    emb_dim: Size
+    shift_label: bool = False
+    pure_draft_prefix_len: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+
+
+@dataclass(frozen=True)
+class DominoConfig(HeadConfig):
+    gru_size: int
+    inner_size: int
+    pure_prefix: int
+    shift_label: bool
+
+    files: ClassVar[HeadFiles] = HeadFiles(
+        "Domino",
+        ("domino", "causal_v5", "dominodraftmodel", "dominospeculator"),
+        r"shift_label|pure_draft_prefix_len|gru_hidden_dim|emb_dim",
+        r"(prefix_gru|embed_proj)\..*",
+        (),
+        {"logit_head.prefix_gru.": "prefix_gru.", "logit_head.embed_proj.": "embed_proj."},
+    )
+    options: ClassVar[tuple[HeadOption, ...]] = (
+        HeadOption(
+            POOL,
+            int,
+            2048,
+            "Domino scores only as many tokens, the likeliest of any row of a block; 0: all",
+        ),
+    )
+    last_row_predicts: ClassVar[bool] = False
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any], where: str) -> DominoConfig:
+        read = checked_keys(DominoKeys, keys, where)
+        return cls(read.gru_hidden_dim, read.emb_dim, read.pure_draft_prefix_len, read.shift_label)
+
+    @property
+    def anchor_first(self) -> bool:
+        return self.shift_label
+
+    def build(
+        self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]
+    ) -> DominoHead:
+        pool = options.get(POOL, 0)
+        if pool < 0:
+            raise ConfigError(f"{POOL} must be 0 (all tokens) or more, got {pool}.")
+        return DominoHead(self, sizes, whole(place), pool)
+
+    def describe(self) -> str:
+        return f"Domino head (GRU of {self.gru_size}, first {self.pure_prefix} uncorrected)"
+
+
+class GRUCell(Parameters):
+    """One step of a GRU without biases, gates in PyTorch's order: r, z, n."""
+
+    def __init__(self, inputs: int, size: int, place: WeightPlacement) -> None:
+        super().__init__(place, weight_ih_l0=(3 * size, inputs), weight_hh_l0=(3 * size, size))
+        self.size = size
+
+    def __call__(self, x: Tensor, state: Tensor) -> Tensor:
+        """x [B, in], state [B, size] -> the next state."""
+        r_x, z_x, n_x = F.linear(x, self["weight_ih_l0"]).chunk(3, 1)
+        r_h, z_h, n_h = F.linear(state, self["weight_hh_l0"]).chunk(3, 1)
+        r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
+        return (1 - z) * (n_x + r * n_h).tanh() + z * state
+
+
+class DominoHead(DraftHead):
+    def __init__(
+        self, config: DominoConfig, sizes: BodySizes, place: WeightPlacement, pool: int
+    ) -> None:
+        """`pool`: tokens that are scored per block; 0: all."""
+        self._config, self._pool = config, pool
+        self.prefix_gru = GRUCell(sizes.hidden_size, config.gru_size, place)
+        inputs, inner = sizes.hidden_size + config.gru_size, config.inner_size
+        self._readout = Affine(inner, sizes.draft_vocab_size, place, bias=False)
+        self.embed_proj = SiLUMLP(Affine(inputs, inner, place, bias=False), self._readout)
+
+    def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
+        hidden = block.predicting
+        base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        readout, pool = self._readout["weight"].to(hidden.dtype), None
+        if 0 < self._pool < base.shape[-1]:
+            pool = base.amax(1).topk(self._pool, -1).indices  # [B, C], of all rows
+            readout = readout[pool]  # [B, C, m]
+        state = hidden.new_zeros(hidden.shape[0], self._config.gru_size)
+        token, tokens = block.anchor, []
+        for i in range(block.depth):
+            state = self.prefix_gru(vocabulary.embed(token).to(hidden.dtype), state)
+            scores, columns = base[:, i], None
+            if i >= self._config.pure_prefix:
+                inner = self.embed_proj.inner(torch.cat([hidden[:, i], state], 1))
+                if pool is None:
+                    scores = scores + F.linear(inner, readout)
+                else:
+                    correction = torch.einsum("bm,bcm->bc", inner, readout)
+                    scores, columns = scores.gather(1, pool) + correction, pool.unsqueeze(1)
+            token = draw(scores.unsqueeze(1), i, columns).squeeze(1)
+            tokens.append(token)
+        return Proposal(torch.stack(tokens, 1))

@@ -1,0 +1,237 @@
+"""DSpark: a Markov head corrects each row's logits by the token before it (arXiv 2607.05147).
+
+Three kinds, with e = W1[previous token]:
+
+    vanilla   bias = W2 e
+    gated     bias = W2 (sigmoid(G [h ; e]) · e)
+    rnn       a recurrence over the rows: [gate | candidate | output] = J [state ; e ; h],
+              state' = σ(gate) · state + (1 - σ(gate)) · tanh(candidate), bias = W2 tanh(output)
+
+A confidence head estimates how likely each draft is to be accepted, given that those before it are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from forerun.config.schema import Size
+from forerun.core.errors import ConfigError
+from forerun.layers.communication import WeightPlacement
+from forerun.layers.embedding import VocabEmbedding
+from forerun.layers.linear import Linear
+from forerun.layers.module import Module
+from forerun.models.heads.base import (
+    Affine,
+    Block,
+    BodySizes,
+    DraftHead,
+    DraftVocabulary,
+    Draw,
+    HeadConfig,
+    HeadFiles,
+    Proposal,
+    checked_keys,
+    whole,
+)
+
+Kind = Literal["vanilla", "gated", "rnn"]
+
+
+class DSparkKeys(msgspec.Struct, kw_only=True):
+    """Keys of every writer; those of SGLang's `dspark_config` have the same names."""
+
+    markov_rank: Size | None = None
+    markov_head_type: Kind | None = None
+    enable_confidence_head: bool | None = None
+    use_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
+    confidence_head_alpha: Annotated[float, Meta(ge=0)] | None = None
+    dspark_draft_topk: Size | None = None
+    num_anchors: Size | None = None  # of training
+
+
+@dataclass(frozen=True)
+class MarkovConfig(HeadConfig):
+    """`rank` r; `kind`; a confidence head or none, which reads e besides h or not."""
+
+    rank: int
+    kind: Kind
+    confidence: bool
+    confidence_reads_token: bool
+    draft_topk: int | None  # only the best k base logits of each row are corrected
+
+    files: ClassVar[HeadFiles] = HeadFiles(
+        "DSpark",
+        (
+            "dspark",
+            "qwen3dsparkmodel",
+            "gemma4dsparkmodel",
+            "dsparkdraftmodel",
+            "dsparkspeculator",
+        ),
+        r"dspark_.*|markov_.*|enable_confidence_head|use_confidence_head|confidence_head_.*",
+        r"(markov_head|confidence_head)\..*",
+        ("markov_rank",),
+        {
+            "logit_head.markov_": "markov_",  # early files
+            "logit_head.confidence_": "confidence_",
+            "logit_head.gate_proj.": "markov_head.gate_proj.",
+            "logit_head.joint_proj.": "markov_head.joint_proj.",
+            "markov_w1.": "markov_head.markov_w1.",  # ModelOpt
+            "markov_w2.": "markov_head.markov_w2.",
+            "gate_proj.": "markov_head.gate_proj.",
+            "joint_proj.": "markov_head.joint_proj.",
+            "confidence_proj.": "confidence_head.proj.",
+        },
+    )
+
+    @property
+    def anchor_first(self) -> bool:
+        return True
+
+    @classmethod
+    def read(cls, keys: Mapping[str, Any], where: str) -> MarkovConfig:
+        read = checked_keys(DSparkKeys, keys, where)
+        of_speculators = keys.get("speculators_model_type") is not None
+        if any(key.startswith("dspark_") and key != "dspark_draft_topk" for key in keys):
+            raise ConfigError(
+                f"{where}: a DSpark head in the target's own checkpoint (dspark_* keys) is not"
+                " supported yet. Use a draft checkpoint of its own, or another"
+                " speculative_algorithm."
+            )
+        kind = read.markov_head_type or ("vanilla" if of_speculators else None)
+        if kind is None:
+            raise ConfigError(
+                f"{where} lacks markov_head_type: vanilla, gated or rnn. Add the one that was"
+                " trained."
+            )
+        if read.markov_rank is None and not of_speculators:
+            raise ConfigError(f"{where} lacks markov_rank, which the head needs. Add it.")
+        stated = read.enable_confidence_head, read.use_confidence_head
+        enabled = next((value for value in stated if value is not None), None)
+        if enabled is None:
+            enabled = of_speculators or bool(read.confidence_head_alpha)
+        with_token = read.confidence_head_with_markov
+        if with_token is None:
+            with_token = of_speculators or read.use_confidence_head is not None
+        rank = read.markov_rank or 256
+        return cls(rank, kind, enabled, with_token, read.dspark_draft_topk)
+
+    def build(
+        self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]
+    ) -> DSparkHead:
+        return DSparkHead(self, sizes, whole(place))
+
+    def describe(self) -> str:
+        confidence = ", confidence head" if self.confidence else ""
+        return f"DSpark head ({self.kind} Markov, rank {self.rank}{confidence})"
+
+
+class DSparkHead(DraftHead):
+    def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        self._config = config
+        self.markov_head = MARKOV_HEADS[config.kind](config, sizes, place)
+        if config.confidence:
+            self.confidence_head = ConfidenceHead(config, sizes, place)
+
+    def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
+        hidden, markov = block.predicting, self.markov_head
+        base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        columns = None
+        if self._config.draft_topk is not None:
+            base, columns = base.topk(self._config.draft_topk, -1)
+        token, tokens, before = block.anchor, [], []
+        state = markov.start(block)
+        for i in range(block.depth):
+            before.append(markov.markov_w1(token))
+            bias, state = markov.bias(before[-1], hidden[:, i], state)
+            own = None if columns is None else columns[:, i : i + 1]
+            if own is not None:
+                bias = bias.gather(1, own.squeeze(1))
+            token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
+            tokens.append(token)
+        confidence = None
+        if self._config.confidence:
+            confidence = self.confidence_head(hidden, torch.stack(before, 1))
+        return Proposal(torch.stack(tokens, 1), confidence)
+
+
+class MarkovHead(Module):
+    """vanilla: the bias depends on the token before only."""
+
+    def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        self.markov_w1 = VocabEmbedding(sizes.vocab_size, config.rank, place)
+        self.markov_w2 = Linear(config.rank, sizes.draft_vocab_size, bias=False, place=place)
+
+    def start(self, block: Block) -> Tensor:
+        """The state before the first row that predicts, [B, r]; unused here."""
+        return block.hidden.new_zeros(block.hidden.shape[0], 0)
+
+    def bias(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """W1 of the token before [B, r], the row's hidden states [B, H], the state -> the bias of
+        the row's logits [B, V], and the next row's state.
+        """
+        return self.markov_w2(before), state
+
+
+class GatedMarkovHead(MarkovHead):
+    def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        super().__init__(config, sizes, place)
+        self.gate_proj = Affine(sizes.hidden_size + config.rank, config.rank, place, bias=True)
+
+    def bias(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        gate = self.gate_proj(torch.cat([hidden, before], 1)).sigmoid()
+        return self.markov_w2(gate * before), state
+
+
+class RecurrentMarkovHead(MarkovHead):
+    def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        super().__init__(config, sizes, place)
+        self._rank = config.rank
+        self.joint_proj = Affine(sizes.hidden_size + 2 * config.rank, 3 * config.rank, place, True)
+
+    def start(self, block: Block) -> Tensor:
+        """Zeros; rows before those that predict have gone through the recurrence, as in training,
+        after the anchor.
+        """
+        state = block.hidden.new_zeros(block.hidden.shape[0], self._rank)
+        for row in range(block.first):
+            _, state = self._step(self.markov_w1(block.anchor), block.hidden[:, row], state)
+        return state
+
+    def bias(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        output, state = self._step(before, hidden, state)
+        return self.markov_w2(output), state
+
+    def _step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        gate, candidate, output = self.joint_proj(torch.cat([state, before, hidden], 1)).chunk(3, 1)
+        gate = gate.sigmoid()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
+
+
+MARKOV_HEADS: Mapping[Kind, type[MarkovHead]] = {
+    "vanilla": MarkovHead,
+    "gated": GatedMarkovHead,
+    "rnn": RecurrentMarkovHead,
+}
+
+
+class ConfidenceHead(Module):
+    """σ(w · [h ; e] + b) of every draft, in float32."""
+
+    def __init__(self, config: MarkovConfig, sizes: BodySizes, place: WeightPlacement) -> None:
+        self._reads_token = config.confidence_reads_token
+        inputs = sizes.hidden_size + (config.rank if self._reads_token else 0)
+        self.proj = Affine(inputs, 1, place, bias=True)
+
+    def __call__(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """hidden [B, D, H], W1 of the token before each [B, D, r] -> [B, D] float32."""
+        parts = [hidden, before] if self._reads_token else [hidden]
+        return self.proj(torch.cat([part.float() for part in parts], -1)).squeeze(-1).sigmoid()
