@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionContext, LayerMask, Mask
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.models.dflash import DFlashDraft, load_dflash
+from forerun.models.dflash import DFlashDraft, DFlashServing, load_dflash
 from forerun.models.dflash_config import load_dflash_config, parse_dflash_config
 from forerun.models.loader import load_target
 from tests.models.dflash_oracle import Oracle
@@ -103,7 +104,7 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path, oracle: Oracle, requests: int = 1, window: int | None = None) -> Case:
-        draft = load_dflash(folder, CPU_F32, 128, ABSENT, window)
+        draft = load_dflash(folder, CPU_F32, 128, ABSENT, DFlashServing(window=window))
         layout = ModelLayout.dense(LAYERS, KV_HEADS, DIM, torch.float32)
         loop = Loop.over(draft.forward, layout, draft.layer_masks, HEADS, requests)
         return cls(draft, oracle, loop)
@@ -351,33 +352,79 @@ def test_what_keys_mean_at_either_level(config: dict[str, Any], fields: dict[str
         assert parse_dflash_config(at_top) == replace(read, model=parse_dflash_config(at_top).model)
 
 
-# config -> the head that it belongs to
-WITH_HEADS: list[tuple[dict[str, Any], str]] = [
-    ({**DSPARK_BODY, "markov_rank": 256}, "DSpark"),
-    ({**DSPARK_BODY, "enable_confidence_head": True}, "DSpark"),
-    ({**ZLAB, "architectures": ["DSparkDraftModel"]}, "DSpark"),
-    (zlab(projector_type="dspark", shift_label=True), "DSpark"),
-    (zlab(markov_rank=24), "DSpark"),
-    ({**ZLAB, "dspark_block_size": 5}, "DSpark"),
-    ({**SPECULATORS, "speculators_model_type": "dspark"}, "DSpark"),
-    ({**ZLAB, "architectures": ["DFlash2DraftModel"]}, "DFlash2"),
-    ({**ZLAB, "architectures": ["MiniMaxDFlash2DraftModel"]}, "DFlash2"),
-    (zlab(conv_kernel_size=2, conv_group_size=16), "DFlash2"),
-    ({**SPECULATORS, "selector_top_k": 16}, "DFlash2"),
-    (zlab(projector_type="domino", shift_label=True), "Domino"),
-    (zlab(projector_type="causal_v5"), "Domino"),
-    ({**ZLAB, "emb_dim": 24}, "Domino"),
-    ({**SPECULATORS, "projector_type": "domino"}, "Domino"),
-    ({**ZLAB, "architectures": ["LiLiCorrDraftModel"], "conv_kernel_size": 2}, "LiLiCorr"),
-    (zlab(lilicorr_num_layers=2), "LiLiCorr"),
-    ({**SPECULATORS, "speculators_model_type": "xpress"}, "XPress"),
-    ({**SPECULATORS, "speculators_model_type": "peagle"}, "P-EAGLE"),
+MARKOV = {"markov_rank": 24, "markov_head_type": "gated"}
+SELECTOR = {"selector_rank": 16, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 8}
+GRU = {"projector_type": "domino", "gru_hidden_dim": 32, "emb_dim": 24}
+LATTICE = {
+    "lilicorr_candidate_topk": 4,
+    "lilicorr_hidden_size": 0,
+    "lilicorr_num_layers": 2,
+    "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0,
+    "lilicorr_factor_dim": 4,
+    "lilicorr_vector_eps": 1e-6,
+    "lilicorr_logit_scale": 10.0,
+}
+SPECULATORS_2 = {**SPECULATORS, "speculators_model_type": "dflash2"}
+XPRESS = {**SPECULATORS, "speculators_model_type": "xpress"}
+CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 8}
+CONFIDENT = {"markov_rank": 8, "enable_confidence_head": True}
+# config -> how the head is described, and the row layout
+WITH_HEADS: list[tuple[dict[str, Any], str, str]] = [
+    ({**DSPARK_BODY, "markov_rank": 256}, r"vanilla Markov, rank 256\)", "anchor-first"),
+    ({**DSPARK_BODY, **CONFIDENT}, "rank 8, confidence head", "anchor-first"),
+    (zlab(projector_type="dspark", **MARKOV), r"gated Markov, rank 24\)", "anchor-first"),
+    (zlab(projector_type="dspark", shift_label=True, **MARKOV), "gated", "anchor-first"),
+    (zlab(sample_from_anchor=False, **MARKOV), "gated", "fill-in"),
+    ({**ZLAB, "dspark_config": MARKOV}, "gated", "anchor-first"),
+    (
+        {**SPECULATORS, "speculators_model_type": "dspark"},
+        "vanilla Markov, rank 256, confidence head",
+        "anchor-first",
+    ),
+    ({**ZLAB, "architectures": ["DFlash2DraftModel"], **SELECTOR}, "best 8, rank 16", "fill-in"),
+    ({**ZLAB, "architectures": ["MiniMaxDFlash2DraftModel"], **SELECTOR}, "convol", "fill-in"),
+    (SPECULATORS_2, "best 16, rank 256.*convolutions", "fill-in"),
+    (zlab(**CONVOLUTIONS), "^no head.*convolutions", "fill-in"),
+    (zlab(**GRU, shift_label=True), "GRU of 32, first 0", "anchor-first"),
+    (zlab(**GRU, pure_draft_prefix_len=1), "GRU of 32, first 1", "fill-in"),
+    ({**ZLAB, "architectures": ["LiLiCorrDraftModel"], **LATTICE}, "LiLiCorr head", "fill-in"),
+    (zlab(**LATTICE, **CONVOLUTIONS), "LiLiCorr.*convolutions", "fill-in"),
+    (XPRESS, "rank 256, 6 Jacobi passes", "fill-in"),
 ]
 
 
-@pytest.mark.parametrize(("config", "head"), WITH_HEADS)
-def test_a_head_is_refused_by_name(config: dict[str, Any], head: str) -> None:
-    with pytest.raises(ConfigError, match=rf"with a {head} head \(.*\) are not supported yet"):
+@pytest.mark.parametrize(("config", "head", "layout"), WITH_HEADS)
+def test_heads_and_layouts(config: dict[str, Any], head: str, layout: str) -> None:
+    described = parse_dflash_config(config).describe()
+    assert re.search(head, described)
+    assert f"{layout} blocks" in described
+
+
+# config -> what is wrong with it
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**ZLAB, "architectures": ["DSparkDraftModel"]}, "lacks markov_head_type"),
+    (zlab(projector_type="dspark", markov_head_type="rnn"), "lacks markov_rank"),
+    (zlab(markov_rank=24, markov_head_type="lstm"), "markov_head_type"),
+    ({**ZLAB, "dspark_block_size": 5}, "in the target's own checkpoint"),
+    (zlab(**MARKOV, **SELECTOR), "signs of several heads: DSpark .* and DFlash2"),
+    ({**ZLAB, "architectures": ["DFlash2DraftModel"]}, "both selector_rank and selector_top_k"),
+    (zlab(selector_rank=16, selector_top_k=8, sample_from_anchor=True), "fill-in layout only"),
+    (zlab(conv_kernel_size=2), "both conv_kernel_size and conv_group_size"),
+    (zlab(conv_kernel_size=2, conv_group_size=7), "does not divide the hidden size"),
+    (zlab(projector_type="domino", shift_label=True), "lacks gru_hidden_dim, emb_dim"),
+    ({**ZLAB, "emb_dim": 24}, "lacks gru_hidden_dim"),
+    (zlab(lilicorr_num_layers=2), "lacks lilicorr_candidate_topk"),
+    (zlab(projector_type="lattice"), "projector_type 'lattice' is not known"),
+    (zlab(output_multiplier=2.0), "output_multiplier 2.0 is not supported"),
+    ({**XPRESS, "xpress_selector": True}, "xpress_selector is not supported"),
+    ({**SPECULATORS, "speculators_model_type": "peagle"}, "P-EAGLE drafts .* not supported yet"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), REFUSED)
+def test_incomplete_heads_are_refused(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         parse_dflash_config(config)
 
 
@@ -387,7 +434,7 @@ TENSORS = {
     "gate_proj.weight": "DSpark",
     "logit_head.joint_proj.bias": "DSpark",
     "confidence_head.proj.weight": "DSpark",
-    "layers.0.mlp_conv.base_kernel": "DFlash2",
+    "layers.0.mlp_conv.base_kernel": r"layers\.0\.mlp_conv\.base_kernel",
     "candidate_selector.successor_codebook": "DFlash2",
     "prefix_gru.weight_ih_l0": "Domino",
     "logit_head.embed_proj.0.weight": "Domino",
@@ -395,7 +442,6 @@ TENSORS = {
     "refiner_head.mix_l": "XPress",
     "mix.L": "XPress",
     "mask_hidden": "P-EAGLE",
-    "mask_embedding": "mask_embedding apart from the target's embedding",
     "layers.0.self_attn.g_proj.weight": r"layers\.0\.self_attn\.g_proj\.weight",
 }
 

@@ -369,6 +369,7 @@ class DeviceStep:
                 attention=attention,
                 host=host,
                 dummy=self._shows_dummy,
+                greedy=not shape.flags.sampled,
             )
         )
 

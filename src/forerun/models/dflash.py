@@ -30,7 +30,7 @@ from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
 from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
-from forerun.models.dflash_config import DFlashConfig
+from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
@@ -57,10 +57,12 @@ SINKS, MASK_EMBEDDING = "attention_sink_bias", "mask_embedding"
 class DFlashServing:
     """How a draft is served."""
 
-    config: DFlashConfig
-    block_size: int  # rows of a block, at most those of training
+    block_size: int | None = None  # rows of a block; None: as in training
     window: int | None = None  # context positions that a block attends to; None: all
     options: Mapping[str, Any] = field(default_factory=dict)  # values of the head's options
+
+
+AS_TRAINED = DFlashServing()
 
 
 class SinkAttention(Qwen3Attention):
@@ -143,7 +145,7 @@ class DFlashDraft(DraftModel):
         place: WeightPlacement,
         max_positions: int,
         target: TargetVocab,
-        serving: DFlashServing,
+        serving: DFlashServing = AS_TRAINED,
         own: frozenset[str] = frozenset(),
     ) -> None:
         """Weights are uninitialised until a loader fills them; then `prepare`.
@@ -183,7 +185,8 @@ class DFlashDraft(DraftModel):
             return (SinkDecoderLayer if sinks else Qwen3DecoderLayer)(model, index, mask, place)
         kind = SinkConvolvedDecoderLayer if sinks else ConvolvedDecoderLayer
         layer = kind(model, index, mask, place)
-        layer.add_convolutions(convolution, model.hidden_size, serving.block_size, place)
+        rows = serving.block_size or self.config.block_size
+        layer.add_convolutions(convolution, model.hidden_size, rows, place)
         return layer
 
     def children(self) -> Iterator[tuple[str, Module]]:
@@ -221,21 +224,22 @@ class DFlashDraft(DraftModel):
 
     def write_context_kv(
         self,
-        context: Tensor,
+        aux_hidden_states: Tensor,
         positions: Tensor,
         ctx: AttentionContext,
         num_committed: Tensor | None,
-    ) -> None:
-        """Stores every layer's context K/V of the tokens at absolute `positions` [T].
+    ) -> Tensor:
+        """Stores every layer's context K/V of the tokens at absolute `positions` [T]; returns C.
 
         One GEMM makes k and v of all layers.
 
         Args:
-            context: C [T, H] of `combine_hidden_states`.
             num_committed: [B] int32, tokens of each request whose K/V is needed; None: all.
         """
+        context = self.combine_hidden_states(aux_hidden_states)
         kv = self._context_kv(context)
         ctx.write_layers(kv, self._context_norm_rope, self.rope.rows(positions), num_committed)
+        return context
 
     def prepare(self) -> None:
         """Copies every layer's k and v weights into one matrix, before they are packed.
@@ -283,7 +287,7 @@ def load_dflash(
     place: WeightPlacement,
     max_positions: int,
     target: TargetVocab,
-    serving: DFlashServing,
+    serving: DFlashServing = AS_TRAINED,
     load_format: str = "auto",
 ) -> DFlashDraft:
     """Builds and fills a draft.
@@ -295,7 +299,7 @@ def load_dflash(
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
     """
-    config = serving.config
+    config = load_dflash_config(folder)
     if load_format in DUMMY_FORMATS:
         draft = DFlashDraft(config, place, max_positions, target, serving)
         fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
@@ -321,7 +325,7 @@ def _named_tensors(folder: Path, head: HeadConfig | None) -> Checkpoint:
         ConfigError: there is more than the config describes, which would be left out.
     """
     checkpoint = Checkpoint(folder)
-    checkpoint.rename({"model.": ""})
+    checkpoint.rename({"model.": "", "logit_head.": ""})  # early heads have the latter
     checkpoint.rename(ALIASES | ({} if head is None else dict(head.files.aliases)))
     refuse_other_tensors(checkpoint.headers, head, str(folder))
     if (folder / f"{MASK_EMBEDDING}.pt").exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,31 @@ class DFlashConfig:
     convolution: ConvolutionConfig | None = None  # around the sublayers, over a block's rows
     embedding_scale: float = 1.0  # of a block's embeddings, not of the context
     head: HeadConfig | None = None  # None: each row's most likely token
+    layout_contradicts: bool = False  # a user has chosen another layout than the files'
 
-    def num_drafts(self, block_size: int) -> int:
-        """K: tokens that a block of `block_size` rows proposes."""
+    @property
+    def num_drafts(self) -> int:
+        """K: tokens that a full block proposes."""
+        return self.drafts_of(self.block_size)
+
+    def in_layout(self, from_anchor: bool) -> DFlashConfig:
+        """The same draft, served in a layout that a user has chosen.
+
+        Raises:
+            ConfigError: its head has another one only.
+        """
+        if self.head is not None and self.head.fill_in_only and from_anchor:
+            raise ConfigError(
+                f"A {self.head.files.name} draft predicts in the fill-in layout only; drop"
+                " speculative_draft_layout."
+            )
+        contradicts = from_anchor is not self.sample_from_anchor
+        return replace(self, sample_from_anchor=from_anchor, layout_contradicts=contradicts)
+
+    def drafts_of(self, rows: int) -> int:
+        """Tokens that a block of so many rows proposes."""
         last = self.head is None or self.head.last_row_predicts
-        return block_size if self.sample_from_anchor and last else block_size - 1
+        return rows if self.sample_from_anchor and last else rows - 1
 
     @property
     def aux_hidden_size(self) -> int:
@@ -183,7 +203,8 @@ def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> d
                 f"{where}: {key} is {shown(outer[key])} at the top and {shown(inner[key])} in"
                 " dflash_config. Remove the wrong one."
             )
-    return {**outer, **inner}
+    folders = ("dflash_config", "dspark_config")
+    return {key: outer[key] for key in outer if key not in folders} | dict(inner)
 
 
 def _check_kind(
@@ -317,12 +338,13 @@ def _predicts_from_anchor(
             f"{where}: sample_from_anchor {stated[0]} and query_zero_predicts_next {stated[1]}"
             " say the same and disagree. Remove the wrong one."
         )
-    said = next((value for value in stated if value is not None), None)
+    said = next((value for value in (*stated, read.shift_label) if value is not None), None)
     return predicts_from_anchor(keys, head) if said is None else said
 
 
 def _check(config: DFlashConfig, where: str) -> None:
     check_layers(config.model)
+    config.in_layout(config.sample_from_anchor)
     if config.mask_token_id is None and config.mask_token is None:
         raise ConfigError(f"{where} names no mask token: mask_token_id (or mask_token) is needed.")
     if not config.target_layer_ids:

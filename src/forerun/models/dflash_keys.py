@@ -32,6 +32,7 @@ class DFlashKeys(msgspec.Struct, kw_only=True):
     # Which token of a block predicts what.
     sample_from_anchor: bool | None = None
     query_zero_predicts_next: bool | None = None
+    shift_label: bool | None = None  # the same in Domino's and ModelOpt's files
     # Attention.
     is_causal: bool | None = None
     causal: bool | None = None

@@ -159,6 +159,7 @@ class ProposeInput:
     attention: DraftAttention | None  # with `SpecCaps.draft_kv`
     host: HostTokens | None  # with `SpecCaps.needs_host_tokens`
     dummy: bool = False  # see `ObserveInput.dummy`
+    greedy: bool = False  # every request takes the most likely token: `sample` is the argmax
 
 
 @dataclass(frozen=True)

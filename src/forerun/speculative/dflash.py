@@ -51,6 +51,13 @@ class DFlash(SpeculativeAlgorithm):
             None,
             "Tokens of a draft block; none: as trained. Smaller works, larger is refused",
         ),
+        Option(
+            "speculative_draft_layout",
+            str,
+            None,
+            "Which row of a block predicts what, instead of what the draft says: fill-in (row k the"
+            " token at its own place) or anchor-first (row k the one after)",
+        ),
         *(Option(each.name, each.type, each.default, each.help) for each in HEAD_OPTIONS),
     )
     bundled_draft = "draft"
@@ -67,7 +74,7 @@ class DFlash(SpeculativeAlgorithm):
             raise ConfigError(
                 f"speculative_draft_window_size {window} is below the block size {block}; raise it."
             )
-        drafts = draft.num_drafts(block)
+        drafts = draft.drafts_of(block)
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
@@ -93,11 +100,17 @@ class DFlash(SpeculativeAlgorithm):
             WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization=BFLOAT16),
             ctx.max_positions,
             ctx.target,
-            DFlashServing(config, block, window, ctx.config.algorithm_options),
+            DFlashServing(block, window, ctx.config.algorithm_options),
             ctx.config.load_format,
         )
         if ctx.comm.rank == 0:
             log.info("The draft %s: %s", folder, config.describe())
+            if config.layout_contradicts:
+                log.warning(
+                    "The draft %s was read as one of the other layout; if that was right, hardly a"
+                    " draft is accepted with --speculative-draft-layout.",
+                    folder,
+                )
         self._config = config
         self._first = 0 if config.sample_from_anchor else 1  # first row of a block that predicts
         self._context: Tensor | None = None
@@ -140,7 +153,7 @@ class DFlash(SpeculativeAlgorithm):
 
     def _depth(self, width: int) -> int:
         """Drafts of the block that a step of `width` tokens verifies."""
-        return min(width - 1, self._config.num_drafts(len(self._offsets)))
+        return min(width - 1, self._config.drafts_of(len(self._offsets)))
 
     def _run_block(self, step: ProposeInput) -> Block:
         """One pass over the block.
@@ -168,6 +181,7 @@ class DFlash(SpeculativeAlgorithm):
             depth=self._depth(step.num_verify_tokens),
             anchor=step.last_token,
             before=before,
+            greedy=step.greedy,
             context=None if self._context is None else self._context[step.slots],
         )
 
@@ -175,19 +189,35 @@ class DFlash(SpeculativeAlgorithm):
         assert step.aux_hidden_states is not None
         # Prompt chunks may be ragged; all of their K/V is written.
         count = None if step.phase is Phase.PREFILL else step.num_committed
-        context = self._draft.combine_hidden_states(step.aux_hidden_states)
+        context = self._draft.write_context_kv(
+            step.aux_hidden_states, step.positions, step.attention, count
+        )
         if self._context is not None:
             self._context[step.slots] = context[step.last_index]
-        self._draft.write_context_kv(context, step.positions, step.attention, count)
 
 
 # --- start-up checks ------------------------------------------------------------------------
 
 
+LAYOUTS = {"fill-in": False, "anchor-first": True}
+
+
 def read_draft(config: EngineConfig) -> tuple[Path, DFlashConfig]:
-    """The draft's folder and config."""
+    """The draft's folder and config, in the row layout that is asked for.
+
+    Raises:
+        ConfigError: the config or the layout is invalid.
+    """
     folder = config.required_draft_path()
-    return folder, load_dflash_config(folder)
+    draft = load_dflash_config(folder)
+    layout = config.algorithm_options["speculative_draft_layout"]
+    if layout is None:
+        return folder, draft
+    if layout not in LAYOUTS:
+        raise ConfigError(
+            f"speculative_draft_layout must be {' or '.join(LAYOUTS)}, got {layout!r}."
+        )
+    return folder, draft.in_layout(LAYOUTS[layout])
 
 
 def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
@@ -198,7 +228,7 @@ def _block_size(config: EngineConfig, draft: DFlashConfig) -> int:
     """
     asked = config.algorithm_options["speculative_dflash_block_size"]
     tokens = config.speculative_num_draft_tokens
-    extra = draft.num_drafts(draft.block_size) + 1 - draft.block_size  # verified past the block
+    extra = draft.num_drafts + 1 - draft.block_size  # tokens verified past the block
     if asked is not None and asked < 1:
         raise ConfigError(f"speculative_dflash_block_size must be positive, got {asked}.")
     if asked is not None and tokens is not None and tokens != asked + extra:

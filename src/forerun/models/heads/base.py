@@ -35,6 +35,7 @@ class Block:
     depth: int  # D: drafts that are wanted, of rows `first` … `first` + D - 1
     anchor: Tensor  # [B] int64: the last known token, row 0 of the block
     before: Tensor | None  # [B] int64: the token before it, with `HeadConfig.reads_before`
+    greedy: bool  # every request takes the most likely token
     context: Tensor | None  # [B, H]: C of the last committed token, with `HeadConfig.reads_context`
 
     @property
@@ -156,6 +157,7 @@ class HeadConfig(ABC):
     reads_before: ClassVar[bool] = False  # `Block.before`
     reads_context: ClassVar[bool] = False  # `Block.context`
     honours: ClassVar[tuple[str, ...]] = ()  # keys of the body that it reads, too
+    fill_in_only: ClassVar[bool] = False  # no row layout but fill-in
     fixed_block: ClassVar[bool] = False  # weights are of one block size, and no smaller one works
     last_row_predicts: ClassVar[bool] = True  # False: drafts are one fewer than rows that could
 

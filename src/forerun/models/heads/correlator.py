@@ -66,6 +66,7 @@ class LiLiCorrConfig(HeadConfig):
         ("lilicorr_enabled",),
     )
     reads_context: ClassVar[bool] = True
+    fill_in_only: ClassVar[bool] = True
     fixed_block: ClassVar[bool] = True
 
     @classmethod

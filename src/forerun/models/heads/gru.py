@@ -42,7 +42,6 @@ POOL = "speculative_domino_candidate_pool_size"
 class DominoKeys(msgspec.Struct, kw_only=True):
     gru_hidden_dim: Size
     emb_dim: Size
-    shift_label: bool = False
     pure_draft_prefix_len: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
 
 
@@ -51,15 +50,12 @@ class DominoConfig(HeadConfig):
     gru_size: int
     inner_size: int
     pure_prefix: int
-    shift_label: bool
 
     files: ClassVar[HeadFiles] = HeadFiles(
         "Domino",
         ("domino", "causal_v5", "dominodraftmodel", "dominospeculator"),
-        r"shift_label|pure_draft_prefix_len|gru_hidden_dim|emb_dim",
+        r"pure_draft_prefix_len|gru_hidden_dim|emb_dim",
         r"(prefix_gru|embed_proj)\..*",
-        (),
-        {"logit_head.prefix_gru.": "prefix_gru.", "logit_head.embed_proj.": "embed_proj."},
     )
     options: ClassVar[tuple[HeadOption, ...]] = (
         HeadOption(
@@ -74,11 +70,7 @@ class DominoConfig(HeadConfig):
     @classmethod
     def read(cls, keys: Mapping[str, Any], where: str) -> DominoConfig:
         read = checked_keys(DominoKeys, keys, where)
-        return cls(read.gru_hidden_dim, read.emb_dim, read.pure_draft_prefix_len, read.shift_label)
-
-    @property
-    def anchor_first(self) -> bool:
-        return self.shift_label
+        return cls(read.gru_hidden_dim, read.emb_dim, read.pure_draft_prefix_len)
 
     def build(
         self, sizes: BodySizes, place: WeightPlacement, options: Mapping[str, Any]

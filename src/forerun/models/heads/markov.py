@@ -77,13 +77,9 @@ class MarkovConfig(HeadConfig):
             "dsparkspeculator",
         ),
         r"dspark_.*|markov_.*|enable_confidence_head|use_confidence_head|confidence_head_.*",
-        r"(markov_head|confidence_head)\..*",
+        r"(markov_|confidence_|gate_proj\.|joint_proj\.).*",
         ("markov_rank",),
         {
-            "logit_head.markov_": "markov_",  # early files
-            "logit_head.confidence_": "confidence_",
-            "logit_head.gate_proj.": "markov_head.gate_proj.",
-            "logit_head.joint_proj.": "markov_head.joint_proj.",
             "markov_w1.": "markov_head.markov_w1.",  # ModelOpt
             "markov_w2.": "markov_head.markov_w2.",
             "gate_proj.": "markov_head.gate_proj.",

@@ -59,7 +59,7 @@ class XPressConfig(HeadConfig):
         "XPress",
         ("xpress", "xpressdraftmodel", "xpressspeculator"),
         r"xpress_.*|num_jacobi_passes",
-        r"refiner_head\..*",
+        r"(refiner_head|w1|w2|down_h|down_g|in_proj|mix|mlp)\..*",
         (),
         {
             "w1.": "refiner_head.token_embed.",  # released files
@@ -74,6 +74,7 @@ class XPressConfig(HeadConfig):
         },
     )
     reads_before: ClassVar[bool] = True
+    fill_in_only: ClassVar[bool] = True
     fixed_block: ClassVar[bool] = True
 
     @classmethod

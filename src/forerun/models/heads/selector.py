@@ -61,6 +61,7 @@ class SelectorConfig(HeadConfig):
         r"selector_rank|selector_top_k",
         r"candidate_selector\..*",
     )
+    fill_in_only: ClassVar[bool] = True
     honours: ClassVar[tuple[str, ...]] = ("output_multiplier", "final_logit_softcapping")
 
     @classmethod

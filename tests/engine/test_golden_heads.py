@@ -1,0 +1,302 @@
+"""Heads over a DFlash body: the drafts of every step, against the modules they were trained with.
+
+A wrong head still gives the right text, so the drafts themselves are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun import LLM
+from forerun.core.errors import ConfigError
+from forerun.models.heads.base import Block, DraftHead, DraftVocabulary, Draw, Proposal
+from forerun.models.heads.gru import DominoHead
+from forerun.models.heads.markov import DSparkHead
+from forerun.models.heads.selector import SelectorHead
+from tests.golden_engine import golden_llm
+
+HEADS = Path(__file__).resolve().parent.parent / "golden" / "heads"
+NAMES = sorted(folder.name for folder in HEADS.iterdir() if (folder / "cases.json").exists())
+QUICK = ("dspark-specforge-rnn-b5", "dflash2-zlab-b8", "domino-zlab-shift-b7")
+PAIRS = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in NAMES
+]
+pytestmark = pytest.mark.usefixtures("float32_drafts")
+
+Known = tuple[int, ...]  # tokens up to the anchor
+
+
+def cases(name: str) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = json.loads((HEADS / name / "cases.json").read_text())
+    return out
+
+
+def params(case: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "temperature": 0.0,
+        "max_new_tokens": case["max_new_tokens"],
+        "stop_token_ids": case["stop_token_ids"],
+        "ignore_eos": True,
+    }
+
+
+def pair(folder: Path, **settings: Any) -> LLM:
+    settings = {"speculative_draft_model_path": str(folder), **settings}
+    return golden_llm("DFLASH", HEADS / "target", **settings)
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Proposal]]:
+    """(anchors, what is proposed) of every step."""
+    seen: list[tuple[list[int], Proposal]] = []
+    for head in (DSparkHead, SelectorHead, DominoHead):
+        _watch(monkeypatch, head, seen)
+    return seen
+
+
+def _watch(
+    monkeypatch: pytest.MonkeyPatch,
+    head: type[DraftHead],
+    seen: list[tuple[list[int], Proposal]],
+) -> None:
+    propose = head.propose
+
+    def watched(self: DraftHead, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
+        proposal = propose(self, block, vocabulary, draw)
+        seen.append((block.anchor.tolist(), proposal))
+        return proposal
+
+    monkeypatch.setattr(head, "propose", watched)
+
+
+def hold(
+    llm: LLM, name: str, proposals: list[tuple[list[int], Proposal]], count: int | None = None
+) -> None:
+    """One request at a time: every step's drafts and confidences, accept lengths and outputs."""
+    for case in cases(name)[:count]:
+        proposals.clear()
+        out = llm.generate(input_ids=case["prompt"], sampling_params=params(case))
+        assert out.output_ids == case["output"]
+        ours = out.meta_info["spec_accept_lengths"]  # the last one may be cut short
+        assert ours[:-1] == case["accept"][: max(len(ours) - 1, 0)]
+        assert len(proposals) == len(ours)
+        for (_, proposal), step in zip(proposals, case["steps"], strict=False):
+            drafts = proposal.tokens[0].tolist()
+            assert drafts == step["draft"][: len(drafts)]
+            if "confidence" in step:
+                assert proposal.confidence is not None
+                wanted = torch.tensor(step["confidence"])[: len(drafts)]
+                torch.testing.assert_close(proposal.confidence[0], wanted, atol=1e-4, rtol=0)
+
+
+def accept_length(llm: LLM, name: str) -> float:
+    """Tokens per step over all cases, whose texts must be right."""
+    outs = llm.generate(
+        input_ids=[case["prompt"] for case in cases(name)],
+        sampling_params=[params(case) for case in cases(name)],
+    )
+    assert [out.output_ids for out in outs] == [case["output"] for case in cases(name)]
+    lengths = [length for out in outs for length in out.meta_info["spec_accept_lengths"]]
+    return sum(lengths) / len(lengths)
+
+
+def accepted(name: str) -> float:
+    """The same of the reference."""
+    lengths = [length for case in cases(name) for length in case["accept"]]
+    return sum(lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_drafts_are_those_of_the_reference(
+    name: str, proposals: list[tuple[list[int], Proposal]]
+) -> None:
+    with pair(HEADS / name) as llm:
+        hold(llm, name, proposals, None if name not in QUICK else 8)
+        llm.engine.check()
+
+
+@pytest.mark.parametrize("name", ["dspark-speculators-b5", "dspark-speculators-fillin-pruned-b6"])
+def test_the_other_layout_fails(name: str) -> None:
+    """Rows that are read one off predict next to nothing; the text stays."""
+    stated = json.loads((HEADS / name / "config.json").read_text())["sample_from_anchor"]
+    layout = "fill-in" if stated else "anchor-first"
+    with pair(HEADS / name, speculative_draft_layout=layout) as llm:
+        assert accept_length(llm, name) < 0.8 * accepted(name)
+
+
+# --- other writers' layouts of the same weights -------------------------------------------------
+
+Files = tuple[dict[str, Any], dict[str, torch.Tensor]]
+FLAT = {  # ModelOpt's names
+    "markov_head.markov_w1.": "markov_w1.",
+    "markov_head.markov_w2.": "markov_w2.",
+    "confidence_head.proj.": "confidence_proj.",
+}
+
+
+def decoder(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config["transformer_layer_config"], "num_target_layers": 4}
+
+
+def deepspec(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Files:
+    """Flat, no flag of the layout, the target's embedding and LM head in the file."""
+    target = load_file(HEADS / "target" / "model.safetensors")
+    keys = {
+        **decoder(config),
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "target_layer_ids": [i - 1 for i in config["aux_hidden_state_layer_ids"]],
+        **{key: config[key] for key in ("markov_rank", "markov_head_type")},
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "num_anchors": 64,
+    }
+    embedding = target["model.embed_tokens.weight"]
+    own = {
+        "embed_tokens.weight": embedding,
+        "lm_head.weight": target.get("lm_head.weight", embedding),
+    }
+    return keys, tensors | {name: tensor.clone() for name, tensor in own.items()}
+
+
+def modelopt(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Files:
+    """Keys in dflash_config, heads without a folder of their own."""
+    keys = {
+        **decoder(config),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config["block_size"],
+        "dflash_config": {
+            "projector_type": "dspark",
+            "shift_label": True,
+            "use_confidence_head": True,
+            "mask_token_id": config["mask_token_id"],
+            "target_layer_ids": [i - 1 for i in config["aux_hidden_state_layer_ids"]],
+            **{key: config[key] for key in ("markov_rank", "markov_head_type")},
+        },
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        prefix = next((each for each in FLAT if name.startswith(each)), "")
+        renamed[FLAT.get(prefix, "") + name.removeprefix(prefix)] = tensor
+    return keys, renamed
+
+
+def specforge(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Files:
+    """As early files: the heads' tensors under `logit_head.`."""
+    keys, renamed = modelopt(config, tensors)
+    inner = keys["dflash_config"]
+    del inner["shift_label"], inner["use_confidence_head"]
+    inner |= {"confidence_head_alpha": 1.0, "confidence_head_with_markov": True}
+    heads = tuple(FLAT.values())
+    prefixed = {
+        ("logit_head." if name.startswith(heads) else "") + name: t for name, t in renamed.items()
+    }
+    return {**keys, "architectures": ["DSparkDraftModel"]}, prefixed
+
+
+@pytest.fixture(params=[deepspec, modelopt, specforge])
+def other_layout(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    source = HEADS / "dspark-speculators-b5"
+    config, tensors = request.param(
+        json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    yield tmp_path
+
+
+def test_layouts_of_other_writers(
+    other_layout: Path, proposals: list[tuple[list[int], Proposal]]
+) -> None:
+    with pair(other_layout) as llm:
+        hold(llm, "dspark-speculators-b5", proposals, 4)
+
+
+# --- equality -----------------------------------------------------------------------------------
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "sampling_seed": 5},
+    {"temperature": 0.7, "sampling_seed": 6, "top_p": 0.8},
+    {"temperature": 0.0, "frequency_penalty": 0.5},
+]
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2}
+SETTINGS: list[dict[str, Any]] = [
+    {"page_size": 1, "chunked_prefill_size": 4, "overlap_depth": 1},
+    {"page_size": 16, "max_total_tokens": 160, "overlap_depth": 0},
+    {"speculative_dflash_block_size": 4, "overlap_depth": 1},
+    {"speculative_num_draft_tokens": 3, "overlap_depth": 1},
+]
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    """Some prompts of every kind, twice: the second time they are in the prefix cache."""
+    asked = [case["prompt"] for case in cases(NAMES[0])[: 2 * len(KINDS)]]
+    kinds = [{**kind, "max_new_tokens": 20, "ignore_eos": True} for kind in KINDS * 2]
+    first = llm.generate(input_ids=asked, sampling_params=kinds)
+    again = llm.generate(input_ids=asked, sampling_params=kinds)
+    assert [out.output_ids for out in first] == [out.output_ids for out in again]
+    return [out.output_ids for out in first]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with golden_llm(None, HEADS / "target") as llm:
+        return texts(llm)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
+@pytest.mark.parametrize("name", NAMES)
+def test_output_equals_plain_decoding(
+    name: str, settings: dict[str, Any], plain: list[list[int]]
+) -> None:
+    with pair(HEADS / name, **settings) as llm:
+        assert texts(llm) == plain
+        llm.engine.check()
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    for name, settings, words in (
+        ("dspark-speculators-b5", {"speculative_dflash_block_size": 6}, "was trained at 5"),
+        ("dspark-speculators-b5", {"speculative_draft_layout": "shifted"}, "fill-in or anchor"),
+        ("dflash2-zlab-b8", {"speculative_draft_layout": "anchor-first"}, "fill-in layout only"),
+        ("domino-zlab-shift-b7", {"speculative_domino_candidate_pool_size": -1}, "0 \\(all"),
+    ):
+        with pytest.raises(ConfigError, match=words), pair(HEADS / name, **settings):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("dspark-speculators-b5", "markov_head.markov_w2.weight"),
+        ("dflash2-zlab-b8", "candidate_selector.successor_codebook"),
+        ("domino-zlab-shift-b7", "embed_proj.2.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(name: str, tensor: str, tmp_path: Path) -> None:
+    tensors = load_file(HEADS / name / "model.safetensors")
+    del tensors[tensor]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((HEADS / name / "config.json").read_text())
+    with pytest.raises(ConfigError, match=tensor), pair(tmp_path):
+        pass
+
+
+def test_domino_with_a_pool_proposes_from_it() -> None:
+    """Text as before; of 512 tokens the likeliest 96 of a block are nearly always enough."""
+    name = "domino-zlab-shift-b7"
+    with pair(HEADS / name, speculative_domino_candidate_pool_size=96) as llm:
+        assert accept_length(llm, name) > 0.85 * accepted(name)
