@@ -17,7 +17,7 @@ from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.models.block_convolution import ConvolutionConfig
-from forerun.models.dflash_keys import ARCHITECTURES, ONLY, DFlashKeys, OuterKeys
+from forerun.models.dflash_keys import ARCHITECTURES, CONVOLVED, FOLDERS, ONLY, DFlashKeys, OuterKeys
 from forerun.models.draft_base import dense_layout
 from forerun.models.heads.base import HeadConfig
 from forerun.models.heads.registry import (
@@ -153,7 +153,7 @@ def load_dflash_config(folder: Path) -> DFlashConfig:
 
 def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlashConfig:
     outer = checked(OuterKeys, raw, where)
-    inner = _given({**(outer.dflash_config or {}), **(outer.dspark_config or {})})
+    inner = _given(outer.inner)
     keys = _merged(_given(raw), inner, where)
     head = read_head(keys, where)
     names = outer.architectures or (list(ARCHITECTURES[:1]) if inner else [])
@@ -179,7 +179,7 @@ def parse_dflash_config(raw: Mapping[str, Any], where: str = "config") -> DFlash
         target_hidden_size=read.target_hidden_size or model.hidden_size,
         draft_vocab_size=read.draft_vocab_size or model.vocab_size,
         sample_from_anchor=_predicts_from_anchor(read, keys, head, where),
-        causal=_causal(read, windows, keys.get("speculators_model_type") == "dflash2"),
+        causal=_causal(read, windows, keys.get("speculators_model_type") == CONVOLVED),
         windows=windows,
         value_scale=read.attention_value_scale or 1.0,
         sinks=_sinks(read, windows),
@@ -203,8 +203,7 @@ def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], where: str) -> d
                 f"{where}: {key} is {shown(outer[key])} at the top and {shown(inner[key])} in"
                 " dflash_config. Remove the wrong one."
             )
-    folders = ("dflash_config", "dspark_config")
-    return {key: outer[key] for key in outer if key not in folders} | dict(inner)
+    return {key: outer[key] for key in outer if key not in FOLDERS} | dict(inner)
 
 
 def _check_kind(
@@ -293,14 +292,14 @@ def _windows(read: DFlashKeys, model: ModelConfig, where: str) -> tuple[int | No
     return tuple(window if slides else None for slides in sliding)
 
 
-def _causal(read: DFlashKeys, windows: Sequence[int | None], of_dflash2: bool) -> tuple[bool, ...]:
+def _causal(read: DFlashKeys, windows: Sequence[int | None], convolved: bool) -> tuple[bool, ...]:
     """Stated for all layers; else sliding layers are causal within a block, and full ones not."""
     stated = read.causal if read.is_causal is None else read.is_causal
     if stated is not None:
         return (stated,) * len(windows)
     non_causal = read.sliding_window_non_causal
     if non_causal is None:
-        non_causal = of_dflash2
+        non_causal = convolved
     return tuple(window is not None and not non_causal for window in windows)
 
 
@@ -315,7 +314,7 @@ def _convolution(
 ) -> ConvolutionConfig | None:
     """The convolutions around the sublayers, from two keys that belong together."""
     taps, group = read.conv_kernel_size, read.conv_group_size
-    if keys.get("speculators_model_type") == "dflash2":
+    if keys.get("speculators_model_type") == CONVOLVED:
         taps, group = taps or 2, group or 16
     if not taps and not group:
         return None

@@ -12,6 +12,9 @@ from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, 
 
 # Of bodies; text models' names stand in files that others have written.
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+FOLDERS = ("dflash_config", "dspark_config")  # of keys
+# Speculators' type whose bodies have convolutions, and sliding layers that are not causal.
+CONVOLVED = "dflash2"
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Block = Annotated[int, Meta(ge=2, le=1 << 16)]
 
@@ -63,8 +66,13 @@ class OuterKeys(msgspec.Struct):
     architectures: list[str] | None = None
     speculators_model_type: str | None = None
     dflash_config: Object | None = None
-    dspark_config: Object | None = None  # SGLang's: it wins over `dflash_config`
+    dspark_config: Object | None = None  # SGLang's
     transformer_layer_config: Object | None = None
+
+    @property
+    def inner(self) -> dict[str, Any]:
+        """Keys of the folders, of which SGLang's wins."""
+        return {**(self.dflash_config or {}), **(self.dspark_config or {})}
 
 
 # Keys that change what a body computes, and the values that are supported.
