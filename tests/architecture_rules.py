@@ -132,20 +132,24 @@ class Module:
 
     def imports(self, type_checking: bool = True) -> Iterator[tuple[int, str]]:
         """(line, dotted name) of everything imported, in functions and by string as well."""
+        for node, name in self._imports:
+            if type_checking or id(node) not in self.type_checking:
+                yield node.lineno, name
+
+    @cached_property
+    def _imports(self) -> list[tuple[ast.expr | ast.stmt, str]]:
+        found: list[tuple[ast.expr | ast.stmt, str]] = []
         for node in ast.walk(self.tree):
-            if not type_checking and id(node) in self.type_checking:
-                continue
             if isinstance(node, ast.Import):
-                for alias in node.names:
-                    yield node.lineno, alias.name
+                found += [(node, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 base = self._absolute(node)
-                for alias in node.names:
-                    yield node.lineno, f"{base}.{alias.name}"
+                found += [(node, f"{base}.{alias.name}") for alias in node.names]
             elif isinstance(node, ast.Constant) and id(node) not in self.docstrings:
                 match = re.fullmatch(r"(forerun\.(\w+)[\w.]*)(:\w+)?", str(node.value))
                 if match and match[2] in LAYER_OF:
-                    yield node.lineno, match[1]
+                    found.append((node, match[1]))
+        return found
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:

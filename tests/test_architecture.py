@@ -17,9 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "forerun"
 
 
-def modules() -> Iterator[rules.Module]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield rules.Module(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
+@cache
+def modules() -> tuple[rules.Module, ...]:
+    """Every file of the package; parsed once, by whichever rule asks first."""
+    return tuple(
+        rules.Module(path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    )
 
 
 @cache

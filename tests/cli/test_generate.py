@@ -129,6 +129,7 @@ def test_chat_prompts_with_the_bundled_draft(forerun) -> None:
 
 
 @needs_pair
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("algorithm", ["NONE", "DFLASH"])
 def test_a_stop_string_is_never_shown(forerun, algorithm: str) -> None:
     question = "Anna has 154 marbles. She gives 132 to Ben. How many marbles are left?"

@@ -62,6 +62,7 @@ def test_the_script_is_main() -> None:
     assert project["project"]["scripts"] == {"forerun": "forerun.__main__:main"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("args", "code", "starts"),
     [

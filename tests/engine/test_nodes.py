@@ -80,7 +80,8 @@ def fails_within(seconds: float, engine: Engine) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("deaths", [(1,), pytest.param((0, 1), marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("deaths", [(1,), (0, 1)])
 def test_text_of_two_nodes_and_ranks_that_die(
     deaths: tuple[int, ...], target: Path, address: tuple[str, int], threads: ThreadPoolExecutor
 ) -> None:

@@ -281,6 +281,7 @@ def narrow() -> Iterator[LiveServer]:
         yield live
 
 
+@pytest.mark.exhaustive
 def test_everything_but_health_needs_the_key(narrow: LiveServer) -> None:
     paths = [
         *("/v1/models", "/server_info", "/openapi.json", "/metrics", "/nope", "/health/"),
@@ -306,6 +307,7 @@ def test_everything_but_health_needs_the_key(narrow: LiveServer) -> None:
         openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="wrong").models.list()
 
 
+@pytest.mark.exhaustive
 def test_large_bodies_are_refused_before_they_are_read(narrow: LiveServer) -> None:
     body = json.dumps({"prompt": "x" * 30_000}).encode()
     message = refused(narrow.http.post(COMPLETIONS, content=body, headers=JSON), 413)
@@ -314,6 +316,7 @@ def test_large_bodies_are_refused_before_they_are_read(narrow: LiveServer) -> No
     assert "--max-body-bytes" in refused(chunked, 413)
 
 
+@pytest.mark.exhaustive
 def test_a_full_queue_is_429_with_retry_after(narrow: LiveServer) -> None:
     assert "n must be in [1, 2]" in refused(narrow.http.post(GENERATE, json=sampled(n=3)))
     too_many = {"text": [PROMPT] * 4}
@@ -339,6 +342,7 @@ def sampled(**params: Any) -> dict[str, Any]:
     return {"text": PROMPT, "sampling_params": {**LONG, "temperature": 1.0, **params}}
 
 
+@pytest.mark.exhaustive
 def test_the_deadline_ends_a_request(narrow: LiveServer) -> None:
     started = time.monotonic()
     body = {"text": PROMPT, "sampling_params": LONG}

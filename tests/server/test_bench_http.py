@@ -51,6 +51,7 @@ def test_settings_become_flags() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_does_not_start_says_why() -> None:
     with pytest.raises(ConfigError, match=r"did not start.*page_size must be one of"):
         LocalServer({"page_size": 3}).__enter__()

@@ -126,6 +126,7 @@ def test_invalid_grammars_are_refused(
     assert caught.value.param == param
 
 
+@pytest.mark.exhaustive
 def test_running_requests_go_on_while_a_grammar_is_compiled(server: LiveServer) -> None:
     """A schema that takes long is compiled beside a stream of text."""
     words = {f"p{i}": {"type": "string", "pattern": f"[a-z]{{1,{i + 5}}}"} for i in range(32)}
