@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.bench.bounds import Work
-from forerun.bench.ceilings import gemm_flops
+from forerun_bench.bounds import Work
+from forerun_bench.ceilings import gemm_flops
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled

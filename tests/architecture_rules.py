@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-# An import only goes down. Packages of the first and of the last layer may import each other.
+# An import only goes down. Packages of the first layer may import each other, not in a circle.
 LAYERS = (
     ("core", "config", "platform", "assets"),
     ("kernels",),
@@ -27,10 +27,12 @@ LAYERS = (
     ("executor",),
     ("engine",),
     ("llm",),
-    ("cli", "server", "bench", "evals", "ray"),
+    ("server", "evals"),
+    ("cli", "ray"),
+    ("doctor", "plan"),
 )
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
-TOP = len(LAYERS) - 1  # entry points; `forerun/__init__.py` is one too
+TOP = len(LAYERS) - 1  # files beside the packages put them together
 
 NO_TORCH = (
     "core/", "config/", "scheduler/", "engine/", "kvcache/pages.py", "kvcache/prefix_cache.py",
@@ -48,7 +50,7 @@ NAMES_ALLOWED = (
 )  # fmt: skip
 OWN_FILES = ("speculative/", "models/", "kernels/")
 BUILT_ON = {"ddtree": "dflash", "eagle": "nextn"}  # an algorithm made from another names it
-NAMES_ENTRY = ("cli/", "bench/", "evals/")
+NAMES_ENTRY = ("cli/", "doctor/", "evals/", "plan/")
 
 NO_PROBING = (
     "engine/", "executor/", "scheduler/", "speculative/", "sampling/", "attention/", "kvcache/",
@@ -174,10 +176,10 @@ def imports_go_down(module: Module) -> Iterator[str]:
             continue
         target = rest.partition(".")[0]
         if target not in LAYER_OF:  # `from forerun import LLM`
-            if target != "__version__" and layer < TOP:
+            if target != "__version__" and layer <= LAYER_OF["llm"]:
                 yield f"{module.path}:{line}: imports an entry point ({name})"
         elif LAYER_OF[target] > layer or (
-            LAYER_OF[target] == layer and target != module.package and layer not in (0, TOP)
+            LAYER_OF[target] == layer and module.package not in ("", target) and layer > 0
         ):
             yield f"{module.path}:{line}: {module.package} may not import {target}"
 
@@ -324,7 +326,24 @@ def import_cycles(modules: Iterable[Module]) -> Iterator[str]:
     """Cycles among modules, imports in functions included and those for type checking not."""
     by_name = {module.name: module for module in modules}
     graph = {name: _imported(module, by_name) for name, module in by_name.items()}
-    while graph:  # modules that import no other one, again and again
+    yield from _circles(graph)
+
+
+def package_circles(modules: Iterable[Module]) -> Iterator[str]:
+    """Circles among packages; files beside them, which put them together, do not count."""
+    graph: dict[str, set[str]] = {}
+    for module in modules:
+        targets = graph.setdefault(module.package, set())
+        for _, name in module.imports(type_checking=False):
+            root, _, rest = name.partition(".")
+            targets |= {rest.partition(".")[0]} if root == "forerun" else set()
+    del graph[""]
+    graph = {name: (targets & graph.keys()) - {name} for name, targets in graph.items()}
+    yield from _circles(graph)
+
+
+def _circles(graph: dict[str, set[str]]) -> Iterator[str]:
+    while graph:  # what imports nothing else, again and again
         leaves = {name for name, targets in graph.items() if not targets}
         if not leaves:
             yield " -> ".join(_cycle(graph))

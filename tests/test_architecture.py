@@ -137,6 +137,19 @@ def test_every_host_read_that_is_allowed_exists(name: str) -> None:
 
 def test_no_import_cycles() -> None:
     assert list(rules.import_cycles(modules())) == []
+    assert list(rules.package_circles(modules())) == []
+
+
+def test_circles_of_packages_are_found() -> None:
+    files = {
+        "__init__.py": "from forerun.llm.a import A",  # puts them together: no circle
+        "llm/a.py": "def f(): from forerun.core.b import B",
+        "core/b.py": "",
+        "core/c.py": "import forerun.llm.d",
+        "llm/d.py": "",
+    }
+    found = list(rules.package_circles(rules.Module(path, text) for path, text in files.items()))
+    assert found == ["core -> llm -> core"]
 
 
 # (second file, whether it closes a cycle with "core/x.py", which imports it)

@@ -12,9 +12,9 @@ import typer
 
 from forerun import SamplingParams
 from forerun.cli.flags import engine_flags
-from forerun.cli.main import COMMANDS, build_app, run
 from forerun.core.request import Request
 from forerun.llm.output import meta_info
+from forerun.main import COMMANDS, build_app, run
 from forerun.speculative import registry
 from forerun.speculative.registry import BUILT_IN, Registry
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """The console script."""
     signal.signal(signal.SIGINT, on_ctrl_c)
-    from forerun.cli.main import main as run
+    from forerun.main import main as run
 
     run()
 

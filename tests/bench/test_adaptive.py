@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from forerun import LLM
-from forerun.bench.adaptive import Cell, policy, sweep
-from forerun.bench.algorithms import Row
-from forerun.bench.cli import adaptive, algorithms, overlap
-from forerun.bench.cli.inputs import Shape
-from forerun.bench.cli.tables import COLUMNS
-from forerun.cli.main import run
+from forerun.cli.tables import COLUMNS
 from forerun.core.errors import ConfigError
+from forerun.main import run
 from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative import registry
+from forerun_bench.adaptive import Cell, policy, sweep
+from forerun_bench.algorithms import Row
+from forerun_bench.cli import adaptive, algorithms, overlap
+from forerun_bench.cli.inputs import Shape
 from tests.bench.test_cli_measure import call, needs_pair
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import register_toys

@@ -11,13 +11,13 @@ import torch
 
 from forerun import LLM
 from forerun.attention.base import LayerMask
-from forerun.bench import ceilings
-from forerun.bench.bounds import Bounds, Work, kv_bytes
-from forerun.bench.ceilings import Ceilings, gemm_seconds
-from forerun.bench.gemms import Gemm
 from forerun.kernels.cpu import library
 from forerun.kvcache.layouts import ModelLayout
 from forerun.llm.bundled import PAIR
+from forerun_bench import ceilings
+from forerun_bench.bounds import Bounds, Work, kv_bytes
+from forerun_bench.ceilings import Ceilings, gemm_seconds
+from forerun_bench.gemms import Gemm
 
 pytestmark = pytest.mark.skipif(
     not (PAIR / "target" / "model.safetensors").exists(), reason="the bundled pair is not there"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from forerun.cli.main import run
 from forerun.llm.bundled import PAIR
+from forerun.main import run
 
 needs_pair = pytest.mark.skipif(
     not all((PAIR / part / "model.safetensors").exists() for part in ("target", "draft")),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from forerun.bench.compare import Comparison, PromptResult, compare
 from forerun.cli.demo_view import Show, lanes, summary
 from forerun.core.sampling_params import SamplingParams
+from forerun.evals.compare import Comparison, PromptResult, compare
 from forerun.evals.prompts import Prompt
 from forerun.llm.output import RequestOutput
 

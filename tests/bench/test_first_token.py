@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from forerun.bench.first_token import FirstToken, covered, first_token
-from forerun.cli.main import run
+from forerun.main import run
+from forerun_bench.first_token import FirstToken, covered, first_token
 from tests.golden_engine import golden_llm
 
 

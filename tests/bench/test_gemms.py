@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from forerun import LLM
-from forerun.bench.bounds import Work
-from forerun.bench.ceilings import gemm_seconds
-from forerun.bench.gemms import Gemm, recording, step_gemms, touched_experts
 from forerun.executor.device_executor import device_step
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm as own
 from forerun.kernels.gemm import head_gemm
 from forerun.llm.bundled import PAIR
+from forerun_bench.bounds import Work
+from forerun_bench.ceilings import gemm_seconds
+from forerun_bench.gemms import Gemm, recording, step_gemms, touched_experts
 from tests.golden_engine import golden_llm
 
 Shapes = list[tuple[int, int, int]]  # n, k, tokens

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.bench.ceilings import Ceilings, gemm_seconds
-from forerun.bench.gemms import Gemm, step_gemms
-from forerun.cli.main import run
+from forerun.main import run
+from forerun_bench.ceilings import Ceilings, gemm_seconds
+from forerun_bench.gemms import Gemm, step_gemms
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from forerun.bench.long_prompt import Run, run_once, summary
-from forerun.cli.main import run
+from forerun.main import run
+from forerun_bench.long_prompt import Run, run_once, summary
 from tests.golden_engine import golden_llm
 
 

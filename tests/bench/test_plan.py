@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file
 
 from forerun import LLM
-from forerun.bench.bounds import Work
-from forerun.bench.gemms import touched_experts
-from forerun.bench.plan.gpus import GPUS, find_gpu
-from forerun.bench.plan.model_shape import DraftShape, ModelShape, busiest_touched
-from forerun.bench.plan.plan import Traffic, make_rows, possible_tps, settle
-from forerun.bench.plan.step_time import REDUCE, REDUCE_READ, Deployment, Speculation
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import UnreducedRank, WeightPlacement
 from forerun.llm.bundled import bundled, preset
 from forerun.models.registry import model_class
+from forerun.plan.gpus import GPUS, find_gpu
+from forerun.plan.model_shape import DraftShape, ModelShape, busiest_touched
+from forerun.plan.plan import Traffic, make_rows, possible_tps, settle
+from forerun.plan.step_time import REDUCE, REDUCE_READ, Deployment, Speculation
+from forerun_bench.bounds import Work
+from forerun_bench.gemms import touched_experts
 from tests.cli.conftest import forerun
 from tests.cli.support import Result
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.figure import GAP, draw
-from forerun.bench.profile import kernel_table, shorten
-from forerun.bench.timeline import STEP, KernelRow, Span, Timeline, exclusive
+from forerun_bench.figure import GAP, draw
+from forerun_bench.profile import kernel_table, shorten
+from forerun_bench.timeline import STEP, KernelRow, Span, Timeline, exclusive
 
 Event = dict[str, Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forerun.cli.main import run
+from forerun.main import run
 from tests.cli.support import Result
 
 

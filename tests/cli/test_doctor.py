@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from forerun.attention.select import BACKENDS
-from forerun.cli.doctor import TOKENS, _show_gemms, gemm_choices, model_shapes
+from forerun.doctor.command import TOKENS, _show_gemms, gemm_choices, model_shapes
 from forerun.kernels.gemm.dispatch import TUNED, choose_fp8_gemm, choose_gemm
 from forerun.kernels.runtime.gpu import GpuInfo
 from forerun.llm.bundled import preset
@@ -55,7 +55,7 @@ def test_dtypes(forerun, monkeypatch, fast: bool) -> None:
 
 
 def test_a_missing_pair_is_reported(forerun, monkeypatch, tmp_path) -> None:
-    from forerun.cli import doctor
+    from forerun.doctor import command as doctor
 
     monkeypatch.setattr(doctor, "PAIR", tmp_path)
     assert json.loads(forerun("doctor", "--json").out)["bundled"]["present"] is False

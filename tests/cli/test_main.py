@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 import forerun as package
+from forerun import main
 from forerun.__main__ import on_ctrl_c
-from forerun.cli import main
 from forerun.core.errors import ConfigError, ExecutorError, RequestError
 
 
 def test_help_names_every_command_and_does_not_import_torch() -> None:
     check = (
-        "import sys; from forerun.cli.main import run; code = run(['--help']);"
+        "import sys; from forerun.main import run; code = run(['--help']);"
         "sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
@@ -51,7 +51,7 @@ def test_every_command_has_help(forerun, command: str) -> None:
 
 LAUNCHERS = {
     "module": ["-m", "forerun"],
-    "file": ["-m", "forerun.cli.main"],
+    "file": ["-m", "forerun.main"],
     # What pip writes for the entry point of pyproject.toml.
     "script": ["-c", "import sys; from forerun.__main__ import main; sys.exit(main())"],
 }
@@ -244,7 +244,7 @@ def test_closed_streams_are_one_line() -> None:
 def test_ctrl_c_for_real() -> None:
     """While `generate -` waits for its prompt."""
     code = "import forerun.cli.generate, sys; print('ready', flush=True);"
-    code += "from forerun.cli.main import main; sys.argv = ['forerun', 'generate', '-']; main()"
+    code += "from forerun.main import main; sys.argv = ['forerun', 'generate', '-']; main()"
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,

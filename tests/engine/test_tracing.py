@@ -170,7 +170,7 @@ def test_no_timestamps_without_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_opentelemetry_is_not_imported_when_off() -> None:
     check = (
-        "import sys, forerun.engine.engine, forerun.bench.cli.app;"
+        "import sys, forerun.engine.engine, forerun_bench.cli.app;"
         "sys.exit(any(n.partition('.')[0] == 'opentelemetry' for n in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

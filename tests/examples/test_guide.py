@@ -12,7 +12,7 @@ import click
 import pytest
 import typer
 
-from forerun.cli.main import COMMANDS, build_app
+from forerun.main import COMMANDS, build_app
 from forerun.speculative import registry
 from forerun.speculative.base import (
     Draft,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from forerun.bench.kernels import gemm_chain
 from forerun.kernels.gemm import gemm_triton, head_gemm
 from forerun.kernels.runtime.gpu import GpuInfo
+from forerun_bench.kernels import gemm_chain
 from tests.kernels.compiled import CUDA, HIP, PDL_TARGETS, SMEM_LIMIT, TARGETS, Case
 
 OPERANDS = {"x": "*bf16", "w": "*bf16", "semaphores": "*i32"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.bench import stream
+from forerun_bench import stream
 from tests.kernels.compiled import Case
 
 CASES = [

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.bench.gemms import recording, touched_experts
 from forerun.kernels.gemm import gemm as own
 from forerun.kernels.gemm.config import TritonGemmConfig
 from forerun.kernels.gemm.gemm import DeferredNorm, GemmWeight
@@ -19,6 +18,7 @@ from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.experts_fp8 import Fp8Experts
 from forerun.layers.gemm import Int4Gemm
 from forerun.layers.norm import RMSNorm
+from forerun_bench.gemms import recording, touched_experts
 
 
 def all_epilogues(w: GemmWeight, x: torch.Tensor, config: TritonGemmConfig) -> list[object]:

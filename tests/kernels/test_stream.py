@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forerun.bench.stream import CHUNK, read_sums, read_sums_ref
+from forerun_bench.stream import CHUNK, read_sums, read_sums_ref
 
 pytest.importorskip("triton")
 

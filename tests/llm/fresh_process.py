@@ -16,7 +16,7 @@ from typing import Any
 
 SECONDS = 240
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["forerun.cli.main", "forerun.llm.llm"])
+CONTEXT.set_forkserver_preload(["forerun.main", "forerun.llm.llm"])
 
 
 def call(env: dict[str, str], function: Callable[..., Any], *args: Any) -> CompletedProcess[str]:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.attention.torch_native import TorchNative
-from forerun.bench.cli.inputs import with_preset
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import WeightPlacement
@@ -22,6 +21,7 @@ from forerun.models.deepseek import has_experts, latent_heads, routing
 from forerun.models.loader import load_target
 from forerun.models.nextn import NextNDraft, load_nextn_config
 from forerun.models.registry import model_class
+from forerun_bench.cli.inputs import with_preset
 from tests.models.support import CPU, Loop, family, save
 
 MLA = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

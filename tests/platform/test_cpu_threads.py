@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.cli.doctor import survey_machine
+from forerun.doctor.command import survey_machine
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.steps import DecodeBatch
 from forerun.platform import cpu_threads

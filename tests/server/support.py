@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
-from forerun.bench.serving.local import command_line
+from forerun_bench.serving.local import command_line
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI

@@ -9,11 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from forerun import LLM
-from forerun.bench.dummy_tokenizer import write_dummy_tokenizer
-from forerun.bench.http import Workload, compare, over_http
-from forerun.bench.serving.local import LocalServer, command_line
-from forerun.cli.main import run
 from forerun.core.errors import ConfigError
+from forerun.main import run
+from forerun_bench.dummy_tokenizer import write_dummy_tokenizer
+from forerun_bench.http import Workload, compare, over_http
+from forerun_bench.serving.local import LocalServer, command_line
 from tests.server.support import LiveServer
 
 PROMPTS = [[7 + i, 8, 9, 10 + i] for i in range(6)]

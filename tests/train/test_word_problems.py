@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import random
 import re
-import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from forerun.core.errors import ConfigError
+from forerun.evals import word_problems
 from forerun.evals.prompts import word_prompts
-from forerun.evals.word_problems import TEST_SEED, TEST_SEEDS, extract_answer, problems
+from forerun.evals.word_problems import (
+    GENERATORS,
+    TEST_SEED,
+    TEST_SEEDS,
+    extract_answer,
+    problems,
+)
 from forerun_train.word_problems import (
     SHIPPED,
     TEMPLATES,
@@ -21,6 +30,7 @@ from forerun_train.word_problems import (
 )
 from forerun_train.word_text import Draw, over, plus, times
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 _SUM = re.compile(r"[\d(][\d+\-*/() ]*(?:= [\d+\-*/() ]*\d)+")
 
 
@@ -93,9 +103,14 @@ def test_the_shipped_problems_are_the_generators() -> None:
 def test_other_problems_need_the_generator(
     count: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    declared = ROOT / "training" / "pyproject.toml"
+    points = tomllib.loads(declared.read_text(encoding="utf-8"))["project"]["entry-points"]
+    ((name, target),) = points[GENERATORS].items()
+    found = [EntryPoint(name, target, GENERATORS)]
+    monkeypatch.setattr(word_problems, "entry_points", lambda group: found)
     made = problems(count, seed)
     assert [p.answer for p in made] == [p.answer for p in generate(seed, count)]
-    monkeypatch.setitem(sys.modules, "forerun_train.word_problems", None)
+    found.clear()  # the training package is not installed
     with pytest.raises(ConfigError, match=r"^Only the first 1024 .* pip install \./training"):
         problems(count, seed)
     assert len(problems(SHIPPED)) == SHIPPED  # without it

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 
 from forerun import LLM, SamplingParams
-from forerun.bench.compare import Comparison, compare
-from forerun.bench.environment import environment
 from forerun.cli.blocks import Decode
 from forerun.cli.demo_view import Show
 from forerun.cli.output import fail_if_aborted, print_json
 from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
+from forerun.evals.compare import Comparison, compare
+from forerun.evals.environment import environment
 from forerun.evals.prompts import (
     Prompt,
     chat_encoder,

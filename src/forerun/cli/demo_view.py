@@ -12,7 +12,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from forerun.bench.compare import Comparison, PromptResult
 from forerun.cli.blocks import (
     Block,
     Decode,
@@ -24,6 +23,7 @@ from forerun.cli.blocks import (
     render,
 )
 from forerun.evals.acceptance import Acceptance
+from forerun.evals.compare import Comparison, PromptResult
 
 WIDE = 100  # console columns from which the two texts are side by side
 FRAME = 1 / 25  # seconds

@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun import LLM, RequestOutput, SamplingParams
-from forerun.bench.environment import environment, made_with
 from forerun.cli.demo_view import positions
 from forerun.cli.flags import Values, engine_flags, with_flags
-from forerun.cli.output import fail_if_aborted, print_json, progress_bar
+from forerun.cli.output import AsJson, fail_if_aborted, print_json, progress_bar
 from forerun.cli.settings import with_speculation, without_speculation
 from forerun.core.errors import ConfigError
+from forerun.evals.environment import environment, made_with
 from forerun.evals.prompts import (
     PYTHON,
     WORDS,
@@ -37,7 +37,6 @@ MaxNewTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
 CheckIdentical = Annotated[
     bool, typer.Option("--check-identical", help="Also decode plainly and compare the tokens")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
 
 @app.command(WORDS)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from forerun.evals.acceptance import Acceptance
 
 if TYPE_CHECKING:
     from forerun.llm import RequestOutput
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object")]
 
 
 def print_json(value: Any) -> None:

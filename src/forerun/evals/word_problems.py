@@ -10,6 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import entry_points
 from importlib.resources import files
 from typing import Final
 
@@ -19,6 +20,9 @@ TEST_SEEDS: Final = range(1_000_000, 2_000_000)
 """Seeds that training never uses."""
 TEST_SEED: Final = TEST_SEEDS[0]
 """The seed of the published scores; training also leaves out each of its first questions."""
+
+GENERATORS: Final = "forerun.word_problems"
+"""Entry points: (seed, count) -> problems. The training package declares one."""
 
 _ANSWER = re.compile(r"####\s*(-?\d+)")
 
@@ -38,13 +42,13 @@ def problems(count: int, seed: int = TEST_SEED) -> list[Problem]:
     shipped = _shipped()
     if seed == TEST_SEED and count <= len(shipped):
         return list(shipped[:count])
-    try:
-        from forerun_train.word_problems import generate
-    except ModuleNotFoundError:
+    generators = entry_points(group=GENERATORS)
+    if not generators:
         raise ConfigError(
             f"Only the first {len(shipped)} word problems of seed {TEST_SEED} ship with Forerun."
             " The generator of more is in the repository: pip install ./training."
-        ) from None
+        )
+    generate = next(iter(generators)).load()
     return [Problem(p.question, p.answer) for p in generate(seed, count)]
 
 

@@ -17,7 +17,14 @@ from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.models.block_convolution import ConvolutionConfig
-from forerun.models.dflash_keys import ARCHITECTURES, CONVOLVED, FOLDERS, ONLY, DFlashKeys, OuterKeys
+from forerun.models.dflash_keys import (
+    ARCHITECTURES,
+    CONVOLVED,
+    FOLDERS,
+    ONLY,
+    DFlashKeys,
+    OuterKeys,
+)
 from forerun.models.draft_base import dense_layout
 from forerun.models.heads.base import HeadConfig
 from forerun.models.heads.registry import (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from forerun.bench.serving.arrivals import arrival_times
+from forerun_bench.serving.arrivals import arrival_times
 
 RATES = st.floats(0.01, 1e4)
 SHAPES = st.floats(0.05, 20)

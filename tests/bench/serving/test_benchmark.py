@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.serving.benchmark import Benchmark, benchmark
-from forerun.bench.serving.config import LoadConfig
-from forerun.bench.serving.load import LEAD
 from forerun.core.errors import ConfigError
+from forerun_bench.serving.benchmark import Benchmark, benchmark
+from forerun_bench.serving.config import LoadConfig
+from forerun_bench.serving.load import LEAD
 from tests.bench.serving.stand_in import StandIn, virtually
 
 

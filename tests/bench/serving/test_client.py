@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.serving.backends import RequestOptions, make_backend
-from forerun.bench.serving.client import Client, Live, Outcome
-from forerun.bench.serving.dataset import Prompt
-from forerun.bench.serving.http import Endpoint, RequestFailed, error_message, fetch
+from forerun_bench.serving.backends import RequestOptions, make_backend
+from forerun_bench.serving.client import Client, Live, Outcome
+from forerun_bench.serving.dataset import Prompt
+from forerun_bench.serving.http import Endpoint, RequestFailed, error_message, fetch
 from tests.bench.serving.stand_in import StandIn, virtually
 
 BACKENDS = ("sglang", "openai", "openai-chat")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.serving.load import Load
-from forerun.bench.serving.metrics import Run
-from forerun.bench.serving.plot import PANEL_HEIGHT, PANEL_WIDTH, draw
-from forerun.cli.main import run
+from forerun.main import run
+from forerun_bench.serving.load import Load
+from forerun_bench.serving.metrics import Run
+from forerun_bench.serving.plot import PANEL_HEIGHT, PANEL_WIDTH, draw
 from tests.bench.serving.stand_in import StandIn, in_a_thread
 from tests.bench.serving.test_metrics import FAST, SLOW
 
@@ -160,7 +160,7 @@ def test_a_plot_of_nothing_says_so() -> None:
 
 def test_it_does_not_import_torch() -> None:
     check = (
-        "import sys; from forerun.cli.main import run;"
+        "import sys; from forerun.main import run;"
         "code = run(['bench', 'serving', '--base-url', 'http://127.0.0.1:9']);"
         "sys.exit(10 * code + ('torch' in sys.modules))"
     )

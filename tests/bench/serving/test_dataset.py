@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.serving.config import LoadConfig
-from forerun.bench.serving.dataset import Prompt, load_prompts
-from forerun.bench.serving.vocabulary import Vocabulary
 from forerun.core.errors import ConfigError
+from forerun_bench.serving.config import LoadConfig
+from forerun_bench.serving.dataset import Prompt, load_prompts
+from forerun_bench.serving.vocabulary import Vocabulary
 from tests.cli.support import PAIR, needs_pair
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.bench.serving.client import Live, Outcome
-from forerun.bench.serving.load import LEAD, TICK, Load, run_load
+from forerun_bench.serving.client import Live, Outcome
+from forerun_bench.serving.load import LEAD, TICK, Load, run_load
 from tests.bench.serving.stand_in import VirtualLoop, virtually
 
 GAPS = st.lists(st.floats(0, 0.2), min_size=1, max_size=12)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.bench.serving.client import Outcome
-from forerun.bench.serving.http import RequestFailed
-from forerun.bench.serving.load import Load
-from forerun.bench.serving.metrics import PERCENTILES, Acceptance, Run, Stats
+from forerun_bench.serving.client import Outcome
+from forerun_bench.serving.http import RequestFailed
+from forerun_bench.serving.load import Load
+from forerun_bench.serving.metrics import PERCENTILES, Acceptance, Run, Stats
 
 
 def outcome(*chunks: tuple[float, int], due: float = 0.0, sent: float = 0.0) -> Outcome:

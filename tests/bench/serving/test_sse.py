@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.bench.serving.http import RequestFailed
-from forerun.bench.serving.sse import EventParser
+from forerun_bench.serving.http import RequestFailed
+from forerun_bench.serving.sse import EventParser
 
 LINES = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)
 

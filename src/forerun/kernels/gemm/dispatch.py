@@ -1,6 +1,6 @@
 """GEMM dispatch: which implementation and configuration computes a GEMM [M, K] x [N, K]ᵀ.
 
-The choice is a tuned configuration (`TUNED`, found by `forerun.bench.kernels.gemm --tune`), a
+The choice is a tuned configuration (`TUNED`, found by `forerun_bench.kernels.gemm --tune`), a
 default for shapes that were not tuned, or None: the vendor's library (cuBLAS, hipBLAS). The
 defaults serve up to 32 tokens, on Hopper up to 128. Larger GEMMs go to the library, except the
 gate/up projection of large prefill chunks on Hopper, whose SiLU-mul is fused.
