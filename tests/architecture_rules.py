@@ -80,6 +80,13 @@ HOST_READS = {
     "kernels/cpu/gemm.py:smallest_format": "looks at weights when they are packed",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count
+# First words of what goes on from a name: "Of the tensor of which a part has this shape."
+NO_BEGINNINGS = (
+    "about", "after", "among", "and", "as", "at", "before", "between", "but", "by", "during", "for",
+    "from", "if", "in", "into", "like", "of", "on", "onto", "or", "over", "per", "since", "than",
+    "through", "to", "toward", "under", "until", "via", "when", "while", "with", "within",
+    "without",
+)  # fmt: skip
 UNSAFE_MODULES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
 
@@ -397,6 +404,17 @@ def _called(node: ast.AST) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
+def whole_sentences(module: Module) -> Iterator[str]:
+    """A docstring says what a thing does or returns; it does not go on from its name."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    for node in ast.walk(module.tree):
+        if isinstance(node, kinds):
+            first = re.match(r"\w+", ast.get_docstring(node) or "")
+            if first and first[0].lower() in NO_BEGINNINGS:
+                name = "module" if isinstance(node, ast.Module) else node.name
+                yield f"{module.path}: the docstring of {name} begins with {first[0]!r}"
+
+
 RULES: tuple[Rule, ...] = (
     imports_go_down,
     no_torch,
@@ -406,4 +424,5 @@ RULES: tuple[Rule, ...] = (
     no_host_sync,
     no_unsafe_loading,
     small_functions,
+    whole_sentences,
 )

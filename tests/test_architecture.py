@@ -81,6 +81,8 @@ REFUSED = [
     ("no_unsafe_loading", "llm/x.py", "f(path, trust_remote_code=True)"),
     ("no_unsafe_loading", "llm/x.py", "eval('1')"),
     ("small_functions", "llm/x.py", "def f(a, b, c, d, e, *, g, h, i): ..."),
+    ("whole_sentences", "llm/x.py", '"""From ids to text."""'),
+    ("whole_sentences", "llm/x.py", 'class A:\n    def f(self):\n        """Of the tensor."""'),
     ("small_functions", "llm/x.py", "class A:\n    def f(self, a, b, c, d, e, g, h, i): ..."),
     ("small_functions", "llm/x.py", "async def f():\n" + "    x = 1\n" * 60),
 ]

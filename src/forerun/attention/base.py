@@ -101,7 +101,7 @@ class AttentionBatch:
     host_pages: Sequence[Sequence[int]] | None = None
 
     def decode_shape(self, kv_len_ub: int) -> DecodeShape:
-        """Of a batch with `q_len`; `kv_len_ub`: the most this shape may ever reach."""
+        """The shape of a batch with `q_len`; `kv_len_ub`: the most this shape may ever reach."""
         assert self.q_len is not None
         tree = self.tree is not None
         return DecodeShape(self.start.shape[0], self.q_len, kv_len_ub, tree, self.start.device)
@@ -128,7 +128,7 @@ class HostBatch:
     window_pages: Sequence[Sequence[int]] | None = None  # the same for windowed pools
 
     def padded(self, batch_size: int) -> HostBatch:
-        """With padding slots at the end: no context, the null page."""
+        """Returns it with padding slots at the end: no context, the null page."""
         more = batch_size - len(self.kv_lens)
         pages, window_pages = (
             None if each is None else [*each, *[[NULL_PAGE]] * more]
@@ -137,11 +137,11 @@ class HostBatch:
         return HostBatch([*self.kv_lens, *[0] * more], pages, window_pages)
 
     def for_pools(self, pools: ModelPools) -> HostBatch:
-        """With the page ids of these pools in `pages`."""
+        """Returns it with the page ids of these pools in `pages`."""
         return replace(self, pages=self.window_pages) if pools.windowed else self
 
     def shifted(self, offset: int) -> HostBatch:
-        """Of tokens that begin `offset` later (drafts of a chain: one forward per draft)."""
+        """The batch of tokens that begin `offset` later (drafts of a chain: a forward each)."""
         if not offset:
             return self
         return replace(self, kv_lens=[max(0, length + offset) for length in self.kv_lens])
@@ -173,10 +173,10 @@ class RopeInput(Protocol):
 
     @property
     def cos_sin(self) -> tuple[Tensor, Tensor]:
-        """Of the tokens, [T, 1, D] each."""
+        """Cosines and sines of the tokens, [T, 1, D] each."""
 
     def first(self, count: int) -> RopeInput:
-        """Of the first `count` tokens."""
+        """Returns the input of the first `count` tokens."""
 
 
 class QKNormRope(ABC):
@@ -276,7 +276,7 @@ class AttentionBackend(ABC):
         return None
 
     def prepare(self, buffers: Buffers, host: HostBatch) -> None:
-        """On the host, before every run or replay of the shape that `buffers` were made for.
+        """Plans on the host, before every run or replay of the shape that `buffers` were made for.
 
         Writes buffers in place, on the current stream, without waiting for the device.
         """
@@ -284,7 +284,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> Plan:
-        """In the forward, once, shared by its layers. Reads device tensors only if `q_len` is set.
+        """Plans a forward, once for its layers. Reads device tensors only if `q_len` is set.
 
         `buffers`: of the batch's shape, prepared; None in prefill, and for backends that allocate
         none.
@@ -408,12 +408,12 @@ class AttentionContext:
     def run(
         self, layer: int, spec: AttentionSpec, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput
     ) -> Tensor:
-        """From a layer's QKV GEMM to the output of its heads, [T, Hq, D]."""
+        """Computes the output of a layer's heads, [T, Hq, D], from its QKV GEMM."""
         q = self.backend.rope_write(self.plan, layer, qkv, norm_rope, rope)
         return self.backend.attend(self.plan, layer, spec, q)
 
     def run_shared(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
-        """Of a layer that reads the K/V of another one: q [T, Hq, D], normed and rotated."""
+        """Attends in a layer that reads another one's K/V: q [T, Hq, D], normed and rotated."""
         return self.backend.attend(self.plan, layer, spec, q)
 
     def run_latent(
@@ -444,7 +444,7 @@ class AttentionContext:
         return up.project_v(self.attend_latent(layer, spec, absorbed))
 
     def attend_latent(self, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
-        """With absorbed projections, over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
+        """Attends with absorbed projections over stored rows: q [T, Hq, Dl + Dr] -> [T, Hq, Dl]."""
         return self.backend.attend_latent(self.plan, layer, spec, q)
 
     def recurrent(self, layer: int) -> RecurrentContext:

@@ -55,7 +55,7 @@ class Fa3Library(FlashLibrary):
 
     @classmethod
     def find(cls) -> Path | None:
-        """Of the installed build, without importing it; None: not installed."""
+        """Returns what the installed build has, without importing it; None: not installed."""
         return cls.package.find()
 
     @classmethod
@@ -298,5 +298,5 @@ def _max_q_len(tokens: PagedTokens) -> int | None:
 
 
 def _max_kv_len(x: FlashInput, tokens: PagedTokens) -> int:
-    """From shapes alone: it sets into how many splits a context may be cut."""
+    """Returns a bound from shapes alone: it sets into how many splits a context may be cut."""
     return tokens.page_table.shape[1] * x.k.shape[1]

@@ -173,7 +173,7 @@ class FlashInfer(LibraryBackend):
 
     @property
     def _masks(self) -> list[LayerMask]:
-        """Of the layers; a tree comes with the batch."""
+        """Returns the masks of the layers; a tree comes with the batch."""
         return [mask for mask in self.need.masks if mask.mask is not Mask.CUSTOM]
 
     def _prefill_wrappers(self) -> dict[LayerMask, Any]:

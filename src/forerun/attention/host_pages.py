@@ -50,7 +50,7 @@ class PageLists:
 
     @classmethod
     def of_step(cls, shape: DecodeShape, host: HostBatch, page_size: int) -> PageLists:
-        """Of a decode shape; `host` has exact lengths and page ids."""
+        """Returns the pages of a decode shape; `host` has exact lengths and page ids."""
         assert host.pages is not None
         lengths = [length + shape.q_len for length in host.kv_lens]
         q_lens = [shape.q_len] * shape.batch_size
@@ -58,7 +58,7 @@ class PageLists:
 
     @classmethod
     def of_chunks(cls, batch: AttentionBatch, page_size: int) -> PageLists:
-        """Of prompt chunks."""
+        """Returns the pages of prompt chunks."""
         assert batch.ragged is not None and batch.host_pages is not None
         q_lens = [count for _, count in batch.ragged]
         lengths = [start + count for start, count in batch.ragged]

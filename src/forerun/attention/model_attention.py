@@ -39,7 +39,7 @@ class StepBuffers:
             backend.prepare(buffers, self._host_batch(backend, offset))
 
     def of(self, backend: AttentionBackend, batch: AttentionBatch, offset: int) -> Buffers:
-        """For a forward whose tokens begin `offset` after the committed length."""
+        """The attention of a forward whose tokens begin `offset` after the committed length."""
         shape = batch.decode_shape(self._kv_len_ub)
         key = (backend, shape, offset)
         if key not in self._made:
@@ -94,7 +94,7 @@ class ModelAttention:
         return [self.backends[phase] for phase in PER_STEP if phase in self.backends]
 
     def backend_of(self, q_len: int | None, extends: bool = False) -> AttentionBackend:
-        """Of a forward of `q_len` tokens per request (None: chunks of prompts).
+        """Returns the backend of a forward of `q_len` tokens per request (None: chunks of prompts).
 
         `extends`: they are verified tokens, which the draft observes.
         """

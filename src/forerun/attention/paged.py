@@ -98,7 +98,7 @@ class SlotPlan(Plan):
 
 @dataclass
 class PagedPlan(SlotPlan):
-    """Of a library's kernels."""
+    """The plan of a library's kernels."""
 
     tokens: PagedTokens
 

@@ -143,7 +143,7 @@ class BackendChoice:
 
 
 def survey(need: AttentionNeed) -> dict[str, list[str]]:
-    """For every backend, why it cannot serve the need; an empty list: it can."""
+    """Says of every backend why it cannot serve the need; an empty list: it can."""
     return {name: load().why_not(need) for name, load in BACKENDS.items()}
 
 

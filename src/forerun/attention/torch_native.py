@@ -139,7 +139,7 @@ def _attend(seg: _Segment, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor)
 def _softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """With soft-cap and sinks, in float32; q [B, Hkv, group * W, D]."""
+    """Attends with soft-cap and sinks, in float32; q [B, Hkv, group * W, D]."""
     scores = (q.float() @ k.float().transpose(2, 3)) * spec.scale
     if spec.logit_softcap is not None:
         scores = spec.logit_softcap * torch.tanh(scores / spec.logit_softcap)

@@ -184,13 +184,13 @@ def speed_table(comparison: Comparison, algorithm: str) -> Table:
 
 
 def histogram(acceptance: Acceptance, console: Console) -> Table:
-    """For each number of accepted drafts: the fraction of verify steps with it."""
+    """Shows for each number of accepted drafts the fraction of verify steps with it."""
     steps = max(acceptance.verify_ct, 1)
     return bars(console, [(str(a), n / steps) for a, n in enumerate(acceptance.histogram)])
 
 
 def positions(acceptance: Acceptance, console: Console) -> Table:
-    """For each draft position: the fraction of verify steps that accepted it."""
+    """Shows for each draft position the fraction of verify steps that accepted it."""
     shares = enumerate(acceptance.per_position, start=1)
     return bars(console, [(str(position), share) for position, share in shares])
 

@@ -48,7 +48,7 @@ class Flag:
         return self.type is bool and bool(self.default)
 
     def parameters(self) -> list[inspect.Parameter]:
-        """For typer. Of a switch that is on by default, help lists `--no-...` alone: both names
+        """Makes typer's parameters. Of a switch that is on, help lists `--no-...` alone: both names
         would not fit on a terminal of 80 columns."""
         option = typer.Option(
             f"--no-{self.spelling[2:]}" if self.is_on else self.spelling,

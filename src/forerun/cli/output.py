@@ -60,7 +60,7 @@ def print_error(message: str) -> None:
 
 
 def fail_if_aborted(outputs: Iterable[RequestOutput], what: str = "requests") -> None:
-    """After everything else was printed: an error line per reason.
+    """Prints an error line per reason, after everything else was printed.
 
     Raises:
         typer.Exit: with code 1, if one of them was aborted.
@@ -81,7 +81,7 @@ def dim(line: str) -> None:
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """On standard error, only if that is a terminal."""
+    """Draws a bar on standard error, only if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = quiet or not console.is_terminal

@@ -15,7 +15,7 @@ COLUMNS = 100  # width of the tables
 
 
 def wide_console() -> Console:
-    """At least `COLUMNS` wide: a pipe would get 80 columns and truncated tables."""
+    """Returns a console at least `COLUMNS` wide: a pipe would get 80, and truncated tables."""
     return Console(width=max(COLUMNS, Console().width))
 
 
@@ -45,7 +45,7 @@ def yes_no(value: bool | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """With three or more digits; "-" for None."""
+    """Writes it with three or more digits; "-" for None."""
     if seconds is None:
         return "-"
     ms = 1000 * seconds

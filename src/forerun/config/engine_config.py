@@ -305,7 +305,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], options: Mapping[str, Any]) -> EngineConfig:
-        """From keywords, each a setting or one of the algorithm's options (name → default).
+        """Makes it from keywords: settings and the algorithm's options (name → default).
 
         Raises:
             ConfigError: unknown keyword; the message suggests the nearest known one.

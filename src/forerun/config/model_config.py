@@ -50,7 +50,7 @@ class ModelConfig:
 
     @property
     def layer_rotary_dims(self) -> tuple[int, ...]:
-        """Of every layer's heads; see `rotary_dim`."""
+        """Rotated dims of every layer's heads; see `rotary_dim`."""
         if self.rotary_dim != self.head_dim:
             return (self.rotary_dim,) * self.num_layers
         return self.layer_head_dims

@@ -44,7 +44,7 @@ class Nodes:
 
     @property
     def ranks(self) -> range:
-        """Of this node."""
+        """Numbers of this node's ranks."""
         return self.ranks_of(self.rank)
 
     def ranks_of(self, node: int) -> range:

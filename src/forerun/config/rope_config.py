@@ -53,7 +53,7 @@ class RopeConfig:
 
 
 def parse_ropes(raw: Mapping[str, Any], layers: int, where: str) -> tuple[RopeConfig, ...]:
-    """Of every layer.
+    """Parses the RoPE of every layer.
 
     transformers 5 writes `rope_parameters`, one per layer type if they differ; 4 wrote `rope_theta`
     and `rope_scaling`.

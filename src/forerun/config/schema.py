@@ -88,7 +88,7 @@ class QuantizationKeys(msgspec.Struct):
 
 
 class LayerKeys(msgspec.Struct):
-    """Of one layer in Gemma 4's `per_layer_config`."""
+    """Keys of one layer in Gemma 4's `per_layer_config`."""
 
     head_dim: Size | UnsetType = UNSET
     num_key_value_heads: Heads | UnsetType = UNSET

@@ -81,7 +81,7 @@ def _beginning(value: Any, room: list[int], characters: int) -> Any:
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:
-    """Of a library's message, which may be long; the error's class where there is none."""
+    """Returns the first line of a library's long message; the error's class where there is none."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 

@@ -46,7 +46,7 @@ class LogprobParams:
     def of(
         cls, return_logprob: Any, logprob_start_len: Any, top_logprobs_num: Any, token_ids: Any
     ) -> LogprobParams | None:
-        """From the values that SGLang's API takes for one request; None: it asks for none.
+        """Makes it from the values of SGLang's API for one request; None: it asks for none.
 
         Raises:
             RequestError: a value is invalid, or is given without `return_logprob`.

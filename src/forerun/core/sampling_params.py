@@ -191,7 +191,7 @@ _BOOLEANS = ("ignore_eos", "skip_special_tokens", "speculative")
 
 
 def _stop_strings(given: Any) -> tuple[str, ...]:
-    """From a string, a list of strings, or None."""
+    """Reads a string, a list of strings, or None."""
     stops = (given,) if isinstance(given, str) else () if given is None else given
     if not isinstance(stops, list | tuple):
         raise RequestError(f"stop must be a string or a list of strings, got {shown(given)}.")
@@ -218,7 +218,7 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 
 
 def _logit_bias(given: Any) -> tuple[tuple[int, float], ...]:
-    """From a mapping of token ids to biases, pairs of them, or None."""
+    """Reads a mapping of token ids to biases, pairs of them, or None."""
     entries = given.items() if isinstance(given, Mapping) else () if given is None else given
     if not isinstance(given, Mapping | tuple | None):
         raise RequestError(

@@ -1,4 +1,4 @@
-"""When a request runs, and until when it is worth running. No torch."""
+"""Scheduling parameters: when a request runs, and until when it is worth running. No torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SchedulingParams:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SchedulingParams:
-        """From those of `given` that it has and that are not None."""
+        """Makes it from those of `given` that it has and that are not None."""
         known = {name: given[name] for name in SCHEDULING_KEYWORDS if given.get(name) is not None}
         return cls(**known)
 

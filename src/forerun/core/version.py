@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 
 def source_digest() -> str:
-    """Of the package's files: tells commits of one version apart."""
+    """Returns a digest of the package's files: tells commits of one version apart."""
     package = Path(__file__).parents[1]
     digest = sha256()
     for file in sorted(package.rglob("*.py")):

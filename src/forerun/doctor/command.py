@@ -190,7 +190,7 @@ def _cpu_gemms() -> str:
 
 
 def gemm_choices(gpu: GpuInfo, shapes: list[Shape]) -> dict[str, Any]:
-    """For `shapes` and those tuned for this GPU: a configuration by tokens; None: the library."""
+    """Chooses by tokens, for `shapes` and those tuned for this GPU; None: the library."""
     tuned = TUNED.get(0 if gpu.amd else gpu.capability, {})
     out: list[dict[str, Any]] = []
     for n, k in dict.fromkeys((*shapes, *tuned)):

@@ -87,7 +87,7 @@ class Engine:
         logprobs: LogprobParams | None = None,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> Request:
-        """As `RequestFactory.make`.
+        """Calls `RequestFactory.make`.
 
         Stop strings are ignored: the text layer finds them and calls `finish`.
 

@@ -24,7 +24,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, meta_info: Mapping[str, Any]) -> Acceptance:
-        """From the `meta_info` of one finished request."""
+        """Reads the `meta_info` of one finished request."""
         return cls(
             completion_tokens=int(meta_info["completion_tokens"]),
             verify_ct=int(meta_info["spec_verify_ct"]),
@@ -62,7 +62,7 @@ class Acceptance:
 
     @property
     def per_position(self) -> list[float]:
-        """At k - 1: the fraction of verify steps that accepted draft k (and so all before it)."""
+        """Fractions of verify steps: at k - 1 those that accepted draft k, and so all before it."""
         if not self.verify_ct:
             return []
         offered = math.ceil(self.proposed / self.verify_ct)  # the histogram ends at the deepest hit

@@ -47,7 +47,7 @@ class Environment:
 
 
 def environment(llm: LLM) -> dict[str, Any]:
-    """For `--json`: the environment, and the engine's choices at start."""
+    """Returns what `--json` shows: the environment, and the engine's choices at start."""
     chosen = llm.explain()
     here = Environment.here(str(chosen["device"])).as_dict()
     if chosen["threads"] is not None:

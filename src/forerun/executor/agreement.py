@@ -13,7 +13,7 @@ from forerun.layers.communication import Communicator
 
 
 class Agreement:
-    """Among the ranks of `comm`; at start only, since it waits for the device."""
+    """What the ranks of `comm` agree on; at start only, since it waits for the device."""
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self._comm, self._device = comm, device

@@ -78,7 +78,7 @@ class AttentionSetup:
 def choose_attention(
     config: EngineConfig, model: CausalLM, caps: SpecCaps, where: Placement
 ) -> list[AttentionSetup]:
-    """Of the target and, if it has attention, of the draft.
+    """Chooses attention of the target and, if it has any, of the draft.
 
     Args:
         model: the target; its weights may be on the meta device.

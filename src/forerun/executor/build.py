@@ -247,7 +247,7 @@ class _Builder:
         )
 
     def _profile(self, make_step: Callable[[KVBudget], DeviceStep]) -> ProfilingRun:
-        """On a GPU: measures activation and graph memory, with KV pools of one page."""
+        """Measures activation and graph memory on a GPU, with KV pools of one page."""
         settings = self.settings
         if settings.device.type != "cuda":
             return ProfilingRun()

@@ -98,7 +98,7 @@ class CudaGraphSteps:
         widths: Sequence[int],
         piece_buckets: Sequence[int] = (),
     ) -> None:
-        """Of batches up to `largest`.
+        """Makes graphs of batches up to `largest`.
 
         Args:
             kv_len_ub: largest number of KV slots of a request; lengths are read on the device.
@@ -195,7 +195,7 @@ class CudaGraphSteps:
         return _DecodeGraph(graph, slots, draft, output, whole, buffers, results)
 
     def _buffers_of(self, size: int, width: int) -> StepBuffers | None:
-        """Of backends that plan on the host; shared by the greedy and sampled graphs."""
+        """Buffers of backends that plan on the host; greedy and sampled graphs share them."""
         key = (size, width)
         if key not in self._buffers:
             self._buffers[key] = self.step.plan_buffers(size)

@@ -242,7 +242,7 @@ class DeviceExecutor:
         return state
 
     def _grammars_of(self, plan: StepPlan) -> dict[int, GrammarState]:
-        """By slot, of the requests that this step samples tokens for."""
+        """Returns by slot the grammars of requests that this step samples tokens for."""
         slots = [request.slot for request in plan.decode]
         slots += [chunk.slot for chunk in plan.prefill if chunk.last]
         states = {slot: self._slots[slot].grammar for slot in slots}
@@ -331,7 +331,7 @@ class DeviceExecutor:
 
     @staticmethod
     def _copy(tensor: Tensor) -> Tensor:
-        """To pinned memory; complete when the step is."""
+        """Copies to pinned memory; complete when the step is."""
         if tensor.device.type != "cuda":
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

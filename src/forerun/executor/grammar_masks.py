@@ -33,7 +33,7 @@ class DraftCopy:
 
     @classmethod
     def new(cls, slots: Tensor, num_drafts: int, trees: bool) -> DraftCopy | None:
-        """For the requests of `slots` [B]; None: there are no drafts."""
+        """Makes one for the requests of `slots` [B]; None: there are no drafts."""
         if num_drafts == 0:
             return None
         size, pinned = slots.shape[0], slots.device.type == "cuda"
@@ -73,7 +73,7 @@ class GrammarBatch:
     threads: MaskThreads | None = None
 
     def masks(self, drafts: DraftCopy | None, positions: Tensor) -> TokenMasks | None:
-        """For every node of a verify pass; None: every token is allowed.
+        """Returns a mask for every node of a verify pass; None: every token is allowed.
 
         Requests that have left the batch, or do so here, have no masks: their tokens are dropped.
 
@@ -151,7 +151,7 @@ class _Walk:
                 self._add(own)
 
     def finish_in(self, threads: MaskThreads) -> _Walk:
-        """In a thread. A request that takes too long leaves the batch."""
+        """Computes it in a thread. A request that takes too long leaves the batch."""
         self.finish(only_ready=True)  # or they might never come back
         if len(self.rows) == len(self.paths):
             return self

@@ -25,7 +25,7 @@ from forerun.executor.remote_ranks import ANSWER, GONE, GRAMMAR, READY
 
 
 def host_ranks(config: EngineConfig, model_path: Path) -> None:
-    """Until the engine on node 0 is closed.
+    """Runs until the engine on node 0 is closed.
 
     Raises:
         ConfigError: the nodes do not find each other or differ, or the settings cannot work.
@@ -43,7 +43,7 @@ def host_ranks(config: EngineConfig, model_path: Path) -> None:
 
 
 class _Host:
-    """Between node 0 and the ranks of this node."""
+    """Passes messages between node 0 and the ranks of this node."""
 
     def __init__(self, config: EngineConfig, link: Link) -> None:
         assert config.nodes.address is not None

@@ -36,7 +36,7 @@ class HostResults:
         self._replays = 0
 
     def replayed(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of the replay just launched: (sampled [B, W], num_committed [B]) of `count` requests.
+        """What the last replay gave `count` requests: (sampled [B, W], num_committed [B]).
 
         On the host; complete when the step is, and valid until RING - 1 more are launched.
         """

@@ -64,12 +64,12 @@ class KVDemand:
 
     @property
     def token_bytes(self) -> int:
-        """Per token, target and draft, without windowed pools."""
+        """Bytes per token, target and draft, without windowed pools."""
         return sum(layout.token_bytes for layout in self.layouts)
 
     @property
     def window_token_bytes(self) -> int:
-        """Per token of windowed pools."""
+        """Bytes per token of windowed pools."""
         return sum(layout.token_bytes for layout in self.window_layouts)
 
     @property
@@ -85,7 +85,7 @@ class KVDemand:
 
     @property
     def state_bytes(self) -> int:
-        """Per snapshot."""
+        """Bytes per snapshot."""
         return sum(layout.state_bytes for layout in self._all_layouts)
 
     @property
@@ -188,7 +188,7 @@ def _num_snapshots(config: EngineConfig, demand: KVDemand, budget: int) -> int:
 
 
 def _wanted_window_pages(demand: KVDemand) -> int:
-    """With which no request ever waits for window pages; 0: no pools are windowed."""
+    """Returns how many let no request ever wait for window pages; 0: no pools are windowed."""
     if not demand.window_token_bytes:
         return 0
     slots = demand.num_slots - 1

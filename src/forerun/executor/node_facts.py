@@ -46,7 +46,7 @@ def node_facts(config: EngineConfig, model_path: Path) -> dict[str, str]:
 
 
 def differences(first: tuple[str, Mapping[str, str]], other: tuple[str, Mapping[str, str]]) -> str:
-    """In words, of two nodes (name, facts); "" if there are none."""
+    """Says in words how two nodes (name, facts) differ; "" if they do not."""
     (here, own), (there, given) = first, other
     found = [
         f"{name} is {own.get(name, 'missing')} on {here} and {given.get(name, 'missing')} on"

@@ -42,22 +42,22 @@ class NodeRanks(ABC):
 
     @abstractmethod
     def wait_ready(self) -> None:
-        """Until all are built."""
+        """Waits until all are built."""
 
     @abstractmethod
     def send(self, message: bytes) -> None:
-        """To each."""
+        """Sends it to each."""
 
     @abstractmethod
     def send_grammar(self, message: bytes) -> None:
-        """To each; `receive_grammar` has the answer of the first one that fails, or the first."""
+        """Asks each; `receive_grammar` has the answer of the first one that fails, or the first."""
 
     @abstractmethod
     def receive_grammar(self) -> bytes: ...
 
     @abstractmethod
     def kill(self, cause: Exception) -> None:
-        """At once, without a call of `on_end`. From any thread."""
+        """Ends them at once, without a call of `on_end`. Any thread may call it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Rank:
         return self._error
 
     def log_if_it_hangs(self) -> None:
-        """After it should have ended. Its process may be continued if it was stopped."""
+        """Logs where it is if it did not end. Its process may be continued if it was stopped."""
         if self.process.is_alive() and self.process.pid is not None:
             for text in where_it_hangs(self.process.pid):
                 log.error("Rank %d does not end: %s", self.number, text)

@@ -78,7 +78,7 @@ def host_bound_buckets(step: DeviceStep, buckets: Sequence[int]) -> list[int]:
 
 def _is_host_bound(step: DeviceStep, count: int) -> bool:
     def seconds() -> tuple[float, float]:
-        """Until all is launched, and until all has run."""
+        """Measures the time until all is launched, and until all has run."""
         torch.cuda.synchronize(step.tables.device)
         begin = time.perf_counter()
         _dummy_prefill(step, count)
@@ -180,7 +180,7 @@ class _Batch:
     _ropes: dict[RopeInput, RopeInput] = field(default_factory=dict)
 
     def rope(self, rope: RopeInput) -> RopeInput:
-        """Of the real tokens; one object for all layers, so that it gathers once."""
+        """RoPE of the real tokens; one object for all layers, so that it gathers once."""
         if rope not in self._ropes:
             self._ropes[rope] = rope.first(self.count)
         return self._ropes[rope]
@@ -222,7 +222,7 @@ class _Recording:
         return [self._recorder.borrow(x) for x in results]
 
     def begin_piece(self, attend: Attend, like: Tensor, heads: int, dim: int) -> Tensor:
-        """After a layer's attention. Returns its output, valid until the next layer's attention."""
+        """Begins what follows attention; returns its output, valid until the next layer's."""
         out = self._outputs.of(like, heads, dim)
         self.calls.append((attend, out))
         self._recorder.begin()
@@ -302,7 +302,7 @@ class PiecewiseForward:
     def __call__(
         self, ids: Tensor, positions: Tensor, ctx: AttentionContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Of T <= N tokens. The tensors returned are overwritten by the next replay of any step."""
+        """Runs T <= N tokens. The next replay of any step overwrites the tensors it returns."""
         count = ids.shape[0]
         self._ids[:count] = ids
         self._positions[:count] = positions
@@ -342,7 +342,7 @@ class PiecewisePrefill:
         step.reset_padding_slot()
 
     def forward(self, count: int) -> TargetForward | None:
-        """For a prefill of `count` tokens; None: it runs eagerly."""
+        """Returns what runs a prefill of `count` tokens; None: it runs eagerly."""
         at = bisect.bisect_left(self.buckets, count)
         return None if at == len(self.buckets) else self._forwards[self.buckets[at]]
 

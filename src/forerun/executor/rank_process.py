@@ -56,7 +56,7 @@ class RankTask:
 def rank_tasks(
     config: EngineConfig, model_path: Path, overlap_depth: int | None, store_port: int
 ) -> list[RankTask]:
-    """Of the ranks of this node. `store_port`: of the `meeting_point`, on node 0."""
+    """Returns the tasks of this node's ranks. `store_port`: of the `meeting_point`, on node 0."""
     nodes = config.nodes
     peer_memory = nodes.count == 1 and not config.disable_custom_all_reduce
     store = (HOST if nodes.address is None else nodes.address[0], store_port)

@@ -113,7 +113,7 @@ class RanksExecutor:
         self._ask_grammars(encode(grammar))
 
     def prepare_grammars(self) -> None:
-        """As `DeviceExecutor.prepare_grammars`, on every rank."""
+        """Does what `DeviceExecutor.prepare_grammars` does, on every rank."""
         self._info.explain["grammars"] = self._ask_grammars(PREPARE).decode()
 
     def can_resume(self, rid: str) -> bool:
@@ -176,7 +176,7 @@ class RanksExecutor:
             node.kill(cause)
 
     def _first_cause(self, cause: Exception) -> Exception:
-        """Of an error, and of what nodes report soon after it: a rank or node that is gone.
+        """Returns a rank or node that is gone, if soon reported after an error; else the error.
 
         An error may follow from that, and be heard of first.
         """

@@ -44,7 +44,7 @@ class SplitStep:
     commit: Callable[[], None]
 
     def replay(self, shape: StepShape, count: int) -> DecodeOutput:
-        """With `slots`, `draft` and `buffers` set for `count` requests and padding."""
+        """Replays with `slots`, `draft` and `buffers` set for `count` requests and padding."""
         self.forward()
         # Of the padding too: the kernels of B requests are loaded, of any other number perhaps not.
         sampled = self.step.sample(self.to_sample, replace(shape, drafts=self.drafts))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def start_executor(
     config: EngineConfig, model_path: Path, overlap_depth: int | None = None
 ) -> DeviceExecutor | RanksExecutor:
-    """In this process or, with `tp_size`, in a process per rank.
+    """Starts it in this process or, with `tp_size`, in a process per rank.
 
     Raises:
         ConfigError: invalid settings or checkpoint, or not enough memory.

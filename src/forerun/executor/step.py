@@ -164,7 +164,7 @@ class DeviceStep:
     # --- recurrent state between steps ----------------------------------------------------------
 
     def reset_states(self, slots: Sequence[int], snapshots: Sequence[SnapshotCopy]) -> None:
-        """Of admitted requests: zeros, or the snapshot of a cached prefix."""
+        """Sets states of admitted requests: zeros, or the snapshot of a cached prefix."""
         pools, upload = self.attention.pools, self.tables.upload
         if pools.states:
             pools.reset_slots(upload(slots, torch.int64))
@@ -172,13 +172,13 @@ class DeviceStep:
             pools.load_snapshots(*upload(_slots_and_rows(snapshots), torch.int64))
 
     def save_states(self, snapshots: Sequence[SnapshotCopy]) -> None:
-        """Of requests whose prefill reached the length that their snapshot is for."""
+        """Saves states of requests whose prefill reached the length that their snapshot is for."""
         if snapshots:
             rows = self.tables.upload(_slots_and_rows(snapshots), torch.int64)
             self.attention.pools.save_snapshots(*rows)
 
     def track_states(self, tracked: Sequence[TrackedState]) -> None:
-        """After a decode step: the states at lengths that it may have gone past."""
+        """Tracks, after a decode step, the states at lengths that it may have gone past."""
         if tracked:
             upload = self.tables.upload
             slots, rows = upload([[t.slot for t in tracked], [t.row for t in tracked]], torch.int64)

@@ -69,7 +69,7 @@ class StepClock:
 
     @property
     def gap_seconds(self) -> float:
-        """After `wait`: how long the device was idle between the previous step and this one.
+        """How long the device was idle between the previous step and this one; after `wait`.
 
         An upper bound: of a step that was late, on a GPU all the time of its launch counts.
         """

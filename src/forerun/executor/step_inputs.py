@@ -63,7 +63,7 @@ class StepTokens:
         return (self.q_len,) * self.slots.shape[0]
 
     def attention(self, q_len: int | None, offset: int = 0) -> AttentionBatch:
-        """Over `q_len` tokens per request, from `offset` after its start on; None: as `ragged`."""
+        """Attention of `q_len` tokens each, `offset` after their start; None: as `ragged`."""
         return AttentionBatch(
             self.page_table,
             self.start + offset if offset else self.start,
@@ -150,7 +150,7 @@ class SampleInput:
     masks: TokenMasks | None = None  # of grammars; None: every token is allowed
 
     def between(self, first: int, last: int) -> SampleInput:
-        """Of requests [first, last)."""
+        """Returns the part of requests [first, last)."""
         width = self.positions.shape[1]
         return SampleInput(
             self.hidden_states[first * width : last * width],
@@ -262,7 +262,7 @@ class PrefillBatch:
 
     @property
     def edits_logits(self) -> bool:
-        """As `StepShape.edits_logits`."""
+        """What `StepShape.edits_logits` is."""
         wants = self.logprobs is not None or self.grammars is not None
         return wants or self.flags.penalties
 
@@ -291,7 +291,7 @@ def dummy_chunks(slot: int, tokens: int, longest: int, last: bool) -> list[Prefi
 
 
 def slots_and_positions(chunks: Sequence[PrefillChunk]) -> tuple[Tensor, Tensor]:
-    """Of every token of the chunks, on the host: its slot [T] int64, its position [T] int32."""
+    """Returns every token's slot and position, [T] int64 each, on the host."""
     slots = [torch.full((c.num_tokens,), c.slot) for c in chunks]
     positions = [torch.arange(c.start, c.end, dtype=torch.int32) for c in chunks]
     return torch.cat(slots), torch.cat(positions)

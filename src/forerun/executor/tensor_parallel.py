@@ -41,7 +41,7 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def check_heads(config: EngineConfig, model_path: Path) -> None:
-    """Before processes are started, of which a typing error may ask for thousands.
+    """Checks them before processes are started, of which a typing error may ask for thousands.
 
     Raises:
         ConfigError: `tp_size` does not divide the target's attention heads, or there is no model.
@@ -51,7 +51,7 @@ def check_heads(config: EngineConfig, model_path: Path) -> None:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Before the ranks meet.
+    """Checks them before the ranks meet.
 
     Raises:
         ConfigError: a setting that runs on one rank only.

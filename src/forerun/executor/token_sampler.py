@@ -1,4 +1,4 @@
-"""From the target's hidden states to tokens: LM head, biases and penalties, sampling, logprobs."""
+"""Samples from the target's hidden states: LM head, biases, penalties, logprobs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TokenSampler:
     def prompt_logprobs(
         self, hidden_states: Tensor, next_ids: Tensor, query: LogprobQuery
     ) -> Logprobs:
-        """Of the tokens after rows of a prefill.
+        """Returns log-probabilities of the tokens after rows of a prefill.
 
         hidden_states [T, H], next_ids [T] int64 -> [R, 1].
         """

@@ -59,7 +59,7 @@ class Job:
 
 
 class PatternError(Exception):
-    """In schemas, the compiler ignores what it does not know in a regular expression."""
+    """A regular expression in a schema, of which the compiler ignores what it does not know."""
 
     def __init__(self, pattern: str, reason: Exception) -> None:
         super().__init__(str(reason))

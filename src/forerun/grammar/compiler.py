@@ -226,7 +226,7 @@ class GrammarCompiler:
         return thread
 
     def _leave(self, task: _Task, thread: threading.Thread) -> None:
-        """If it is not done yet, it may go on, but nothing waits for it."""
+        """Stops waiting for it: what is not done yet may go on."""
         with self._lock:
             if task.future.done():
                 return

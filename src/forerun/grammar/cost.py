@@ -94,7 +94,7 @@ def _of_regex(pattern: str) -> float:
 
 
 def _of_unit(unit: str) -> float:
-    """Of one character, class or escape."""
+    """Returns the cost of one character, class or escape."""
     if unit[0] == "[":
         return _of_class(unit)
     return (
@@ -112,7 +112,7 @@ def _of_class(text: str) -> float:
 
 
 def _of_ebnf(text: str) -> float:
-    """As if all counts were within each other."""
+    """Returns the cost as if all counts were within each other."""
     places, times = len(text) * _OF_EBNF, 1.0
     for match in _CLASS_OR_COUNT.finditer(text):
         if match["class"] is not None:

@@ -53,7 +53,7 @@ class GrammarState:
     def of(
         cls, params: SlotGrammar, output: Sequence[int], compiler: GrammarCompiler
     ) -> GrammarState:
-        """After `output`, the tokens that the request generated before it was preempted.
+        """Returns the state after `output`, which the request generated before it was preempted.
 
         Raises:
             RequestError: the grammar, no longer cached, cannot be compiled again.
@@ -205,7 +205,7 @@ class GrammarState:
                 matcher.rollback(depth)
 
     def _mask(self, bitmask: Tensor, row: int, depth: int) -> bool:
-        """As `_fill`; the mask of node 0 may have been computed before."""
+        """Does what `_fill` does; the mask of node 0 may have been computed before."""
         if depth or self.ahead is None:
             return self._fill(bitmask, row, depth)
         bitmask[row].copy_(self.ahead)

@@ -64,7 +64,7 @@ class Vocabulary:
         return cls(source, full, {i: text for i, text in pairs if text})
 
     def tokenizer_info(self, tag: Any = None) -> TokenizerInfo:
-        """With the special tokens that a structural tag names, in its text or by their ids."""
+        """Returns it with the special tokens that a structural tag names, by text or id."""
         values = list(_values(tag))
         texts = "\n".join(value for value in values if isinstance(value, str))
         ids = {value for value in values if type(value) is int}

@@ -117,7 +117,7 @@ class ModelPools:
         return self._latent[layer]
 
     def state(self, layer: int) -> LayerState:
-        """Of a recurrent layer."""
+        """Returns the state of a recurrent layer."""
         return self._state[layer]
 
     @property
@@ -130,7 +130,7 @@ class ModelPools:
     # --- inside a step: on the device, can be captured ------------------------------------------
 
     def commit(self, slots: Tensor, num_committed: Tensor) -> None:
-        """Of recurrent states: how many of the last pass's updates belong to them.
+        """Commits recurrent states: how many of the last pass's updates belong to them.
 
         The next pass reads and writes the states anyway, so it applies them. Nothing for K/V.
 
@@ -260,7 +260,7 @@ def _alike(layout: ModelLayout) -> list[tuple[int, ...]]:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the operating system commits memory when a page of it is first written.
+    """Allocates zeros. On a CPU the system commits memory when a page of it is first written.
 
     `torch.zeros` writes all of it at once; a pool is sized for every slot at the full context.
     """

@@ -371,7 +371,7 @@ class RadixCache(PrefixCache):
 
 
 def _path(node: RadixNode) -> Iterator[RadixNode]:
-    """From a node up to the root, both included."""
+    """Returns the nodes up to the root, both included."""
     step: RadixNode | None = node
     while step is not None:
         yield step

@@ -115,7 +115,7 @@ class SharedAttention(KVLayer):
 
 @dataclass(frozen=True)
 class KVScales:
-    """Of one layer's K and V in float8: what is stored is k / `k` and v / `v`. Powers of two."""
+    """Scales of one layer's K and V in float8: stored is k / `k` and v / `v`. Powers of two."""
 
     k: float = 1.0
     v: float = 1.0
@@ -144,7 +144,7 @@ class ProjectedAttention(Module):
         return self.attn.key_norm
 
     def fold_kv_scales(self, scales: KVScales) -> None:
-        """Before `prepare`: the weights make keys and values that are stored unscaled.
+        """Folds them into the weights before `prepare`: keys and values are stored unscaled.
 
         Keys are divided, and the scores' scale is multiplied; values are divided, and the output
         projection is multiplied. By powers of two this is exact: nothing but what float8 rounds

@@ -105,6 +105,6 @@ class WeightPlacement:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def empty_weight(self, *shape: int) -> Tensor:
-        """Of linears and experts: if not `allocate`, without memory until their `allocate`."""
+        """Allocates linears and experts: without `allocate`, no memory until their `allocate`."""
         device = self.device if self.allocate else torch.device("meta")
         return torch.empty(shape, dtype=self.dtype, device=device)

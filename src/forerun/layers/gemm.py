@@ -281,7 +281,7 @@ class SkinnyGemm(Gemm):
         return argmax(self._library(x)) if config is None else gemm_argmax(x, self.weight, config)
 
     def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
-        """Of our kernel; None: the library is faster. `partials`: the norm can add them up."""
+        """Our kernel's; None: the library is faster. `partials`: the norm can add them up."""
         n, k = self.weight.weight.shape
         return choose_gemm(n, k, num_tokens, gpu_of(self.weight.weight.device), partials)
 

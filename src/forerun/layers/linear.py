@@ -44,7 +44,7 @@ class Pending(ABC):
     def add_rms_norm(
         self, residual: Tensor, norm: RMSNorm, reader: Gemm | None
     ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """As `Gemm.add_rms_norm`; a sum across ranks comes before residual and norm."""
+        """Does what `Gemm.add_rms_norm` does; a sum across ranks comes before residual and norm."""
 
 
 class PendingGemm(Pending):
@@ -139,7 +139,7 @@ class LinearBase(Module):
             self.weight = torch.empty_like(self.weight, device=self._device)
 
     def quantize(self, empty: Callable[[int, int, torch.device], QuantizedWeight]) -> None:
-        """Before it is loaded: the weight is kept as `empty(out, in, device)`."""
+        """Keeps the weight, before it is loaded, as `empty(out, in, device)`."""
         n, k = self.weight.shape
         self.quantized = empty(n, k, self._device)
         self.weight = self.weight.new_empty(0, k, device=self._device)
@@ -179,7 +179,7 @@ class LinearBase(Module):
             self.quantized.map(change)
 
     def scale_weight(self, factor: float, rows: slice = slice(None)) -> None:
-        """Before `prepare`: multiplies rows of the weight, not of the bias. Exact by 2^n."""
+        """Multiplies rows of the weight, not of the bias, before `prepare`. Exact by 2^n."""
         if self.quantized is None:
             self.weight[rows].mul_(factor)
         else:
@@ -201,7 +201,7 @@ class Linear(LinearBase):
     def of(
         cls, weight: Tensor, bias: Tensor | None = None, quantization: str | None = None
     ) -> Linear:
-        """Over an existing matrix [out, in], not prepared."""
+        """Makes one of an existing matrix [out, in], not prepared."""
         place = WeightPlacement(weight.dtype, weight.device, quantization=quantization)
         linear = cls(0, 0, False, place)
         linear.weight, linear.bias, linear.gemm = weight, bias, LibraryGemm(weight, bias)
@@ -244,7 +244,7 @@ class MergedBase(LinearBase):
         self.fused = False  # whether checkpoints have the parts as one matrix, too (Phi-3)
 
     def scale_part(self, part: str, factor: float) -> None:
-        """Before `prepare`: multiplies the outputs of one part. Exact by 2^n."""
+        """Multiplies the outputs of one part, before `prepare`. Exact by 2^n."""
         names = list(self.parts)
         first = sum(self.parts[name] for name in names[: names.index(part)])
         rows = slice(first, first + self.parts[part])

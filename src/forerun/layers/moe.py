@@ -97,7 +97,7 @@ class Router(Module):
         return route(x, self.weight, correction, self.routing, self._counts, self.bias)
 
     def logits_for_experts(self, x: Tensor, width: int) -> RouterLogits | None:
-        """For few tokens x [T, H], where experts of this width choose by themselves (Hopper)."""
+        """Logits of few tokens x [T, H], where experts of this width choose by themselves."""
         router = self._logits_router(x, width)
         return None if router is None else router_logits_sm90(x, router)
 
@@ -227,10 +227,10 @@ class Experts(Module):
             self.w2 = torch.empty_like(self.w2, device=self._device)
 
     def allocate_mxfp4(self) -> None:
-        """Before they are loaded: keeps the weights in MXFP4, if kernels read them."""
+        """Keeps the weights in MXFP4 if kernels read them; before they are loaded."""
 
     def quantize(self, group: int | None) -> None:
-        """Before they are loaded: the weights are kept in FP8, with scales of so many columns."""
+        """Keeps the weights in FP8, with scales of so many columns; before they are loaded."""
         for name in ("w13", "w2"):
             weight: Tensor = getattr(self, name)
             self._stored_fp8.append(Fp8Weight.stack(tuple(weight.shape), self._device, group))
@@ -242,7 +242,7 @@ class Experts(Module):
         return self.quantizable and (self.num_shared <= 1 or whole)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """Of the routed experts."""
+        """Weights of the routed experts."""
         if self._stored_fp8:
             return {}
         weights = self.w13, self.w2
@@ -273,7 +273,7 @@ class Experts(Module):
         return {f"{prefix}{name}.weight": shard for name, shard in parts.items()}
 
     def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """Of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
+        """Weights of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
         if self._stored_fp8:
             return {}
         weights = self.w13, self.w2
@@ -326,7 +326,7 @@ class Experts(Module):
         self.quantized_gemm = self._fp8.describe() if self._fp8 else "dequantised when loaded"
 
     def routed_here(self, routed: Routed | RouterLogits) -> Routed:
-        """With the choices that are this rank's experts."""
+        """Returns it with the choices that are this rank's experts."""
         assert isinstance(routed, Routed)
         return of_experts(routed, self.part) if self.is_part else routed
 
@@ -469,7 +469,7 @@ def unreduced_mlp(hidden_size: int, width: int, place: WeightPlacement) -> Gated
 
 
 class SharedExpertMoE(SparseMoE):
-    """With an MLP for every token, weighted by sigmoid(shared_expert_gate(x)) (Qwen2-MoE)."""
+    """Adds an MLP of every token, weighted by sigmoid(shared_expert_gate(x)) (Qwen2-MoE)."""
 
     def __init__(
         self,
@@ -534,7 +534,7 @@ class PendingExperts(Pending):
 
 
 def choose_expert_layout(model: Module, names: Iterable[str]) -> None:
-    """Before `weights()`: takes the experts as a checkpoint of these tensors stores them.
+    """Takes the experts as a checkpoint of these tensors stores them; before `weights()`.
 
     Raises:
         ConfigError: a rank cannot read its part.

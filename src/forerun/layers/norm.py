@@ -18,7 +18,7 @@ from forerun.layers.module import Module
 
 
 class RMSNorm(Module):
-    """Over the last dimension, of size `size`. `weight` [size] is uninitialised until loaded."""
+    """Norms the last dimension, of size `size`. `weight` [size] is uninitialised until loaded."""
 
     def __init__(self, size: int, eps: float, place: WeightPlacement) -> None:
         self.weight = place.empty(size)
@@ -29,7 +29,7 @@ class RMSNorm(Module):
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> RMSNorm:
-        """Over an existing weight [..., size], prepared; leading dimensions broadcast (heads)."""
+        """Makes one of a weight [..., size], prepared; leading dimensions broadcast (heads)."""
         norm = cls(0, eps, WeightPlacement(weight.dtype, weight.device))
         norm.weight = weight
         norm.prepare()
@@ -39,11 +39,11 @@ class RMSNorm(Module):
         return {f"{prefix}weight": self.weight}
 
     def scale(self, factor: float) -> None:
-        """Before `prepare`: multiplies its output, by a power of two."""
+        """Multiplies its output by a power of two; before `prepare`."""
         self.weight.mul_(factor)
 
     def prepare(self) -> None:
-        """On a CPU, chooses our kernels; without them, in float32, the form of fewest operations.
+        """Chooses our kernels on a CPU; without them, in float32, the form of fewest operations.
 
         With n = |x|: x / sqrt(n²/D + eps) = sqrt(D) · x / hypot(n, sqrt(D · eps)), and sqrt(D)
         goes into the weight. Four operations instead of seven; half the time for one token.

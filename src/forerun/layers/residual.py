@@ -32,7 +32,7 @@ class AddRMSNorm(Module):
         self._reader: LinearBase | None = None
 
     def link(self, reader: LinearBase) -> None:
-        """For `prepare` of a layer."""
+        """Links the linear that reads the norm; for `prepare` of a layer."""
         self._reader = reader
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def kept(residual: Tensor) -> Tensor:
 
 
 class FinalRMSNorm(AddRMSNorm):
-    """After the last layer: no linear is linked, so the norm is whole."""
+    """Norms what follows the last layer: no linear is linked, so the norm is whole."""
 
     def __call__(self, x: Hidden, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         normed, residual = super().__call__(x, residual)

@@ -41,7 +41,7 @@ class RopeRows:
         return self._gathered
 
     def first(self, count: int) -> RopeRows:
-        """Of the first `count` tokens."""
+        """Returns the rows of the first `count` tokens."""
         return RopeRows(self.table, self.positions[:count])
 
 
@@ -69,7 +69,7 @@ def rotary_dims(config: RopeConfig, head_dim: int) -> int:
 
 
 def _frequencies(config: RopeConfig, dim: int, max_positions: int) -> Tensor:
-    """Of `dim` rotated dims."""
+    """Returns the frequencies of `dim` rotated dims."""
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     inv = 1.0 / (config.theta**exponents)
     if config.scaling in ("linear", PROPORTIONAL):
@@ -99,7 +99,7 @@ def _longrope_factors(
 
 
 def rotary_order(config: RopeConfig, head_dim: int, interleaved: bool = False) -> Tensor:
-    """In which order a head's dims must be, for halves of the whole head to be rotated: [D] int64.
+    """Returns the order of a head's dims for halves of the whole head to be rotated: [D] int64.
 
     A checkpoint has the rotated dims first, as halves or, `interleaved`, as neighbouring pairs.
     With "proportional" they are spread over the whole head already.

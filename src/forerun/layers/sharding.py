@@ -42,12 +42,12 @@ class Shard:
         return (*stored[: self.dim], self.count, *stored[self.dim + 1 :])
 
     def shapes_of_whole(self, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """For those `shapes` that this part may have, the shape of the whole tensor."""
+        """Returns for those `shapes` that this part may have the shape of the whole tensor."""
         fitting = (s for s in shapes if len(s) > self.dim and s[self.dim] == self.count)
         return [self.shape_of_whole(s) for s in fitting]
 
     def shape_of_whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor of which a part has this shape."""
+        """Returns the shape of the whole tensor, of which a part has this shape."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
     def along(self, dim: int) -> Shard:
@@ -88,7 +88,7 @@ class Shard:
 
     @classmethod
     def joined(cls, *parts: Shard) -> Shard:
-        """Of a tensor that has the parts one after the other."""
+        """Returns the shard of a tensor that has the parts one after the other."""
         ranges: list[range] = []
         size = 0
         for part in parts:
@@ -98,7 +98,7 @@ class Shard:
 
 
 def share_of(size: int, comm: Communicator, what: str) -> int:
-    """Of `size`, what each rank has.
+    """Returns what each rank has of `size`.
 
     Raises:
         ConfigError: it cannot be divided; the message has the numbers of ranks that it could be.
@@ -138,7 +138,7 @@ def block_shard(size: int, block: int, comm: Communicator, what: str) -> Shard:
 
 
 def kv_head_shard(num_kv_heads: int, comm: Communicator) -> Shard:
-    """Of K/V heads. Where there are more ranks than heads, neighbouring ranks have the same one.
+    """Divides K/V heads. With more ranks than heads, neighbouring ranks have the same one.
 
     Raises:
         ConfigError: neither number divides the other.
@@ -179,5 +179,5 @@ class VocabShard:
         return Shard(0, self.vocab_size, (range(self.first, self.first + self.count),))
 
     def own(self, rows: Tensor) -> Tensor:
-        """Without the padding, [rows, ...] -> [count, ...]."""
+        """Returns it without the padding, [rows, ...] -> [count, ...]."""
         return rows if self.count == self.rows else rows[: self.count]

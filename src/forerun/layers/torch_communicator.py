@@ -39,7 +39,7 @@ def meeting_point() -> Any:
 
 
 class TorchCommunicator(Communicator):
-    """Over the process group of this process."""
+    """Communicates over the process group of this process."""
 
     def __init__(self, place: RankPlace, device: torch.device) -> None:
         """Waits until all ranks have come."""

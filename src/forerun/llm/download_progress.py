@@ -85,7 +85,7 @@ class DownloadProgress:
 
 
 def progress_bar_class(progress: DownloadProgress) -> type[Any]:
-    """For `snapshot_download(tqdm_class=...)`: reports to `progress` instead of drawing a bar."""
+    """Makes `snapshot_download(tqdm_class=...)`: it reports to `progress` and draws no bar."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, tqdm
 
     wanted = not are_progress_bars_disabled()  # HF_HUB_DISABLE_PROGRESS_BARS

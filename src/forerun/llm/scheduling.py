@@ -10,7 +10,7 @@ from forerun.core.scheduling_params import SCHEDULING_KEYWORDS, SchedulingParams
 
 
 def scheduling_params(keywords: Mapping[str, Any], count: int) -> list[SchedulingParams]:
-    """Of each of `count` prompts. A keyword is for all prompts, or a list with a value per prompt.
+    """Makes those of `count` prompts. A keyword is for all prompts, or a list with a value each.
 
     Raises:
         RequestError: a value is invalid, or their number is wrong.

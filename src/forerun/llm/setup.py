@@ -1,4 +1,4 @@
-"""From keywords to what an engine is built from: checked settings, local folders, a tokenizer."""
+"""Turns keywords into what an engine is built from: checked settings, folders, a tokenizer."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Without names that begin with an underscore, which could lead out of the sandbox."""
+    """Hides names that begin with an underscore, which could lead out of the sandbox."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -111,7 +111,7 @@ def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """With a message's reasoning under the names that templates know."""
+    """Adds a message's reasoning under the names that templates know."""
     found = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
     if found is None:
         return message

@@ -1,4 +1,4 @@
-"""From token ids to text: incremental detokenization and stop strings.
+"""Turns token ids into text: incremental detokenization and stop strings.
 
 The engine produces token ids. Here they become text, stop strings are found, and text and ids are
 trimmed together. Streamed text is never taken back: bytes of an incomplete character and what may

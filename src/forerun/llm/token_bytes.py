@@ -40,7 +40,7 @@ class TokenBytes:
         return str(piece).replace(_SPACE, " ").encode()
 
     def text(self, token: int) -> str:
-        """With U+FFFD for bytes that are not a character of their own."""
+        """Decodes it, with U+FFFD for bytes that are not a character of their own."""
         return self.of(token).decode(errors="replace")
 
 

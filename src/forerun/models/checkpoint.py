@@ -275,7 +275,7 @@ class Checkpoint:
             _fill(view, self.int4.dequantise(stored))
 
     def _scales(self, views: Mapping[str, View]) -> dict[str, Tensor]:
-        """For every tensor that is stored in FP8, room for its scales."""
+        """Makes room for the scales of every tensor that is stored in FP8."""
         out: dict[str, Tensor] = {}
         for name in filter(self.is_fp8, views):
             assert self.fp8 is not None
@@ -286,7 +286,7 @@ class Checkpoint:
         return out
 
     def _scale_name(self, name: str) -> str:
-        """Of the scales of an FP8 tensor."""
+        """Returns the name of the scales of an FP8 tensor."""
         names = [name + ending for ending in SCALE_NAMES]
         return next((each for each in names if each in self.headers), names[0])
 
@@ -339,7 +339,7 @@ class Checkpoint:
         scales: Mapping[str, Tensor],
         shards: Mapping[str, Shard],
     ) -> None:
-        """And kinds; every name is there."""
+        """Checks shapes and kinds; every name is there."""
         named = {self._scale_name(name): scale for name, scale in scales.items()}
         wanted: dict[str, View] = {**views, **named}
         for name, view in wanted.items():
@@ -379,14 +379,14 @@ class _Parts:
     comm: Communicator
 
     def across(self, name: str, dims: int) -> Largest | None:
-        """If others have columns of the same rows of a tensor of `dims` dimensions."""
+        """Whether others have columns of the same rows of a tensor of `dims` dimensions."""
         shard = self.shards.get(name)
         divided = shard is not None and shard.dim == dims - 1 and shard.count < shard.size
         return self.comm.all_reduce_max if divided else None
 
 
 def _read_part(tensors: Any, stored_as: str, shard: Shard | None) -> Tensor:
-    """From an open safetensors file; None: all of it."""
+    """Reads from an open safetensors file; None: all of it."""
     if shard is None:
         whole: Tensor = tensors.get_tensor(stored_as)
         return whole
@@ -396,7 +396,7 @@ def _read_part(tensors: Any, stored_as: str, shard: Shard | None) -> Tensor:
 def _fill(
     view: View, data: Tensor, fp8: Fp8Weight | None = None, across: Largest | None = None
 ) -> None:
-    """From a tensor as it is stored; `fp8`: with the scales that belong to it."""
+    """Fills it with a tensor as it is stored; `fp8`: with the scales that belong to it."""
     if isinstance(view, QuantizedWeight):
         if fp8 is None:
             view.quantise_(data, across)
@@ -508,7 +508,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _headers(folder: Path) -> dict[str, Header]:
-    """Of every tensor, by name. The index says which of several files a tensor is taken from.
+    """Reads the header of every tensor. The index says which of several files has a tensor.
 
     Raises:
         ConfigError: a file is missing or broken, or lacks what the index says it holds.

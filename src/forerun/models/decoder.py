@@ -69,7 +69,7 @@ class DecoderModel(Module):
         return hidden_states
 
     def rope_rows(self, positions: Tensor) -> list[RopeRows]:
-        """Of every layer."""
+        """Returns the rows of every layer."""
         rows = [rope.rows(positions) for rope in self._ropes]
         return [rows[rope] for rope in self._rope_of]
 
@@ -90,7 +90,7 @@ class DecoderForCausalLM(CausalLM):
 
     @classmethod
     def scales_of(cls, config: ModelConfig) -> Scales:
-        """For families that have some."""
+        """Returns scales, in families that have some."""
         return Scales()
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def _experts_key(config: ModelConfig) -> str | None:
 
 
 def routing(config: ModelConfig) -> Routing:
-    """By `topk_method`: greedy or group_limited_greedy (V2), noaux_tc (V3).
+    """Chooses by `topk_method`: greedy or group_limited_greedy (V2), noaux_tc (V3).
 
     Where V2 normalises the weights it does not scale them, as in its own modeling_deepseek.py
     (transformers reads neither `norm_topk_prob` nor `scoring_func` there; no release sets them).

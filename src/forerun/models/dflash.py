@@ -66,7 +66,7 @@ AS_TRAINED = DFlashServing()
 
 
 class SinkAttention(Qwen3Attention):
-    """With a logit per head, without a value, in the softmax (MiMo, Nemotron)."""
+    """Adds a logit per head, without a value, to the softmax (MiMo, Nemotron)."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
@@ -91,7 +91,7 @@ class SinkDecoderLayer(Qwen3DecoderLayer):
 
 
 class ConvolvedDecoderLayer(Qwen3DecoderLayer):
-    """With a convolution over the block's rows around each sublayer (DFlash2)."""
+    """Convolves the block's rows around each sublayer (DFlash2)."""
 
     def add_convolutions(
         self, config: ConvolutionConfig, hidden_size: int, rows: int, place: WeightPlacement

@@ -264,7 +264,7 @@ def _refuse_unknown(
 
 
 def _target_layers(read: DFlashKeys, where: str) -> tuple[int, ...]:
-    """From whichever keys name them. No rule is guessed: publishers' files do not follow one."""
+    """Reads whichever keys name them. No rule is guessed: publishers' files do not follow one."""
     ids = [tuple(read.target_layer_ids)] if read.target_layer_ids is not None else []
     ids += [tuple(i - 1 for i in counted) for counted in read.layers_from_1]
     if not ids:

@@ -40,7 +40,7 @@ from forerun.models.eagle3_config import Eagle3Config, draft_tensors, load_eagle
 
 
 class Eagle3Attention(Module):
-    """As Llama's, or Qwen3's with QK-norm, but reads twice the hidden size."""
+    """Llama's attention, or Qwen3's with QK-norm, that reads twice the hidden size."""
 
     def __init__(self, config: Eagle3Config, mask: LayerMask, place: WeightPlacement) -> None:
         model, eps = config.model, config.model.rms_norm_eps

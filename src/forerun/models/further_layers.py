@@ -24,7 +24,7 @@ def count_layers(model: ModelConfig) -> int:
 
 
 def prefix_of(model: ModelConfig) -> str:
-    """Of the first one's tensors."""
+    """Returns the prefix of the first one's tensors."""
     return f"model.layers.{model.num_layers}."
 
 

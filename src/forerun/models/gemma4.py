@@ -56,7 +56,7 @@ SCALE = 1.0  # of attention scores
 
 
 def first_shared_layer(config: ModelConfig) -> int:
-    """From here on, layers read the K/V of earlier ones."""
+    """The first of the layers that read the K/V of earlier ones."""
     return config.num_layers - int(config.raw.get("num_kv_shared_layers") or 0)
 
 
@@ -102,7 +102,7 @@ class Gemma4Attention(Module):
 
 
 class Gemma4SharedAttention(Module):
-    """Of a layer without K/V of its own."""
+    """Attention of a layer without K/V of its own."""
 
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
@@ -186,7 +186,7 @@ class Gemma4DecoderLayer(DecoderLayer):
         self.moe = Gemma4MoE(config, place) if raw.get("enable_moe_block") else None
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """In checkpoints the parts of `moe` are the layer's."""
+        """Names the parts of `moe` as checkpoints do: they are the layer's."""
         own = {n.replace(f"{prefix}moe.", prefix): v for n, v in super().weights(prefix).items()}
         return own | {f"{prefix}layer_scalar": self.layer_scalar}
 
@@ -267,7 +267,7 @@ def per_layer_size(config: ModelConfig) -> int:
 
 
 class Gemma4Model(DecoderModel):
-    """With embeddings of every token for every layer, where the config has them."""
+    """A decoder with embeddings of every token for every layer, where the config has them."""
 
     def __init__(
         self,
@@ -304,7 +304,7 @@ class Gemma4Model(DecoderModel):
         return hidden_states
 
     def _per_layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Sequence[Tensor]:
-        """Of every layer, [T, P]: from the token's id, and projected from its embedding."""
+        """Those of every layer, [T, P]: of the token's id, and projected from its embedding."""
         projected = self.per_layer_model_projection(embedded) * self._projection_scale
         normed = self.per_layer_projection_norm(projected.view(-1, self._per_layer))
         both = normed.view_as(projected) + self.embed_tokens_per_layer(input_ids)

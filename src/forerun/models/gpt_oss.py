@@ -69,7 +69,7 @@ class GptOssRouter(Router):
 
 
 class GptOssExperts(Experts):
-    """With biases, and named as whole tensors; gate and up alternate in checkpoints."""
+    """Experts with biases, named as whole tensors; gate and up alternate in checkpoints."""
 
     quantizable = False  # in FP8: the kernels have no biases
     block = MXFP4_BLOCK_K  # as the kernels for MXFP4 read them
@@ -92,7 +92,7 @@ class GptOssExperts(Experts):
         self._mxfp4: list[Mxfp4Matrices] = []
 
     def allocate_mxfp4(self) -> None:
-        """On a GPU, in place of `w13` and `w2`."""
+        """Allocates them on a GPU, in place of `w13` and `w2`."""
         (experts, hidden, width), device = self.w2.shape, self._device
         if not have_triton(device.type) or hidden % MXFP4_BLOCK_K or width % MXFP4_BLOCK_K:
             return

@@ -72,21 +72,21 @@ class Int4Format(ABC):
     @property
     @abstractmethod
     def axes(self) -> Axes:
-        """Of the stored tensors of a matrix, by name."""
+        """Axes of the stored tensors of a matrix, by name."""
 
     @property
     def groups(self) -> Axis:
         return Axis(COLUMNS, self.group, shared=self.reorders)
 
     def shapes(self, n: int, k: int) -> dict[str, tuple[int, ...]]:
-        """Of the stored tensors of a matrix [N, K], by name."""
+        """Shapes of the stored tensors of a matrix [N, K], by name."""
         return {
             name: tuple(axis.entries((n, k)[axis.dim]) for axis in axes)
             for name, axes in self.axes.items()
         }
 
     def shards(self, shard: Shard) -> dict[str, Shard]:
-        """Of the stored tensors, if this is the part of a matrix; absent: all of it.
+        """Shards of the stored tensors, if this is the part of a matrix; absent: all of it.
 
         Raises:
             ConfigError: rows or columns with one entry are on two ranks.
@@ -108,7 +108,7 @@ class Int4Format(ABC):
         """[K] int64, if `reorders`."""
 
     def read(self, stored: Mapping[str, Tensor]) -> Int4Weight:
-        """If `keeps_packed`; groups are of `GROUP` columns."""
+        """Reads it if `keeps_packed`; groups are of `GROUP` columns."""
         q, scales, zeros = self.unpack(stored)
         repeats = q.shape[1] // GROUP // scales.shape[1]
         return Int4Weight.of(q, *(t.repeat_interleave(repeats, 1) for t in (scales, zeros)))
@@ -213,7 +213,7 @@ def _along(values: Tensor, dim: int, dims: int) -> Tensor:
 
 
 def awq(spec: Mapping[str, Any]) -> Awq:
-    """From `quantization_config`.
+    """Reads `quantization_config`.
 
     Raises:
         ConfigError: not 4 bits, or not AutoAWQ's version "gemm".
@@ -226,7 +226,7 @@ def awq(spec: Mapping[str, Any]) -> Awq:
 
 
 def gptq(spec: Mapping[str, Any]) -> Gptq:
-    """From `quantization_config`.
+    """Reads `quantization_config`.
 
     Raises:
         ConfigError: not 4 bits.
@@ -241,7 +241,7 @@ def gptq(spec: Mapping[str, Any]) -> Gptq:
 
 
 def pack_quantized(weights: Mapping[str, Any]) -> PackQuantized:
-    """From the `weights` of a config group."""
+    """Reads the `weights` of a config group."""
     return PackQuantized(
         _group(weights.get("group_size") or -1),
         symmetric=bool(weights.get("symmetric", True)),

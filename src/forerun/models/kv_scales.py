@@ -37,7 +37,7 @@ NAMES = (
 
 
 def fold_kv_scales(model: Module, checkpoint: Checkpoint, kv_dtype: torch.dtype | None) -> None:
-    """Between loading and `prepare`. `kv_dtype`: of the cache; None: K/V has a scale of 1.
+    """Folds them between loading and `prepare`. `kv_dtype`: of the cache; None: all scales are 1.
 
     Raises:
         ConfigError: a scale of more than one value, or of none that makes sense; latent (MLA) K/V,
@@ -70,7 +70,7 @@ def fold_kv_scales(model: Module, checkpoint: Checkpoint, kv_dtype: torch.dtype 
 
 
 def _scales(checkpoint: Checkpoint, path: str) -> KVScales:
-    """Of one layer, as vLLM reads them: if only one of both is there, it is that of the other."""
+    """Reads those of one layer as vLLM does: if only one of both is there, it is that of both."""
     k, v = (_scale(checkpoint, path, which) for which in "kv")
     return KVScales.of(k or v or 1.0, v or k or 1.0)
 

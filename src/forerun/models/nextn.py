@@ -60,7 +60,7 @@ class NextNConfig:
 
 
 def load_nextn_config(folder: Path) -> NextNConfig:
-    """Of the checkpoint in `folder`.
+    """Reads the config of the checkpoint in `folder`.
 
     Raises:
         ConfigError: it has no such layer, or an architecture that Forerun lacks.
@@ -71,7 +71,7 @@ def load_nextn_config(folder: Path) -> NextNConfig:
 
 
 class NextNDraft(Module):
-    """Without embedding and LM head: these are the target's."""
+    """A draft without embedding and LM head: these are the target's."""
 
     def __init__(self, config: NextNConfig, place: WeightPlacement, max_positions: int) -> None:
         """Weights are uninitialised until a loader fills them; then `prepare`."""

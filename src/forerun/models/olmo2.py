@@ -22,7 +22,7 @@ from forerun.models.decoder import DecoderForCausalLM
 
 
 class AllHeadsNorm(RMSNorm):
-    """Of all heads together, of which this rank has some."""
+    """Norms all heads together, of which this rank has some."""
 
     def __init__(self, columns: Shard, eps: float, place: WeightPlacement) -> None:
         super().__init__(columns.count, eps, place)

@@ -61,7 +61,7 @@ class Fp8Format(ABC):
         return Fp8Weight(weight, scales if part is None else part.take(scales), group)
 
     def shard_of_scales(self, shard: Shard, dims: int) -> Shard | None:
-        """Of `row_scales` of a tensor of `dims` dimensions; None: all of them.
+        """Returns the shard of `row_scales` of a tensor of `dims` dimensions; None: all of them.
 
         Raises:
             ConfigError: columns that share a scale are on two ranks.
@@ -113,7 +113,7 @@ class Mxfp4:
     """Tensors [E, K, N], of which the runs are along K."""
 
     def shapes(self, view: Tensor, shard: Shard | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of blocks and scales of a tensor of which all, or this part, fills `view` [E, K, ...]."""
+        """Shapes of blocks and scales of what fills `view` [E, K, ...], whole or this part."""
         shape: tuple[int, ...] = (*view.shape[:2], math.prod(view.shape[2:]))
         experts, k, n = shape if shard is None else shard.shape_of_whole(shape)
         return (experts, n, k // MXFP4_RUN, MXFP4_RUN // 2), (experts, n, k // MXFP4_RUN)
@@ -204,7 +204,7 @@ def _fp8(block: Any) -> Fp8Blocks | Fp8Rows:
 
 
 def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, which stand for defaults."""
+    """Leaves out nulls, which stand for defaults."""
     return {key: value for key, value in raw.items() if value is not None}
 
 

@@ -59,7 +59,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 
 
 def target_config(folder: Path, model_impl: str) -> ModelConfig:
-    """Of a target. `model_impl`: the setting.
+    """Reads the config of a target. `model_impl`: the setting.
 
     Raises:
         ConfigError: a file is missing or invalid, or transformers does not know the model.

@@ -32,7 +32,7 @@ BATCH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
 
 def load_transformers_config(folder: Path) -> ModelConfig:
-    """Of any config that transformers reads; `raw` is transformers' own form of it.
+    """Reads any config that transformers reads; `raw` is transformers' own form of it.
 
     Raises:
         ConfigError: transformers does not know it, or Forerun cannot serve such models.
@@ -53,7 +53,7 @@ def load_transformers_config(folder: Path) -> ModelConfig:
     whole.pop("auto_map", None)
 
     def value(key: str) -> Any:
-        """Under the name that this family has for it."""
+        """Returns what has this name in this family."""
         return whole.get(hf.attribute_map.get(key, key))
 
     layers, hidden = value("num_hidden_layers"), value("hidden_size")
@@ -156,7 +156,7 @@ class _Recorded(_Calls):
 
 
 class _Paged(_Calls):
-    """Over paged K/V."""
+    """Attends over paged K/V."""
 
     def __init__(self, ctx: AttentionContext, specs: dict[int, AttentionSpec]) -> None:
         self._ctx, self._specs = ctx, specs
@@ -199,7 +199,7 @@ _NOTHING = torch.empty(0)  # captured yet
 
 
 class _Output:
-    """Of a base model, as far as logits are made of it: the rest is None."""
+    """What a base model returns, as far as logits are made of it: the rest is None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -299,7 +299,7 @@ class TransformersForCausalLM(CausalLM):
         return argmax(self.compute_logits(hidden_states))
 
     def _on_meta(self, dtype: torch.dtype) -> Any:
-        """Without weights."""
+        """Builds it without weights."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:

@@ -105,7 +105,7 @@ class Options:
 
     @property
     def name(self) -> str:
-        """Of the model, as given."""
+        """Name of the model, as given."""
         return self.preset or str(self.model)
 
     @property
@@ -178,7 +178,7 @@ def plan(as_json: AsJson = False, *, given: Values) -> None:
 
 
 def _folders(options: Options) -> tuple[Path, Path | None]:
-    """Of the model and its draft, if there is one."""
+    """Returns the folders of the model and its draft, if there is one."""
     if (options.model is None) == (options.preset is None):
         raise ConfigError("Give model or preset, not both or neither.")
     config = EngineConfig(

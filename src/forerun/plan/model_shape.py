@@ -51,7 +51,7 @@ class Matrix:
     top_k: int = 0
 
     def gemm(self, tokens: int, ep: int = 1) -> Gemm:
-        """Of all ranks. With `ep` groups of experts each reads as many as the busiest, for which
+        """The GEMM of all ranks. With `ep` groups each reads as many experts as the busiest, for
         the others wait; operations are taken as even."""
         if not self.routed:
             return Gemm(self.n, self.k, self.dtype, tokens, bits=self.bits)
@@ -158,7 +158,7 @@ class ModelShape:
         return any(matrix.routed for matrix in self.matrices)
 
     def work(self, batch_size: int, context: int, tokens: int = 1, ep: int = 1) -> Work:
-        """Of a step with `tokens` per request, without drafts; see `Matrix.gemm`."""
+        """The work of a step with `tokens` per request, without drafts; see `Matrix.gemm`."""
         gemms = tuple(matrix.gemm(batch_size * tokens, ep) for matrix in self.matrices)
         return Work(gemms, batch_size * kv_bytes(self.layout, self.masks, context))
 
@@ -198,7 +198,7 @@ class DraftShape:
 
     @classmethod
     def of(cls, folder: Path, passes: int, ranks: int | None = None) -> DraftShape:
-        """From the headers of its safetensors; else as a decoder of the sizes in its config.
+        """Reads the headers of its safetensors; without them, a decoder of the sizes in its config.
 
         Raises:
             ConfigError: the ranks cannot share its heads.

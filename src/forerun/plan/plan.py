@@ -147,13 +147,13 @@ def _row(way: Deployment, replicas: int, traffic: Traffic, config: EngineConfig)
 
 
 def _draft_bytes(way: Deployment) -> float:
-    """Of each GPU."""
+    """Returns bytes of each GPU."""
     draft = None if way.speculation is None else way.speculation.draft
     return 0 if draft is None else draft.weight_bytes / draft.ranks_of(way.tp)
 
 
 def _seconds_per_request(way: Deployment, traffic: Traffic, batch_size: int) -> float:
-    """Of a replica's time that a request takes while `batch_size` decode together."""
+    """Returns a replica's time that a request takes while `batch_size` decode together."""
     steps = traffic.output_len / way.tokens_per_step
     decode = steps * way.step_seconds(batch_size, traffic.context) / batch_size
     return way.prefill_seconds(traffic.input_len) + decode

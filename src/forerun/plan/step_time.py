@@ -45,11 +45,11 @@ class Deployment:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of a request that decodes."""
+        """Returns tokens of a request that decodes."""
         return 1.0 if self.speculation is None else self.speculation.accept_length
 
     def step_seconds(self, batch_size: int, context: int) -> float:
-        """Of a decode step, at a mean context."""
+        """Returns seconds of a decode step, at a mean context."""
         width = 1 if self.speculation is None else self.speculation.num_tokens
         model, work = self.model, self.model.work(batch_size, context, width, self.ep)
         read = self.gpu.read_bytes_per_second
@@ -76,7 +76,7 @@ class Deployment:
         return gemms + kv + seconds
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Of one prompt."""
+        """Returns seconds of one prompt."""
         model = self.model
         flops = sum(matrix.gemm(tokens).flops for matrix in model.matrices)
         attention = len(model.layout.paged) * 2 * model.num_heads * model.head_dim * tokens**2
@@ -98,7 +98,7 @@ class Deployment:
         return 2 * self.model.num_layers * self._reduce_seconds(tokens, self.model.hidden_size)
 
     def _reduce_seconds(self, tokens: int, hidden_size: int) -> float:
-        """Of one all-reduce of hidden states [tokens, hidden_size] in bfloat16."""
+        """Returns seconds of an all-reduce of hidden states [tokens, hidden_size] in bfloat16."""
         if self.tp == 1:
             return 0.0
         size = 2 * tokens * hidden_size * 2 * (self.tp - 1) / self.tp

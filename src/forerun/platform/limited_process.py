@@ -142,7 +142,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Of the time from now on; the kernel ends this process after it, with SIGXCPU."""
+    """Limits CPU time from now on; after it the kernel ends this process with SIGXCPU."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -150,7 +150,7 @@ def limit_cpu(seconds: int) -> None:
 
 
 def limit(what: int, value: int) -> None:
-    """Not every system has every limit."""
+    """Sets a limit; some systems lack some."""
     import resource
 
     with contextlib.suppress(ValueError, OSError):

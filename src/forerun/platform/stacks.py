@@ -19,7 +19,7 @@ LOOK_SECONDS = 0.02
 
 
 def offer_stacks(folder: Path | None = None) -> None:
-    """From here on `where_it_hangs` shows the stacks of this process.
+    """Lets `where_it_hangs` show the stacks of this process from now on.
 
     Args:
         folder: only this user may enter it; None: that of the process which started this one, if

@@ -58,7 +58,7 @@ class Arguments:
 
     @property
     def resources(self) -> dict[str, Any]:
-        """Of a replica's actor, which has all ranks of its engine: a GPU per rank."""
+        """Resources of a replica's actor, which has all its engine's ranks: a GPU per rank."""
         ranks = 0 if self.engine.get("device") == "cpu" else self.engine.get("tp_size", 1)
         gpus = ranks if self.num_gpus is None else self.num_gpus
         cpus = 1 if self.num_cpus is None else self.num_cpus

@@ -15,7 +15,7 @@ PROMPTS = ("messages", "prompt", "input_ids", "text", "input")
 
 
 def prompt_keys(body: bytes) -> list[int]:
-    """Of the blocks of a prompt; none where the body has no prompt."""
+    """Returns keys of the blocks of a prompt; none where the body has no prompt."""
     try:
         value = json.loads(body) if body else None
     except ValueError:  # the replica says what is wrong

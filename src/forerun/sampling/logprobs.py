@@ -29,7 +29,7 @@ class LogprobQuery:
 
     @classmethod
     def of(cls, params: Sequence[LogprobParams | None]) -> LogprobQuery | None:
-        """From the parameters of all rows; None: no row asks for any."""
+        """Makes it from the parameters of all rows; None: no row asks for any."""
         asked = [(row, each) for row, each in enumerate(params) if each is not None]
         if not asked:
             return None
@@ -61,7 +61,7 @@ class LogprobQuery:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of R rows with W positions each, on one device."""
+    """Log-probabilities of R rows with W positions each, on one device."""
 
     sampled: Tensor  # [R, W] float32: of the token itself
     top: Tensor  # [R, W, n] float32, the largest first
@@ -77,7 +77,7 @@ class Logprobs:
         return cls(*(torch.cat(each) for each in zip(*(p.tensors for p in parts), strict=True)))
 
     def along(self, path: Tensor) -> Logprobs:
-        """At positions `path` [R, W] int64 of each row."""
+        """Returns those at positions `path` [R, W] int64 of each row."""
 
         def taken(x: Tensor) -> Tensor:
             return x.gather(1, path.unsqueeze(2).expand(-1, -1, x.shape[2]))
@@ -106,7 +106,7 @@ class LogprobRows:
         )
 
     def logprobs(self, tokens: Tensor, logits: Tensor) -> Logprobs:
-        """With those of tokens [R, W] int64 (INVALID_TOKEN: of token 0).
+        """Adds those of tokens [R, W] int64 (INVALID_TOKEN: of token 0).
 
         `logits` [R, W, V]: those of tokens that may be sampled are as they were.
         """

@@ -52,7 +52,7 @@ class PenaltyTable:
 
 @dataclass(frozen=True)
 class PackedPenalties:
-    """Of one request, on the host."""
+    """Penalties of one request, on the host."""
 
     slot: int
     penalized: bool

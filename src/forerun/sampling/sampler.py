@@ -67,7 +67,7 @@ SAMPLED_FROM_OWN = replace(SAMPLED, whole_rows=False)
 
 
 def captured_flags(vocab_is_divided: bool) -> tuple[SamplingFlags, ...]:
-    """For which steps are captured. Ranks sample from their own logits unless a request filters
+    """The flags of captured steps. Ranks sample from their own logits unless a request filters
     whole rows.
     """
     return (GREEDY, SAMPLED_FROM_OWN, SAMPLED) if vocab_is_divided else (GREEDY, SAMPLED)

@@ -219,7 +219,7 @@ class AdaptiveWidth(WidthPolicy):
         return self._costs[max(at - (not exact), 0) : at + 1]
 
     def as_dict(self) -> dict[str, Any]:
-        """As of `WidthPolicy`, with step costs by batch size and the global acceptance rates."""
+        """What `WidthPolicy` shows, with step costs by batch size and global acceptance rates."""
         return super().as_dict() | {
             "adaptive": True,
             "exploration_steps": self._exploration_steps,

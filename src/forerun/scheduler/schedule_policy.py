@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SchedulePolicy:
-    """In which order requests are admitted, how long a step may be, what decode steps keep."""
+    """The order of admission, how long a step may be, what decode steps keep."""
 
     longest_prefix: bool = False  # lpm; otherwise first come, first served
     low_priority_values_first: bool = False

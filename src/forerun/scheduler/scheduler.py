@@ -362,7 +362,7 @@ class Scheduler:
         self._stop(request)
 
     def _hold(self, request: Request) -> None:
-        """As `_preempt`, but it is queued by `resume`. Steps in flight may name it once more."""
+        """Does `_preempt`, but `resume` queues it. Steps in flight may name it once more."""
         if request.state is State.DECODE:
             self.held.append(request)
             self._stop(request)

@@ -30,7 +30,7 @@ class StateTracker:
         self.num_tracked = 0  # states that were written
 
     def plan(self, request: Request, plan: StepPlan) -> TrackedState | None:
-        """Of a request of the decode step that is planned; the step's tokens are in `pending`."""
+        """Plans for a request of the next decode step; the step's tokens are in `pending`."""
         self._drop_older(request)
         done = max(request.kv_len, request.prefill_done)
         length = (done // self.interval + 1) * self.interval
@@ -64,7 +64,7 @@ class StateTracker:
             self.num_tracked += 1
 
     def release(self, request: Request, kv_len: int) -> None:
-        """After its first `kv_len` tokens went to the prefix cache: their states do, too."""
+        """Hands states of its first `kv_len` tokens, which went to the prefix cache, there too."""
         for length, row in request.snapshots:
             if length <= kv_len and not request.failed:
                 self._prefix.attach_snapshot(request.tokens, length, row)

@@ -76,7 +76,7 @@ class Windows:
         return True
 
     def prefill(self, request: Request, start: int, end: int, plan: StepPlan) -> None:
-        """Before a chunk of tokens [start, end) (the last: and KV slots after it) is launched."""
+        """Prepares a chunk of tokens [start, end) (the last: and KV slots after it)."""
         if self.pages is None:
             return
         held = self._held[request]

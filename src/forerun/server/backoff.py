@@ -1,4 +1,4 @@
-"""When to start a process again that keeps dying."""
+"""The time at which a process that keeps dying is started again."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class _Chat:
         return chunk
 
     def _logprobs(self, generation: Generation, part: Part | None = None) -> dict[str, Any] | None:
-        """Of a part, or of all tokens, if they were asked for."""
+        """Returns those of a part, or of all tokens, if they were asked for."""
         tokens = generation.scored_tokens(part)
         if generation.record.logprobs is None or (part is not None and not tokens):
             return None

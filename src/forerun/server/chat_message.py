@@ -84,7 +84,7 @@ class ChatMessage:
         }
 
     def _add_arguments(self, calls: list[dict[str, Any]], text: str) -> None:
-        """To the call in this delta, or as a delta of its own."""
+        """Adds to the call in this delta, or makes a delta of its own."""
         index = self._announced - 1
         if not calls or calls[-1]["index"] != index:
             calls.append({"index": index, "function": {"arguments": ""}})

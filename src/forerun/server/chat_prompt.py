@@ -50,7 +50,7 @@ class ChatPrompt(StrictModel):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template.
+        """Variables of the chat template.
 
         Raises:
             RequestError: they contradict each other.

@@ -37,13 +37,13 @@ class Compilations:
         running[1].append(message.number)
 
     def replies(self) -> list[Reply]:
-        """Of those that have ended."""
+        """Returns replies of those that have ended."""
         ended = [grammar for grammar, (future, _) in self._running.items() if future.done()]
         answered = [self._running.pop(grammar) for grammar in ended]
         return [_reply(future, number) for future, numbers in answered for number in numbers]
 
     def wait(self, seconds: float) -> None:
-        """Until one ends."""
+        """Waits until one ends."""
         wait([future for future, _ in self._running.values()], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:

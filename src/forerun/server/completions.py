@@ -114,7 +114,7 @@ class _Completion:
         yield DONE
 
     async def _echoes(self) -> dict[int, Echo]:
-        """With `echo`, of each prompt."""
+        """Returns what `echo` puts before each output: its prompt."""
         body, text = self._body, self._service.text
         echoes = {}
         for generation in self.call.generations if body.echo else ():
@@ -140,7 +140,7 @@ class _Completion:
     def _logprobs(
         self, generation: Generation, part: Part | None, echo: Echo, first: bool = True
     ) -> dict[str, Any] | None:
-        """Of a part, or of all tokens; the first part is preceded by the prompt's tokens."""
+        """Returns those of a part, or of all; the first part is preceded by the prompt's tokens."""
         if generation.record.logprobs is None:
             return None
         tokens = prompt_tokens(generation, echo.ends, echo.text) if first and echo.ends else []

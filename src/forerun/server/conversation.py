@@ -142,7 +142,7 @@ class Conversation:
         )
 
     async def parts(self) -> AsyncIterator[list[News]]:
-        """As `Call.parts`."""
+        """What `Call.parts` is."""
         async for taken in self.call.parts():
             yield [
                 News(g, part, self._events(g, part.text, part.finish is not None))

@@ -134,13 +134,13 @@ class EngineClient:
 
     @property
     def info(self) -> ExecutorInfo:
-        """Of the engine that runs, or ran last."""
+        """Facts of the engine that runs, or ran last."""
         assert self._info is not None
         return self._info
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
+        """Process id of the engine, while there is one."""
         return self._link.pid if self._link is not None else None
 
     # --- requests -------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class EngineClient:
             self._link = None
 
     def _engine_ended(self) -> None:
-        """At once: what it said before is still read, but nothing new can be asked of it."""
+        """Forgets it at once: what it said is still read, but nothing new can be asked of it."""
         if self.state is EngineState.READY:
             self.state = EngineState.RESTARTING
 

@@ -154,7 +154,7 @@ class EngineLink:
         return f"The engine process ended unexpectedly ({how})."
 
     async def log_stacks(self) -> None:
-        """Of a process that hangs, and of its ranks."""
+        """Logs the stacks of a process that hangs, and of its ranks."""
         if self.pid is not None:
             where = partial(where_it_hangs, self.pid, self._task.folder)
             for text in await self._loop.run_in_executor(None, where):
@@ -174,7 +174,7 @@ class EngineLink:
         self._sending.term()
 
     def _kill(self) -> None:
-        """With the processes that it has started: one that is stopped would not end with it."""
+        """Kills it with the processes that it has started: a stopped one would not end with it."""
         if self._process.is_alive() and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(self._process.pid, signal.SIGKILL)

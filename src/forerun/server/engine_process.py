@@ -75,7 +75,7 @@ class EngineTask:
 
     @property
     def outbox(self) -> str:
-        """And the one that it writes."""
+        """Descriptor of the pipe that it writes."""
         return f"ipc://{self.folder}/{self.number}-out"
 
 
@@ -181,7 +181,7 @@ class EngineServer:
         self._metrics_due = 0.0  # time.monotonic()
 
     def run(self) -> None:
-        """Until `Shutdown`."""
+        """Runs until `Shutdown`."""
         self._send([], self._metrics())
         while not self._stopping:
             self._receive()
@@ -296,7 +296,7 @@ class EngineServer:
         self._settle()
 
     def _settle(self) -> None:
-        """Before it sleeps, the engine releases the slots and pages of requests that have ended."""
+        """Releases, before it sleeps, the slots and pages of requests that have ended."""
         if not self._running:
             self._engine.drain()
             self._send([], self._metrics())

@@ -230,7 +230,7 @@ class Call:
         self._changed.set()
 
     async def wait(self) -> None:
-        """Until all have ended.
+        """Waits until all have ended.
 
         Raises:
             ApiError: the engine died, a request failed, or the deadline has passed.

@@ -30,7 +30,7 @@ class MessageLogprobs:
         self._tokens += tokens
 
     def of(self, text: Text) -> list[dict[str, Any]]:
-        """Of the tokens that begin in `text`; texts come in their order."""
+        """Returns those of the tokens that begin in `text`; texts come in their order."""
         entries = []
         while self._tokens and self._tokens[0].offset < text.start + len(text.text):
             token = self._tokens.popleft()
@@ -78,7 +78,7 @@ def _completion_top(
 
 
 def _completion_text(token: int, token_bytes: TokenBytes) -> str:
-    """As OpenAI has it: bytes that are not text are written as such."""
+    """Writes it as OpenAI does: bytes that are not text as such."""
     data = token_bytes.of(token)
     try:
         return data.decode()
@@ -110,7 +110,7 @@ def with_texts(info: dict[str, Any], token_bytes: TokenBytes) -> dict[str, Any]:
 
 
 def _with_text(entry: Any, token_bytes: TokenBytes) -> Any:
-    """Of an entry, or of a list of them; the first of a prompt is None."""
+    """Adds text to an entry, or to a list of them; the first of a prompt is None."""
     if isinstance(entry, list):
         return [_with_text(each, token_bytes) for each in entry]
     if entry is None:

@@ -19,7 +19,7 @@ log = logging.getLogger("forerun")
 
 
 def run_node(settings: ServerSettings, config: EngineConfig, target: Path) -> int:
-    """Until the server on node 0 ends. Joins again when that starts a new engine.
+    """Runs until the server on node 0 ends. Joins again when that starts a new engine.
 
     Args:
         config: with local paths.

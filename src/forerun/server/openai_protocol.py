@@ -86,7 +86,7 @@ def sampling_params(
     grammar: Mapping[str, Any] | None = None,
     least: int = 1,
 ) -> SamplingParams:
-    """Of a request's parameters that are in `_SAMPLING`; those not given have defaults.
+    """Makes those of a request that are in `_SAMPLING`; those not given have defaults.
 
     Args:
         grammar: of `response_format`.

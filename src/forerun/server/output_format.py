@@ -49,7 +49,7 @@ class OutputFormat:
         return tail.endswith(reasoning.BEGIN) or REASONING_PARSERS[self.reasoning]
 
     def parser(self, opened: bool | None, names: Collection[str]) -> OutputParser:
-        """Of one output.
+        """Makes the parser of one output.
 
         Args:
             opened: as `begins_in_reasoning`.
@@ -105,7 +105,7 @@ def _probe(tokenizer: Any) -> tuple[CallStyle, str]:
 
 
 def _taken(tokenizer: Any, content: str | None) -> tuple[CallStyle, str] | None:
-    """As `_probe`, for one content; None: the template does not write the call."""
+    """Does what `_probe` does for one content; None: the template does not write the call."""
     for as_text in (True, False):  # as text: written as the model wrote it
         written = _rendered(tokenizer, [_QUESTION, _call(content, as_text)], {"tools": _TOOLS})
         if _PROBE in written and _ARGUMENTS_TEXT in written:
@@ -134,7 +134,7 @@ def _rendered(
 
 
 def _tools_of(written: str) -> tuple[str | None, str]:
-    """By a call as the chat template writes it."""
+    """Finds it by a call as the chat template writes it."""
     if not written:
         return None, "the chat template takes no calls"
     flat = "".join(written.split())
@@ -150,7 +150,7 @@ def _tools_of(written: str) -> tuple[str | None, str]:
 
 
 def _reasoning_of(prompt: str, template: Any) -> tuple[str | None, str]:
-    """By the end of a prompt, or else by whether the chat template handles reasoning at all."""
+    """Finds it by a prompt's end, or else by whether the template handles reasoning at all."""
     if prompt.rstrip().endswith(reasoning.BEGIN):
         return "deepseek-r1", f"prompts end with {reasoning.BEGIN}"
     if reasoning.END in str(template):  # one template, several, or None

@@ -180,7 +180,7 @@ def _optional(content: Format) -> Format:
 
 
 def _sequence(*elements: Format) -> Format:
-    """Without empty texts."""
+    """Makes a sequence without empty texts."""
     kept = [each for each in elements if each != _text("")]
     return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}
 

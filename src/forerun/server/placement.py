@@ -14,7 +14,7 @@ from forerun.platform.device import resolve_device
 
 @dataclass(frozen=True)
 class Placement:
-    """Of one replica."""
+    """The devices of one replica."""
 
     config: EngineConfig
     cpus: tuple[int, ...] = ()  # that its process may use; empty: all

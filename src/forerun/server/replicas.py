@@ -121,7 +121,7 @@ class Replicas:
 
     @property
     def info(self) -> ExecutorInfo:
-        """Of the replica with the fewest pages: what it can serve, all can."""
+        """Facts of the replica with the fewest pages: what it can serve, all can."""
         return min((client.info for client in self.clients), key=lambda info: info.num_pages)
 
     @property
@@ -150,7 +150,7 @@ class Replicas:
         return any(client.is_known(rid) for client in self.clients)
 
     def place(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-        """For every prompt a replica, and how many of its tokens are probably not cached there.
+        """Gives every prompt a replica, and how many of its tokens are probably not cached there.
 
         Raises:
             EngineUnavailable: none serves at the moment.
@@ -208,7 +208,7 @@ class Replicas:
             client.abort(rids, reason)
 
     def abort_group(self, group: str, belongs: Callable[[Call], bool]) -> None:
-        """As `EngineClient.abort_group`."""
+        """Calls `EngineClient.abort_group`."""
         for client in self.clients:
             client.abort_group(group, belongs)
 
@@ -245,7 +245,7 @@ class Replicas:
             self._router.forget(index)
 
     async def loads(self) -> dict[str, Any]:
-        """Of all replicas together, and of each; errors as of `query`."""
+        """Loads of all replicas together, and of each; errors are those of `query`."""
         each = await self.query("load")
         total = Counter[str]()
         for load in each:
@@ -253,7 +253,7 @@ class Replicas:
         return {**total, "page_size": each[0]["page_size"], "loads": each}
 
     def engine_metrics(self) -> EngineMetrics | None:
-        """Of all engines together, with the counters of those that have ended; None: none runs."""
+        """Metrics of all engines together, counters of ended ones included; None: none runs."""
         running = [client.snapshot for client in self.clients if client.snapshot is not None]
         if not running:
             return None
@@ -281,7 +281,7 @@ class Replicas:
         return others and not (used_up or self._closed or call.error is not None)
 
     def _run_again(self, client: EngineClient, running: Running, error: ApiError) -> None:
-        """On another replica, from the start."""
+        """Runs it on another replica, from the start."""
         generation, call = running
         generation.restart()
         try:
@@ -303,7 +303,7 @@ class Replicas:
             self._past = ended if self._past is None else combined([self._past, ended])
 
     def _update_factory(self) -> None:
-        """After a start: the pool may be smaller than before."""
+        """Adapts it after a start: the pool may be smaller than before."""
         if self._num_pages != self.info.num_pages:  # else its random seeds go on
             self._num_pages = self.info.num_pages
             self._factory = RequestFactory(self.info, self.config.random_seed)

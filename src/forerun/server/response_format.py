@@ -23,7 +23,7 @@ def grammar_of_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def grammar_of_text_format(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As `grammar_of_format`; here name and schema are beside the type."""
+    """Does what `grammar_of_format` does; here name and schema are beside the type."""
     if given is not None and given.get("type") == "json_schema":
         schema = {name: value for name, value in given.items() if name != "type"}
         return {"json_schema": _schema("text.format", schema)}

@@ -130,7 +130,7 @@ _PREFIX = {"message": "response.output_text", "reasoning": "response.reasoning_t
 
 
 def _part(kind: str) -> dict[str, Any]:
-    """Without text yet."""
+    """Makes a part without text yet."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

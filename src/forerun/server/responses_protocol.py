@@ -156,7 +156,7 @@ class ResponsesRequest(Scheduled):
 
     @property
     def format(self) -> dict[str, Any]:
-        """Of the text."""
+        """Format of the text."""
         given = None if self.text is None else self.text.format
         return {"type": "text"} if given is None else given
 
@@ -168,7 +168,7 @@ class ResponsesRequest(Scheduled):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the chat template.
+        """Variables of the chat template.
 
         Raises:
             RequestError: they contradict each other.
@@ -248,7 +248,7 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
 
 
 def _text(content: Any) -> str:
-    """Of a string or of parts.
+    """Reads the text of a string or of parts.
 
     Raises:
         RequestError: it is neither.

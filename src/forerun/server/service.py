@@ -56,7 +56,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """In the OpenAI API."""
+        """The model's name in the OpenAI API."""
         return self.settings.served_model_name or BUNDLED_NAME
 
     @property

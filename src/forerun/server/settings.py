@@ -176,7 +176,7 @@ class ServerSettings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ServerSettings:
-        """From flags; keys also from the environment.
+        """Makes them from flags; keys also from the environment.
 
         Raises:
             ConfigError: a value is out of range, or two values contradict each other.
@@ -220,7 +220,7 @@ class ServerSettings:
         return Access.of(self.host, hosts, origins)
 
     def url(self, host: str, port: int) -> str:
-        """Of the server, which listens on this address."""
+        """URL of the server, which listens on this address."""
         scheme = "https" if self.ssl_certfile else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

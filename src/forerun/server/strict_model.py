@@ -28,7 +28,7 @@ Unsupported = Mapping[str, tuple[tuple[Any, ...], str]]
 
 @dataclass(frozen=True)
 class FirstError:
-    """Of a list: validation ends with the first wrong item, or at the item past the limit.
+    """A list whose validation ends with the first wrong item, or at the item past the limit.
 
     There may be millions, and an error for each would take 1 KB and 10 µs. (pydantic's `FailFast`
     cannot be part of a union: it has no hash.)

@@ -11,7 +11,7 @@ MAX_INTERVAL = 5.0  # seconds between two questions
 
 
 class Watchdog:
-    """Of one engine process. All methods belong to the event loop's thread.
+    """Watches one engine process. All methods belong to the event loop's thread.
 
     Silence is counted in intervals, not by the clock: while this process itself could not run, it
     could not hear anything either.

@@ -118,7 +118,7 @@ class DraftAttention(Protocol):
     """Attention over the draft's pool in a decode step."""
 
     def __call__(self, q_len: int, offset: int = 0) -> AttentionContext:
-        """For tokens [offset, offset + q_len) of every request, counted from its `start`."""
+        """Attention of tokens [offset, offset + q_len) of every request, from its `start` on."""
 
 
 class Sample(Protocol):

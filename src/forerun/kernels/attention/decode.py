@@ -53,12 +53,12 @@ class MaskSpec:
 
     @property
     def window_constant(self) -> int:
-        """As kernels take it: -1 without a window."""
+        """Returns it as kernels take it: -1 without a window."""
         return -1 if self.window is None else self.window
 
     @property
     def softcap_constant(self) -> float:
-        """As kernels take it: 0 without a soft-cap."""
+        """Returns it as kernels take it: 0 without a soft-cap."""
         return 0.0 if self.softcap is None else self.softcap
 
     def qk_scale(self, scale: float) -> float:
@@ -164,7 +164,7 @@ def why_not_decode_sm90(
 
 
 def _num_ctas(q: Tensor, kv: PagedKV, q_len: int, num_splits: int) -> int:
-    """Of tiles of 64 rows."""
+    """Returns the CTAs of tiles of 64 rows."""
     q_rows = q.shape[1] // kv.num_kv_heads * q_len
     return -(-q_rows // 64) * kv.num_kv_heads * num_splits * kv.start.shape[0]
 
@@ -182,7 +182,7 @@ def needs_int64_offsets(pool: Tensor) -> bool:
 
 
 def _tma_descriptor(pool: Tensor, config: TileConfig) -> Any:
-    """Of a pool's K/V blocks: [1, N, D] out of [pages, P, Hkv * D]."""
+    """Describes a pool's K/V blocks: [1, N, D] out of [pages, P, Hkv * D]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block = [1, config.block_n, pool.shape[3]]

@@ -69,12 +69,12 @@ class PagedLatent:
         return self.pool.shape[2] - self.latent_dim
 
     def shape(self, dtype: torch.dtype) -> LatentShape:
-        """For queries of `dtype`."""
+        """Returns the shape for queries of `dtype`."""
         return LatentShape(self.latent_dim, self.rope_dim, dtype, self.pool.dtype, self.page_size)
 
     @property
     def as_kv(self) -> PagedKV:
-        """With the row as K and as V of one head."""
+        """Returns the pool with the row as K and as V of one head."""
         pool = self.pool.unsqueeze(2)
         return PagedKV(pool, pool, self.page_table, self.start)
 
@@ -247,7 +247,7 @@ class _Launch:
 
 
 def _tma_descriptor(cache: PagedLatent, config: TileConfig, dim: int) -> Any:
-    """Of blocks [1, N, dim] of the pool."""
+    """Describes blocks [1, N, dim] of the pool."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(cache.pool, [1, config.block_n, dim])

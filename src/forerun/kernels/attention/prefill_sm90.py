@@ -145,7 +145,7 @@ def launch(
 
 
 def _kv_descriptor(pool: Tensor, rows: int) -> Any:
-    """Of a pool [pages, P, Hkv, D] as the matrix [slots, Hkv * D]."""
+    """Describes a pool [pages, P, Hkv, D] as the matrix [slots, Hkv * D]."""
     return nvrtc.tma_descriptor(pool.view(-1, pool.shape[2] * pool.shape[3]), (rows, 64))
 
 

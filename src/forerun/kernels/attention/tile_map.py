@@ -28,7 +28,7 @@ class TileMap:
 def build_tile_map(
     spans: Spans, tokens_per_tile: int, upload: Callable[[Tensor], Tensor]
 ) -> TileMap:
-    """On the host. `upload`: host tensor to device."""
+    """Builds it on the host. `upload`: host tensor to device."""
     start, count = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
     begin = count.cumsum(0) - count
     order = (start + count).argsort(descending=True, stable=True)

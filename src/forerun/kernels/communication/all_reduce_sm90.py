@@ -91,7 +91,7 @@ def all_reduce_add_rms_norm(
 def all_reduce_add_rms_norm_ref(
     ranks: list[Tensor], residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Of every rank's x; each rank's sum is rounded before it is sent."""
+    """Computes it from every rank's x; each rank's sum is rounded before it is sent."""
     rounded = [(x if x.dim() == 2 else x.float().sum(0)).to(residual.dtype) for x in ranks]
     total = residual + torch.stack(rounded).float().sum(0).to(residual.dtype)
     normed = torch.nn.functional.rms_norm(total.float(), weight.shape, weight.float(), eps)

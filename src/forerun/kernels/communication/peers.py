@@ -39,7 +39,7 @@ class PeerBuffers:
 
 
 def buffer_bytes(ranks: int) -> int:
-    """Of each rank's buffer, zeros at first."""
+    """Bytes of each rank's buffer, zeros at first."""
     return 2 * ranks * RANK_BYTES
 
 

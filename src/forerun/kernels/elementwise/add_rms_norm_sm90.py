@@ -49,7 +49,7 @@ def cuda_source(hidden: int, num_parts: int) -> str:
 def launch(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor, out: Tensor
 ) -> None:
-    """As `add_rms_norm`, into total and out [T, N]."""
+    """Launches `add_rms_norm`, into total and out [T, N]."""
     num_parts, tokens, hidden = x.shape
     kernel = _load_kernel(hidden, num_parts, x.device)
     args = (x, residual, weight, total, out, tokens, float(eps))

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""For GEMMs of many tokens: activations in e4m3 with a scale per token, or per token and 128
+"""Quantizes the input of many tokens' GEMMs: e4m3 with a scale per token, or per token and 128
 columns, and weights out of e4m3.
 """
 

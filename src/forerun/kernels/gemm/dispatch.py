@@ -141,7 +141,7 @@ def choose_fp8_sm90(
 
 
 def _utilization(ctas: int, gpu: GpuInfo) -> float:
-    """Of the SMs, over all waves."""
+    """Returns how busy the SMs are, over all waves."""
     return ctas / -(-ctas // gpu.num_sms) / gpu.num_sms
 
 

@@ -66,7 +66,7 @@ class Int4GemmConfig:
 
     @property
     def rows(self) -> int:
-        """Of a tile; with SiLU-mul, half of them gate, half up."""
+        """Rows of a tile; with SiLU-mul, half of them gate, half up."""
         return BLOCK_ROWS * self.row_blocks * self.row_warps
 
 
@@ -91,7 +91,7 @@ PARTIALS_CONFIGS = (
 def choose_config(
     n: int, k: int, silu_mul: bool, gpu: GpuInfo, dtype: torch.dtype, partials: bool = False
 ) -> Int4GemmConfig | None:
-    """Of a weight [n, k]: the tiling with which the busiest SM reads least; None: not for us."""
+    """Chooses for a weight [n, k] what lets the busiest SM read least; None: not for us."""
     if gpu.capability != 90 or gpu.amd or gpu.interpreted or dtype != torch.bfloat16:
         return None
     if not nvrtc.available() or n % (BLOCK_ROWS * (1 + silu_mul)):
@@ -115,7 +115,7 @@ def _cost(config: Int4GemmConfig, n: int, k: int, num_sms: int, partials: bool) 
 
 
 def tile_config(config: Int4GemmConfig, tokens: int) -> Int4GemmConfig:
-    """Of tiles of so many tokens: with wgmma, 64 rows or a multiple. K is divided as before."""
+    """Tiles of so many tokens: with wgmma, 64 rows or a multiple. K is divided as before."""
     if tokens < WGMMA_TOKENS:
         return config
     return replace(config, row_warps=-(-config.row_warps // 4) * 4)
@@ -142,7 +142,7 @@ class Int4Variant:
 
     @property
     def footprint(self) -> Footprint:
-        """Of a CTA; results do not depend on it."""
+        """Resources of a CTA; results do not depend on it."""
         if self.tokens > MAX_SHARED_TOKENS:
             return WHOLE_SM
         return PARTIALS_FOOTPRINT if self.partials else PLAIN_FOOTPRINT

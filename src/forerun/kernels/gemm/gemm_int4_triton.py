@@ -19,7 +19,7 @@ DEQUANTIZE_CHUNKS = 8  # of 64 columns and 16 rows, of a CTA
 
 
 def num_warps(block_m: int) -> int:
-    """Of the GEMM: registers for the accumulators."""
+    """Warps of the GEMM: registers for the accumulators."""
     return 4 if block_m <= 32 else 8
 
 

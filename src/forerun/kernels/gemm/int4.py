@@ -48,7 +48,7 @@ class Int4Weight(QuantizedWeight):
 
     @classmethod
     def of(cls, q: Tensor, scales: Tensor, zeros: Tensor) -> Int4Weight:
-        """From integers [..., N, K] from 0 to 15."""
+        """Makes it from integers [..., N, K] from 0 to 15."""
         pairs = q.to(torch.uint8).unflatten(-1, (-1, 2))
         return cls(pairs[..., 0] | pairs[..., 1] << 4, scales.float(), zeros.to(torch.uint8))
 
@@ -85,7 +85,7 @@ class Int4Weight(QuantizedWeight):
         self.copy_(Int4Weight.of(q.flatten(-2), scales, torch.full_like(scales, 8)))
 
     def pack(self, bias: Tensor | None = None) -> PackedInt4:
-        """For the kernels; of a whole weight."""
+        """Packs a whole weight for the kernels."""
         return PackedInt4(pack_int4(self.integers(), self.scales, self.zeros), bias)
 
 
@@ -104,12 +104,12 @@ class PackedInt4:
 
     @property
     def bits(self) -> float:
-        """Per value, with scales and zero points."""
+        """Bits per value, with scales and zero points."""
         return 8 * BLOCK_BYTES / (BLOCK_ROWS * GROUP)
 
 
 def packed_shape(n: int, k: int) -> tuple[int, int, int]:
-    """Of `PackedInt4.packed`; N must be a multiple of 16 and K of 128."""
+    """Shape of `PackedInt4.packed`; N must be a multiple of 16 and K of 128."""
     assert n % BLOCK_ROWS == 0 and k % GROUP == 0
     return n // BLOCK_ROWS, k // GROUP, BLOCK_BYTES
 

@@ -31,7 +31,7 @@ class QuantizedWeight(ABC):
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
-        """Of the weight that it stands for."""
+        """Shape of the weight that it stands for."""
 
     @abstractmethod
     def dequantise(self) -> Tensor:

@@ -190,7 +190,7 @@ class _Tokens:
         return _Tokens(*(x[start:end] for x in (self.q, self.k, self.v, self.g, self.beta)))
 
     def of_requests(self, count: int) -> _Tokens:
-        """Of requests with equally many tokens."""
+        """Returns chunks of requests with equally many tokens."""
         parts = (self.q, self.k, self.v, self.g, self.beta)
         return _Tokens(*(x.unflatten(0, (count, -1)) for x in parts))
 

@@ -14,7 +14,7 @@ GROUP = 4  # heads of a CTA
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32 until the end.
+    """Norms and gates, in float32 until the end.
 
     Args:
         x: [T, H, D].

@@ -53,7 +53,7 @@ def align(experts: Tensor, num_experts: int, block_m: int) -> ExpertTiles:
 
 
 def of_experts(routed: Routed, part: range) -> Routed:
-    """With the pairs of these experts only, which have ids from 0. No shared experts."""
+    """Returns the pairs of these experts only, which have ids from 0. No shared experts."""
     assert routed.num_shared == 0
     if routed.tiles is not None:
         return replace(routed, tiles=select_tiles(routed.tiles, part), is_part=True)
@@ -75,7 +75,7 @@ def select_tiles(tiles: ExpertTiles, part: range) -> ExpertTiles:
 
 
 def options_of_align(columns: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Of `_place_pairs` and of `_count_pairs`. `columns`: experts, padded to a power of two.
+    """Options of `_place_pairs` and `_count_pairs`. `columns`: experts, padded to a power of two.
 
     In `_place_pairs` a thread has whole columns of a block where it can, so that the rank of a pair
     in its list needs no other thread. `_count_pairs` has 32 elements of a block per thread.
@@ -204,5 +204,5 @@ def _select_tiles(
 
 @jit
 def _only(values, mask):
-    """Of each row, the one value whose mask is set."""
+    """Returns of each row the one value whose mask is set."""
     return tl.sum(tl.where(mask, values, 0), 1)

@@ -41,7 +41,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class Fp8MoeConfig:
-    """Of `experts_fp8.py`, whose tiles of columns are those of a `MoeConfig`."""
+    """A configuration of `experts_fp8.py`, whose tiles of columns are those of a `MoeConfig`."""
 
     tiles: MoeConfig
     quantize_x: bool  # W8A8: FP8 tensor cores; else W8A16
@@ -233,7 +233,7 @@ def choose_moe_fp8(num_tokens: int, gpu: GpuInfo, scale_kind: int = 0) -> Fp8Moe
 
 
 def _choose_amd(num_tokens: int, gpu: GpuInfo) -> MoeConfig:
-    """For 64 KiB of LDS; RDNA's waves of 32 hold less in registers."""
+    """Chooses for 64 KiB of LDS; RDNA's waves of 32 hold less in registers."""
     decode, rdna = num_tokens <= MAX_DECODE_TOKENS, gpu.warp_size == 32
     block_m = 64 if not decode else 16 if num_tokens <= 64 else 32
     columns = 32 if decode or rdna else 64

@@ -53,7 +53,7 @@ COMBINE_BLOCK = 1024
 
 
 class GeluTanh:
-    """Of Gemma 4's experts: gelu(gate) · up, in GELU's tanh form."""
+    """Activation of Gemma 4's experts: gelu(gate) · up, in GELU's tanh form."""
 
     def act(self, gate_up: Tensor) -> Tensor:
         """Reference implementation: [..., 2I], gate first -> [..., I]."""
@@ -65,7 +65,7 @@ GELU_TANH = GeluTanh()
 
 @dataclass(frozen=True, eq=False)
 class ClampedSwiglu:
-    """Of gpt-oss's experts: biases, and (up + 1) · gate · sigmoid(alpha · gate).
+    """Activation of gpt-oss's experts: biases, and (up + 1) · gate · sigmoid(alpha · gate).
 
     gate is clamped to at most `limit`, up to within ±limit.
     """
@@ -186,7 +186,7 @@ def partials_with_shared_sm90(
     shared: Tensor | GatedOutput | None,
     config: Sm90MoeConfig,
 ) -> Tensor:
-    """By the kernel for Hopper; a gated output is one more, [k + 1, T, H]."""
+    """Calls the kernel for Hopper; a gated output is one more, [k + 1, T, H]."""
     if shared is None:
         return expert_partials_sm90(x, weights, routed, config)
     assert isinstance(shared, GatedOutput), "dense shared experts are for more tokens"

@@ -321,7 +321,7 @@ def _add_product(
 def _scales(
     row_scales, w_scales, group, m_mask, SCALES: tl.constexpr, DECODE: tl.constexpr
 ):  # fmt: skip
-    """Of a product [M, N]. w_scales: of its columns; of all if SCALES == 2."""
+    """Returns scales of a product [M, N]. w_scales: of its columns; of all if SCALES == 2."""
     scale = tl.load(w_scales)
     if SCALES != 2:
         scale = scale[None, :]

@@ -49,7 +49,7 @@ class Mxfp4Matrices:
 
     @classmethod
     def pack(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Matrices:
-        """As stored: blocks [E, N, K / 32, 16] uint8, the first value in the lower bits; scales
+        """Packs blocks [E, N, K / 32, 16] uint8, the first value in the lower bits; scales
         [E, N, K / 32] uint8, exponents with bias 127. K is a multiple of 64.
 
         Raises:
@@ -71,7 +71,7 @@ class Mxfp4Matrices:
 
     @property
     def bits(self) -> float:
-        """Per value, with scales."""
+        """Bits per value, with scales."""
         return 4 + 8 / RUN
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:

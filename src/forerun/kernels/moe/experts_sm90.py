@@ -145,7 +145,7 @@ def expert_partials_sm90(
 def _values_and_scales(
     weights: tuple[Tensor, Tensor] | tuple[Fp8Matrices, Fp8Matrices],
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None], int]:
-    """And the macro `FP8`."""
+    """Returns the arguments, and the macro `FP8`."""
     w13, w2 = weights
     if isinstance(w13, Tensor):
         assert isinstance(w2, Tensor)

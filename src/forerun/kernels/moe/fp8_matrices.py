@@ -28,7 +28,7 @@ class Fp8Matrices:
 
     @classmethod
     def pack(cls, weight: Fp8Weight, interleaved: bool = False) -> Fp8Matrices:
-        """Of [E, N, K]; overwrites the weight's values if `interleaved`."""
+        """Packs [E, N, K]; overwrites the weight's values if `interleaved`."""
         if interleaved:
             for matrix in weight.values:
                 matrix.copy_(interleave(matrix))
@@ -45,7 +45,7 @@ class Fp8Matrices:
 
     @property
     def bits(self) -> float:
-        """Per value, with scales."""
+        """Bits per value, with scales."""
         return 8 + 32 * self.scales.shape[1] / self.values.shape[2]
 
     @property

@@ -120,7 +120,7 @@ def _load_kernel(
     biases: tuple[bool, bool],
     device: torch.device,
 ) -> nvrtc.CudaKernel:
-    """With the shared memory of as many tokens as it serves, the most that a launch may ask for."""
+    """Loads it with shared memory for all tokens that it serves, the most of a launch."""
     source = cuda_source(config, routing, hidden, *biases)
     sizes = (routing.num_experts, routing.top_k, config.slice)
     smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, *sizes)

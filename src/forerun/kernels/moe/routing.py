@@ -115,7 +115,7 @@ class RouterLogits:
 
     @property
     def num_choices(self) -> int:
-        """Of a token, with shared experts."""
+        """Experts of a token, with shared ones."""
         return self.routing.top_k + self.routing.num_shared
 
 

@@ -43,7 +43,7 @@ def ids_of_keys(keys: Tensor, invalid: int = INVALID_TOKEN) -> Tensor:
 
 
 def argmax_keys(logits: Tensor, first_id: int) -> Tensor:
-    """For a vocabulary in parts: the larger of two keys has the larger logit, or the lower id.
+    """Makes keys of a vocabulary in parts: the larger has the larger logit, or the lower id.
 
     logits [R, V] of ids `first_id` to `first_id` + V -> [R] int64. A part with a NaN or +inf has
     the largest key of all, whatever the others are.

@@ -22,7 +22,7 @@ class TokenMasks:
     rows: Tensor  # [B, W] int32: the row of the bitmask; -1: every token is allowed
 
     def between(self, first: int, last: int) -> TokenMasks:
-        """Of requests [first, last)."""
+        """Returns the part of requests [first, last)."""
         return TokenMasks(self.bitmask, self.rows[first:last])
 
 
@@ -36,7 +36,7 @@ def mask_tokens_ref(logits: Tensor, masks: TokenMasks) -> None:
 
 
 def mask_tokens(logits: Tensor, masks: TokenMasks) -> None:
-    """In place: -inf at forbidden tokens; positions without a mask are not touched.
+    """Writes -inf at forbidden tokens, in place; positions without a mask are not touched.
 
     logits: [B, W, V], any float dtype, the last dimension contiguous.
     """

@@ -50,7 +50,7 @@ class DraftPath:
     ancestors: Tensor | None  # [B, W] int64, of `Tree`; None: a chain
 
     def between(self, first: int, last: int) -> DraftPath:
-        """Of requests [first, last)."""
+        """Returns the part of requests [first, last)."""
         ancestors = None if self.ancestors is None else self.ancestors[first:last]
         return DraftPath(self.ids[first:last], ancestors)
 

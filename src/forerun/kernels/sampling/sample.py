@@ -52,7 +52,7 @@ from forerun.kernels.sampling.thresholds import (
 def mask_stop_tokens(
     logits: Tensor, positions: Tensor, batch: SamplingBatch, first_id: int = 0
 ) -> None:
-    """In place: -inf at the requests' stop ids, in rows below their `min_position`.
+    """Writes -inf at the requests' stop ids, in place, in rows below their `min_position`.
 
     Arguments as in `sample_tokens`; `first_id` is that of the first column. Triton only.
     """

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Per-slot ring buffers: the newest R vectors of each slot, by position."""
+"""Ring buffers of the slots: the newest R vectors of each, by position."""
 
 from __future__ import annotations
 

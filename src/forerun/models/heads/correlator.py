@@ -162,7 +162,7 @@ class Correlator(Parameters):
         self.anchor_out_head = Affine(size, dim, place, bias=True)
 
     def attention_bias(self) -> Tensor:
-        """Per head and pair of candidates, [heads, N, N] with N = slots · K."""
+        """Returns the bias per head and pair of candidates, [heads, N, N] with N = slots · K."""
         slots, k = self._block - 1, self._keys.lilicorr_candidate_topk
         relative, same = self["relative_slot_bias"], self["same_slot_bias"]
         slot = torch.arange(slots, device=same.device).repeat_interleave(k)
@@ -220,7 +220,7 @@ class Correlator(Parameters):
 
 
 class LayerNorm(Parameters):
-    """Over the last dimension, with weight and bias."""
+    """Norms the last dimension, with weight and bias."""
 
     def __init__(self, size: int, place: WeightPlacement) -> None:
         super().__init__(place, weight=(size,), bias=(size,))

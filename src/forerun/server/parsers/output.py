@@ -10,7 +10,7 @@ from forerun.server.parsers.tool_parser import ToolParser
 
 
 class OutputParser:
-    """As `Scanner`; without parsers everything is text."""
+    """A `Scanner`; without parsers everything is text."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning, self._tools = reasoning, tools
