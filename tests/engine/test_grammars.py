@@ -23,7 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.executor import grammar_masks, token_sampler
 from forerun.executor.device_executor import DeviceExecutor
 from forerun.executor.grammar_masks import DraftCopy
-from forerun.executor.process_executor import ProcessExecutor
+from forerun.executor.ranks.executor import RanksExecutor
 from forerun.grammar import state as state_module
 from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled
@@ -266,7 +266,7 @@ def remote_engine() -> Iterator[Engine]:
         },
         options,
     )
-    executor = ProcessExecutor.start(settings, bundled("target"), 1)
+    executor = RanksExecutor.start(settings, bundled("target"), 1)
     try:
         yield Engine(settings, executor)
     finally:

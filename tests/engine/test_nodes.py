@@ -16,14 +16,14 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, ExecutorError
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
-from forerun.executor import node_join
 from forerun.executor.build import build_executor
-from forerun.executor.host_ranks import host_ranks
-from forerun.executor.node_join import gather_nodes, join
-from forerun.executor.node_link import Link, connect, listen
-from forerun.executor.node_ranks import RankGone
-from forerun.executor.ranks import RanksExecutor
-from forerun.executor.remote_ranks import RemoteRanks, Start
+from forerun.executor.ranks import join as join_module
+from forerun.executor.ranks.executor import RanksExecutor
+from forerun.executor.ranks.host import host_ranks
+from forerun.executor.ranks.join import gather_nodes, join
+from forerun.executor.ranks.link import Link, connect, listen
+from forerun.executor.ranks.local import RankGone
+from forerun.executor.ranks.remote import RemoteRanks, Start
 from forerun.models.checkpoint import fingerprint
 from forerun.speculative.registry import all_options
 from tests.engine_runs import run_together
@@ -146,9 +146,9 @@ def test_nodes_that_differ_are_told_how(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other node, node 0, and one that had joined before."""
-    facts = node_join.node_facts
+    facts = join_module.node_facts
     monkeypatch.setattr(
-        node_join,
+        join_module,
         "node_facts",
         lambda config, path: facts(config, path) | {"torch": VERSIONS[config.node_rank]},
     )
@@ -196,9 +196,9 @@ def test_strangers_doubles_and_nodes_that_leave_do_not_disturb_the_others(
         stranger._socket.sendall(greeting)
         stranger.close()
     # One that has joined, and leaves.
-    hello = node_join.Hello(1, "left", node_join.node_facts(configs[1], target))
+    hello = join_module.Hello(1, "left", join_module.node_facts(configs[1], target))
     leaving = connect(address, 5)
-    leaving.send_bytes(node_join.msgspec.msgpack.encode(hello))
+    leaving.send_bytes(join_module.msgspec.msgpack.encode(hello))
     double = threads.submit(join, configs[1], target)
     assert "node_rank 1 is left; give each node its own number" in error_of(double)
     leaving.close()

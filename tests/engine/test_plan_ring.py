@@ -25,9 +25,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.executor import node_ranks, plan_ring, rank_process
-from forerun.executor.node_ranks import LocalRanks, Rank, RankGone
-from forerun.executor.plan_ring import (
+from forerun.executor.ranks import local, plan_ring, rank
+from forerun.executor.ranks.local import LocalRanks, Rank, RankGone, spawn
+from forerun.executor.ranks.messages import CLOSE
+from forerun.executor.ranks.plan_ring import (
     BODY_BYTES,
     CHECKSUM,
     HEADER_WORDS,
@@ -41,7 +42,6 @@ from forerun.executor.plan_ring import (
     RingReader,
     RingWriter,
 )
-from forerun.executor.process_executor import CLOSE, spawn
 
 SHARED = Path("/dev/shm")
 
@@ -270,8 +270,8 @@ def test_a_reader_ends_with_the_writer() -> None:
 def test_ranks_spin_on_idle_cores_only(
     device: str, cores: int, spins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_process, "logical_cores", lambda: cores)
-    assert (rank_process._spin_seconds(device, 2) > 0) == spins
+    monkeypatch.setattr(rank, "logical_cores", lambda: cores)
+    assert (rank._spin_seconds(device, 2) > 0) == spins
 
 
 # --- ranks that no longer read ------------------------------------------------------------------
@@ -295,7 +295,7 @@ class IdleRank(Rank):
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LocalRanks, SimpleQueue[Exception]]]:
     """Two ranks that do not read, and why they have ended."""
-    monkeypatch.setattr(node_ranks, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(local, "CLOSE_SECONDS", 0.2)
     ends: SimpleQueue[Exception] = SimpleQueue()
     ranks = LocalRanks([IdleRank(0), IdleRank(1)], PlanRing(2), ends.put)
     yield ranks, ends

@@ -29,8 +29,8 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
 from forerun.executor.device_executor import device_step
-from forerun.executor.node_ranks import LocalRanks
-from forerun.executor.ranks import RanksExecutor
+from forerun.executor.ranks.executor import RanksExecutor
+from forerun.executor.ranks.local import LocalRanks
 from forerun.layers.embedding import LMHead
 from forerun.llm.bundled import bundled
 from forerun.speculative.registry import all_options

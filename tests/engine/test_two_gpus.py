@@ -15,8 +15,8 @@ from forerun import LLM
 from forerun.config.engine_config import EngineConfig
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
-from forerun.executor.host_ranks import host_ranks
-from forerun.executor.ranks import RanksExecutor
+from forerun.executor.ranks.executor import RanksExecutor
+from forerun.executor.ranks.host import host_ranks
 from tests.engine import test_nodes as nodes
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.tp_models import with_a_sixth_head

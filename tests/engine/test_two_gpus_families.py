@@ -14,7 +14,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor.build import build_executor
-from forerun.executor.ranks import RanksExecutor
+from forerun.executor.ranks.executor import RanksExecutor
 from tests.engine import test_tensor_parallel as ranks
 from tests.engine.test_quality import FORMATS, gpt_oss, log_probs, three_models, vocab_size
 from tests.engine_runs import run_together

@@ -152,7 +152,9 @@ def _text(body: Mapping[str, str]) -> bytes:
 
 
 def _wrong_types() -> Iterator[Request]:
-    from forerun.server import native, openai_protocol, responses_protocol, tokenize
+    from forerun.server.native import generate as native
+    from forerun.server.openai import protocol as openai_protocol
+    from forerun.server.openai import responses_protocol, tokenize
 
     models: dict[str, Any] = {
         _COMPLETION: openai_protocol.CompletionRequest,

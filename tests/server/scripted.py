@@ -23,9 +23,9 @@ from forerun.core.request import FinishReason
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.requests import RequestFactory
 from forerun.server.app import build_app
+from forerun.server.engines.messages import Advance
+from forerun.server.engines.metrics import ServerMetrics
 from forerun.server.generation import Call, Generation
-from forerun.server.messages import Advance
-from forerun.server.metrics import ServerMetrics
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings

@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 from forerun.core.errors import ConfigError
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
-from forerun.server.api_keys import ApiKey, ApiKeys, TooMany, Usage, read_keys
 from forerun.server.app import build_app
-from forerun.server.auth import CheckAccess
-from forerun.server.errors import json_response
+from forerun.server.engines.metrics import ServerMetrics
 from forerun.server.generation import Call, Generation, Place
-from forerun.server.metrics import ServerMetrics
+from forerun.server.http.api_keys import ApiKey, ApiKeys, TooMany, Usage, read_keys
+from forerun.server.http.auth import CheckAccess
+from forerun.server.http.errors import json_response
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 

@@ -13,13 +13,13 @@ import pytest
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.core.request import FinishReason, Request
-from forerun.server.exchange import Exchange, current_exchange, request_id
+from forerun.server.engines.messages import Advance
+from forerun.server.engines.metrics import ServerMetrics
 from forerun.server.generation import Call, Generation, Place
+from forerun.server.http.exchange import Exchange, current_exchange, request_id
+from forerun.server.http.request_log import RequestLog
 from forerun.server.logs import Event, JsonFormatter
-from forerun.server.messages import Advance
-from forerun.server.metrics import ServerMetrics
-from forerun.server.observe import Observe
-from forerun.server.request_log import RequestLog
+from forerun.server.native.observe import Observe
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 from tests.server.support import LiveServer, wait_for
@@ -198,7 +198,7 @@ def test_spans_continue_the_trace_of_the_caller(
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     from forerun.engine.tracing import Tracing
-    from forerun.server.messages import NewRequest, Submit, decode_to_engine, encode
+    from forerun.server.engines.messages import NewRequest, Submit, decode_to_engine, encode
     from forerun.server.tracing import ServerTracing
 
     caplog.set_level(logging.INFO, "forerun.requests")

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from forerun.engine.metrics import Histogram
-from forerun.server.metrics import THROUGHPUT_SECONDS, Throughput
+from forerun.server.engines.metrics import THROUGHPUT_SECONDS, Throughput
 from tests.server.support import LONG, PROMPT, LiveServer, wait_for
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "dashboards" / "forerun.json"

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from forerun.server.page import FILES, FOLDER
+from forerun.server.http.page import FILES, FOLDER
 from tests.server.support import PROMPT, QUESTION, LiveServer
 
 MAX_BYTES = 60_000  # of all files

@@ -25,17 +25,11 @@ from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import FinishReason, Request
 from forerun.engine import tracing
 from forerun.engine.stats import accepted_per_position
-from forerun.server import api_keys, auth, engine_link
-from forerun.server.api_keys import ApiKeys
-from forerun.server.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
-from forerun.server.engine_client import EngineClient, EngineState
-from forerun.server.engine_link import EngineLink
-from forerun.server.engine_process import MAX_FAILURES, METRICS_SECONDS, EngineServer
-from forerun.server.errors import ApiError, EngineUnavailable, json_response
-from forerun.server.exchange import Exchange, current_exchange
-from forerun.server.generation import Call, Generation, Place
-from forerun.server.limits import check_queue
-from forerun.server.messages import (
+from forerun.server.engines import link as engine_link
+from forerun.server.engines.backoff import HEALTHY_SECONDS, MAX_DELAY, MAX_QUICK_DEATHS, Backoff
+from forerun.server.engines.client import EngineClient, EngineState
+from forerun.server.engines.link import EngineLink
+from forerun.server.engines.messages import (
     Abort,
     Advance,
     Compile,
@@ -51,8 +45,15 @@ from forerun.server.messages import (
     decode_from_engine,
     encode,
 )
-from forerun.server.metrics import ServerMetrics
-from forerun.server.placement import Placement
+from forerun.server.engines.metrics import ServerMetrics
+from forerun.server.engines.placement import Placement
+from forerun.server.engines.process import MAX_FAILURES, METRICS_SECONDS, EngineServer
+from forerun.server.generation import Call, Generation, Place
+from forerun.server.http import api_keys, auth
+from forerun.server.http.api_keys import ApiKeys
+from forerun.server.http.errors import ApiError, EngineUnavailable, json_response
+from forerun.server.http.exchange import Exchange, current_exchange
+from forerun.server.http.limits import check_queue
 from tests.golden_engine import CASES, golden_llm
 
 PROMPT = CASES[0]["prompt"]
@@ -594,7 +595,7 @@ def test_a_dead_engine_is_unhealthy_before_its_last_words_are_read(
         links.append(SilentLink())
         return links[-1]
 
-    monkeypatch.setattr("forerun.server.engine_client.EngineLink", link)
+    monkeypatch.setattr("forerun.server.engines.client.EngineLink", link)
 
     async def die() -> None:
         client = engine_client()

@@ -15,15 +15,15 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.engine.metrics import EngineMetrics, combined
-from forerun.server import placement
-from forerun.server.engine_client import EngineState
-from forerun.server.errors import EngineUnavailable
+from forerun.server.engines import placement
+from forerun.server.engines.client import EngineState
+from forerun.server.engines.messages import Abort, Advance, Submit, ToEngine
+from forerun.server.engines.placement import place_replicas
+from forerun.server.engines.replicas import Replicas
+from forerun.server.engines.routing import Load, Router
 from forerun.server.generation import Call, Generation, Place
-from forerun.server.messages import Abort, Advance, Submit, ToEngine
-from forerun.server.placement import place_replicas
+from forerun.server.http.errors import EngineUnavailable
 from forerun.server.prompt import Prompt
-from forerun.server.replicas import Replicas
-from forerun.server.routing import Load, Router
 from tests.golden_engine import CASES, golden_llm
 
 PARAMS = SamplingParams()

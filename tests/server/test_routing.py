@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forerun.core.errors import ConfigError
 from forerun.platform import cpu_threads
-from forerun.server.routing import (
+from forerun.server.engines.routing import (
     METHODS,
     REQUEST_TOKENS,
     Load,

@@ -13,9 +13,9 @@ import pytest
 from forerun import LLM, __version__
 from forerun.core.errors import RequestError
 from forerun.llm.prompts import Ending, chat_ids
-from forerun.server.chat_prompt import ChatPrompt
-from forerun.server.openai_protocol import ChatRequest, CompletionRequest
-from forerun.server.strict_model import StrictModel
+from forerun.server.http.strict_model import StrictModel
+from forerun.server.openai.chat_prompt import ChatPrompt
+from forerun.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.server.scripted import tokenizer
 from tests.server.support import PROMPT, QUESTION, LiveServer
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from forerun.core.errors import ConfigError
-from forerun.server.output_format import CallStyle, OutputFormat, choose_format
+from forerun.server.openai.output_format import CallStyle, OutputFormat, choose_format
 from forerun.server.parsers.hermes import HermesParser
 from forerun.server.settings import ServerSettings
 from tests.server import templates

@@ -22,16 +22,16 @@ from forerun.core.executor import ExecutorInfo
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
 from forerun.platform.stacks import offer_stacks
-from forerun.server import engine_link
-from forerun.server.engine_client import EngineClient, EngineState
-from forerun.server.engine_process import EngineTask
-from forerun.server.errors import EngineUnavailable
+from forerun.server.engines import link as engine_link
+from forerun.server.engines.client import EngineClient, EngineState
+from forerun.server.engines.messages import Ping, Pong, Ready, Shutdown, decode_to_engine, encode
+from forerun.server.engines.metrics import ServerMetrics
+from forerun.server.engines.placement import Placement
+from forerun.server.engines.process import EngineTask
+from forerun.server.engines.watchdog import Watchdog
 from forerun.server.generation import Call, Generation, Place
-from forerun.server.messages import Ping, Pong, Ready, Shutdown, decode_to_engine, encode
-from forerun.server.metrics import ServerMetrics
-from forerun.server.placement import Placement
+from forerun.server.http.errors import EngineUnavailable
 from forerun.server.settings import ServerSettings
-from forerun.server.watchdog import Watchdog
 from tests.golden_engine import golden_llm
 from tests.server.support import ENGINE, LONG, PROMPT, LiveServer, flags, wait_for
 from tests.server.test_life import exists, in_background

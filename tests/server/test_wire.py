@@ -14,10 +14,10 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from forerun.server import limits, protocol
-from forerun.server.errors import json_response
-from forerun.server.limits import LimitBody
-from forerun.server.protocol import LimitedProtocol
+from forerun.server.http import limits, protocol
+from forerun.server.http.errors import json_response
+from forerun.server.http.limits import LimitBody
+from forerun.server.http.protocol import LimitedProtocol
 from tests.server.malformed import Seen, requests, send_all
 from tests.server.processes import held
 from tests.server.support import LONG, PROMPT, LiveServer, wait_for

@@ -38,8 +38,8 @@ def serve(*, server: Values, engine: Values) -> None:
     settings = ServerSettings.of(server)
     # Slow imports, after the check above.
     from forerun.llm.setup import checked_config, with_models
-    from forerun.server.errors import ServerStartError
-    from forerun.server.node import run_node
+    from forerun.server.engines.node import run_node
+    from forerun.server.http.errors import ServerStartError
     from forerun.server.run import run_server
 
     config = checked_config(engine)

@@ -10,7 +10,7 @@ from forerun.executor.build import build_executor
 from forerun.executor.device_executor import DeviceExecutor
 
 if TYPE_CHECKING:
-    from forerun.executor.ranks import RanksExecutor
+    from forerun.executor.ranks.executor import RanksExecutor
 
 
 def start_executor(
@@ -23,6 +23,6 @@ def start_executor(
     """
     if config.tp_size == 1:
         return build_executor(config, model_path, overlap_depth)
-    from forerun.executor.ranks import RanksExecutor
+    from forerun.executor.ranks.executor import RanksExecutor
 
     return RanksExecutor.start(config, model_path, overlap_depth)

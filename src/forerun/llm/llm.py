@@ -64,7 +64,7 @@ class LLM:
         """`overlap_depth`: 0 or 1 instead of the device's default; for tests."""
         self.config, target = with_models(checked_config({**settings, "model_path": model_path}))
         if self.config.node_rank > 0:
-            from forerun.executor.host_ranks import host_ranks
+            from forerun.executor.ranks.host import host_ranks
 
             host_ranks(self.config, target)
             raise SystemExit(0)

@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from forerun.llm.setup import checked_config, with_models
 from forerun.server.app import build_app
-from forerun.server.engine_client import EngineState
+from forerun.server.engines.client import EngineState
 from forerun.server.run import make_service
 from forerun.server.settings import ServerSettings
 

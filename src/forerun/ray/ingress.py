@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from forerun.ray.prompt_keys import prompt_keys
-from forerun.server.errors import EngineUnavailable
-from forerun.server.sse import event, until_disconnect
+from forerun.server.http.errors import EngineUnavailable
+from forerun.server.http.sse import event, until_disconnect
 
 log = logging.getLogger("forerun")
 

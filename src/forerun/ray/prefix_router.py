@@ -10,7 +10,7 @@ from typing import Any
 from ray.serve.request_router import RequestRouter
 
 from forerun.ray.prompt_keys import BLOCK_TOKENS
-from forerun.server.routing import Load, Router
+from forerun.server.engines.routing import Load, Router
 
 CACHE_TOKENS = 1 << 20  # of a replica's prefix cache: how many are remembered
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from forerun.server.routing import block_keys
+from forerun.server.engines.routing import block_keys
 
 BLOCK_CHARACTERS = 128
 BLOCK_TOKENS = 32  # that they are taken for

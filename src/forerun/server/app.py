@@ -16,23 +16,23 @@ from starlette.types import ASGIApp
 
 from forerun import __version__
 from forerun.core.errors import RequestError, nearest, shown
-from forerun.server.access import names_in
-from forerun.server.auth import CheckAccess, RequireKey
-from forerun.server.chat import chat_router
-from forerun.server.completions import completions_router
-from forerun.server.control import control_router
-from forerun.server.errors import DOCUMENTED, ApiError
-from forerun.server.exchange import current_exchange
-from forerun.server.limits import LimitBody
-from forerun.server.models import models_router
-from forerun.server.native import native_router
-from forerun.server.observe import Observe
-from forerun.server.page import page_router
+from forerun.server.http.access import names_in
+from forerun.server.http.auth import CheckAccess, RequireKey
+from forerun.server.http.errors import DOCUMENTED, ApiError
+from forerun.server.http.exchange import current_exchange
+from forerun.server.http.limits import LimitBody
+from forerun.server.http.page import page_router
+from forerun.server.http.request_log import RequestLog
+from forerun.server.native.control import control_router
+from forerun.server.native.generate import native_router
+from forerun.server.native.observe import Observe
+from forerun.server.openai.chat import chat_router
+from forerun.server.openai.completions import completions_router
+from forerun.server.openai.models import models_router
+from forerun.server.openai.responses import responses_router
+from forerun.server.openai.tokenize import tokenize_router
 from forerun.server.prometheus import prometheus_router
-from forerun.server.request_log import RequestLog
-from forerun.server.responses import responses_router
 from forerun.server.service import Service
-from forerun.server.tokenize import tokenize_router
 
 log = logging.getLogger("forerun")
 

@@ -19,8 +19,8 @@ from forerun.core.sampling_params import SamplingParams
 from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import Progress, RequestOutput, make_output
 from forerun.llm.text import OutputText, Tokenizer, detokenize
-from forerun.server.errors import ApiError
-from forerun.server.messages import Advance, Finish
+from forerun.server.engines.messages import Advance, Finish
+from forerun.server.http.errors import ApiError
 
 TIMEOUT = "timeout"  # code of the error of a call whose deadline has passed
 

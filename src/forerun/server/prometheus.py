@@ -22,9 +22,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from forerun.engine.metrics import EngineMetrics, Histogram
 from forerun.engine.stats import accepted_per_position
-from forerun.server.engine_client import EngineClient, EngineState
-from forerun.server.metrics import THROUGHPUT_SECONDS, ServerMetrics
-from forerun.server.replicas import Replicas
+from forerun.server.engines.client import EngineClient, EngineState
+from forerun.server.engines.metrics import THROUGHPUT_SECONDS, ServerMetrics
+from forerun.server.engines.replicas import Replicas
 from forerun.server.service import Service
 
 # The only format: prometheus_client writes the colons of names as underscores in OpenMetrics.

@@ -20,8 +20,8 @@ from forerun.engine.tracing import start_tracing
 from forerun.llm.setup import load_tokenizer
 from forerun.platform.open_files import allow_connections
 from forerun.server.app import build_app
+from forerun.server.engines.replicas import Replicas
 from forerun.server.logs import set_up_logging
-from forerun.server.replicas import Replicas
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
@@ -116,7 +116,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
     """httptools where there is one; h11 has limits of its own."""
     try:
-        from forerun.server.protocol import LimitedProtocol
+        from forerun.server.http.protocol import LimitedProtocol
     except ImportError:
         return "h11"
     return LimitedProtocol

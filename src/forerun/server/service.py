@@ -11,14 +11,14 @@ from uuid import uuid4
 from forerun.core.errors import RequestError, shown
 from forerun.core.scheduling_params import SchedulingParams
 from forerun.llm.output import RequestOutput
-from forerun.server.api_keys import ApiKeys
-from forerun.server.errors import EngineUnavailable
-from forerun.server.exchange import current_exchange
+from forerun.server.engines.replicas import Replicas
 from forerun.server.generation import Call, Generation, Place
-from forerun.server.limits import check_queue
-from forerun.server.output_format import OutputFormat, choose_format
+from forerun.server.http.api_keys import ApiKeys
+from forerun.server.http.errors import EngineUnavailable
+from forerun.server.http.exchange import current_exchange
+from forerun.server.http.limits import check_queue
+from forerun.server.openai.output_format import OutputFormat, choose_format
 from forerun.server.prompt import Prompt
-from forerun.server.replicas import Replicas
 from forerun.server.settings import ServerSettings
 from forerun.server.text import TextService
 from forerun.server.tracing import ServerTracing

@@ -12,12 +12,12 @@ from typing import Any
 
 from forerun.core.checks import of_type
 from forerun.core.errors import ConfigError, nearest, shown
-from forerun.server.access import Access, names_in
-from forerun.server.api_keys import ApiKeys
+from forerun.server.engines.routing import METHODS
+from forerun.server.engines.watchdog import WATCHDOG_TIMEOUT
+from forerun.server.http.access import Access, names_in
+from forerun.server.http.api_keys import ApiKeys
 from forerun.server.logs import LOG_FORMATS
 from forerun.server.parsers.registry import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
-from forerun.server.routing import METHODS
-from forerun.server.watchdog import WATCHDOG_TIMEOUT
 
 API_KEY_VARIABLE = "FORERUN_API_KEY"
 ADMIN_API_KEY_VARIABLE = "FORERUN_ADMIN_API_KEY"

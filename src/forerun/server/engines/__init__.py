@@ -1,0 +1,1 @@
+"""Engine processes: starting, reaching, watching and replacing them."""

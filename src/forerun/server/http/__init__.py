@@ -1,0 +1,1 @@
+"""The transport: connections, access, limits, errors, streams."""

@@ -1,0 +1,1 @@
+"""SGLang's own endpoints: generate, control, observe."""

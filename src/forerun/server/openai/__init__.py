@@ -1,0 +1,1 @@
+"""Endpoints with the shapes of the OpenAI API."""

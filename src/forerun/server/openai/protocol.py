@@ -1,0 +1,291 @@
+"""Requests of the OpenAI API, and Forerun's additions (names as in SGLang and vLLM).
+
+Unknown fields are refused with the nearest known name. Null means "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from forerun.core.errors import RequestError
+from forerun.core.grammar import KINDS
+from forerun.core.logprobs import MAX_TOP_LOGPROBS, LogprobParams
+from forerun.core.sampling_params import MAX_BIASES, SamplingParams
+from forerun.server.http.strict_model import (
+    FirstError,
+    Many,
+    Scheduled,
+    StrictModel,
+    Unsupported,
+    invalid,
+)
+from forerun.server.openai.chat_prompt import ChatPrompt
+from forerun.server.openai.response_format import grammar_of_format
+from forerun.server.openai.spellings import respelled
+from forerun.server.openai.tools import MAX_TOOLS, Tool
+
+# Sent by many clients; nothing here depends on them.
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "parallel_tool_calls",
+)  # fmt: skip
+
+_NO_TOOLS = "tools belong to /v1/chat/completions and /v1/responses"
+_TEXT_ONLY = "the output is text only"
+# Values that change nothing are accepted.
+UNSUPPORTED: Unsupported = {
+    "top_logprobs": ((0,), "a completion's logprobs is their number"),
+    "prompt_logprobs": ((), "use echo and logprobs, or logprob_start_len of /generate"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), "it is called tools now"),
+    "function_call": (("none", "auto"), "it is called tool_choice now"),
+    "stream_reasoning": ((True,), "reasoning is streamed as the rest is; join its deltas"),
+    "reasoning_effort": ((), "use chat_template_kwargs for what the model's template takes"),
+    "verbosity": ((), "ask for it in the prompt"),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "prediction": ((), "drafts come from the engine's own algorithm; leave it out"),
+    "web_search_options": ((), "there is no web search"),
+    "best_of": ((1,), "use n > 1 and choose"),
+    "suffix": (("",), "text cannot be inserted; put everything into the prompt"),
+}
+
+
+def _few(biases: Any) -> Any:
+    """Refuses too many before each is looked at."""
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        raise invalid(f"logit_bias takes at most {MAX_BIASES} tokens, got {len(biases)}.")
+    return biases
+
+
+Biases = Annotated[dict[str, float], BeforeValidator(_few)]  # by token id
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is padded here
+    continuous_usage_stats: bool | None = None
+
+
+# Parameter → field of `SamplingParams`.
+_SAMPLING = {name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "logit_bias", "stop", "stop_token_ids", "ignore_eos",
+    "skip_special_tokens", "speculative", "max_draft_tokens", *KINDS,
+)} | {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}  # fmt: skip
+_CHECKED = _SAMPLING.keys() - {"min_tokens"}  # alone; this one depends on max_tokens
+
+
+def sampling_params(
+    body: StrictModel,
+    max_new_tokens: int,
+    grammar: Mapping[str, Any] | None = None,
+    least: int = 1,
+) -> SamplingParams:
+    """Makes those of a request that are in `_SAMPLING`; those not given have defaults.
+
+    Args:
+        grammar: of `response_format`.
+        least: the smallest `max_new_tokens`; 0 where an answer may be the prompt alone.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    if max_new_tokens == 0 < least:
+        raise RequestError("max_tokens must be >= 1, got 0; only completions with echo take 0.")
+    given = {_SAMPLING[name]: value for name, value in body if name in _SAMPLING}
+    known = {name: value for name, value in given.items() if value is not None}
+    for name, value in (grammar or {}).items():
+        if name in known:
+            raise RequestError(f"response_format and {name} are set; give one.")
+        known[name] = value
+    return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
+
+
+class _Common(Scheduled):
+    """What completions and chat completions have in common."""
+
+    unsupported = UNSUPPORTED
+    ignored = IGNORED
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, description="Most tokens to generate")
+    temperature: float | None = Field(None, description="0 is greedy; default 1")
+    top_p: float | None = None
+    n: int | None = Field(None, description="Completions per prompt")
+    seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
+    stop: str | Many[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Biases | None = Field(None, description="Added to logits, by token id")
+    response_format: dict[str, Any] | None = Field(
+        None, description="Of type text, json_object, json_schema or structural_tag"
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Forerun's additions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Many[int] | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = Field(
+        None, description="Adds prompt_token_ids and each choice's token_ids"
+    )
+    return_spec_info: bool | None = Field(
+        None, description="Adds figures of speculation to usage.completion_tokens_details"
+    )
+    speculative: bool | None = Field(None, description="False: no drafts for this request")
+    max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
+    # What the output must match; one of them, or response_format.
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _respelled(cls, data: Any) -> Any:
+        return respelled(data)
+
+    @field_validator("response_format", *_CHECKED)
+    @classmethod
+    def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses a value by itself, so that the error names its parameter."""
+        name = str(info.field_name)
+        if value is not None:
+            try:
+                one = {_SAMPLING[name]: value} if name in _SAMPLING else grammar_of_format(value)
+                SamplingParams.of(one)
+            except RequestError as error:
+                raise invalid(str(error)) from None
+        return value
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """Sampling parameters of one completion.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        grammar = grammar_of_format(self.response_format)
+        return sampling_params(self, max_new_tokens, grammar, self.least_tokens)
+
+    @property
+    def least_tokens(self) -> int:
+        """The smallest `max_tokens`."""
+        return 1
+
+    @property
+    def num_samples(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(_Common):
+    """`POST /v1/completions`."""
+
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    echo: bool | None = Field(None, description="Begin the text with the prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="Of each token, and of as many most probable"
+    )
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        if self.logprobs is None:
+            return None
+        return LogprobParams(start_len=0 if self.echo else -1, top=self.logprobs)
+
+    @property
+    def least_tokens(self) -> int:
+        return 0 if self.echo else 1
+
+    @property
+    def token_lists(self) -> list[list[int]] | None:
+        """Prompts that are token ids; None for text."""
+        given = self.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], str):
+            return None
+        # Lists of lists, or one list of ids: pydantic has checked that they are not mixed.
+        return given if isinstance(given[0], list) else [given]
+
+    @property
+    def texts(self) -> list[str]:
+        """Prompts that are text."""
+        return [self.prompt] if isinstance(self.prompt, str) else list(map(str, self.prompt))
+
+    @model_validator(mode="after")
+    def _prompts_given(self) -> CompletionRequest:
+        if isinstance(self.prompt, list) and not self.prompt:
+            raise invalid("prompt is an empty list; give at least one prompt.")
+        return self
+
+
+class ChatRequest(_Common, ChatPrompt):
+    """`POST /v1/chat/completions`."""
+
+    messages: Many[dict[str, Any]]
+    logprobs: bool | None = Field(None, description="Of each token of the answer")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="And of as many most probable"
+    )
+    max_completion_tokens: int | None = Field(None, description="Another name of max_tokens")
+    tools: Annotated[list[Tool], FirstError(MAX_TOOLS)] | None = Field(
+        None, description="Functions that may be called"
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto, none, required or a function by name"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="False: at most one call")
+    separate_reasoning: bool | None = Field(
+        None, description="False: reasoning stays in the content, with its markers"
+    )
+    include_reasoning: bool | None = Field(None, description="False: reasoning is left out")
+    return_meta_info: bool | None = Field(
+        None, description="Adds the meta_info of /generate to the choices; not in a stream"
+    )
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise invalid("top_logprobs is set without logprobs; set logprobs to true.")
+        return value
+
+    @field_validator("return_meta_info")
+    @classmethod
+    def _without_stream(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("stream"):
+            raise invalid("return_meta_info is not in streams; use return_spec_info.")
+        return value
+
+    @property
+    def logprob_params(self) -> LogprobParams | None:
+        return LogprobParams(top=self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """
+        Raises:
+            RequestError: two different limits.
+        """
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is"
+                f" {self.max_completion_tokens}; give one."
+            )
+        return next(iter(both), None)
