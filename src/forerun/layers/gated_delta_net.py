@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext
+from forerun.attention.base import AttentionContext, RopeInput
 from forerun.attention.recurrent import RecurrentContext
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.linear_attention.causal_conv import (
@@ -33,7 +33,7 @@ from forerun.kernels.linear_attention.replay import (
 from forerun.kvcache.layouts import SSM, RecurrentState, StatePool
 from forerun.layers.attention import KVLayer
 from forerun.layers.communication import Communicator, WeightPlacement
-from forerun.layers.linear import MergedLinear, PendingGemm, RowLinear
+from forerun.layers.linear import LinearBase, MergedLinear, PendingGemm, RowLinear
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.sharding import Shard, even_shard, share_of
@@ -165,8 +165,14 @@ class GatedDeltaNet(KVLayer):
             replay=replay_states,
         )
 
-    def __call__(self, x: Tensor | DeferredNorm, ctx: AttentionContext) -> PendingGemm:
-        """x [T, H] -> [T, H]."""
+    @property
+    def input_proj(self) -> LinearBase:
+        return self.in_proj
+
+    def __call__(
+        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
+    ) -> PendingGemm:
+        """x [T, H] -> [T, H]; `rope` is not looked at."""
         heads, state = self.heads, ctx.recurrent(self.layer_id)
         widths = heads.conv, heads.value, heads.num_v, heads.num_v
         qkv, z, b, a = self.in_proj(x).result().split_with_sizes(widths, 1)

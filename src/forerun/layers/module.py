@@ -1,7 +1,7 @@
 """The base of everything that holds weights: a tree of named parts, without autograd.
 
 Attributes carry Hugging Face's names, so the path of a weight through the tree is its name in a
-checkpoint. A private attribute (`_name`) is a reference, not a part.
+checkpoint, except for `stored_names`. A private attribute (`_name`) is a reference, not a part.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ T = TypeVar("T", bound="Module")
 
 
 class Module:
+    stored_names: tuple[tuple[str, str], ...] = ()  # (part, name), where checkpoints differ
+
     def children(self) -> Iterator[tuple[str, Module]]:
         """(name, part), in the order of assignment; parts of a list are `name.0`, `name.1`, ..."""
+        stored = dict(self.stored_names)
         for name, value in vars(self).items():
             if name.startswith("_"):
                 continue
             if isinstance(value, Module):
-                yield name, value
+                yield stored.get(name, name), value
             elif isinstance(value, list):
                 yield from ((f"{name}.{i}", item) for i, item in enumerate(value))
 

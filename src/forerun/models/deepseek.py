@@ -18,8 +18,8 @@ from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import (
     ColumnLinear,
-    Hidden,
     Linear,
+    LinearBase,
     MergedLinear,
     PendingGemm,
     RowLinear,
@@ -29,11 +29,10 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.moe import Routing, SparseMoE
 from forerun.layers.norm import RMSNorm
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.layers.rope import yarn_mscale
 from forerun.layers.sharding import Shard, even_shard
-from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.decoder_layer import PreNormDecoderLayer
 
 V3 = "DeepseekV3ForCausalLM"
 NUM_EXPERTS = "n_routed_experts", "num_local_experts", "num_experts"
@@ -142,6 +141,10 @@ class DeepseekAttention(Module):
         self.attn = LatentAttention(layer_id, mask, heads, self.kv_a_layernorm, self.kv_b_proj)
         self.o_proj = RowLinear(whole.num_heads * dims.v, hidden_size, False, place)
 
+    @property
+    def input_proj(self) -> LinearBase:
+        return self.qkv_a_proj
+
     def prepare(self) -> None:
         dims = self.kv_b_proj.dims
 
@@ -172,39 +175,20 @@ class DeepseekAttention(Module):
         return self.o_proj(self.attn(q, kv_a, rope, ctx))
 
 
-class DeepseekDecoderLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.layer_id = layer_id
-        self.self_attn = DeepseekAttention(config, layer_id, mask, place)
-        self.mlp = dense_or_sparse_mlp(config, layer_id, place)
-        self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
-        self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)
+class DeepseekDecoderLayer(PreNormDecoderLayer):
+    fuses_router = True
 
-    def prepare(self) -> None:
-        super().prepare()
-        self.input_layernorm.link(self.self_attn.qkv_a_proj)
-        if isinstance(self.mlp, GatedMLP):
-            self.post_attention_layernorm.link(self.mlp.gate_up_proj)
+    @classmethod
+    def make_attention(
+        cls, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> DeepseekAttention:
+        return DeepseekAttention(config, layer_id, mask, place)
 
-    def __call__(
-        self,
-        x: Hidden,
-        residual: Tensor | None,
-        rope: RopeInput,
-        ctx: AttentionContext,
-        aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        aux.capture(self.layer_id, residual)
-        x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
-        if isinstance(self.mlp, SparseMoE):
-            return self.mlp.after_norm(x, residual, self.post_attention_layernorm)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x = self.mlp(x)
-        return x, residual
+    @classmethod
+    def make_mlp(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedMLP | SparseMoE:
+        return dense_or_sparse_mlp(config, layer_id, place)
 
 
 class DeepseekForCausalLM(DecoderForCausalLM):

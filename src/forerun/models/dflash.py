@@ -9,7 +9,7 @@ Reads checkpoints of z-lab, speculators, DeepSpec, SpecForge and ModelOpt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext, KVNormRope, LayerMask, RopeInput
-from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, Linear, PendingGemm
+from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AuxHiddenStates, FinalRMSNorm
 from forerun.layers.rope import Rope
-from forerun.layers.sharding import Shard
 from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
 from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
+from forerun.models.decoder_layer import SinkAttention
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.models.draft_base import (
     DraftModel,
@@ -50,7 +50,7 @@ ALIASES = {
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
-SINKS, MASK_EMBEDDING = "attention_sink_bias", "mask_embedding"
+MASK_EMBEDDING = "mask_embedding"
 
 
 @dataclass(frozen=True)
@@ -65,33 +65,20 @@ class DFlashServing:
 AS_TRAINED = DFlashServing()
 
 
-class SinkAttention(Qwen3Attention):
+class DFlashSinkAttention(SinkAttention, Qwen3Attention):
     """Adds a logit per head, without a value, to the softmax (MiMo, Nemotron)."""
 
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        super().__init__(config, layer_id, mask, place)
-        self.sinks = place.empty(self.qkv_proj.num_heads)
-
-    def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        return super().weights(prefix) | {f"{prefix}{SINKS}": self.sinks}
-
-    def shards(self, prefix: str = "") -> dict[str, Shard]:
-        own = super().shards(prefix)
-        return own | {f"{prefix}{SINKS}": self.qkv_proj.q_heads} if own else {}
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.attn.spec = replace(self.attn.spec, sinks=self.sinks.float())
+    sinks_name = "attention_sink_bias"
 
 
 class SinkDecoderLayer(Qwen3DecoderLayer):
-    attention = SinkAttention
+    attention = DFlashSinkAttention
 
 
 class ConvolvedDecoderLayer(Qwen3DecoderLayer):
     """Convolves the block's rows around each sublayer (DFlash2)."""
+
+    mlp: GatedMLP
 
     def add_convolutions(
         self, config: ConvolutionConfig, hidden_size: int, rows: int, place: WeightPlacement
@@ -133,7 +120,7 @@ class ConvolvedDecoderLayer(Qwen3DecoderLayer):
 
 
 class SinkConvolvedDecoderLayer(ConvolvedDecoderLayer):
-    attention = SinkAttention
+    attention = DFlashSinkAttention
 
 
 class DFlashDraft(DraftModel):

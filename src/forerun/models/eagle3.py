@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask, RopeInput
+from forerun.attention.base import AttentionContext
+from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.layers.attention import Attention
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, Linear, PendingGemm, QKVLinear, RowLinear
+from forerun.layers.linear import Hidden, Linear
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import DUMMY_FORMATS, fill_dummy
+from forerun.models.decoder_layer import SelfAttention
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
     OWN_HEAD,
@@ -37,28 +37,19 @@ from forerun.models.draft_base import (
     read_draft,
 )
 from forerun.models.eagle3_config import Eagle3Config, draft_tensors, load_eagle3_config
+from forerun.models.qwen3 import Qwen3Attention
 
 
-class Eagle3Attention(Module):
-    """Llama's attention, or Qwen3's with QK-norm, that reads twice the hidden size."""
+class Eagle3Attention(SelfAttention):
+    """Llama's attention, over twice the hidden size."""
 
-    def __init__(self, config: Eagle3Config, mask: LayerMask, place: WeightPlacement) -> None:
-        model, eps = config.model, config.model.rms_norm_eps
-        heads, kv_heads, dim = model.num_heads, model.num_kv_heads, model.head_dim
-        size = 2 * model.hidden_size
-        self.qkv_proj = QKVLinear(size, heads, kv_heads, dim, model.qkv_bias, place)
-        qk_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(dim, eps, place)
-            self.k_norm = RMSNorm(dim, eps, place)
-            qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(0, mask, *self.qkv_proj.sizes, qk_norm)
-        self.o_proj = RowLinear(heads * dim, model.hidden_size, model.o_bias, place)
+    @classmethod
+    def input_size(cls, config: ModelConfig) -> int:
+        return 2 * config.hidden_size
 
-    def __call__(self, x: Tensor, rope: RopeInput, ctx: AttentionContext) -> PendingGemm:
-        """x [T, 2H] -> [T, H]."""
-        qkv = self.qkv_proj(x)
-        return self.o_proj(self.attn(qkv, rope, ctx))
+
+class Eagle3QKNormAttention(Eagle3Attention, Qwen3Attention):
+    """Qwen3's, over twice the hidden size."""
 
 
 class Eagle3Draft(DraftModel):
@@ -93,7 +84,8 @@ class Eagle3Draft(DraftModel):
         self.fc = Linear(config.aux_hidden_size, size, bias=False, place=place)
         self.input_layernorm = RMSNorm(size, eps, place)
         self.hidden_norm = RMSNorm(size, eps, place)
-        self.self_attn = Eagle3Attention(config, self.layer_masks[0], place)
+        attention = Eagle3QKNormAttention if config.qk_norm else Eagle3Attention
+        self.self_attn = attention(model, 0, self.layer_masks[0], place)
         self.post_attention_layernorm = AddRMSNorm(size, eps, place)
         self.mlp = GatedMLP(size, model.intermediate_size, model.mlp_bias, place)
         self.norm = FinalRMSNorm(size, eps, place)

@@ -10,75 +10,38 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from torch import Tensor
-
-from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, RopeInput
+from forerun.attention.base import AttentionSpec, LayerMask
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
-from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear, gelu_tanh_and_mul
+from forerun.layers.linear import gelu_tanh_and_mul
 from forerun.layers.mlp import GatedMLP
-from forerun.layers.norm import UnitOffsetRMSNorm
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
-from forerun.models.base import DecoderLayer
+from forerun.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from forerun.models.decoder import DecoderForCausalLM, Scales
+from forerun.models.decoder_layer import SandwichNormDecoderLayer, SelfAttention
 
 
-class GemmaAttention(ProjectedAttention):
+class GemmaAttention(SelfAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
-        qk_norm: tuple[UnitOffsetRMSNorm, UnitOffsetRMSNorm] | None = None
-        if config.architecture == "Gemma3ForCausalLM":
-            self.q_norm = UnitOffsetRMSNorm(dim, eps, place)
-            self.k_norm = UnitOffsetRMSNorm(dim, eps, place)
-            qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, qk_norm)
+        super().__init__(config, layer_id, mask, place)
         scale = config.need("query_pre_attn_scalar") ** -0.5
         self.attn.spec = AttentionSpec(mask, scale, attention_softcap(config))
-        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
 
-    def __call__(
-        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
-    ) -> PendingGemm:
-        qkv = self.qkv_proj(x)
-        return self.o_proj(self.attn(qkv, rope, ctx))
+    @classmethod
+    def qk_norm(cls, config: ModelConfig) -> type[RMSNorm] | None:
+        return UnitOffsetRMSNorm if config.architecture == "Gemma3ForCausalLM" else None
 
 
-class GemmaDecoderLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        size, eps, norm = config.hidden_size, config.rms_norm_eps, UnitOffsetRMSNorm
-        self.layer_id = layer_id
-        self.self_attn = GemmaAttention(config, layer_id, mask, place)
-        self.mlp = GatedMLP(size, config.intermediate_size, False, place, gelu_tanh_and_mul)
-        self.input_layernorm = AddRMSNorm(size, eps, place, norm)
-        self.post_attention_layernorm = norm(size, eps, place)
-        self.pre_feedforward_layernorm = AddRMSNorm(size, eps, place, norm)
-        self.post_feedforward_layernorm = norm(size, eps, place)
+class GemmaDecoderLayer(SandwichNormDecoderLayer):
+    attention = GemmaAttention
+    rms_norm = UnitOffsetRMSNorm
 
-    def __call__(
-        self,
-        x: Hidden,
-        residual: Tensor | None,
-        rope: RopeInput,
-        ctx: AttentionContext,
-        aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        aux.capture(self.layer_id, residual)
-        pending, residual = aux.after_attention(
-            self.layer_id, self.self_attn(x, rope, ctx), residual
-        )
-        x = self.post_attention_layernorm(pending.result())
-        x, residual = self.pre_feedforward_layernorm(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x).result()), residual
+    @classmethod
+    def make_mlp(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedMLP:
+        size, width = config.hidden_size, config.intermediate_size
+        return GatedMLP(size, width, False, place, gelu_tanh_and_mul)
 
 
 class GemmaForCausalLM(DecoderForCausalLM):

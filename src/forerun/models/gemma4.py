@@ -37,6 +37,7 @@ from forerun.layers.linear import (
     ColumnLinear,
     Hidden,
     Linear,
+    LinearBase,
     PendingGemm,
     QKVLinear,
     RowLinear,
@@ -47,10 +48,10 @@ from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.moe import Experts, Router
 from forerun.layers.norm import RMSNorm
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.layers.residual import AuxHiddenStates
 from forerun.layers.sharding import Shard, even_shard
-from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM, DecoderModel, Scales
+from forerun.models.decoder_layer import SandwichNormDecoderLayer
 
 SCALE = 1.0  # of attention scores
 
@@ -93,6 +94,10 @@ class Gemma4Attention(Module):
         self.o_proj = RowLinear(heads * dim, size, config.o_bias, place)
         self._values = self.qkv_proj.num_kv_heads, dim, eps
 
+    @property
+    def input_proj(self) -> LinearBase:
+        return self.qkv_proj
+
     def __call__(
         self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
     ) -> PendingGemm:
@@ -116,6 +121,10 @@ class Gemma4SharedAttention(Module):
         spec = AttentionSpec(mask, SCALE)
         self.attn = SharedAttention(layer_id, source, spec, dim, self.q_norm)
         self.o_proj = RowLinear(width, size, config.o_bias, place)
+
+    @property
+    def input_proj(self) -> LinearBase:
+        return self.q_proj
 
     def __call__(
         self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
@@ -161,29 +170,34 @@ class Gemma4Experts(Experts):
         return expert_partials(x, self.w13, self.w2, here, shared, activation=GELU_TANH)
 
 
-class Gemma4DecoderLayer(DecoderLayer):
+class Gemma4DecoderLayer(SandwichNormDecoderLayer):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
-        size, eps, raw = config.hidden_size, config.rms_norm_eps, config.raw
-        shared = layer_id >= first_shared_layer(config)
-        wide = 2 if shared and raw.get("use_double_wide_mlp") else 1
-        width = wide * config.intermediate_size
-        attention = Gemma4SharedAttention if shared else Gemma4Attention
-        self.layer_id = layer_id
-        self.self_attn = attention(config, layer_id, mask, place)
-        self.mlp = GatedMLP(size, width, False, place, gelu_tanh_and_mul)
-        self.input_layernorm = AddRMSNorm(size, eps, place)
-        self.post_attention_layernorm = RMSNorm(size, eps, place)
-        self.pre_feedforward_layernorm = AddRMSNorm(size, eps, place)
-        self.post_feedforward_layernorm = RMSNorm(size, eps, place)
+        super().__init__(config, layer_id, mask, place)
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.layer_scalar = place.empty(1)
         self._per_layer = per_layer_size(config)
         if self._per_layer:
             self.per_layer_input_gate = Linear(size, self._per_layer, False, place)
             self.per_layer_projection = Linear(self._per_layer, size, False, place)
             self.post_per_layer_input_norm = RMSNorm(size, eps, place)
-        self.moe = Gemma4MoE(config, place) if raw.get("enable_moe_block") else None
+        self.moe = Gemma4MoE(config, place) if config.raw.get("enable_moe_block") else None
+
+    @classmethod
+    def make_attention(
+        cls, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> Gemma4Attention | Gemma4SharedAttention:
+        shared = layer_id >= first_shared_layer(config)
+        attention = Gemma4SharedAttention if shared else Gemma4Attention
+        return attention(config, layer_id, mask, place)
+
+    @classmethod
+    def make_mlp(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedMLP:
+        shared = layer_id >= first_shared_layer(config)
+        wide = 2 if shared and config.raw.get("use_double_wide_mlp") else 1
+        width = wide * config.intermediate_size
+        return GatedMLP(config.hidden_size, width, False, place, gelu_tanh_and_mul)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Names the parts of `moe` as checkpoints do: they are the layer's."""
@@ -192,15 +206,6 @@ class Gemma4DecoderLayer(DecoderLayer):
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         return {n.replace(f"{prefix}moe.", prefix): s for n, s in super().shards(prefix).items()}
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.input_layernorm.link(
-            self.self_attn.qkv_proj
-            if isinstance(self.self_attn, Gemma4Attention)
-            else self.self_attn.q_proj
-        )
-        self.pre_feedforward_layernorm.link(self.mlp.gate_up_proj)
 
     def __call__(
         self,

@@ -6,14 +6,10 @@ GPU the kernels read that, elsewhere they are dequantised while they are loaded.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
-from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials
 from forerun.kernels.moe.experts_mxfp4 import BLOCK_K as MXFP4_BLOCK_K
 from forerun.kernels.moe.experts_mxfp4 import (
@@ -24,44 +20,12 @@ from forerun.kernels.moe.experts_mxfp4 import (
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.kernels.runtime.gpu import have_triton
-from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.moe import Experts, Router, Routing, SparseMoE
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
 from forerun.layers.sharding import Shard
-from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.decoder_layer import PreNormDecoderLayer, SinkAttention
 from forerun.models.quantization import BLOCKS, MXFP4_RUN, SCALES
-
-
-class GptOssAttention(ProjectedAttention):
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        hidden_size = config.hidden_size
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
-        self.sinks = place.empty(self.qkv_proj.num_heads)  # a logit per head, without a value
-        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
-        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
-
-    def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        return super().weights(prefix) | {f"{prefix}sinks": self.sinks}
-
-    def shards(self, prefix: str = "") -> dict[str, Shard]:
-        own = super().shards(prefix)
-        return own | {f"{prefix}sinks": self.qkv_proj.q_heads} if own else {}
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.attn.spec = replace(self.attn.spec, sinks=self.sinks.float())
-
-    def __call__(
-        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
-    ) -> PendingGemm:
-        qkv = self.qkv_proj(x)
-        return self.o_proj(self.attn(qkv, rope, ctx))
 
 
 class GptOssRouter(Router):
@@ -163,23 +127,17 @@ class GptOssExperts(Experts):
 
 
 class GptOssMoE(SparseMoE):
-    """The router is named `router`."""
-
     experts_choose = False  # the experts' kernel for Hopper has no biases
     router_type = GptOssRouter
     experts_type = GptOssExperts
-
-    def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        gate, router = f"{prefix}gate.", f"{prefix}router."
-        found = super().weights(prefix).items()
-        return {name.replace(gate, router): view for name, view in found}
+    stored_names = (("gate", "router"),)
 
 
-class GptOssDecoderLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+class GptOssDecoderLayer(PreNormDecoderLayer):
+    attention = SinkAttention
+
+    @classmethod
+    def make_mlp(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GptOssMoE:
         # A softmax over the k best logits is one over all, divided by the sum of the k best.
         routing = Routing(
             num_experts=config.need("num_local_experts"),
@@ -187,34 +145,12 @@ class GptOssDecoderLayer(DecoderLayer):
             norm_topk_prob=True,
             float32_logits=False,
         )
-        self.layer_id = layer_id
-        self.self_attn = GptOssAttention(config, layer_id, mask, place)
-        self.mlp = GptOssMoE(hidden_size, config.intermediate_size, routing, place)
-        experts = self.mlp.experts
+        moe = GptOssMoE(config.hidden_size, config.intermediate_size, routing, place)
+        experts = moe.experts
         assert isinstance(experts, GptOssExperts)
         experts.alpha = float(config.raw.get("swiglu_alpha") or experts.alpha)
         experts.limit = float(config.raw.get("swiglu_limit") or experts.limit)
-        self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
-        self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.input_layernorm.link(self.self_attn.qkv_proj)
-
-    def __call__(
-        self,
-        x: Hidden,
-        residual: Tensor | None,
-        rope: RopeInput,
-        ctx: AttentionContext,
-        aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        aux.capture(self.layer_id, residual)
-        x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x = self.mlp(x)
-        return x, residual
+        return moe
 
 
 class GptOssForCausalLM(DecoderForCausalLM):

@@ -10,7 +10,8 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden
 from forerun.layers.residual import AuxHiddenStates
 from forerun.models.decoder import DecoderForCausalLM, Scales
-from forerun.models.llama import LlamaAttention, LlamaDecoderLayer
+from forerun.models.decoder_layer import SelfAttention
+from forerun.models.llama import LlamaDecoderLayer
 
 
 def multiplier(config: ModelConfig, key: str) -> float:
@@ -18,7 +19,7 @@ def multiplier(config: ModelConfig, key: str) -> float:
     return 1.0 if value is None else float(value)
 
 
-class GraniteAttention(LlamaAttention):
+class GraniteAttention(SelfAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:

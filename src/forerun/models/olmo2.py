@@ -10,15 +10,14 @@ from torch import Tensor
 
 from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
-from forerun.layers.attention import Attention, ProjectedAttention
+from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import Communicator, WeightPlacement
-from forerun.layers.linear import Hidden, PendingGemm, QKVLinear, RowLinear
-from forerun.layers.mlp import GatedMLP
+from forerun.layers.linear import Hidden, PendingGemm
 from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AuxHiddenStates
 from forerun.layers.sharding import Shard
-from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.decoder_layer import BuiltDecoderLayer, SelfAttention
 
 
 class AllHeadsNorm(RMSNorm):
@@ -47,39 +46,34 @@ def norm_across(comm: Communicator, *parts: tuple[AllHeadsNorm, Tensor]) -> list
     ]
 
 
-class Olmo2Attention(ProjectedAttention):
+class Olmo2Attention(SelfAttention):
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = QKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
-        self.sizes = tuple(self.qkv_proj.parts.values())
-        self.q_norm = AllHeadsNorm(self.qkv_proj.q_heads.scaled(dim), eps, place)
-        self.k_norm = AllHeadsNorm(self.qkv_proj.kv_heads.scaled(dim), eps, place)
-        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes)
-        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
+        super().__init__(config, layer_id, mask, place)
+        dim, eps, qkv = config.head_dim, config.rms_norm_eps, self.qkv_proj
+        self.sizes = tuple(qkv.parts.values())
+        self.q_norm: AllHeadsNorm = AllHeadsNorm(qkv.q_heads.scaled(dim), eps, place)
+        self.k_norm: AllHeadsNorm = AllHeadsNorm(qkv.kv_heads.scaled(dim), eps, place)
         self._comm = place.comm
 
     def key_norm(self) -> RMSNorm:
         return self.k_norm
 
-    def __call__(self, x: Tensor, rope: RopeInput, ctx: AttentionContext) -> PendingGemm:
+    def __call__(
+        self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
+    ) -> PendingGemm:
         q, k, v = self.qkv_proj(x).split_with_sizes(self.sizes, 1)
         qkv = torch.cat((*norm_across(self._comm, (self.q_norm, q), (self.k_norm, k)), v), 1)
         return self.o_proj(self.attn(qkv, rope, ctx))
 
 
-class Olmo2DecoderLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.layer_id = layer_id
-        self.self_attn = Olmo2Attention(config, layer_id, mask, place)
-        self.mlp = GatedMLP(hidden_size, config.intermediate_size, bias=False, place=place)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps, place)
-        self.post_feedforward_layernorm = RMSNorm(hidden_size, eps, place)
+class Olmo2DecoderLayer(BuiltDecoderLayer):
+    attention = Olmo2Attention
+
+    def add_norms(self, size: int, eps: float, place: WeightPlacement) -> None:
+        self.post_attention_layernorm = RMSNorm(size, eps, place)
+        self.post_feedforward_layernorm = RMSNorm(size, eps, place)
 
     def __call__(
         self,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from forerun.config.model_config import ModelConfig
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gated_delta_net import GatedDeltaNet
-from forerun.layers.mlp import GatedMLP
-from forerun.layers.moe import SparseMoE
+from forerun.layers.moe import SharedExpertMoE
 from forerun.layers.sharding import Shard
 from forerun.models.qwen3_next import (
     HybridDecoderLayer,
@@ -28,18 +27,12 @@ class Qwen3_5DecoderLayer(HybridDecoderLayer):
         }
         return GatedDeltaNet(layer_id, config.hidden_size, heads, config.rms_norm_eps, parts, place)
 
-    @classmethod
-    def dense_or_sparse_mlp(
-        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
-    ) -> GatedMLP | SparseMoE:
-        return GatedMLP(config.hidden_size, config.intermediate_size, bias=False, place=place)
-
 
 class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
     @classmethod
-    def dense_or_sparse_mlp(
+    def make_mlp(
         cls, config: ModelConfig, layer_id: int, place: WeightPlacement
-    ) -> GatedMLP | SparseMoE:
+    ) -> SharedExpertMoE:
         return shared_expert_moe(config, place)
 
 

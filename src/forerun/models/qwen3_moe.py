@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import Routing, SparseMoE
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
-from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
-from forerun.models.qwen3 import Qwen3Attention
+from forerun.models.qwen3 import Qwen3DecoderLayer
 
 
 def is_sparse(config: ModelConfig, layer_id: int) -> bool:
@@ -38,48 +32,17 @@ def routing_of(config: ModelConfig) -> Routing:
     )
 
 
-def _sparse_moe(config: ModelConfig, place: WeightPlacement) -> SparseMoE:
-    width = config.need("moe_intermediate_size")
-    return SparseMoE(config.hidden_size, width, routing_of(config), place)
+class Qwen3MoeDecoderLayer(Qwen3DecoderLayer):
+    fuses_router = True
 
-
-class Qwen3MoeDecoderLayer(DecoderLayer):
-    def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
-    ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.layer_id = layer_id
-        self.self_attn = Qwen3Attention(config, layer_id, mask, place)
-        self.mlp: GatedMLP | SparseMoE = (
-            _sparse_moe(config, place)
-            if is_sparse(config, layer_id)
-            else GatedMLP(hidden_size, config.intermediate_size, bias=False, place=place)
-        )
-        self.input_layernorm = AddRMSNorm(hidden_size, eps, place)
-        self.post_attention_layernorm = AddRMSNorm(hidden_size, eps, place)
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.input_layernorm.link(self.self_attn.qkv_proj)
-        if isinstance(self.mlp, GatedMLP):
-            self.post_attention_layernorm.link(self.mlp.gate_up_proj)
-
-    def __call__(
-        self,
-        x: Hidden,
-        residual: Tensor | None,
-        rope: RopeInput,
-        ctx: AttentionContext,
-        aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        aux.capture(self.layer_id, residual)
-        x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
-        if isinstance(self.mlp, SparseMoE):
-            return self.mlp.after_norm(x, residual, self.post_attention_layernorm)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x = self.mlp(x)
-        return x, residual
+    @classmethod
+    def make_mlp(
+        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
+    ) -> GatedMLP | SparseMoE:
+        if not is_sparse(config, layer_id):
+            return super().make_mlp(config, layer_id, place)
+        width = config.need("moe_intermediate_size")
+        return SparseMoE(config.hidden_size, width, routing_of(config), place)
 
 
 class Qwen3MoeForCausalLM(DecoderForCausalLM):

@@ -15,41 +15,35 @@ from forerun.attention.base import AttentionContext, LayerMask, RopeInput
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.gated_delta_net import DeltaHeads, GatedDeltaNet
-from forerun.layers.linear import GatedQKVLinear, Hidden, PendingGemm, RowLinear
+from forerun.layers.linear import GatedQKVLinear, PendingGemm
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import SharedExpertMoE, SparseMoE
-from forerun.layers.norm import UnitOffsetRMSNorm
-from forerun.layers.residual import AddRMSNorm, AuxHiddenStates
+from forerun.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from forerun.layers.rope import rotary_order
-from forerun.models.base import DecoderLayer
 from forerun.models.decoder import DecoderForCausalLM
+from forerun.models.decoder_layer import PreNormDecoderLayer, SelfAttention, TokenMixer
 from forerun.models.qwen3_moe import is_sparse, routing_of
 
 
-class GatedAttention(ProjectedAttention):
+class GatedAttention(SelfAttention):
+    qkv_linear = GatedQKVLinear
+
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
-        hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = GatedQKVLinear(hidden_size, heads, kv_heads, dim, config.qkv_bias, place)
-        self.q_norm = UnitOffsetRMSNorm(dim, eps, place)
-        self.k_norm = UnitOffsetRMSNorm(dim, eps, place)
-        qk_norm = self.q_norm, self.k_norm
-        self.attn = Attention(layer_id, mask, *self.qkv_proj.sizes, qk_norm)
-        self.o_proj = RowLinear(heads * dim, hidden_size, config.o_bias, place)
-        own_heads, own_kv_heads, _ = self.qkv_proj.sizes
-        self._widths = (own_heads + 2 * own_kv_heads) * dim, own_heads * dim
-        self._rotary_order = rotary_order(config.rope, dim)
+        super().__init__(config, layer_id, mask, place)
+        heads, kv_heads, dim = self.qkv_proj.sizes  # of this rank
+        self._widths = (heads + 2 * kv_heads) * dim, heads * dim
 
-    def prepare(self) -> None:
-        self.qkv_proj.reorder_heads(self._rotary_order)
-        for norm in (self.q_norm, self.k_norm):
-            norm.weight.copy_(norm.weight[self._rotary_order.to(norm.weight.device)])
-        super().prepare()
+    @classmethod
+    def qk_norm(cls, config: ModelConfig) -> type[RMSNorm]:
+        return UnitOffsetRMSNorm
+
+    @classmethod
+    def rotary_order(cls, config: ModelConfig) -> Tensor:
+        return rotary_order(config.rope, config.head_dim)
 
     def __call__(
         self, x: Tensor | DeferredNorm, rope: RopeInput, ctx: AttentionContext
@@ -80,66 +74,34 @@ def delta_heads(config: ModelConfig) -> DeltaHeads:
     return heads
 
 
-class HybridDecoderLayer(DecoderLayer):
+class HybridDecoderLayer(PreNormDecoderLayer):
     """What Qwen3-Next and Qwen3.5 share; they name and order the projections of DeltaNet layers
     differently.
     """
 
+    attention = GatedAttention
+    rms_norm = UnitOffsetRMSNorm
+
     def __init__(
         self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> None:
-        size, eps, norm = config.hidden_size, config.rms_norm_eps, UnitOffsetRMSNorm
-        self.layer_id = layer_id
-        self.linear_attn: GatedDeltaNet | None = None
-        self.self_attn: GatedAttention | None = None
+        super().__init__(config, layer_id, mask, place)
         if is_linear(config, layer_id):
-            self.linear_attn = self.delta_net(config, layer_id, place)
-        else:
-            self.self_attn = GatedAttention(config, layer_id, mask, place)
-        self.mlp = self.dense_or_sparse_mlp(config, layer_id, place)
-        self.input_layernorm = AddRMSNorm(size, eps, place, norm)
-        self.post_attention_layernorm = AddRMSNorm(size, eps, place, norm)
+            self.stored_names = (("self_attn", "linear_attn"),)
+
+    @classmethod
+    def make_attention(
+        cls, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+    ) -> TokenMixer:
+        if is_linear(config, layer_id):
+            return cls.delta_net(config, layer_id, place)
+        return super().make_attention(config, layer_id, mask, place)
 
     @classmethod
     @abstractmethod
     def delta_net(
         cls, config: ModelConfig, layer_id: int, place: WeightPlacement
     ) -> GatedDeltaNet: ...
-
-    @classmethod
-    @abstractmethod
-    def dense_or_sparse_mlp(
-        cls, config: ModelConfig, layer_id: int, place: WeightPlacement
-    ) -> GatedMLP | SparseMoE: ...
-
-    def prepare(self) -> None:
-        super().prepare()
-        if self.linear_attn is not None:
-            self.input_layernorm.link(self.linear_attn.in_proj)
-        if self.self_attn is not None:
-            self.input_layernorm.link(self.self_attn.qkv_proj)
-        if isinstance(self.mlp, GatedMLP):
-            self.post_attention_layernorm.link(self.mlp.gate_up_proj)
-
-    def __call__(
-        self,
-        x: Hidden,
-        residual: Tensor | None,
-        rope: RopeInput,
-        ctx: AttentionContext,
-        aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        aux.capture(self.layer_id, residual)
-        if self.linear_attn is not None:
-            mixed = self.linear_attn(x, ctx)
-        else:
-            assert self.self_attn is not None
-            mixed = self.self_attn(x, rope, ctx)
-        x, residual = aux.after_attention(self.layer_id, mixed, residual)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x = self.mlp(x)
-        return x, residual
 
 
 class HybridForCausalLM(DecoderForCausalLM):
@@ -167,12 +129,12 @@ class Qwen3NextDecoderLayer(HybridDecoderLayer):
         return GatedDeltaNet(layer_id, size, heads, eps, parts, place, order)
 
     @classmethod
-    def dense_or_sparse_mlp(
+    def make_mlp(
         cls, config: ModelConfig, layer_id: int, place: WeightPlacement
     ) -> GatedMLP | SparseMoE:
         if is_sparse(config, layer_id):
             return shared_expert_moe(config, place)
-        return GatedMLP(config.hidden_size, config.intermediate_size, bias=False, place=place)
+        return super().make_mlp(config, layer_id, place)
 
 
 def _by_kind(heads: DeltaHeads) -> Tensor:
