@@ -28,14 +28,14 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AuxHiddenStates, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
-from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint
 from forerun.models.decoder_layer import SinkAttention
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
     TargetVocab,
-    check_offsets,
+    dummy_draft,
     own_parts,
     read_draft,
 )
@@ -289,9 +289,7 @@ def load_dflash(
     config = load_dflash_config(folder)
     if load_format in DUMMY_FORMATS:
         draft = DFlashDraft(config, place, max_positions, target, serving)
-        fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
-        draft.prepare()
-        return draft
+        return dummy_draft(draft, load_format, place.comm)
     checkpoint = _named_tensors(folder, config.head)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     own |= {MASK_EMBEDDING} & checkpoint.headers.keys()
@@ -299,10 +297,7 @@ def load_dflash(
     def build(place: WeightPlacement, positions: int) -> DFlashDraft:
         return DFlashDraft(config, place, positions, target, serving, own)
 
-    draft = read_draft(build, checkpoint, place, max_positions)
-    check_offsets(folder, draft.d2t, config.vocab_size)
-    draft.prepare()
-    return draft
+    return read_draft(build, checkpoint, place, max_positions)
 
 
 def _named_tensors(folder: Path, head: HeadConfig | None) -> Checkpoint:

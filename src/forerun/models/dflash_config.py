@@ -7,15 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.schema import checked
 from forerun.core.errors import ConfigError, shown
-from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.models.block_convolution import ConvolutionConfig
 from forerun.models.dflash_keys import (
     ARCHITECTURES,
@@ -25,7 +21,7 @@ from forerun.models.dflash_keys import (
     DFlashKeys,
     OuterKeys,
 )
-from forerun.models.draft_base import dense_layout
+from forerun.models.draft_base import DraftConfig, draft_config_file
 from forerun.models.heads.base import HeadConfig
 from forerun.models.heads.registry import (
     is_head_key,
@@ -33,21 +29,17 @@ from forerun.models.heads.registry import (
     predicts_from_anchor,
     read_head,
 )
-from forerun.models.registry import check_layers
 
 
-@dataclass(frozen=True)
-class DFlashConfig:
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(DraftConfig):
     """A draft's shape and how it was trained; the same fields for both checkpoint formats."""
 
-    model: ModelConfig
     block_size: int  # tokens of a block, the last sampled one among them
     target_layer_ids: tuple[int, ...]  # decoder layers whose outputs it reads
     mask_token_id: int | None  # None: only the string is known
     mask_token: str | None  # for the tokenizer to look up
     num_target_layers: int | None  # layers of the target it was trained for, if stated
-    target_hidden_size: int
-    draft_vocab_size: int  # smaller than the target's if it is pruned
     sample_from_anchor: bool  # token 0 predicts too; then token j predicts position start + j + 1
     # Per layer: tokens of a block see those before them in it, and not all of it.
     causal: tuple[bool, ...]
@@ -84,36 +76,8 @@ class DFlashConfig:
         return rows if self.sample_from_anchor and last else rows - 1
 
     @property
-    def aux_hidden_size(self) -> int:
-        return len(self.target_layer_ids) * self.target_hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        return self.model.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.model.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.model.head_dim
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    def kv_layout(self, kv_dtype: torch.dtype, comm: Communicator = SINGLE_RANK) -> ModelLayout:
-        """What the layers keep on a rank."""
-        return dense_layout(self.model, self.num_layers, kv_dtype, comm)
+    def num_aux_layers(self) -> int:
+        return len(self.target_layer_ids)
 
     def layer_masks(self, window: int | None = None) -> tuple[LayerMask, ...]:
         """One per layer; `window` limits each context further than training did."""
@@ -149,12 +113,7 @@ def load_dflash_config(folder: Path) -> DFlashConfig:
     Raises:
         ConfigError: not a DFlash draft, or a field missing or out of range.
     """
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder; give the path of the draft model's folder, or org/name of"
-            " one on the Hub."
-        )
-    path = folder / "config.json"
+    path = draft_config_file(folder)
     return parse_dflash_config(read_json(path), where=str(path))
 
 
@@ -349,16 +308,9 @@ def _predicts_from_anchor(
 
 
 def _check(config: DFlashConfig, where: str) -> None:
-    check_layers(config.model)
+    config.check_sizes(config.target_layer_ids, where)
     config.in_layout(config.sample_from_anchor)
     if config.mask_token_id is None and config.mask_token is None:
         raise ConfigError(f"{where} names no mask token: mask_token_id (or mask_token) is needed.")
     if not config.target_layer_ids:
         raise ConfigError(f"{where}: target_layer_ids is empty; name the layers the draft reads.")
-    if min(config.target_layer_ids) < 0:
-        raise ConfigError(f"{where}: target layer ids {config.target_layer_ids} start below 0.")
-    if config.draft_vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"{where}: draft_vocab_size {config.draft_vocab_size} is over the target's"
-            f" {config.vocab_size}."
-        )

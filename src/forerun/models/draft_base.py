@@ -1,4 +1,4 @@
-"""What draft models share: vocabulary parts of their own or the target's, and a pruned vocabulary.
+"""What draft models share: sizes, loading, and an own or the target's vocabulary, maybe pruned.
 
 A draft may bring its own embedding and LM head; else the target's serve. With a pruned vocabulary
 the head has one row per draft id, and `d2t` holds offsets: target id = draft id + d2t[draft id].
@@ -6,7 +6,8 @@ the head has one row per draft id, and `d2t` holds offsets: target id = draft id
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -17,11 +18,12 @@ from torch import Tensor
 from forerun.config.model_config import ModelConfig
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import Communicator, WeightPlacement
+from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.module import Module
 from forerun.layers.sharding import even_shard, kv_head_shard
-from forerun.models.checkpoint import HARMLESS, Checkpoint
+from forerun.models.checkpoint import HARMLESS, Checkpoint, fill_dummy
+from forerun.models.registry import check_layers
 
 OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 
@@ -66,7 +68,7 @@ class DraftModel(Module):
             self.lm_head = LMHead(size, hidden_size, place, tied=None)
         if OFFSETS in own:
             self.d2t = torch.empty(size, dtype=torch.int64, device=place.device)
-        self._target = target
+        self.vocab_size, self._target = vocab.vocab_size, target
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         out = super().weights(prefix)
@@ -108,7 +110,85 @@ def dense_layout(
     return ModelLayout.dense(num_layers, kv_heads, model.head_dim, dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(ABC):
+    """What the configs of all drafts with layers of their own say."""
+
+    model: ModelConfig  # the draft's layers; its vocabulary is the target's
+    target_hidden_size: int
+    draft_vocab_size: int  # smaller than the target's if it is pruned
+
+    @property
+    @abstractmethod
+    def num_aux_layers(self) -> int:
+        """Returns how many of the target's layers it reads the outputs of."""
+
+    @property
+    def aux_hidden_size(self) -> int:
+        return self.num_aux_layers * self.target_hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        return self.model.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.model.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.model.head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    def kv_layout(self, kv_dtype: torch.dtype, comm: Communicator = SINGLE_RANK) -> ModelLayout:
+        """Returns what the layers keep on a rank."""
+        return dense_layout(self.model, self.num_layers, kv_dtype, comm)
+
+    def check_sizes(self, layer_ids: Sequence[int], where: str) -> None:
+        """Raises ConfigError where layers, target layers or the vocabulary cannot be served."""
+        check_layers(self.model)
+        if min(layer_ids, default=0) < 0:
+            raise ConfigError(f"{where}: target layer ids {tuple(layer_ids)} start below 0.")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ConfigError(
+                f"{where}: draft_vocab_size {self.draft_vocab_size} is over the target's"
+                f" {self.vocab_size}."
+            )
+
+
+def draft_config_file(folder: Path) -> Path:
+    """Returns the path of a draft's `config.json`.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is not a folder; give the path of the draft model's folder, or org/name of"
+            " one on the Hub."
+        )
+    return folder / "config.json"
+
+
 Draft = TypeVar("Draft", bound=DraftModel)
+
+
+def dummy_draft(draft: Draft, load_format: str, comm: Communicator) -> Draft:
+    """Fills a draft with random weights and prepares it; `load_format`: of `DUMMY_FORMATS`."""
+    fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=comm)
+    draft.prepare()
+    return draft
 
 
 def read_draft(
@@ -117,7 +197,7 @@ def read_draft(
     place: WeightPlacement,
     max_positions: int,
 ) -> Draft:
-    """A draft with its weights, not yet prepared.
+    """Reads a draft's weights and prepares it.
 
     Args:
         build: with the length of the rotary tables. Called twice, at first on the meta device:
@@ -131,6 +211,8 @@ def read_draft(
     checkpoint.check(shape.weights(), harmless, hint, shape.shards())
     draft = build(place, max_positions)
     checkpoint.read_into(draft.weights(), harmless, hint, draft.shards(), place.comm)
+    _check_offsets(checkpoint.folder, draft.d2t, draft.vocab_size)
+    draft.prepare()
     return draft
 
 
@@ -149,7 +231,7 @@ def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset
     return own
 
 
-def check_offsets(folder: Path, d2t: Tensor | None, vocab: int) -> None:
+def _check_offsets(folder: Path, d2t: Tensor | None, vocab: int) -> None:
     """Raises ConfigError where `d2t` [V_d] leads outside the target's vocabulary."""
     if d2t is None:
         return

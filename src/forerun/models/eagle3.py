@@ -24,7 +24,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
-from forerun.models.checkpoint import DUMMY_FORMATS, fill_dummy
+from forerun.models.checkpoint import DUMMY_FORMATS
 from forerun.models.decoder_layer import SelfAttention
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
@@ -32,7 +32,7 @@ from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
     TargetVocab,
-    check_offsets,
+    dummy_draft,
     own_parts,
     read_draft,
 )
@@ -166,9 +166,7 @@ def load_eagle3(
         same = config.hidden_size == config.target_hidden_size
         own = frozenset({OWN_HEAD} if same else {OWN_EMBEDDING, OWN_HEAD})
         draft = Eagle3Draft(config, place, max_positions, target, own)
-        fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=place.comm)
-        draft.prepare()
-        return draft
+        return dummy_draft(draft, load_format, place.comm)
     checkpoint = draft_tensors(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     if config.hidden_size != config.target_hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= own:
@@ -181,7 +179,4 @@ def load_eagle3(
     def build(place: WeightPlacement, positions: int) -> Eagle3Draft:
         return Eagle3Draft(config, place, positions, target, own)
 
-    draft = read_draft(build, checkpoint, place, max_positions)
-    check_offsets(folder, draft.d2t, config.vocab_size)
-    draft.prepare()
-    return draft
+    return read_draft(build, checkpoint, place, max_positions)

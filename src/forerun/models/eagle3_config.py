@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
 from forerun.config.schema import ConfigKeys, LayerId, Object, Size, checked
 from forerun.core.errors import ConfigError, shown
-from forerun.kvcache.layouts import ModelLayout
-from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_base import dense_layout
-from forerun.models.registry import check_layers
+from forerun.models.draft_base import DraftConfig, draft_config_file
 
 # SpecForge's layer is Llama's; vLLM and others write the second name into the same files.
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -47,14 +43,11 @@ class Eagle3Keys(msgspec.Struct):
     parallel_drafting: bool | None = None
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """A draft's shape; the same fields for both checkpoint formats."""
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DraftConfig):
+    """A draft's shape, one layer; the same fields for both checkpoint formats."""
 
-    model: ModelConfig  # one layer; its vocabulary is the target's
     aux_layer_ids: tuple[int, ...] | None  # decoder layers whose outputs it reads
-    target_hidden_size: int
-    draft_vocab_size: int  # smaller than the target's if it is pruned
     layer_prefix: str  # of the layer's tensors
     qk_norm: bool
     norm_before_residual: bool  # the residual is the normed hidden state
@@ -67,28 +60,8 @@ class Eagle3Config:
         return 3 if self.aux_layer_ids is None else len(self.aux_layer_ids)
 
     @property
-    def aux_hidden_size(self) -> int:
-        return self.num_aux_layers * self.target_hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.hidden_size
-
-    @property
-    def num_heads(self) -> int:
-        return self.model.num_heads
-
-    @property
     def layer_masks(self) -> tuple[LayerMask, ...]:
         return (LayerMask(Mask.CAUSAL, self.model.windows[0]),)
-
-    def kv_layout(self, kv_dtype: torch.dtype, comm: Communicator = SINGLE_RANK) -> ModelLayout:
-        """What the layer keeps on a rank."""
-        return dense_layout(self.model, 1, kv_dtype, comm)
 
     def target_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Decoder layers of such a target whose outputs `combine_hidden_states` reads, in order.
@@ -116,12 +89,7 @@ def load_eagle3_config(folder: Path) -> Eagle3Config:
     Raises:
         ConfigError: not an EAGLE-3 draft, or a field missing or out of range.
     """
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder; give the path of the draft model's folder, or org/name of"
-            " one on the Hub."
-        )
-    path = folder / "config.json"
+    path = draft_config_file(folder)
     stored = draft_tensors(folder).headers if any(folder.glob("*.safetensors")) else ()
     return parse_eagle3_config(read_json(path), str(path), stored)
 
@@ -208,7 +176,7 @@ def _config(
 
 
 def _check(config: Eagle3Config, read: Eagle3Keys, where: str) -> None:
-    check_layers(config.model)
+    config.check_sizes(config.aux_layer_ids or (), where)
     if config.model.num_layers != 1:
         raise ConfigError(
             f"{where}: a draft of {config.model.num_layers} layers is not supported; it must be 1."
@@ -216,10 +184,3 @@ def _check(config: Eagle3Config, read: Eagle3Keys, where: str) -> None:
     if read.bias or read.parallel_drafting:
         name = "bias" if read.bias else "parallel_drafting"
         raise ConfigError(f"{where}: {name} is not supported; it must be false.")
-    if config.aux_layer_ids is not None and min(config.aux_layer_ids) < 0:
-        raise ConfigError(f"{where}: target layer ids {config.aux_layer_ids} start below 0.")
-    if config.draft_vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"{where}: draft_vocab_size {config.draft_vocab_size} is over the target's"
-            f" {config.vocab_size}."
-        )
