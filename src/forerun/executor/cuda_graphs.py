@@ -181,10 +181,15 @@ class CudaGraphSteps:
         buffers, results = self._buffers_of(size, width), self._results_of(size, width)
         whole = step.captures_drafts
         draft = None if whole or width == 1 else step.empty_draft(slots, width)
-        run = step.decode if whole else step.verify
 
         def decode() -> DecodeOutput:
-            out = run(slots, shape, draft, buffers)
+            if whole:
+                out = step.decode(slots, shape, None, buffers)
+            else:  # `observe` is not captured, and plans attention of its own
+                given = step.begin(slots, shape, buffers, proposed=draft is not None)
+                own = step.empty_draft(slots, width) if draft is None else draft
+                verified = step.verify(replace(given, attention=None), own)
+                out = step.commit(verified, step.sample(verified.to_sample, shape))
             if results is not None:
                 results.store(out)
             return out

@@ -22,7 +22,13 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.piecewise import WARM_UPS, GraphRecorder
 from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, SampleInput, StepShape, VerifyPass
+from forerun.executor.step_inputs import (
+    DecodeOutput,
+    SampledTokens,
+    SampleInput,
+    StepShape,
+    VerifyPass,
+)
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.speculative.base import Draft
 
@@ -78,12 +84,13 @@ def capture_split(
     shape = replace(shape, drafts=drafts)
 
     def forward() -> VerifyPass:
-        run = step.propose_and_verify if whole else step.verify_drafts
-        return run(slots, shape, draft, buffers)
+        given = step.begin(slots, shape, buffers, proposed=draft is not None)
+        return step.verify(given, step.propose(given) if draft is None else draft)
 
     def commit(verified: VerifyPass) -> DecodeOutput:
         # Attention of the draft is planned again: what the first graph planned is not in this one.
-        output = step.commit(replace(verified, attention=None), sampled, buffers)
+        given = replace(verified.given, attention=None)
+        output = step.commit(replace(verified, given=given), SampledTokens(sampled))
         if not whole:
             return output
         step.observe(output)

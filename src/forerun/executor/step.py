@@ -25,6 +25,7 @@ from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.safe_algorithm import SafeAlgorithm
 from forerun.executor.slot_tables import SlotTables
 from forerun.executor.step_inputs import (
+    DecodeInput,
     DecodeOutput,
     DecodeTokens,
     PageTables,
@@ -195,72 +196,86 @@ class DeviceStep:
         draft: Draft | None = None,
         buffers: StepBuffers | None = None,
     ) -> DecodeOutput:
-        """One whole decode step.
+        """Runs one whole decode step: propose → verify → commit → observe.
 
         Args:
             slots: [B] int64.
-            draft: proposed by `propose`; None: this step proposes.
+            draft: what an algorithm proposed in a call of `propose` before; None: this step
+                proposes.
             buffers: of `plan_buffers`, prepared for this step.
         """
-        out = self._sample_and_commit(
-            self.propose_and_verify(slots, shape, draft, buffers), shape, buffers
-        )
+        given = self.begin(slots, shape, buffers, proposed=draft is not None)
+        verified = self.verify(given, self.propose(given) if draft is None else draft)
+        out = self.commit(verified, self.sample(verified.to_sample, shape))
         self.observe(out)
         return replace(out, observe=None)
 
-    def propose_and_verify(
+    def begin(
         self,
         slots: Tensor,
         shape: StepShape,
-        draft: Draft | None = None,
         buffers: StepBuffers | None = None,
-    ) -> VerifyPass:
-        """`decode` up to the target's hidden states. `sample`, `commit` and `observe` follow."""
-        if draft is None:  # otherwise `propose` marked it
-            self._mark(PhaseBoundary.BEGIN)
-        tokens, attention = self._decode_tokens(slots, shape, buffers)
-        if draft is None:
-            draft = self._propose(slots, tokens, attention, shape)
-        return self._verify(tokens, attention, shape, draft, buffers)
+        proposed: bool = False,
+    ) -> DecodeInput:
+        """Prepares a decode step for the four verbs.
 
-    def propose(
-        self,
-        slots: Tensor,
-        shape: StepShape,
-        host: HostTokens | None = None,
-        buffers: StepBuffers | None = None,
-    ) -> Draft | None:
-        """The first part of a step whose drafts are not captured; None if W is 1."""
+        `proposed`: its drafts have been proposed already, and the step began with that.
+        """
+        if not proposed:
+            self._mark(PhaseBoundary.BEGIN)
+        tokens = self._decode_tokens(slots, shape)
+        return DecodeInput(tokens, shape, buffers, self._draft_attention(tokens, buffers))
+
+    def propose(self, given: DecodeInput, host: HostTokens | None = None) -> Draft:
+        """Lets the algorithm propose W - 1 tokens per request; none if W is 1."""
+        tokens, shape = given.tokens, given.shape
         if shape.num_verify_tokens == 1:
-            return None
-        self._mark(PhaseBoundary.BEGIN)
-        tokens, attention = self._decode_tokens(slots, shape, buffers)
-        return self._propose(slots, tokens, attention, shape, host)
+            return self.empty_draft(tokens.slots, 1)
+        return self.algorithm.propose(
+            ProposeInput(
+                slots=tokens.slots,
+                start=tokens.start,
+                positions=tokens.positions,
+                num_verify_tokens=shape.num_verify_tokens,
+                last_token=tokens.last_token,
+                history=self.tables.history,
+                sample=partial(self._sample_draft, tokens.slots, shape.flags),
+                attention=given.attention,
+                host=host,
+                dummy=self._shows_dummy,
+                greedy=not shape.flags.sampled,
+            )
+        )
 
-    def verify(
-        self,
-        slots: Tensor,
-        shape: StepShape,
-        draft: Draft | None,
-        buffers: StepBuffers | None = None,
-    ) -> DecodeOutput:
-        """The second part: verify and commit. `observe` is the third."""
-        verified = self.verify_drafts(slots, shape, draft, buffers)
-        return self._sample_and_commit(verified, shape, buffers)
-
-    def verify_drafts(
-        self,
-        slots: Tensor,
-        shape: StepShape,
-        draft: Draft | None,
-        buffers: StepBuffers | None = None,
-    ) -> VerifyPass:
-        """`verify` up to the target's hidden states. `sample`, `commit` and `observe` follow."""
-        if draft is None:
-            self._mark(PhaseBoundary.BEGIN)
-            draft = self.empty_draft(slots, shape.num_verify_tokens)
-        tokens, _ = self._decode_tokens(slots, shape, buffers)
-        return self._verify(tokens, None, shape, draft, buffers)
+    def verify(self, given: DecodeInput, draft: Draft) -> VerifyPass:
+        """Runs the target over last tokens and drafts, up to its hidden states."""
+        self._mark(PhaseBoundary.PROPOSED)
+        tokens, shape = given.tokens, given.shape
+        tree = None if draft.parents is None else Tree.from_parents(draft.parents)
+        draft_depth = None if tree is None else tree.depth[:, 1:]
+        vocab, limits = self.model.config.vocab_size, self.tables.max_drafts
+        ids, candidates = build_verify_inputs(
+            tokens.last_token, draft.tokens, tokens.slots, limits, draft_depth, vocab
+        )
+        batch = tokens.attention(tokens.q_len)
+        positions, next_positions = tokens.positions, tokens.next_positions
+        if tree is not None:
+            batch = replace(batch, tree=tree.ancestors)
+            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
+            next_positions = positions + 1
+        context = self.attention.context(batch, given.buffers)
+        if shape.drafts is not None:
+            shape.drafts.start(candidates, tree)
+        hidden_states, aux = self.forward(ids.flatten(), positions, context)
+        return VerifyPass(
+            given=given,
+            tree=tree,
+            ids=ids,
+            candidates=candidates,
+            positions=next_positions.view(-1, shape.num_verify_tokens),
+            hidden_states=hidden_states,
+            aux_hidden_states=aux,
+        )
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         """Samples a token at every position of a verify pass."""
@@ -268,24 +283,50 @@ class DeviceStep:
         self._mark(PhaseBoundary.VERIFIED)
         return sampled
 
+    def commit(self, verified: VerifyPass, sampled: SampledTokens) -> DecodeOutput:
+        """Accepts drafts, advances the slots, and prepares `observe`."""
+        tokens, tree, ids = verified.given.tokens, verified.tree, verified.ids
+        hidden_states, aux = verified.hidden_states, verified.aux_hidden_states
+        candidates, slots, width = verified.candidates, tokens.slots, tokens.q_len
+        num_committed = path = None
+        own = sampled.ids
+        if tree is not None:
+            path, num_committed = tree.accept(candidates, own)
+            index = self._compact_tree(path, tokens)
+            ids, own = ids.gather(1, path), own.gather(1, path)
+            hidden_states, aux = hidden_states[index], None if aux is None else aux[index]
+        elif self.simulate is not None:
+            num_committed = self.simulate.num_committed(slots, width)
+        num_committed, committed = self.tables.commit(
+            candidates, own, slots, tokens.start, num_committed
+        )
+        self.attention.pools.commit(slots, num_committed)
+        out = DecodeOutput(own, num_committed, None, path, sampled.logprobs_along(path))
+        if width == 1 and self.deferred is not None:
+            self.deferred.keep(slots, tokens.positions, hidden_states, aux)
+            return out
+        if not self.algorithm.observes:
+            return out
+        seen = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
+
+        def observe() -> ObserveInput:
+            given = verified.given
+            attention = given.attention or self._draft_attention(tokens, given.buffers)
+            return self._observe_input(Phase.VERIFY, tokens, seen, attention)
+
+        return replace(out, observe=observe)
+
+    def observe(self, out: DecodeOutput) -> None:
+        """Lets the algorithm observe what was committed, where `commit` left that to do."""
+        if out.observe is not None:
+            self.algorithm.observe(out.observe())
+        self._mark(PhaseBoundary.COMMITTED)
+
     def _sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
         if shape.grammars is not None:
             masks = shape.grammars.masks(shape.drafts, tokens.positions)
             tokens = replace(tokens, masks=masks)
         return self.sampler.sample(tokens, shape)
-
-    def _sample_and_commit(
-        self, verified: VerifyPass, shape: StepShape, buffers: StepBuffers | None
-    ) -> DecodeOutput:
-        sampled = self.sample(verified.to_sample, shape)
-        out = self.commit(verified, sampled.ids, buffers)
-        return replace(out, logprobs=sampled.logprobs_along(out.path))
-
-    def observe(self, out: DecodeOutput) -> None:
-        """The last part of a step: what `verify` left to observe."""
-        if out.observe is not None:
-            self.algorithm.observe(out.observe())
-        self._mark(PhaseBoundary.COMMITTED)
 
     def observe_deferred(
         self, slots: Tensor, counts: Tensor, kv_len_ub: int, buffers: StepBuffers | None = None
@@ -295,7 +336,7 @@ class DeviceStep:
         tables, width = self.tables, self.deferred.capacity
         before = tables.kv_len.index_add(0, slots, counts, alpha=-1)
         shape = StepShape(width, kv_len_ub, SamplingFlags())
-        tokens, attention = self._decode_tokens(slots, shape, buffers, before)
+        tokens = self._decode_tokens(slots, shape, before)
         at = tokens.positions.view(-1, width).long()
         empty = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)
         history = (tables.history[slots.unsqueeze(1), at + i].long() for i in (0, 1))
@@ -304,6 +345,7 @@ class DeviceStep:
         out = TargetOutput(
             ids.flatten(), hidden_states, aux_hidden_states, next_ids.flatten(), counts
         )
+        attention = self._draft_attention(tokens, buffers)
         self.algorithm.observe(self._observe_input(Phase.DEFERRED, tokens, out, attention))
 
     def new_draft_copy(self, slots: Tensor, num_verify_tokens: int) -> DraftCopy | None:
@@ -321,12 +363,8 @@ class DeviceStep:
             self.timer.mark(boundary)
 
     def _decode_tokens(
-        self,
-        slots: Tensor,
-        shape: StepShape,
-        buffers: StepBuffers | None,
-        kv_len: Tensor | None = None,
-    ) -> tuple[DecodeTokens, PlannedAttention | None]:
+        self, slots: Tensor, shape: StepShape, kv_len: Tensor | None = None
+    ) -> DecodeTokens:
         """`kv_len` [slots + 1]: lengths to start from, instead of those of the tables."""
         tables, pools, width = self.tables, self.attention.pools, shape.num_verify_tokens
         lengths = tables.kv_len if kv_len is None else kv_len
@@ -334,7 +372,7 @@ class DeviceStep:
         inputs = build_decode_inputs(
             slots, lengths, tables.last_token, page_table, width, page, bound
         )
-        tokens = DecodeTokens(
+        return DecodeTokens(
             slots=slots,
             page_table=inputs.page_table,
             start=inputs.start,
@@ -344,33 +382,6 @@ class DeviceStep:
             last_token=inputs.last_token,
             positions=inputs.positions,
             next_positions=inputs.next_positions,
-        )
-        return tokens, self._draft_attention(tokens, buffers)
-
-    def _propose(
-        self,
-        slots: Tensor,
-        tokens: DecodeTokens,
-        attention: PlannedAttention | None,
-        shape: StepShape,
-        host: HostTokens | None = None,
-    ) -> Draft:
-        if shape.num_verify_tokens == 1:
-            return Draft(slots.new_empty(slots.shape[0], 0))
-        return self.algorithm.propose(
-            ProposeInput(
-                slots=slots,
-                start=tokens.start,
-                positions=tokens.positions,
-                num_verify_tokens=shape.num_verify_tokens,
-                last_token=tokens.last_token,
-                history=self.tables.history,
-                sample=partial(self._sample_draft, slots, shape.flags),
-                attention=attention,
-                host=host,
-                dummy=self._shows_dummy,
-                greedy=not shape.flags.sampled,
-            )
         )
 
     def _sample_draft(
@@ -390,76 +401,6 @@ class DeviceStep:
             logits.float() / temperature, params.key[:, None], positions, token_ids
         )
         return torch.where(params.temperature[:, None] > 0, sampled, logits.argmax(-1))
-
-    def _verify(
-        self,
-        tokens: DecodeTokens,
-        attention: PlannedAttention | None,
-        shape: StepShape,
-        draft: Draft,
-        buffers: StepBuffers | None,
-    ) -> VerifyPass:
-        """`attention`: planned in this step already; None: `observe` runs after it, and plans."""
-        self._mark(PhaseBoundary.PROPOSED)
-        tree = None if draft.parents is None else Tree.from_parents(draft.parents)
-        draft_depth = None if tree is None else tree.depth[:, 1:]
-        vocab, limits = self.model.config.vocab_size, self.tables.max_drafts
-        ids, candidates = build_verify_inputs(
-            tokens.last_token, draft.tokens, tokens.slots, limits, draft_depth, vocab
-        )
-        batch = tokens.attention(tokens.q_len)
-        positions, next_positions = tokens.positions, tokens.next_positions
-        if tree is not None:
-            batch = replace(batch, tree=tree.ancestors)
-            positions = (tokens.start.unsqueeze(1) + tree.depth).flatten()
-            next_positions = positions + 1
-        context = self.attention.context(batch, buffers)
-        if shape.drafts is not None:
-            shape.drafts.start(candidates, tree)
-        hidden_states, aux = self.forward(ids.flatten(), positions, context)
-        return VerifyPass(
-            tokens=tokens,
-            attention=attention,
-            tree=tree,
-            ids=ids,
-            candidates=candidates,
-            positions=next_positions.view(-1, shape.num_verify_tokens),
-            hidden_states=hidden_states,
-            aux_hidden_states=aux,
-        )
-
-    def commit(
-        self, verified: VerifyPass, sampled: Tensor, buffers: StepBuffers | None
-    ) -> DecodeOutput:
-        """Accepts drafts, advances the slots, and prepares `observe`. sampled: [B, W] int64."""
-        tokens, tree, ids = verified.tokens, verified.tree, verified.ids
-        hidden_states, aux = verified.hidden_states, verified.aux_hidden_states
-        candidates, slots, width = verified.candidates, tokens.slots, tokens.q_len
-        num_committed = path = None
-        if tree is not None:
-            path, num_committed = tree.accept(candidates, sampled)
-            index = self._compact_tree(path, tokens)
-            ids, sampled = ids.gather(1, path), sampled.gather(1, path)
-            hidden_states, aux = hidden_states[index], None if aux is None else aux[index]
-        elif self.simulate is not None:
-            num_committed = self.simulate.num_committed(slots, width)
-        num_committed, committed = self.tables.commit(
-            candidates, sampled, slots, tokens.start, num_committed
-        )
-        self.attention.pools.commit(slots, num_committed)
-        if width == 1 and self.deferred is not None:
-            self.deferred.keep(slots, tokens.positions, hidden_states, aux)
-            return DecodeOutput(sampled, num_committed, None, path)
-        if not self.algorithm.observes:
-            return DecodeOutput(sampled, num_committed, None, path)
-
-        out = TargetOutput(ids.flatten(), hidden_states, aux, committed.flatten(), num_committed)
-
-        def observe() -> ObserveInput:
-            own = verified.attention or self._draft_attention(tokens, buffers)
-            return self._observe_input(Phase.VERIFY, tokens, out, own)
-
-        return DecodeOutput(sampled, num_committed, observe, path)
 
     def _compact_tree(self, path: Tensor, tokens: DecodeTokens) -> Tensor:
         """Moves K/V of a tree's accepted path to the KV slots that a chain would have used.
@@ -558,7 +499,7 @@ class DeviceStep:
             counts: [B] int32: prompt tokens after the committed ones, 1 to W.
         """
         tables, width = self.tables, shape.num_verify_tokens
-        tokens, _ = self._decode_tokens(slots, shape, None)
+        tokens = self._decode_tokens(slots, shape)
         at = tokens.positions.view(-1, width).long()
         # After the prompt, the history holds arbitrary values of the slot's last request: id 0.
         padding = torch.arange(width, device=slots.device) >= counts.unsqueeze(1)

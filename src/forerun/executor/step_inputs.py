@@ -176,11 +176,20 @@ class SampledTokens:
 
 
 @dataclass(frozen=True)
+class DecodeInput:
+    """A decode step that has begun."""
+
+    tokens: DecodeTokens
+    shape: StepShape
+    buffers: StepBuffers | None  # of attention backends that plan on the host
+    attention: PlannedAttention | None  # of the draft; None: none, or `observe` plans it
+
+
+@dataclass(frozen=True)
 class VerifyPass:
     """The target's forward of a decode step, before its tokens are sampled."""
 
-    tokens: DecodeTokens
-    attention: PlannedAttention | None  # of the draft; None: `observe` plans it
+    given: DecodeInput
     tree: Tree | None  # None: a chain
     ids: Tensor  # [B, W] int64
     candidates: Tensor  # [B, K] int64: the drafts that may be accepted, else -1
@@ -191,7 +200,7 @@ class VerifyPass:
     @property
     def to_sample(self) -> SampleInput:
         path = DraftPath(self.ids, None if self.tree is None else self.tree.ancestors)
-        return SampleInput(self.hidden_states, self.positions, self.tokens.slots, path)
+        return SampleInput(self.hidden_states, self.positions, self.given.tokens.slots, path)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class EagerSteps:
         if caps.needs_host_tokens and batch.host is None:  # measuring step costs
             return self.step.empty_draft(slots, width)
         buffers = self._prepared(len(batch.slots), width, batch.lengths)
-        return self.step.propose(slots, batch.shape, batch.host, buffers)
+        return self.step.propose(self.step.begin(slots, batch.shape, buffers), batch.host)
 
     def observe_deferred(self, batch: DeferredBatch) -> None:
         tables = self.step.tables
