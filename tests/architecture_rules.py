@@ -68,15 +68,15 @@ HOST_SYNCS = (
 # Functions of step code that wait for the device or read from it, and why they may.
 HOST_READS = {
     "executor/device_executor.py:PendingDeviceStep._read": "fetches a step's tokens, a step later",
-    "executor/step_clock.py:StepClock.wait": "called by `result`",
-    "executor/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
-    "executor/step_timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
-    "executor/step_costs.py:_wait": "measures step costs at start",
+    "executor/step/clock.py:StepClock.wait": "called by `result`",
+    "executor/step/logprob_results.py:read_logprobs": "called by `result`; its copies have arrived",
+    "executor/step/timing.py:StepTimer.unix": "called by `result`; its copy has arrived",
+    "executor/step/costs.py:_wait": "measures step costs at start",
     "executor/agreement.py:Agreement._largest": "ranks agree at start",
     "layers/torch_communicator.py:TorchCommunicator._exchange_buffers": "at start",
     "executor/memory.py:_reserved": "measures memory at start",
-    "executor/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
-    "executor/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
+    "executor/step/grammar_masks.py:DraftCopy.wait": "grammars need the drafts; during the forward",
+    "executor/graphs/piecewise.py:_is_host_bound.seconds": "measures prefills at start",
     "kernels/cpu/gemm.py:smallest_format": "looks at weights when they are packed",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count

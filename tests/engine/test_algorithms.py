@@ -13,7 +13,7 @@ import torch
 
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.executor.safe_algorithm import SafeAlgorithm
+from forerun.executor.step.safe_algorithm import SafeAlgorithm
 from forerun.speculative.base import Draft, ProposeInput
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import DRAFTS, Faulty, Oracle, Toy, register_toys

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from forerun import LLM
-from forerun.executor import cpu_graphs
-from forerun.executor.cpu_graphs import CpuGraphSteps
-from forerun.executor.steps import EagerSteps
+from forerun.executor.graphs import cpu as cpu_graphs
+from forerun.executor.graphs.cpu import CpuGraphSteps
+from forerun.executor.graphs.steps import EagerSteps
 from forerun.kernels.cpu import library
 
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 
 from forerun import LLM
 from forerun.executor.device_executor import DeviceExecutor, device_step
-from forerun.executor.steps import DeferredBatch, EagerSteps
+from forerun.executor.graphs.steps import DeferredBatch, EagerSteps
 from forerun.speculative import registry
 from forerun.speculative.base import Draft, ProposeInput
 from tests.engine.test_algorithms import GREEDY, PROMPTS

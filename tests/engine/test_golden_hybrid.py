@@ -20,7 +20,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.core.request import Request
-from forerun.executor.cpu_graphs import CpuGraphSteps
+from forerun.executor.graphs.cpu import CpuGraphSteps
 from forerun.kernels.cpu import library
 from forerun_train.accept import matches
 from forerun_train.draft import block_guesses

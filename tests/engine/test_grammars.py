@@ -20,10 +20,10 @@ from forerun.core.errors import RequestError
 from forerun.core.grammar import Grammar
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
-from forerun.executor import grammar_masks, token_sampler
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.grammar_masks import DraftCopy
 from forerun.executor.ranks.executor import RanksExecutor
+from forerun.executor.step import grammar_masks, token_sampler
+from forerun.executor.step.grammar_masks import DraftCopy
 from forerun.grammar import state as state_module
 from forerun.grammar.state import GrammarState
 from forerun.llm.bundled import bundled

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.executor.step_clock import StepClock
+from forerun.executor.step.clock import StepClock
 from tests.golden_engine import golden_llm
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.request import Request
-from forerun.executor import token_sampler
-from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillTokens
-from forerun.executor.steps import DecodeBatch, DeferredBatch
+from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch
+from forerun.executor.step import token_sampler
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import DecodeOutput, PrefillTokens
 from tests.engine_runs import run_together
 from tests.golden_engine import CASES, GOLDEN, golden_llm
 from tests.stand_in_graphs import StandInRecorder

@@ -17,9 +17,9 @@ from torch import Tensor
 from forerun import LLM
 from forerun.attention.base import Mask
 from forerun.executor.device_executor import device_step
+from forerun.executor.graphs.steps import EagerSteps
 from forerun.executor.memory import profiling_plans
-from forerun.executor.step_inputs import PrefillBatch, PrefillTokens, StepShape
-from forerun.executor.steps import EagerSteps
+from forerun.executor.step.inputs import PrefillBatch, PrefillTokens, StepShape
 from forerun.speculative import registry
 from forerun.speculative.base import (
     Draft,

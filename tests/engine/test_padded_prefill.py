@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.step_inputs import PrefillBatch, PrefillTokens, StepShape
-from forerun.executor.steps import EagerSteps
+from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.steps import EagerSteps
+from forerun.executor.step.inputs import PrefillBatch, PrefillTokens, StepShape
 from tests.golden_engine import CASES, golden_llm
 
 BUCKET = 64

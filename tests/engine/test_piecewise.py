@@ -11,12 +11,12 @@ import torch
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
-from forerun.executor import piecewise
 from forerun.executor.device_executor import DeviceExecutor, device_step
-from forerun.executor.piecewise import PiecewisePrefill, token_buckets
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import PrefillBatch, PrefillTokens
-from forerun.executor.steps import EagerSteps
+from forerun.executor.graphs import piecewise
+from forerun.executor.graphs.piecewise import PiecewisePrefill, token_buckets
+from forerun.executor.graphs.steps import EagerSteps
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import PrefillBatch, PrefillTokens
 from forerun.models import registry
 from tests.engine.test_support import folders_of, small
 from tests.golden_engine import CASES, golden_llm, poison_on_release

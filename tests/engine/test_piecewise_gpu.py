@@ -15,8 +15,8 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.engine.engine import Engine
 from forerun.executor import build, memory
+from forerun.executor.graphs.piecewise import CudaGraphRecorder, PiecewiseForward, PiecewisePrefill
 from forerun.executor.memory import RESERVED_BYTES, ProfilingRun
-from forerun.executor.piecewise import CudaGraphRecorder, PiecewiseForward, PiecewisePrefill
 from tests.engine.test_support import folders_of, small
 from tests.golden_engine import CASES, golden_llm, poison_on_release
 from tests.toy_algorithms import register_toys

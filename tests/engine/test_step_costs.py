@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forerun.executor.step_costs import CAPTURED, EAGER, MeasurementBudget, shortest
+from forerun.executor.step.costs import CAPTURED, EAGER, MeasurementBudget, shortest
 
 
 def steps(*seconds: float) -> Iterator[float]:

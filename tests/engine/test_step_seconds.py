@@ -6,7 +6,8 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.engine import engine as engine_module
-from forerun.executor import step_clock, step_costs
+from forerun.executor.step import clock as step_clock
+from forerun.executor.step import costs as step_costs
 from tests.golden_engine import CASES, golden_llm
 
 

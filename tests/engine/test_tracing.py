@@ -14,8 +14,8 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.engine import tracing
-from forerun.executor import step_timing as phases
-from forerun.executor.step_timing import WINDOW, ClockOffset, PhaseBoundary, StepTimer
+from forerun.executor.step import timing as phases
+from forerun.executor.step.timing import WINDOW, ClockOffset, PhaseBoundary, StepTimer
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import register_toys
 

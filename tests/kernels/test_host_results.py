@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.executor.host_results import RING, HostResults
-from forerun.executor.step_inputs import DecodeOutput
+from forerun.executor.graphs.host_results import RING, HostResults
+from forerun.executor.step.inputs import DecodeOutput
 from forerun.kernels.speculation.host_results import store_results, store_results_ref
 
 

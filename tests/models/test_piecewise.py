@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forerun.attention.base import AttentionContext
-from forerun.executor.piecewise import AttentionOutputs, CudaGraphRecorder, PiecewiseForward
+from forerun.executor.graphs.piecewise import AttentionOutputs, CudaGraphRecorder, PiecewiseForward
 from forerun.models.base import CausalLM
 from forerun.models.loader import load_target
 from tests.models.support import CPU, FAMILIES, Loop, family, save

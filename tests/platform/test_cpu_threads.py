@@ -11,7 +11,7 @@ import torch
 
 from forerun.doctor.command import survey_machine
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.steps import DecodeBatch
+from forerun.executor.graphs.steps import DecodeBatch
 from forerun.platform import cpu_threads
 from forerun.platform.cpu_threads import SMALL_WEIGHTS, CpuThreads, intra_op_threads
 from tests.golden_engine import CASES, golden_llm

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 from forerun.attention.base import AttentionContext
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
-from forerun.executor.step_inputs import StepShape
+from forerun.executor.step.inputs import StepShape
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu.gemm import PackedWeight
 from forerun.kernels.gemm import gemm as own_kernels

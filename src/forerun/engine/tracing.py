@@ -6,7 +6,7 @@
     └── decode                                  each step without
 
 Start and end times are explicit, and those of phases come from the device
-(`executor/step_timing.py`), so spans are correct although the host runs a step ahead. OpenTelemetry
+(`executor/step/timing.py`), so spans are correct although the host runs a step ahead. OpenTelemetry
 is imported only here, and only if `enable_trace` is set.
 """
 

@@ -16,10 +16,11 @@ from forerun.core.errors import ConfigError
 from forerun.core.executor import ExecutorInfo
 from forerun.executor.agreement import Agreement
 from forerun.executor.attention_setup import AttentionSetup
-from forerun.executor.cpu_graphs import CpuGraphSteps
-from forerun.executor.cuda_graphs import CudaGraphSteps
-from forerun.executor.deferred_observe import DeferredObserve
 from forerun.executor.device_executor import DeviceExecutor
+from forerun.executor.graphs.cpu import CpuGraphSteps
+from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.graphs.piecewise import DEFAULT_MAX_TOKENS, host_bound_buckets, token_buckets
+from forerun.executor.graphs.steps import EagerSteps, StepExecutor
 from forerun.executor.memory import (
     KVBudget,
     KVDemand,
@@ -28,13 +29,12 @@ from forerun.executor.memory import (
     kv_budget,
     profile_run,
 )
-from forerun.executor.piecewise import DEFAULT_MAX_TOKENS, host_bound_buckets, token_buckets
 from forerun.executor.resolve import Settings, resolve
-from forerun.executor.slot_tables import SlotTables
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_costs import measure_step_costs
-from forerun.executor.step_timing import StepTimer
-from forerun.executor.steps import EagerSteps, StepExecutor
+from forerun.executor.step.costs import measure_step_costs
+from forerun.executor.step.deferred_observe import DeferredObserve
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.slot_tables import SlotTables
+from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import CompileOptions, GrammarCompiler
 from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.vocabulary import VocabularySource

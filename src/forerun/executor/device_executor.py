@@ -25,14 +25,14 @@ from forerun.core.plan import (
     StepResult,
 )
 from forerun.core.tokens import INVALID_TOKEN
-from forerun.executor.grammar_masks import GrammarBatch
-from forerun.executor.logprob_results import LogprobCopy, StepLogprobs
-from forerun.executor.slot_tables import ANY_SAMPLING
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_clock import StepClock
-from forerun.executor.step_inputs import PrefillBatch, PrefillLogprobs
-from forerun.executor.step_timing import StepTimer
-from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
+from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps, StepExecutor
+from forerun.executor.step.clock import StepClock
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.grammar_masks import GrammarBatch
+from forerun.executor.step.inputs import PrefillBatch, PrefillLogprobs
+from forerun.executor.step.logprob_results import LogprobCopy, StepLogprobs
+from forerun.executor.step.slot_tables import ANY_SAMPLING
+from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import GrammarCompiler
 from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.state import GrammarState

@@ -22,9 +22,9 @@ from forerun.core.plan import (
     SlotSampling,
     StepPlan,
 )
-from forerun.executor.cuda_graphs import CudaGraphSteps
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.step_inputs import dummy_chunks
+from forerun.executor.graphs.cuda import CudaGraphSteps
+from forerun.executor.step.inputs import dummy_chunks
 from forerun.kernels.gemm.dispatch import LARGE_M
 from forerun.kvcache.layouts import ModelLayout
 from forerun.platform.device import memory

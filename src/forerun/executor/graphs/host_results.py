@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forerun.executor.step_inputs import DecodeOutput
+from forerun.executor.step.inputs import DecodeOutput
 from forerun.kernels.speculation.host_results import store_results
 
 RING = 4  # steps whose tokens are kept; more than are in flight (`Limits.overlap_depth` + 1)

@@ -20,11 +20,9 @@ from torch import Tensor
 from forerun.attention.base import AttentionContext
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.plan import PrefillChunk, SnapshotCopy, TrackedState
-from forerun.executor.deferred_observe import DeferredObserve
-from forerun.executor.grammar_masks import DraftCopy
-from forerun.executor.safe_algorithm import SafeAlgorithm
-from forerun.executor.slot_tables import SlotTables
-from forerun.executor.step_inputs import (
+from forerun.executor.step.deferred_observe import DeferredObserve
+from forerun.executor.step.grammar_masks import DraftCopy
+from forerun.executor.step.inputs import (
     DecodeInput,
     DecodeOutput,
     DecodeTokens,
@@ -41,8 +39,10 @@ from forerun.executor.step_inputs import (
     VerifyPass,
     slots_and_positions,
 )
-from forerun.executor.step_timing import PhaseBoundary, StepTimer
-from forerun.executor.token_sampler import TokenSampler
+from forerun.executor.step.safe_algorithm import SafeAlgorithm
+from forerun.executor.step.slot_tables import SlotTables
+from forerun.executor.step.timing import PhaseBoundary, StepTimer
+from forerun.executor.step.token_sampler import TokenSampler
 from forerun.kernels.speculation.decode_inputs import build_decode_inputs
 from forerun.kernels.speculation.tree import Tree
 from forerun.kernels.speculation.verify_inputs import build_verify_inputs

@@ -14,9 +14,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
-from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu.graph import CpuGraph, NotRecordable
 from forerun.kernels.runtime.jit import use_triton

@@ -42,8 +42,8 @@ from forerun.attention.base import (
     RopeInput,
 )
 from forerun.core.errors import InternalError
-from forerun.executor.step import DeviceStep, TargetForward
-from forerun.executor.step_inputs import PrefillBatch, dummy_chunks
+from forerun.executor.step.device_step import DeviceStep, TargetForward
+from forerun.executor.step.inputs import PrefillBatch, dummy_chunks
 from forerun.sampling.sampler import GREEDY
 
 DEFAULT_MAX_TOKENS = 2048

@@ -14,7 +14,7 @@ from forerun.attention.base import AttentionBackend, AttentionBatch, AttentionCo
 from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk, SlotLogprobs
-from forerun.executor.grammar_masks import DraftCopy, GrammarBatch
+from forerun.executor.step.grammar_masks import DraftCopy, GrammarBatch
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.kernels.speculation.tree import Tree

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from forerun.executor.slot_tables import SlotTables
-from forerun.executor.step_inputs import SampledTokens, SampleInput, StepShape
+from forerun.executor.step.inputs import SampledTokens, SampleInput, StepShape
+from forerun.executor.step.slot_tables import SlotTables
 from forerun.kernels.sampling.bitmask import mask_tokens
 from forerun.kernels.sampling.penalties import penalize
 from forerun.models.base import CausalLM

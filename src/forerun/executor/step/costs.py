@@ -10,7 +10,7 @@ import torch
 
 from forerun.attention.base import HostBatch
 from forerun.executor.device_executor import DeviceExecutor
-from forerun.executor.steps import DecodeBatch
+from forerun.executor.graphs.steps import DecodeBatch
 from forerun.sampling.sampler import SamplingFlags
 
 

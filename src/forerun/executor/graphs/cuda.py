@@ -3,7 +3,7 @@
 A graph is captured per batch bucket and W, greedy and sampled separately (`captured_flags`). A
 batch takes the smallest bucket that holds it and is filled up with the padding slot. An algorithm
 whose drafts have no fixed shape proposes and observes eagerly, before and after a captured verify
-pass. Batches that do more with the logits than sampling replay two parts (`split_steps.py`).
+pass. Batches that do more with the logits than sampling replay two parts (`split.py`).
 
 A short prompt of a single request is captured too, padded to a bucket of tokens: launching its
 kernels one by one takes the host longer than the GPU needs to run them. Other prefills may be
@@ -28,16 +28,17 @@ from forerun.attention.model_attention import StepBuffers
 from forerun.core.errors import AlgorithmError, ConfigError
 from forerun.core.logprobs import LogprobParams
 from forerun.core.plan import PrefillChunk
-from forerun.executor.host_results import HostResults
-from forerun.executor.piecewise import (
+from forerun.executor.graphs.host_results import HostResults
+from forerun.executor.graphs.piecewise import (
     WARM_UPS,
     CudaGraphRecorder,
     GraphRecorder,
     PiecewisePrefill,
 )
-from forerun.executor.split_steps import SplitStep, capture_split
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import (
+from forerun.executor.graphs.split import SplitStep, capture_split
+from forerun.executor.graphs.steps import DecodeBatch, DeferredBatch, EagerSteps
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.inputs import (
     DecodeOutput,
     PrefillBatch,
     PrefillOutput,
@@ -45,7 +46,6 @@ from forerun.executor.step_inputs import (
     SampleInput,
     StepShape,
 )
-from forerun.executor.steps import DecodeBatch, DeferredBatch, EagerSteps
 from forerun.grammar.bitmask import num_words
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
@@ -358,7 +358,7 @@ class CudaGraphSteps:
         return DecodeOutput(*tokens)
 
     def _decode_split(self, batch: DecodeBatch) -> DecodeOutput:
-        """A step that does more with the logits than sampling (`split_steps.py`)."""
+        """A step that does more with the logits than sampling (`split.py`)."""
         slots, width = self._padded(batch.slots), batch.num_verify_tokens
         key = len(slots), width
         if len(batch.slots) <= self.sizes[-1] and key not in self._split:

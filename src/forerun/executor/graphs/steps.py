@@ -1,6 +1,6 @@
 """Step executors: the interface that runs decode steps and prompt chunks, and the eager one.
 
-`cuda_graphs.py` replays captured steps on a GPU, `cpu_graphs.py` recorded ones on a CPU.
+`cuda.py` replays captured steps on a GPU, `cpu.py` recorded ones on a CPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from forerun.attention.base import HostBatch
 from forerun.attention.model_attention import StepBuffers
-from forerun.executor.grammar_masks import GrammarBatch
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.grammar_masks import GrammarBatch
+from forerun.executor.step.inputs import DecodeOutput, PrefillBatch, PrefillTokens, StepShape
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import Draft, HostTokens

@@ -7,7 +7,7 @@ and the commit, and differ from batch to batch. So batches that need them replay
 
 The first one also copies the drafts to the host, which walks the grammars during the forward.
 
-All other batches keep the whole step as one graph (`cuda_graphs.py`). A shape (batch bucket, W) is
+All other batches keep the whole step as one graph (`cuda.py`). A shape (batch bucket, W) is
 captured when it is first used: most servers need few of them.
 """
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from forerun.attention.model_attention import StepBuffers
-from forerun.executor.grammar_masks import DraftCopy
-from forerun.executor.piecewise import WARM_UPS, GraphRecorder
-from forerun.executor.step import DeviceStep
-from forerun.executor.step_inputs import (
+from forerun.executor.graphs.piecewise import WARM_UPS, GraphRecorder
+from forerun.executor.step.device_step import DeviceStep
+from forerun.executor.step.grammar_masks import DraftCopy
+from forerun.executor.step.inputs import (
     DecodeOutput,
     SampledTokens,
     SampleInput,

@@ -1,0 +1,1 @@
+"""What runs steps: eagerly, or captured as graphs."""

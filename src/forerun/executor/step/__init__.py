@@ -1,0 +1,1 @@
+"""The device side of a step, and what it works on."""
