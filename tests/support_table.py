@@ -348,7 +348,7 @@ def names_of(platform: Platform, needs: Mapping[Any, Any]) -> list[str]:
 LEGEND = """# Support
 
 Written by `python -m tests.support_table`; a test holds it to the code and to the recorded results.
-[backends.md](backends.md) has the attention backends.
+[The backends](add-an-attention-backend.md) has the attention backends.
 
 A row is a model and an algorithm, with drafts of real sizes: NEXTN and EAGLE with an MTP layer in
 the checkpoint, the others with a dense draft. A cell says how a backend was tested, then the phases
@@ -362,7 +362,7 @@ table; without phases the cell is refused for this reason.
 | CPU | on a CPU |
 | stand-in | on a CPU, over a stand-in of the package's calls (signatures as recorded) |
 | compiled | not yet: the kernels run in Triton's interpreter and are compiled ahead for this GPU |
-| not run | not together: the backend says that it serves them, and has [tests](backends.md) |
+| not run | not together: the backend says that it serves them, and has [tests](add-an-attention-backend.md) |
 """
 
 

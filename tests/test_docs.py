@@ -19,15 +19,35 @@ from forerun.speculative import registry
 from forerun.speculative.registry import BUILT_IN, Registry
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/README.md")]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [
+    path
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "benchmarks/results/*.md",
+        "*/README.md",
+        "examples/*/README.md",
+    )
+    for path in ROOT.glob(pattern)
+]
+README, DESIGN, REFERENCE = (
+    (ROOT / path).read_text(encoding="utf-8")
+    for path in ("README.md", "docs/design.md", "docs/reference.md")
+)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def listed(first_word: str) -> list[str]:
-    """The words of the README's lists in backticks that begin with `first_word`."""
-    paragraph = README[README.index(f"{first_word}: `") :].partition("\n\n")[0]
+    """The words of the reference's lists in backticks that begin with `first_word`."""
+    paragraph = REFERENCE[REFERENCE.index(f"{first_word}: `") :].partition("\n\n")[0]
     return [word for span in re.findall(r"`(.*?)`", paragraph, re.DOTALL) for word in span.split()]
+
+
+def test_what_is_read_first_is_short() -> None:
+    """README and design together take a quarter of an hour."""
+    assert len(README.encode()) <= 9000
+    assert DESIGN.count("\n") <= 250
+    assert len(README.split()) + len(DESIGN.split()) <= 3500
 
 
 def flags_of(command: str) -> set[str]:
@@ -39,17 +59,17 @@ def flags_of(command: str) -> set[str]:
     return set(walk(typer.main.get_command(build_app(command))))
 
 
-def test_the_readme_lists_every_engine_flag() -> None:
+def test_the_reference_lists_every_engine_flag() -> None:
     spelled = {f"--no-{f.spelling[2:]}" if f.is_on else f.spelling for f in engine_flags()}
     assert sorted(listed("Flags")) == sorted(spelled)
 
 
-def test_the_readme_lists_every_sampling_parameter() -> None:
+def test_the_reference_lists_every_sampling_parameter() -> None:
     names = listed("Sampling parameters")
     assert sorted(names) == sorted(spec.name for spec in fields(SamplingParams))
 
 
-def test_the_readme_lists_the_keys_of_meta_info() -> None:
+def test_the_reference_lists_the_keys_of_meta_info() -> None:
     request = Request("r", (1,), SamplingParams(), seed=0, stop_ids=frozenset())
     assert sorted(listed("`meta_info`")) == sorted(["meta_info", *meta_info(request)])
 
@@ -66,12 +86,12 @@ def test_flags_in_commands_exist(page: Path) -> None:
             assert not unknown - plugins, f"forerun {command}{rest}"
 
 
-def test_errors_in_the_readme_are_what_is_printed(
+def test_errors_in_the_reference_are_what_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without the algorithms that other tests have registered.
     monkeypatch.setattr(registry, "_registry", lambda: Registry(BUILT_IN, ()))
-    (block,) = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    (block,) = re.findall(r"```console\n(.*?)```", REFERENCE, re.DOTALL)
     for part in block.removeprefix("$ forerun ").split("$ forerun "):
         line, _, printed = part.partition("\n")
         assert run(line.split()) == 2

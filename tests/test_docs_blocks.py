@@ -22,7 +22,7 @@ from tests.cli.support import needs_pair
 from tests.server.support import LiveServer
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?P<kind>python|bash|sh)(?P<name>[^\n]*)\n"
     r"(?P<text>.*?)^```$",

@@ -279,7 +279,11 @@ class SpeculativeAlgorithm(ABC):
         """Loads weights and allocates buffers. Called once."""
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
-        """Allocates the per-request tensors; their first dimension is `ctx.slots`."""
+        """Allocates the per-request tensors; their first dimension is `ctx.slots`.
+
+        In SGLang, a future map passes sampled tokens on from one overlapped batch to the next; here
+        those stay in the engine's slot tables, and this is what the algorithm keeps beside them.
+        """
         return SlotState()
 
     def supports_target_verify_for_draft(self) -> bool:
@@ -288,6 +292,8 @@ class SpeculativeAlgorithm(ABC):
         True: shapes depend on (B, W) only, and neither method reads the device on the host or
         makes tensors from host values; the whole step is then one graph. False: both run eagerly,
         before and after the captured verify pass.
+
+        In SGLang it says whether the draft model itself runs in the mode of a target verify pass.
         """
         return False
 

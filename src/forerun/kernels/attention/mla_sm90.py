@@ -14,7 +14,7 @@ chunks and multicasts them to both. Otherwise a CTA reads 72 KB in about 2,200 c
 the L2 cache delivers when all SMs read at once.
 
 Triton's warpgroups cannot compute different blocks, and it has no multicast.
-docs/kernels-lab-notes.md has the measurements.
+benchmarks/results/2026-11-kernels.md has the measurements.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ for the preceding kernel (PDL): the pipeline is full of W when x is ready.
 
 If M is larger than a tile, two CTAs along M can form a cluster: each loads half of the W tile and
 multicasts it to both. Triton 3.6 has neither multicast TMA on Hopper nor the control over the
-epilogue that the rest of the gain comes from (docs/kernels-lab-notes.md).
+epilogue that the rest of the gain comes from (benchmarks/results/2026-11-kernels.md).
 
 With SiLU-mul, half of a tile's W rows are gate and half are up, so that both accumulators of a
 pair are in the same thread.

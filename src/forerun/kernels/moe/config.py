@@ -57,7 +57,7 @@ class Sm90MoeConfig:
     dynamic: bool = False  # CTAs claim work tiles one by one instead of taking fixed ones
 
 
-# The fastest of those in docs/kernels-lab-notes.md: up to 4 tokens, and for more.
+# The fastest of those in benchmarks/results/2026-11-kernels.md: up to 4 tokens, and for more.
 SM90_FEW_TOKENS = Sm90MoeConfig(block_k=128, num_stages=6, ctas_per_sm=1)
 SM90_MAX_FEW_TOKENS = 4
 SM90_DECODE = Sm90MoeConfig(block_k=64, num_stages=10, ctas_per_sm=2, dynamic=True)
@@ -77,7 +77,7 @@ class Sm90Mxfp4Config:
     num_stages: int  # of the SMEM pipeline
 
 
-# The fastest of those in docs/kernels-lab-notes.md: up to 8 tokens, and for more.
+# The fastest of those in benchmarks/results/2026-11-kernels.md: up to 8 tokens, and for more.
 SM90_MXFP4_FEW_TOKENS = Sm90Mxfp4Config(block_m=8, block_n=96, num_stages=4)
 SM90_MXFP4_FEW_TOKENS_NARROW = Sm90Mxfp4Config(block_m=8, block_n=64, num_stages=6)
 SM90_MXFP4_DECODE = Sm90Mxfp4Config(block_m=DECODE_BLOCK_M, block_n=64, num_stages=5)
