@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
     monkeypatch.setattr(nvrtc, "load_kernel", loading)
-    gemm_sm90._load_kernel.cache_clear()
+    cast(Any, gemm_sm90._load_kernel).cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("forerun.kernels"):
             for value in list(vars(module).values()):

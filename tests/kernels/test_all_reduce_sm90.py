@@ -120,7 +120,7 @@ class Group:
         parts, is_float = x.shape[0] if x.dim() == 3 else 1, x.dtype == torch.float32
         for rank, ranks in enumerate([len(self.peers)] * len(self.peers)):
             variant = Variant(x.shape[-1], ranks, rank, parts, is_float, norm)
-            all_reduce_sm90._load_kernel(variant, x.device)
+            all_reduce_sm90._load_kernel(x.device, variant)
 
 
 @pytest.mark.gpu
@@ -166,7 +166,7 @@ def test_exchanges(ranks: int, device: torch.device) -> None:
     group, random = Group(ranks, device), torch.Generator(device).manual_seed(ranks)
     for what in exchange_sm90.KINDS:
         for rank in range(ranks):
-            exchange_sm90._load_kernel(what, ranks, rank, device)
+            exchange_sm90._load_kernel(device, what, ranks, rank)
 
     def numbers(*shape: int) -> list[Tensor]:
         limits = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max

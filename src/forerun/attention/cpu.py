@@ -22,8 +22,8 @@ from forerun.attention.base import (
     RopeInput,
 )
 from forerun.attention.capabilities import Capabilities, Mask
-from forerun.attention.paged import PagedBackend, SlotPlan
-from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
+from forerun.attention.paged import PagedBackend, SlotPlan, chunk_kv_slots, step_kv_slots
+from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.cpu import library
 from forerun.kernels.cpu.attention import (
     MAX_GROUP,
@@ -79,18 +79,12 @@ class CpuAttention(PagedBackend):
         return reasons
 
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> CpuPlan:
-        page, start, table = self.pools.page_size, batch.start, batch.page_table
+        page = self.pools.page_size
         if batch.q_len is not None:
-            q_len, total = batch.q_len, batch.q_len * start.shape[0]
-            kv_slots = batch.kv_slots
-            if kv_slots is None:
-                kv_slots = compute_kv_slots(table, start, None, q_len, total, page)
-            return CpuPlan(batch, kv_slots, QueryTokens(q_len, tree=batch.tree))
-        assert batch.ragged is not None
-        counts = [count for _, count in batch.ragged]
-        first = torch.tensor([0, *counts]).cumsum(0)
-        kv_slots = compute_kv_slots(table, start, first.int(), max(counts), sum(counts), page)
-        return CpuPlan(batch, kv_slots, QueryTokens(first=first))
+            tokens = QueryTokens(batch.q_len, tree=batch.tree)
+            return CpuPlan(batch, step_kv_slots(batch, page), tokens)
+        kv_slots, first = chunk_kv_slots(batch, page)
+        return CpuPlan(batch, kv_slots, QueryTokens(first=first.long()))
 
     def rope_write(
         self, plan: Plan, layer: int, qkv: Tensor, norm_rope: QKNormRope, rope: RopeInput

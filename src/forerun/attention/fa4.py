@@ -96,10 +96,6 @@ class Fa4(FlashBackend):
         return CuteFlash(module, num_splits=1 if need.arch == "sm_90" else 0)
 
     @classmethod
-    def why_missing(cls) -> list[str]:
-        return cls.package.why_not()
-
-    @classmethod
     def phases_on(cls, arch: str | None) -> frozenset[Phase]:
         return frozenset({Phase.PREFILL}) if arch == "sm_90" else cls.capabilities.phases
 

@@ -18,7 +18,6 @@ from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import AttentionNeed, LayerMask, Mask
 from forerun.attention.latent import LatentExpand
 from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens, WholeContexts
-from forerun.kvcache.layouts import LatentKV
 
 MAX_HEAD_DIM = 256
 EXPANDED_DIMS = (192, 128)  # of q and K, and of V: its kernel for expanded MLA
@@ -128,9 +127,7 @@ class FlashBackend(LibraryBackend):
 
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, FlashPlan)
-        kind = self.pools.layout.layers[layer]
-        assert isinstance(kind, LatentKV)
-        sizes = [kind.latent_dim, kind.rope_dim]
+        sizes = self.latent_sizes(layer)
         latent, rope = self.pools.latent(layer).unsqueeze(2).split_with_sizes(sizes, -1)
         q_latent, q_rope = _by_request(q, plan).split_with_sizes(sizes, -1)
         return self._run(plan, spec, FlashInput(q_rope, rope, latent, q_latent))

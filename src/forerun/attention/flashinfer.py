@@ -11,7 +11,6 @@ serves prompt chunks on Hopper. (flashinfer.BatchPrefillWithPagedKVCacheWrapper,
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +102,8 @@ class FlashInferPlan(PagedPlan):
 
 class FlashInfer(LibraryBackend):
     name = "flashinfer"
+    package = FLASHINFER
+    module = "flashinfer"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=ARCHS,
@@ -113,15 +114,6 @@ class FlashInfer(LibraryBackend):
         host_lengths=HostLengths.EXACT,
         host_page_table=True,
     )
-
-    @classmethod
-    def why_missing(cls) -> list[str]:
-        return FLASHINFER.why_not()
-
-    @classmethod
-    def load(cls, need: AttentionNeed) -> Any:
-        """The module `flashinfer`."""
-        return importlib.import_module("flashinfer")
 
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)

@@ -6,7 +6,6 @@ part are views of one pool. (flashinfer.mla.BatchMLAPagedAttentionWrapper, 0.6.1
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,7 @@ from forerun.attention.capabilities import AttentionNeed, Capabilities, HostLeng
 from forerun.attention.flashinfer import ARCHS, WORKSPACE_BYTES
 from forerun.attention.host_pages import PageLists
 from forerun.attention.packages import FLASHINFER
-from forerun.attention.paged import LATENT_ROW, LibraryBackend, PagedPlan, PagedTokens
-from forerun.core.errors import InternalError
-from forerun.kvcache.layouts import LatentKV
+from forerun.attention.paged import LATENT_ROW, LatentLibraryBackend, PagedPlan, PagedTokens
 from forerun.kvcache.pools import ModelPools
 
 
@@ -46,8 +43,10 @@ class FlashInferMlaPlan(PagedPlan):
     passes: MlaPasses
 
 
-class FlashInferMla(LibraryBackend):
+class FlashInferMla(LatentLibraryBackend):
     name = "flashinfer_mla"
+    package = FLASHINFER
+    module = "flashinfer.mla"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=ARCHS,
@@ -61,15 +60,6 @@ class FlashInferMla(LibraryBackend):
         host_lengths=HostLengths.EXACT,
         host_page_table=True,
     )
-
-    @classmethod
-    def why_missing(cls) -> list[str]:
-        return FLASHINFER.why_not()
-
-    @classmethod
-    def load(cls, need: AttentionNeed) -> Any:
-        """The module `flashinfer.mla`."""
-        return importlib.import_module("flashinfer.mla")
 
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)
@@ -96,9 +86,6 @@ class FlashInferMla(LibraryBackend):
         assert isinstance(buffers, MlaPasses)
         return FlashInferMlaPlan(tokens, buffers)
 
-    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
-        raise InternalError(f"{self.name} has latent (MLA) attention only.")
-
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, FlashInferMlaPlan)
         passes = plan.passes
@@ -106,9 +93,7 @@ class FlashInferMla(LibraryBackend):
             self._scale = spec.scale
             assert passes.lists is not None
             self._plan(passes, passes.lists)
-        kind = self.pools.layout.layers[layer]
-        assert isinstance(kind, LatentKV)
-        sizes = [kind.latent_dim, kind.rope_dim]
+        sizes = self.latent_sizes(layer)
         latent, rope = self.pools.latent(layer).split_with_sizes(sizes, -1)
         q_latent, q_rope = (part.contiguous() for part in q.split_with_sizes(sizes, -1))
         out = passes.wrappers[spec.mask.mask].run(q_latent, q_rope, latent, rope)

@@ -6,7 +6,6 @@ SGLang (PR 24640): `fa3`, else `triton`.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +15,7 @@ from torch import Tensor
 from forerun.attention.base import AttentionBatch, AttentionSpec, Buffers, Plan
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask, Phase
 from forerun.attention.packages import Package
-from forerun.attention.paged import LATENT_ROW, LibraryBackend, PagedPlan, PagedTokens
-from forerun.core.errors import InternalError
-from forerun.kvcache.layouts import LatentKV
+from forerun.attention.paged import LATENT_ROW, LatentLibraryBackend, PagedPlan, PagedTokens
 from forerun.kvcache.pools import ModelPools
 
 PAGE_SIZE = 64
@@ -34,9 +31,10 @@ class FlashMlaPlan(PagedPlan):
     schedules: dict[bool, Any] = field(default_factory=dict)
 
 
-class FlashMla(LibraryBackend):
+class FlashMla(LatentLibraryBackend):
     name = "flashmla"
     package = Package("flash_mla", "sgl-flash-mla")
+    module = "flash_mla"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=frozenset({"sm_90"}),
@@ -51,13 +49,8 @@ class FlashMla(LibraryBackend):
     )
 
     @classmethod
-    def why_missing(cls) -> list[str]:
-        return cls.package.why_not()
-
-    @classmethod
     def load(cls, need: AttentionNeed) -> Any:
-        """The module `flash_mla`."""
-        module = importlib.import_module("flash_mla")
+        module = super().load(need)
         if not module.has_legacy():  # where those for Hopper are
             raise ImportError("flash_mla was built without its kernels for Hopper")
         return module
@@ -71,13 +64,8 @@ class FlashMla(LibraryBackend):
     def plan(self, batch: AttentionBatch, buffers: Buffers | None = None) -> FlashMlaPlan:
         return FlashMlaPlan(PagedTokens.of(batch, self.pools.page_size))
 
-    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
-        raise InternalError(f"{self.name} has latent (MLA) attention only.")
-
     def attend_latent(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
         assert isinstance(plan, FlashMlaPlan)
-        kind = self.pools.layout.layers[layer]
-        assert isinstance(kind, LatentKV)
         tokens, causal = plan.tokens, spec.mask.mask is Mask.CAUSAL
         self._fence.fill_(0)
         if causal not in plan.schedules:
@@ -87,7 +75,7 @@ class FlashMla(LibraryBackend):
             self.pools.latent(layer).unsqueeze(2),
             tokens.page_table,
             tokens.kv_lens,
-            kind.latent_dim,
+            self.latent_sizes(layer)[0],
             plan.schedules[causal],
             softmax_scale=spec.scale,
             causal=causal,

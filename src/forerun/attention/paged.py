@@ -5,9 +5,9 @@ Nothing is read on the host but the counts of a prefill, which are exact there.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,15 @@ from forerun.attention.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionNeed,
+    AttentionSpec,
     KVNormRope,
     LatentNormRope,
     Plan,
     QKNormRope,
     RopeInput,
 )
-from forerun.core.errors import ConfigError
+from forerun.attention.packages import Package
+from forerun.core.errors import ConfigError, InternalError
 from forerun.kernels.attention.mla_write import write_latent
 from forerun.kernels.attention.paged_kv import compute_kv_slots, write_kv
 from forerun.kernels.elementwise.latent_norm_rope import latent_norm_rope_write
@@ -31,10 +33,31 @@ from forerun.kernels.elementwise.qk_norm_rope import (
     kv_norm_rope_write,
     qk_norm_rope_write,
 )
+from forerun.kvcache.layouts import LatentKV
 from forerun.kvcache.pools import ModelPools
 from forerun.platform.device import upload
 
 LATENT_ROW = (512, 64)  # Dl, Dr: what the MLA kernels of libraries are compiled for
+
+
+def step_kv_slots(batch: AttentionBatch, page_size: int) -> Tensor:
+    """Returns the KV slots of a batch with `q_len`, [B * q_len] int64."""
+    if batch.kv_slots is not None:
+        return batch.kv_slots
+    assert batch.q_len is not None
+    total = batch.start.shape[0] * batch.q_len
+    return compute_kv_slots(batch.page_table, batch.start, None, batch.q_len, total, page_size)
+
+
+def chunk_kv_slots(batch: AttentionBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Returns the KV slots of a batch with `ragged`, [T] int64, and where each request's tokens
+    begin, [B + 1] int32; both on the device. An upload and a launch.
+    """
+    assert batch.ragged is not None
+    counts, table, start = [count for _, count in batch.ragged], batch.page_table, batch.start
+    ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    first = upload(ends, start.device)
+    return compute_kv_slots(table, start, first, max(counts), sum(counts), page_size), first
 
 
 @dataclass(frozen=True)
@@ -58,18 +81,13 @@ class PagedTokens:
         """Launches one or two small kernels; an upload more in a prefill."""
         start, table = batch.start, batch.page_table
         if batch.q_len is not None:
-            total, kv_slots = start.shape[0] * batch.q_len, batch.kv_slots
-            if kv_slots is None:
-                kv_slots = compute_kv_slots(table, start, None, batch.q_len, total, page_size)
+            kv_slots = step_kv_slots(batch, page_size)
             return cls(kv_slots, start + batch.q_len, table, batch.q_len)
         assert batch.ragged is not None
-        counts = [count for _, count in batch.ragged]
-        ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        first = upload(ends, start.device)
-        kv_slots = compute_kv_slots(table, start, first, max(counts), sum(counts), page_size)
+        kv_slots, first = chunk_kv_slots(batch, page_size)
         # These launches lie between `kv_slots` and its first reader (see pdl.py).
         kv_lens, used = start + first.diff(), table[:, : -(-batch.kv_len_ub // page_size)]
-        return cls(kv_slots, kv_lens, used, max(counts), first)
+        return cls(kv_slots, kv_lens, used, max(count for _, count in batch.ragged), first)
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,12 @@ class PagedBackend(AttentionBackend):
             num_committed,
         )
 
+    def latent_sizes(self, layer: int) -> list[int]:
+        """Returns [Dl, Dr] of the rows of a latent layer."""
+        kind = self.pools.layout.layers[layer]
+        assert isinstance(kind, LatentKV)
+        return [kind.latent_dim, kind.rope_dim]
+
     def write_latent(self, plan: Plan, layer: int, latent: Tensor) -> None:
         assert isinstance(plan, SlotPlan)
         write_latent(latent, plan.kv_slots, self.pools.latent(layer))
@@ -177,6 +201,9 @@ class LibraryBackend(PagedBackend):
     Its kernels read K/V of q's dtype.
     """
 
+    package: ClassVar[Package]
+    module: ClassVar[str]  # to import
+
     @classmethod
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
         reasons = super().why_unfit(need)
@@ -185,14 +212,18 @@ class LibraryBackend(PagedBackend):
         return reasons
 
     @classmethod
-    @abstractmethod
+    def why_missing(cls) -> list[str]:
+        return cls.package.why_not()
+
+    @classmethod
     def load(cls, need: AttentionNeed) -> Any:
-        """The library.
+        """Returns the library; that of `module`, if a backend does not say otherwise.
 
         Raises:
             ImportError, OSError, AttributeError: it does not fit this Python, torch or GPU, or
                 is another version, without the functions that are called.
         """
+        return importlib.import_module(cls.module)
 
     @classmethod
     def why_broken(cls, need: AttentionNeed) -> list[str]:
@@ -211,3 +242,10 @@ class LibraryBackend(PagedBackend):
                 " choose another backend."
             )
         self.library = self.load(need)
+
+
+class LatentLibraryBackend(LibraryBackend):
+    """A library that has latent (MLA) attention only."""
+
+    def attend(self, plan: Plan, layer: int, spec: AttentionSpec, q: Tensor) -> Tensor:
+        raise InternalError(f"{self.name} has latent (MLA) attention only.")

@@ -21,7 +21,13 @@ from forerun.attention.base import (
 )
 from forerun.attention.capabilities import AttentionNeed, Capabilities, Mask
 from forerun.attention.latent import LatentExpand
-from forerun.attention.paged import PagedBackend, SlotPlan, WholeContexts
+from forerun.attention.paged import (
+    PagedBackend,
+    SlotPlan,
+    WholeContexts,
+    chunk_kv_slots,
+    step_kv_slots,
+)
 from forerun.kernels.attention.decode import BLOCK, CAUSAL, TREE, MaskSpec, paged_attention
 from forerun.kernels.attention.mla_absorbed import (
     PagedLatent,
@@ -30,7 +36,7 @@ from forerun.kernels.attention.mla_absorbed import (
     mla_prefill,
 )
 from forerun.kernels.attention.mla_expanded import ExpandedKV, expanded_attention
-from forerun.kernels.attention.paged_kv import PagedKV, compute_kv_slots
+from forerun.kernels.attention.paged_kv import PagedKV
 from forerun.kernels.attention.prefill import prefill_attention
 from forerun.kernels.attention.tile_map import Spans, TileMap, build_tile_map
 from forerun.kernels.attention.tiles import (
@@ -135,20 +141,12 @@ class TritonAttention(PagedBackend):
         """
         page, device = self.pools.page_size, batch.start.device
         if batch.q_len is not None:
-            total, q_len = batch.start.shape[0] * batch.q_len, batch.q_len
-            kv_slots = batch.kv_slots
-            if kv_slots is None:
-                kv_slots = compute_kv_slots(batch.page_table, batch.start, None, q_len, total, page)
+            kv_slots = step_kv_slots(batch, page)
             tree = None if batch.tree is None else batch.tree.flatten()
-            splits = {kind: self._num_splits(batch, q_len, kind) for kind in self._kinds}
+            splits = {kind: self._num_splits(batch, batch.q_len, kind) for kind in self._kinds}
             return TritonPlan(batch, kv_slots, splits, {}, tree)
         assert batch.ragged is not None
-        counts = [count for _, count in batch.ragged]
-        ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        first = upload(ends, device)
-        kv_slots = compute_kv_slots(
-            batch.page_table, batch.start, first, max(counts), sum(counts), page
-        )
+        kv_slots, _ = chunk_kv_slots(batch, page)
         # The upload in `build_tile_map` lies between `kv_slots` and its first reader (see pdl.py).
         tile_maps = {kind: self._tile_map(batch.ragged, device, kind) for kind in self._kinds}
         return TritonPlan(batch, kv_slots, {}, tile_maps)

@@ -10,7 +10,6 @@ that of the last token, for all of them. TRTLLM-gen is causal only.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,8 @@ class TrtllmPlan(PagedPlan):
 
 class TrtllmMha(LibraryBackend):
     name = "trtllm_mha"
+    package = FLASHINFER
+    module = "flashinfer.decode"
     capabilities = Capabilities(
         devices=frozenset({"cuda"}),
         archs=XQA_ARCHS | GEN_ARCHS,
@@ -49,10 +50,6 @@ class TrtllmMha(LibraryBackend):
     )
 
     @classmethod
-    def why_missing(cls) -> list[str]:
-        return FLASHINFER.why_not()
-
-    @classmethod
     def why_unfit(cls, need: AttentionNeed) -> list[str]:
         reasons = super().why_unfit(need)
         if need.arch in GEN_ARCHS:
@@ -63,11 +60,6 @@ class TrtllmMha(LibraryBackend):
         elif need.phase is not Phase.DECODE and any(m.window is not None for m in need.masks):
             reasons.append("XQA's window is the same for all tokens of a step, so W > 1 has none")
         return reasons
-
-    @classmethod
-    def load(cls, need: AttentionNeed) -> Any:
-        """The module `flashinfer.decode`."""
-        return importlib.import_module("flashinfer.decode")
 
     def __init__(self, need: AttentionNeed, pools: ModelPools) -> None:
         super().__init__(need, pools)

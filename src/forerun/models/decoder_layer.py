@@ -16,7 +16,7 @@ from forerun.config.model_config import ModelConfig
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.attention import Attention, ProjectedAttention
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, LinearBase, PendingGemm, QKVLinear, RowLinear
+from forerun.layers.linear import Hidden, LinearBase, Pending, PendingGemm, QKVLinear, RowLinear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.moe import SparseMoE
 from forerun.layers.norm import RMSNorm
@@ -166,6 +166,10 @@ class PreNormDecoderLayer(BuiltDecoderLayer):
         if isinstance(self.mlp, GatedMLP):
             self.post_attention_layernorm.link(self.mlp.gate_up_proj)
 
+    def added(self, output: Pending) -> Hidden:
+        """Returns what attention or MLP add to the residual stream, [T, H]: their output."""
+        return output
+
     def __call__(
         self,
         x: Hidden,
@@ -179,9 +183,8 @@ class PreNormDecoderLayer(BuiltDecoderLayer):
         x, residual = aux.after_attention(self.layer_id, self.self_attn(x, rope, ctx), residual)
         if self.fuses_router and isinstance(self.mlp, SparseMoE):
             return self.mlp.after_norm(x, residual, self.post_attention_layernorm)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x = self.mlp(x)
-        return x, residual
+        x, residual = self.post_attention_layernorm(self.added(x), residual)
+        return self.added(self.mlp(x)), residual
 
 
 class SandwichNormDecoderLayer(BuiltDecoderLayer):

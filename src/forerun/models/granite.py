@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from forerun.attention.base import AttentionContext, AttentionSpec, LayerMask, RopeInput
+from forerun.attention.base import AttentionSpec, LayerMask
 from forerun.config.model_config import ModelConfig
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden
-from forerun.layers.residual import AuxHiddenStates
+from forerun.layers.linear import Pending
 from forerun.models.decoder import DecoderForCausalLM, Scales
 from forerun.models.decoder_layer import SelfAttention
 from forerun.models.llama import LlamaDecoderLayer
@@ -38,21 +37,8 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
         super().__init__(config, layer_id, mask, place)
         self.multiplier = multiplier(config, "residual_multiplier")
 
-    def __call__(
-        self,
-        x: Hidden,
-        residual: Tensor | None,
-        rope: RopeInput,
-        ctx: AttentionContext,
-        aux: AuxHiddenStates,
-    ) -> tuple[Hidden, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        aux.capture(self.layer_id, residual)
-        pending, residual = aux.after_attention(
-            self.layer_id, self.self_attn(x, rope, ctx), residual
-        )
-        x, residual = self.post_attention_layernorm(pending.result() * self.multiplier, residual)
-        return self.mlp(x).result() * self.multiplier, residual
+    def added(self, output: Pending) -> Tensor:
+        return output.result() * self.multiplier
 
 
 class GraniteForCausalLM(DecoderForCausalLM):

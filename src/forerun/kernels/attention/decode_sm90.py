@@ -20,7 +20,6 @@ Splits and partial results are those of `decode.py`, and `combine_splits` adds t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -110,6 +109,4 @@ def launch(args: DecodeArguments) -> None:
     )  # fmt: skip
 
 
-@cache
-def _load_kernel(device: torch.device) -> nvrtc.CudaKernel:
-    return nvrtc.load_kernel(cuda_source(), "decode_sm90_kernel", nvrtc.SM90A, smem_bytes(), device)
+_load_kernel = nvrtc.loader("decode_sm90_kernel", cuda_source, smem_bytes)

@@ -20,10 +20,8 @@ benchmarks/results/2026-11-kernels.md has the measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from forerun.kernels.attention.tiles import SM90_LATENT_PAGE as PAGE
@@ -81,7 +79,7 @@ def launch(args: MlaArguments) -> None:
     q = args.q.contiguous()  # rows (token, head) at one stride
     window = UNLIMITED if args.window is None or args.tree is not None else args.window
     nvrtc.launch(
-        _load_kernel(2 if row_tiles % 2 == 0 else 1, q.device),
+        _load_kernel(q.device, 2 if row_tiles % 2 == 0 else 1),
         num_ctas,
         NUM_THREADS,
         (
@@ -95,7 +93,4 @@ def launch(args: MlaArguments) -> None:
     )  # fmt: skip
 
 
-@cache
-def _load_kernel(cluster_size: int, device: torch.device) -> nvrtc.CudaKernel:
-    source = cuda_source(cluster_size)
-    return nvrtc.load_kernel(source, "mla_sm90_kernel", nvrtc.SM90A, SMEM_BYTES, device)
+_load_kernel = nvrtc.loader("mla_sm90_kernel", cuda_source, SMEM_BYTES)

@@ -26,7 +26,6 @@ A row's result depends on its request alone, not on the others in the batch.
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def launch(
     group, rows = q.shape[1] // heads, box_rows(kv.page_size)
     num_work = tile_map.entries.shape[0] * heads
     nvrtc.launch(
-        _load_kernel(head_dim, q.dtype, device),
+        _load_kernel(device, head_dim, q.dtype),
         min(num_work, gpu_of(device).num_sms),
         NUM_THREADS,
         (
@@ -149,7 +148,6 @@ def _kv_descriptor(pool: Tensor, rows: int) -> Any:
     return nvrtc.tma_descriptor(pool.view(-1, pool.shape[2] * pool.shape[3]), (rows, 64))
 
 
-@cache
-def _load_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(head_dim, dtype), smem_bytes(head_dim)
-    return nvrtc.load_kernel(source, "prefill_sm90_kernel", nvrtc.SM90A, smem, device)
+_load_kernel = nvrtc.loader(
+    "prefill_sm90_kernel", cuda_source, lambda head_dim, dtype: smem_bytes(head_dim)
+)

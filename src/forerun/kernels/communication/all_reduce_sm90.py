@@ -9,7 +9,6 @@ norm: one crossing of NVLink, no kernel besides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -111,7 +110,7 @@ def _launch(
     (tokens, hidden), norm = x.shape[-2:], residual is not None
     is_float = x.dtype == torch.float32
     variant = Variant(hidden, peers.ranks, peers.rank, parts, is_float, norm)
-    kernel = _load_kernel(variant, x.device)
+    kernel = _load_kernel(x.device, variant)
     args = (
         x, residual, weight, total, out, peers.addresses, peers.state, tokens, peers.seconds,
         float(eps),
@@ -119,7 +118,4 @@ def _launch(
     nvrtc.launch(kernel, tokens, hidden // 8, args, x.device)
 
 
-@cache
-def _load_kernel(variant: Variant, device: torch.device) -> nvrtc.CudaKernel:
-    source = cuda_source(variant)
-    return nvrtc.load_kernel(source, "all_reduce_sm90_kernel", nvrtc.SM90A, 0, device)
+_load_kernel = nvrtc.loader("all_reduce_sm90_kernel", cuda_source)

@@ -6,7 +6,6 @@ A captured step exchanges some numbers per row when it samples. With NCCL each e
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -59,12 +58,9 @@ def cuda_source(what: str, ranks: int, rank: int) -> str:
 def _launch(what: str, x: Tensor, out: Tensor, peers: PeerBuffers) -> None:
     word = x.element_size() // 4
     words, row_words = x.numel() * word, x.shape[-1] * word
-    kernel = _load_kernel(what, peers.ranks, peers.rank, x.device)
+    kernel = _load_kernel(x.device, what, peers.ranks, peers.rank)
     args = (x, out, peers.addresses, peers.state, words, row_words, peers.seconds)
     nvrtc.launch(kernel, -(-words // (2 * THREADS)), THREADS, args, x.device)
 
 
-@cache
-def _load_kernel(what: str, ranks: int, rank: int, device: torch.device) -> nvrtc.CudaKernel:
-    source = cuda_source(what, ranks, rank)
-    return nvrtc.load_kernel(source, "exchange_sm90_kernel", nvrtc.SM90A, 0, device)
+_load_kernel = nvrtc.loader("exchange_sm90_kernel", cuda_source)

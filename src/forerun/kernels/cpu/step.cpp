@@ -17,7 +17,7 @@ void forerun_take_rows(const void* table, const int64_t* ids, int64_t count, int
     }
 }
 
-// In Python: `_DecodeInputs` in step.py.
+// In Python: `decode_inputs` in step.py.
 struct DecodeInputs {
     const int64_t* slots;
     const int32_t* kv_len;
@@ -48,7 +48,7 @@ void forerun_decode_inputs(const DecodeInputs* a, int32_t) {
     }
 }
 
-// In Python: `_KvSlots` in step.py. Every request has `num_tokens`.
+// In Python: `kv_slots` in step.py. Every request has `num_tokens`.
 struct KvSlots {
     const int32_t* page_table;
     const int32_t* start;
@@ -75,7 +75,7 @@ void forerun_copy_rows(const void* from, int64_t from_stride, int64_t count, int
                     static_cast<const char*>(from) + i * from_stride, size_t(bytes));
 }
 
-// In Python: `_VerifyInputs` in step.py.
+// In Python: `verify_inputs` in step.py.
 struct VerifyInputs {
     const int64_t* last_token;
     const int64_t* drafts;  // [B, num_drafts]
@@ -100,7 +100,7 @@ void forerun_verify_inputs(const VerifyInputs* a, int32_t) {
     }
 }
 
-// In Python: `_PromptLookup` in step.py.
+// In Python: `prompt_lookup` in step.py.
 struct PromptLookup {
     const int32_t* history;  // [S, positions]
     const int64_t* slots;
@@ -126,7 +126,7 @@ void forerun_prompt_lookup(const PromptLookup* a, int32_t) {
     }
 }
 
-// In Python: `_AcceptCommit` in step.py.
+// In Python: `accept_commit` in step.py.
 struct AcceptCommit {
     const int64_t* candidates;  // [B, W - 1]
     const int64_t* sampled;     // [B, W]
@@ -165,7 +165,7 @@ void forerun_accept_commit(const AcceptCommit* a, int32_t) {
     a->kv_len[a->padding_slot] = 0;
 }
 
-// In Python: `_RingWrite` in step.py.
+// In Python: `ring_write` in step.py.
 struct RingWrite {
     void* buffer;  // [S, capacity, ...] in rows of `bytes`
     const int64_t* slots;
@@ -182,7 +182,7 @@ void forerun_ring_write(const RingWrite* a, int32_t) {
     }
 }
 
-// In Python: `_RingRead` in step.py.
+// In Python: `ring_read` in step.py.
 struct RingRead {
     const void* buffer;  // [S, capacity, ...] in rows of `bytes`
     const int64_t* slots;

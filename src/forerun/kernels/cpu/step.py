@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_void_p
-from typing import Any
+from ctypes import c_int64
 
 import torch
 from torch import Tensor
@@ -12,73 +11,11 @@ from torch import Tensor
 from forerun.kernels.cpu.library import call
 
 
-def _structure(pointers: str, integers: str) -> tuple[tuple[str, type], ...]:
-    return (
-        *((name, c_void_p) for name in pointers.split()),
-        *((name, c_int64) for name in integers.split()),
-    )
-
-
-class _DecodeInputs(ctypes.Structure):
-    """`DecodeInputs` in step.cpp."""
-
-    _fields_ = _structure(
-        "slots kv_len last_token page_table start last_token_out positions next_positions kv_slots"
-        " page_table_out",
-        "batch num_tokens page_size page_stride pages",
-    )
-
-
-class _KvSlots(ctypes.Structure):
-    """`KvSlots` in step.cpp."""
-
-    _fields_ = _structure("page_table start kv_slots", "batch num_tokens page_size page_stride")
-
-
-class _VerifyInputs(ctypes.Structure):
-    """`VerifyInputs` in step.cpp."""
-
-    _fields_ = _structure(
-        "last_token drafts slots draft_limit depth input_ids candidates",
-        "batch num_drafts drafts_stride depth_stride vocab_size",
-    )
-
-
-class _AcceptCommit(ctypes.Structure):
-    """`AcceptCommit` in step.cpp."""
-
-    _fields_ = _structure(
-        "candidates sampled slots start given kv_len last_token history committed ids",
-        "batch width candidates_stride sampled_stride history_stride padding_slot",
-    )
-
-
-class _RingWrite(ctypes.Structure):
-    """`RingWrite` in step.cpp."""
-
-    _fields_ = _structure("buffer slots positions states", "count capacity bytes stride")
-
-
-class _RingRead(ctypes.Structure):
-    """`RingRead` in step.cpp."""
-
-    _fields_ = _structure("buffer slots positions empty states", "batch width capacity bytes")
-
-
-class _PromptLookup(ctypes.Structure):
-    """`PromptLookup` in step.cpp."""
-
-    _fields_ = _structure(
-        "history slots start drafts", "batch num_drafts history_stride min_match max_match"
-    )
-
-
-def _run(name: str, arguments: ctypes.Structure) -> None:
-    call(name, ctypes.addressof(arguments), keep=arguments)
-
-
-def _addresses(*tensors: Tensor | None) -> list[Any]:
-    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+def _run(name: str, tensors: tuple[Tensor | None, ...], *integers: int) -> None:
+    """Calls a kernel with its structure of step.cpp: pointers, then 64-bit integers."""
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    words = (c_int64 * (len(tensors) + len(integers)))(*addresses, *integers)
+    call(name, ctypes.addressof(words), keep=words)
 
 
 def take_rows(table: Tensor, ids: Tensor) -> Tensor:
@@ -110,13 +47,9 @@ def decode_inputs(
     table = slots.new_empty(batch, pages, dtype=torch.int32)
     last, kv_slots = slots.new_empty(batch), slots.new_empty(total)
     out = start, last, positions, following, kv_slots, table
-    _run(
-        "forerun_decode_inputs",
-        _DecodeInputs(
-            *_addresses(slots, kv_len, last_token, page_table, *out),
-            batch, num_tokens, page_size, page_table.stride(0), pages,
-        ),
-    )  # fmt: skip
+    tensors = slots, kv_len, last_token, page_table, *out
+    sizes = batch, num_tokens, page_size, page_table.stride(0), pages
+    _run("forerun_decode_inputs", tensors, *sizes)
     return out
 
 
@@ -124,13 +57,8 @@ def kv_slots(page_table: Tensor, start: Tensor, num_tokens: int, page_size: int)
     """KV slots [B * num_tokens] int64 of `num_tokens` tokens per request from `start` [B] on."""
     batch = start.shape[0]
     out = start.new_empty(batch * num_tokens, dtype=torch.int64)
-    _run(
-        "forerun_kv_slots",
-        _KvSlots(
-            *_addresses(page_table, start, out),
-            batch, num_tokens, page_size, page_table.stride(0),
-        ),
-    )  # fmt: skip
+    sizes = batch, num_tokens, page_size, page_table.stride(0)
+    _run("forerun_kv_slots", (page_table, start, out), *sizes)
     return out
 
 
@@ -155,14 +83,10 @@ def verify_inputs(
     batch, num_drafts = drafts.shape
     input_ids = drafts.new_empty(batch, num_drafts + 1)
     candidates = drafts.new_empty(batch, num_drafts)
-    _run(
-        "forerun_verify_inputs",
-        _VerifyInputs(
-            *_addresses(last_token, drafts, slots, draft_limit, depth, input_ids, candidates),
-            batch, num_drafts, drafts.stride(0), 0 if depth is None else depth.stride(0),
-            vocab_size,
-        ),
-    )  # fmt: skip
+    tensors = last_token, drafts, slots, draft_limit, depth, input_ids, candidates
+    depth_stride = 0 if depth is None else depth.stride(0)
+    sizes = batch, num_drafts, drafts.stride(0), depth_stride, vocab_size
+    _run("forerun_verify_inputs", tensors, *sizes)
     return input_ids, candidates
 
 
@@ -177,41 +101,28 @@ def accept_commit(
     """(num_committed [B], ids [B, W]); `state`: kv_len, last_token, history of the slots."""
     kv_len, last_token, history = state
     committed, ids = torch.empty_like(start), sampled.new_empty(sampled.shape)
-    _run(
-        "forerun_accept_commit",
-        _AcceptCommit(
-            *_addresses(candidates, sampled, slots, start, num_committed),
-            *_addresses(kv_len, last_token, history, committed, ids),
-            *sampled.shape, candidates.stride(0), sampled.stride(0), history.stride(0),
-            kv_len.shape[0] - 1,
-        ),
-    )  # fmt: skip
+    given = candidates, sampled, slots, start, num_committed
+    strides = candidates.stride(0), sampled.stride(0), history.stride(0)
+    sizes = *sampled.shape, *strides, kv_len.shape[0] - 1
+    tensors = *given, kv_len, last_token, history, committed, ids
+    _run("forerun_accept_commit", tensors, *sizes)
     return committed, ids
 
 
 def ring_write(buffer: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
     """buffer [S, R, C]: buffer[slot, position mod R] = value [B, C], contiguous."""
     size = buffer.shape[2] * buffer.element_size()
-    _run(
-        "forerun_ring_write",
-        _RingWrite(
-            *_addresses(buffer, slots, positions, values),
-            values.shape[0], buffer.shape[1], size, values.stride(0) * values.element_size(),
-        ),
-    )  # fmt: skip
+    sizes = values.shape[0], buffer.shape[1], size, values.stride(0) * values.element_size()
+    _run("forerun_ring_write", (buffer, slots, positions, values), *sizes)
 
 
 def ring_read(buffer: Tensor, slots: Tensor, positions: Tensor, empty: Tensor) -> Tensor:
     """buffer [S, R, C] -> [B, W, C] at positions [B, W] int64; zeros where empty [B, W]."""
     batch, width = positions.shape
     out = buffer.new_empty(batch, width, buffer.shape[2])
-    _run(
-        "forerun_ring_read",
-        _RingRead(
-            *_addresses(buffer, slots, positions.contiguous(), empty.contiguous(), out),
-            batch, width, buffer.shape[1], buffer.shape[2] * buffer.element_size(),
-        ),
-    )  # fmt: skip
+    tensors = buffer, slots, positions.contiguous(), empty.contiguous(), out
+    sizes = batch, width, buffer.shape[1], buffer.shape[2] * buffer.element_size()
+    _run("forerun_ring_read", tensors, *sizes)
     return out
 
 
@@ -220,11 +131,6 @@ def prompt_lookup(
 ) -> Tensor:
     """Drafts [B, K]."""
     drafts = slots.new_empty(slots.shape[0], num_drafts)
-    _run(
-        "forerun_prompt_lookup",
-        _PromptLookup(
-            *_addresses(history, slots, start, drafts),
-            *drafts.shape, history.stride(0), min_match, max_match,
-        ),
-    )  # fmt: skip
+    sizes = *drafts.shape, history.stride(0), min_match, max_match
+    _run("forerun_prompt_lookup", (history, slots, start, drafts), *sizes)
     return drafts

@@ -8,7 +8,6 @@ Triton kernel does, so that a token has the same bits in a batch of any size.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -51,12 +50,9 @@ def launch(
 ) -> None:
     """Launches `add_rms_norm`, into total and out [T, N]."""
     num_parts, tokens, hidden = x.shape
-    kernel = _load_kernel(hidden, num_parts, x.device)
+    kernel = _load_kernel(x.device, hidden, num_parts)
     args = (x, residual, weight, total, out, tokens, float(eps))
     nvrtc.launch(kernel, CLUSTER * tokens, hidden // 64, args, x.device)
 
 
-@cache
-def _load_kernel(hidden: int, num_parts: int, device: torch.device) -> nvrtc.CudaKernel:
-    source = cuda_source(hidden, num_parts)
-    return nvrtc.load_kernel(source, "add_rms_norm_sm90_kernel", nvrtc.SM90A, 0, device)
+_load_kernel = nvrtc.loader("add_rms_norm_sm90_kernel", cuda_source)

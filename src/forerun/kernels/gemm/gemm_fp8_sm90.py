@@ -18,7 +18,6 @@ So results do not depend on the batch, up to 128 tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -123,7 +122,7 @@ def launch(config: Sm90Fp8GemmConfig, args: GemmArguments) -> None:
     work_tiles = -(-n // tile_n) * config.split_k
     out = args.out if args.partials is None else args.partials
     nvrtc.launch(
-        _load_kernel(config, variant, x.device),
+        _load_kernel(x.device, config, variant),
         min(gpu_of(x.device).num_sms, work_tiles),
         128 * (1 + config.row_groups * config.k_groups),
         (
@@ -137,9 +136,4 @@ def launch(config: Sm90Fp8GemmConfig, args: GemmArguments) -> None:
     )  # fmt: skip
 
 
-@cache
-def _load_kernel(
-    config: Sm90Fp8GemmConfig, variant: Fp8Variant, device: torch.device
-) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config, variant), smem_bytes(config, variant)
-    return nvrtc.load_kernel(source, "gemm_fp8_sm90_kernel", nvrtc.SM90A, smem, device)
+_load_kernel = nvrtc.loader("gemm_fp8_sm90_kernel", cuda_source, smem_bytes)

@@ -231,7 +231,7 @@ def launch(
     box_chunks = 1 if variant.wgmma else 2 * config.stage_groups
     tiles_n, tiles_m = -(-weight_rows // config.rows), -(-m // variant.tokens)
     nvrtc.launch(
-        _load_kernel(config, variant, x.device),
+        _load_kernel(x.device, config, variant),
         tiles_n * tiles_m * config.split_k,
         num_threads(config, variant),
         (
@@ -246,9 +246,4 @@ def launch(
     )  # fmt: skip
 
 
-@cache
-def _load_kernel(
-    config: Int4GemmConfig, variant: Int4Variant, device: torch.device
-) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config, variant), smem_bytes(config, variant)
-    return nvrtc.load_kernel(source, "gemm_int4_sm90_kernel", nvrtc.SM90A, smem, device)
+_load_kernel = nvrtc.loader("gemm_int4_sm90_kernel", cuda_source, smem_bytes)

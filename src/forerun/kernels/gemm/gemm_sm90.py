@@ -20,7 +20,6 @@ on other tokens nor on its position in a tile.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -139,7 +138,7 @@ def launch(config: Sm90GemmConfig, args: GemmArguments) -> None:
     num_clusters = min(gpu_of(x.device).num_sms // config.cluster_m, work_tiles)
     out = next(t for t in (args.out, args.tile_max, args.partials) if t is not None)
     nvrtc.launch(
-        _load_kernel(config, variant, x.device),
+        _load_kernel(x.device, config, variant),
         num_clusters * config.cluster_m,
         128 * (1 + config.consumer_warpgroups),
         (
@@ -153,9 +152,4 @@ def launch(config: Sm90GemmConfig, args: GemmArguments) -> None:
     )  # fmt: skip
 
 
-@cache
-def _load_kernel(
-    config: Sm90GemmConfig, variant: Sm90Variant, device: torch.device
-) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config, variant), smem_bytes(config, variant)
-    return nvrtc.load_kernel(source, "gemm_sm90_kernel", nvrtc.SM90A, smem, device)
+_load_kernel = nvrtc.loader("gemm_sm90_kernel", cuda_source, smem_bytes)

@@ -32,7 +32,6 @@ from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul_ref
 from forerun.kernels.elementwise.silu_mul import silu_mul_ref
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
 from forerun.kernels.moe.config import (
-    MAX_DECODE_TOKENS,
     SM90_FEW_TOKENS,
     GroupedGemmConfig,
     MoeConfig,
@@ -159,22 +158,21 @@ def expert_partials(
     act = x.new_empty(tokens * top_k, width)
     b13, b2 = (None, None) if swiglu is None else (swiglu.b13, swiglu.b2)
     alpha, limit = (0.0, 0.0) if swiglu is None else (swiglu.alpha, swiglu.limit)
-    _gate_up[_grid(tiles, width, config.gate_up)](
+    _gate_up[grid(tiles, width, config.gate_up)](
         x, w13, b13, act, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], hidden // 8, width // 8,
         TOP_K=top_k, ALPHA=alpha, LIMIT=limit, GELU=isinstance(activation, GeluTanh),
-        **_constants(tiles, config.gate_up, hidden), **pdl_options(x),
+        **constants(tiles, config.gate_up), BLOCK_K=config.gate_up.block_k,
+        EVEN_K=hidden % config.gate_up.block_k == 0, **pdl_options(x),
     )  # fmt: skip
-    dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
-    # Choices that are not computed here are zeros.
-    new = torch.zeros if routed.is_part else torch.empty
-    out = new(top_k, tokens, hidden, dtype=dtype, device=x.device)
-    _down[_grid(tiles, hidden, config.down)](
+    out = routed.new_partials(x)
+    _down[grid(tiles, hidden, config.down)](
         act, w2, b2, out, routed.weights, shared, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // 8, width // 8,
         PREFETCH_K if width % 64 == 0 else 0,
         TOP_K=top_k, NUM_THREADS=32 * config.down.num_warps,
-        **_constants(tiles, config.down, width), **pdl_options(x),
+        **constants(tiles, config.down), BLOCK_K=config.down.block_k,
+        EVEN_K=width % config.down.block_k == 0, **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -195,16 +193,16 @@ def partials_with_shared_sm90(
     return out
 
 
-def _grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
+def grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
+    """Returns the CTAs of a grouped GEMM with so many output columns."""
     return (tiles.tiles.shape[1] * -(-columns // config.block_n),)
 
 
-def _constants(tiles: ExpertTiles, config: GroupedGemmConfig, k: int) -> dict[str, int | bool]:
+def constants(tiles: ExpertTiles, config: GroupedGemmConfig) -> dict[str, int]:
+    """Returns what every grouped GEMM is compiled with."""
     return {
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "EVEN_K": k % config.block_k == 0,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

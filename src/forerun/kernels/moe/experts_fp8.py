@@ -30,7 +30,12 @@ from forerun.kernels.moe.config import (
     choose_moe_fp8,
     choose_moe_fp8_sm90,
 )
-from forerun.kernels.moe.experts import expert_partials_ref, partials_with_shared_sm90
+from forerun.kernels.moe.experts import (
+    constants,
+    expert_partials_ref,
+    grid,
+    partials_with_shared_sm90,
+)
 from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import ExpertTiles, Routed, RouterLogits
@@ -78,10 +83,7 @@ def expert_partials_fp8(
     act, act_scales = _run_gate_up(x, w13, routed, config)
     if config.quantize_x and act_scales is None:
         act, act_scales = _quantized(act, w2)
-    dtype = torch.float32 if len(x) <= MAX_DECODE_TOKENS else x.dtype
-    shape = routed.experts.shape[1], *x.shape
-    new = torch.zeros if routed.is_part else torch.empty
-    out = new(shape, dtype=dtype, device=x.device)
+    out = routed.new_partials(x)
     _run_down((act, act_scales), w2, routed, shared, config, out)
     return out
 
@@ -105,7 +107,7 @@ def _run_gate_up(
         act_scales = torch.empty(pairs, width // GROUP, device=x.device)
     inputs = _quantized(x, w13) if config.quantize_x else (x, None)
     values = w13.values if config.quantize_x else as_bits(w13.values)
-    gate_up_fp8[_grid(tiles, width, config.tiles.gate_up)](
+    gate_up_fp8[grid(tiles, width, config.tiles.gate_up)](
         *inputs, values, w13.scales, as_bits(act), act_scales, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], hidden // GROUP, width // GROUP,
         TOP_K=top_k, INTERLEAVED=w13.interleaved, NATIVE=fp8_mode(w13.values) == 2,
@@ -127,7 +129,7 @@ def _run_down(
     assert tiles is not None
     values = w2.values if config.quantize_x else as_bits(w2.values)
     tile = config.tiles.down
-    down_fp8[_grid(tiles, hidden, tile)](
+    down_fp8[grid(tiles, hidden, tile)](
         *act, values, w2.scales, out, routed.weights, shared, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // GROUP, width // GROUP, PREFETCH_K,
         TOP_K=top_k, NUM_THREADS=32 * tile.num_warps,
@@ -135,22 +137,14 @@ def _run_down(
     )  # fmt: skip
 
 
-def _grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
-    assert GROUP % config.block_n == 0 and GROUP % config.block_k == 0
-    return (tiles.tiles.shape[1] * (columns // config.block_n),)
-
-
 def _constants(
     tiles: ExpertTiles, weight: Fp8Matrices, config: Fp8MoeConfig, tile: GroupedGemmConfig
-) -> dict[str, int | bool]:
-    return {
+) -> dict[str, int]:
+    assert GROUP % tile.block_n == 0 and GROUP % tile.block_k == 0
+    return constants(tiles, tile) | {
+        "BLOCK_K": tile.block_k,
         "SCALES": weight.scale_kind,
         "DECODE": 0 if config.quantize_x else fp8_weight_mode(weight.values),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
     }
 
 

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
-from forerun.kernels.moe.config import (
-    MAX_DECODE_TOKENS,
-    GroupedGemmConfig,
-    choose_moe,
-    choose_moe_mxfp4_sm90,
-)
-from forerun.kernels.moe.experts import ClampedSwiglu, expert_partials_ref
+from forerun.kernels.moe.config import MAX_DECODE_TOKENS, choose_moe, choose_moe_mxfp4_sm90
+from forerun.kernels.moe.experts import ClampedSwiglu, constants, expert_partials_ref, grid
 from forerun.kernels.moe.experts_mxfp4_sm90 import expert_partials_mxfp4_sm90
-from forerun.kernels.moe.routing import ExpertTiles, Routed
+from forerun.kernels.moe.routing import Routed
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
@@ -101,19 +96,17 @@ def expert_partials_mxfp4(
     assert tiles.block_m == config.block_m
     top_k = routed.experts.shape[1]
     act = x.new_empty(tokens * top_k, width)
-    gate_up_mxfp4[_grid(tiles, width, config.gate_up)](
+    gate_up_mxfp4[grid(tiles, width, config.gate_up)](
         x, w13.values, w13.scales, swiglu.b13, act, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], hidden // BLOCK_K, width // BLOCK_K,
         TOP_K=top_k, ALPHA=swiglu.alpha, LIMIT=swiglu.limit,
-        **_constants(tiles, config.gate_up), **pdl_options(x),
+        **constants(tiles, config.gate_up), **pdl_options(x),
     )  # fmt: skip
-    dtype = torch.float32 if tokens <= MAX_DECODE_TOKENS else x.dtype
-    new = torch.zeros if routed.is_part else torch.empty  # choices not computed here are zeros
-    out = new(top_k, tokens, hidden, dtype=dtype, device=x.device)
-    down_mxfp4[_grid(tiles, hidden, config.down)](
+    out = routed.new_partials(x)
+    down_mxfp4[grid(tiles, hidden, config.down)](
         act, w2.values, w2.scales, swiglu.b2, out, routed.weights, tiles.pairs, tiles.tiles,
         tiles.tiles.shape[1], tokens, hidden // BLOCK_K, width // BLOCK_K,
-        TOP_K=top_k, **_constants(tiles, config.down), **pdl_options(x),
+        TOP_K=top_k, **constants(tiles, config.down), **pdl_options(x),
     )  # fmt: skip
     return out
 
@@ -124,19 +117,6 @@ def describe_mxfp4(w2: Mxfp4Matrices, dtype: torch.dtype) -> str:
     sm90 = choose_moe_mxfp4_sm90(MAX_DECODE_TOKENS, hidden, width, dtype, gpu)
     few = "" if sm90 is None else f"up to {MAX_DECODE_TOKENS} tokens W4A16 in CUDA C++, more "
     return f"mxfp4 experts: {few}W4A16 in Triton"
-
-
-def _grid(tiles: ExpertTiles, columns: int, config: GroupedGemmConfig) -> tuple[int]:
-    return (tiles.tiles.shape[1] * -(-columns // config.block_n),)
-
-
-def _constants(tiles: ExpertTiles, config: GroupedGemmConfig) -> dict[str, int]:
-    return {
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": config.block_n,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
 
 
 @jit_no_specialize("max_tiles")

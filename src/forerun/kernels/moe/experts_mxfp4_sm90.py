@@ -19,7 +19,6 @@ among up to 127 others.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,8 +81,7 @@ def expert_partials_mxfp4_sm90(
     inputs = x, swiglu.b13, swiglu.b2, w13.values, w13.scales, w2.values, w2.scales
     assert all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in inputs)
     act = x.new_empty(tokens * top_k, width)
-    new = torch.zeros if routed.is_part else torch.empty  # choices not computed here are zeros
-    out = new(top_k, tokens, hidden, dtype=torch.float32, device=x.device)
+    out = routed.new_partials(x)
     # As in `experts_sm90.py`: 8 rows of gate, the 8 rows of up that go with them, and so on. An
     # element of the descriptor is two bytes of codes, or four rows' scales.
     paired = w13.values.view(2 * experts, width // 8, 8, hidden // 2).transpose(0, 1)
@@ -99,14 +97,11 @@ def expert_partials_mxfp4_sm90(
         tiles.progress, max_tiles, tokens,
     )  # fmt: skip
     shape = ExpertShape(hidden, width, top_k)
-    kernel = _load_kernel(config, shape, swiglu.alpha, swiglu.limit, x.device)
+    kernel = _load_kernel(x.device, config, shape, swiglu.alpha, swiglu.limit)
     nvrtc.launch(kernel, gpu_of(x.device).num_sms, THREADS, args, x.device)
     return out
 
 
-@cache
-def _load_kernel(
-    config: Sm90Mxfp4Config, shape: ExpertShape, alpha: float, limit: float, device: torch.device
-) -> nvrtc.CudaKernel:
-    source, smem = cuda_source(config, shape, alpha, limit), smem_bytes(config)
-    return nvrtc.load_kernel(source, "experts_mxfp4_sm90_kernel", nvrtc.SM90A, smem, device)
+_load_kernel = nvrtc.loader(
+    "experts_mxfp4_sm90_kernel", cuda_source, lambda config, *_: smem_bytes(config)
+)

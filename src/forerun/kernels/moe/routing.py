@@ -130,6 +130,15 @@ class Routed:
     # Some choices are other ranks': no tile has them, or without tiles, ids are beyond the experts.
     is_part: bool = False
 
+    def new_partials(self, x: Tensor) -> Tensor:
+        """Returns [k, T, H] to be filled, of x [T, H]; choices not computed here are zeros.
+
+        float32 up to `MAX_DECODE_TOKENS` tokens, else of x's dtype.
+        """
+        dtype = torch.float32 if len(x) <= MAX_DECODE_TOKENS else x.dtype
+        new = torch.zeros if self.is_part else torch.empty
+        return new((self.experts.shape[1], *x.shape), dtype=dtype, device=x.device)
+
 
 def route_ref(logits: Tensor, correction_bias: Tensor | None, routing: Routing) -> Routed:
     """Reference implementation: logits [T, E] float32, correction_bias [E] float32 or None."""

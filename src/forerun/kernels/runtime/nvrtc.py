@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from forerun.platform.progress import progress
 
 SM90A = "sm_90a"  # Hopper, with wgmma
+P = ParamSpec("P")
 
 
 class CudaError(RuntimeError):
@@ -156,6 +157,21 @@ def load_kernel(
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute, function, attribute, smem_bytes)
     return CudaKernel(function, smem_bytes)
+
+
+def loader(
+    name: str, source: Callable[P, str], smem_bytes: Callable[P, int] | int = 0
+) -> Callable[Concatenate[torch.device, P], CudaKernel]:
+    """Returns a function of a device and of what `source` and `smem_bytes` take: the kernel `name`,
+    compiled for Hopper and loaded once.
+    """
+
+    @cache
+    def load(device: torch.device, *args: P.args, **kwargs: P.kwargs) -> CudaKernel:
+        smem = smem_bytes if isinstance(smem_bytes, int) else smem_bytes(*args, **kwargs)
+        return load_kernel(source(*args, **kwargs), name, SM90A, smem, device)
+
+    return load  # type: ignore[return-value]  # as the cached function is typed
 
 
 def tma_descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
