@@ -36,12 +36,12 @@ import numpy as np
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun_bench.bounds import Work
-from forerun_bench.ceilings import gemm_flops
 from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.platform.cpu_threads import intra_op_threads
+from forerun_bench.bounds import Work
+from forerun_bench.ceilings import gemm_flops
 
 MISSING = (
     "llama-cpp-python is not installed, so there is nothing to compare with."

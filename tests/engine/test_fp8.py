@@ -22,7 +22,7 @@ def test_text_does_not_depend_on_the_draft() -> None:
     got = []
     for settings in ({}, {"speculative_algorithm": "DFLASH", "chunked_prefill_size": 4}):
         with LLM(device="cpu", dtype="float32", quantization="fp8", **settings) as llm:
-            assert llm.explain()["quantized_weights"] == {"dequantised when loaded": 48}
+            assert llm.explain()["quantized_weights"] == {"dequantized when loaded": 48}
             outs = llm.generate(PROMPTS, [GREEDY, SEEDED, GREEDY])
             got.append([out.output_ids for out in outs])
     assert got[0] == got[1]

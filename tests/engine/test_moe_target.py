@@ -145,7 +145,7 @@ def test_experts_in_fp8_give_the_same_output_with_every_draft() -> None:
         chunk = 512 if algorithm is None else 4
         with moe_llm(algorithm, quantization="fp8", chunked_prefill_size=chunk) as llm:
             # 2 linears of attention in 5 layers and 2 of a dense MLP, and 4 layers of experts
-            assert llm.explain()["quantized_weights"] == {"dequantised when loaded": 16}
+            assert llm.explain()["quantized_weights"] == {"dequantized when loaded": 16}
             kinds = [params(GREEDY, i) for i in range(len(prompts()))]
             outputs.append([o[0] for o in generate(llm, prompts(), kinds, False)])
     assert outputs[0] == outputs[1] == outputs[2]

@@ -1,7 +1,7 @@
-"""Quality of quantised models: logits are as far from the plain model's as the rounding of the
+"""Quality of quantized models: logits are as far from the plain model's as the rounding of the
 weights puts them, and no further.
 
-`rounded` is that reference: a plain checkpoint with the weights that the quantised one means, each
+`rounded` is that reference: a plain checkpoint with the weights that the quantized one means, each
 computed here from its integers or e4m3 values, a scale and a zero point.
 """
 
@@ -141,7 +141,7 @@ def save_model(folder: Path, config: dict[str, Any], weights: dict[str, Tensor])
 
 
 def three_models(folder: Path, size: str, form: str) -> tuple[Path, Path, Path]:
-    """The same model plain in bfloat16, quantised, and plain with what that means."""
+    """The same model plain in bfloat16, quantized, and plain with what that means."""
     torch.manual_seed(0)
     if size == "bundled":
         config = json.loads((bundled("target") / "config.json").read_text())
@@ -151,16 +151,16 @@ def three_models(folder: Path, size: str, form: str) -> tuple[Path, Path, Path]:
         weights = random_weights(config)
     encode, spec = FORMATS[form]
     plain = {name: weight.bfloat16() for name, weight in weights.items()}
-    quantised, rounded = dict(plain), dict(plain)
+    quantized, rounded = dict(plain), dict(plain)
     for name, weight in plain.items():
         if "_proj" in name:
             stored, rounded[name] = encode(weight)
             stem = name.removesuffix("weight")
-            del quantised[name]
-            quantised |= {stem + suffix: tensor for suffix, tensor in stored.items()}
+            del quantized[name]
+            quantized |= {stem + suffix: tensor for suffix, tensor in stored.items()}
     return (
         save_model(folder / "plain", config, plain),
-        save_model(folder / "quantised", config | {"quantization_config": spec}, quantised),
+        save_model(folder / "quantized", config | {"quantization_config": spec}, quantized),
         save_model(folder / "rounded", config, rounded),
     )
 
@@ -217,14 +217,14 @@ def log_probs(ids: list[int], **settings: Any) -> Tensor:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("size", ["bundled", "1B"])
 def test_quality_on_a_gpu(size: str, form: str, tmp_path: Path) -> None:
-    """The error is that of dequantised weights in bfloat16; more where tokens are rounded too."""
-    plain, quantised, rounded = three_models(tmp_path, size, form)
+    """The error is that of dequantized weights in bfloat16; more where tokens are rounded too."""
+    plain, quantized, rounded = three_models(tmp_path, size, form)
     for tokens in (100, 400):
         most = 1.6 if form == "fp8 rows" and tokens > 128 else 1.1  # W8A8
         ids = torch.randint(5, vocab_size(plain), (tokens,)).tolist()
         exact = log_probs(ids, model_path=str(plain), dtype="float32")
         reference = log_probs(ids, model_path=str(rounded), dtype="bfloat16")
-        got = log_probs(ids, model_path=str(quantised), dtype="bfloat16")
+        got = log_probs(ids, model_path=str(quantized), dtype="bfloat16")
         assert 0 < (got - exact).norm() <= most * (reference - exact).norm(), tokens
 
 
@@ -234,26 +234,26 @@ def gpt_oss(folder: Path) -> tuple[Path, Path]:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     sizes["max_position_embeddings"] = 512  # prompts of 400 tokens
     hf = random_hf(type(hf.config)(**{**hf.config.to_dict(), **sizes}))
-    plain, quantised = save(hf, folder / "plain"), save(hf, folder / "mxfp4")
+    plain, quantized = save(hf, folder / "plain"), save(hf, folder / "mxfp4")
     tensors = load_file(plain / "model.safetensors")
     stored = dict(tensors)
     for seed, name in enumerate(n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))):
         e, k, n = stored.pop(name).shape
         blocks, scales = packed((e, n, k), seed)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        tensors[name] = Mxfp4().dequantise(blocks, scales).transpose(1, 2).contiguous()
+        tensors[name] = Mxfp4().dequantize(blocks, scales).transpose(1, 2).contiguous()
     save_file(tensors, plain / "model.safetensors")
-    save_file(stored, quantised / "model.safetensors")
-    set_config(quantised, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return plain, quantised
+    save_file(stored, quantized / "model.safetensors")
+    set_config(quantized, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return plain, quantized
 
 
 @pytest.mark.gpu
 def test_quality_of_mxfp4_on_a_gpu(tmp_path: Path) -> None:
-    plain, quantised = gpt_oss(tmp_path)
+    plain, quantized = gpt_oss(tmp_path)
     for tokens in (100, 400):
         ids = torch.randint(5, vocab_size(plain), (tokens,)).tolist()
         exact = log_probs(ids, model_path=str(plain), dtype="float32")
         reference = log_probs(ids, model_path=str(plain), dtype="bfloat16")
-        got = log_probs(ids, model_path=str(quantised), dtype="bfloat16")
+        got = log_probs(ids, model_path=str(quantized), dtype="bfloat16")
         assert 0 < (got - exact).norm() <= 1.1 * (reference - exact).norm(), tokens

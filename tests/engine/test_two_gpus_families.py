@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs give what one gives: families, algorithms, quantised weights, experts."""
+"""Two ranks on two GPUs give what one gives: families, algorithms, quantized weights, experts."""
 
 from __future__ import annotations
 
@@ -105,15 +105,15 @@ def test_sampled_text_of_a_large_batch(algorithm: str | None, params: list[dict[
 
 
 @pytest.mark.parametrize("form", [*FORMATS, "mxfp4"])
-def test_quantised_weights(form: str, tmp_path: Path) -> None:
+def test_quantized_weights(form: str, tmp_path: Path) -> None:
     """With our kernels over a rank's part: no less exact than weights in bfloat16 on one GPU."""
     if form == "mxfp4":
-        plain, quantised = gpt_oss(tmp_path)
+        plain, quantized = gpt_oss(tmp_path)
         rounded = plain
     else:
-        plain, quantised, rounded = three_models(tmp_path, "small", form)
+        plain, quantized, rounded = three_models(tmp_path, "small", form)
     ids = torch.randint(5, vocab_size(plain), (100,)).tolist()
     exact = log_probs(ids, model_path=str(rounded), dtype="float32")
     reference = log_probs(ids, model_path=str(rounded), dtype="bfloat16")
-    got = log_probs(ids, model_path=str(quantised), dtype="bfloat16", tp_size=2)
+    got = log_probs(ids, model_path=str(quantized), dtype="bfloat16", tp_size=2)
     assert 0 < (got - exact).norm() <= 1.3 * (reference - exact).norm()

@@ -73,10 +73,10 @@ def quantize_short(name: str, interleaved: bool) -> Case:
     return case(name, kernel, pointers, "tokens k* row_stride*", constants, warps)
 
 
-def dequantise(name: str, interleaved: bool) -> Case:
+def dequantize(name: str, interleaved: bool) -> Case:
     pointers = {"values": "*u8", "scales": F32, "out": B16}
     numbers, constants = "k* group* num_groups", {"INTERLEAVED": interleaved, "BLOCK": 1024}
-    return case(name, quantize_fp8._dequantise_weight, pointers, numbers, constants, 4, wide=False)
+    return case(name, quantize_fp8._dequantize_weight, pointers, numbers, constants, 4, wide=False)
 
 
 def heads(name: str, x: str = B16, pool: str = B16, **constants: Any) -> Case:
@@ -180,8 +180,8 @@ _CASES = [
     quantize("quantize tokens, interleaved", True),
     quantize_short("quantize short tokens", False),
     quantize_short("quantize short tokens, interleaved", True),
-    dequantise("dequantise a weight", False),
-    dequantise("dequantise a weight, interleaved", True),
+    dequantize("dequantize a weight", False),
+    dequantize("dequantize a weight, interleaved", True),
     silu("silu of split-K partials", F32, 4),
     case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
          {"BLOCK": 2048}, 8),

@@ -37,7 +37,7 @@ CASES = [
     replace(MANY, targets=CUDA + CDNA),
     replace(MANY, targets=RDNA, spill_bytes=64),
     Case(
-        "int4 dequantisation",
+        "int4 dequantization",
         gemm_int4_triton.dequantize_int4_kernel,
         {"packed": "*i32", "out": "*bf16", "groups": "i32"},
         {"CHUNKS": gemm_int4_triton.DEQUANTIZE_CHUNKS},

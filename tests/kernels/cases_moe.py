@@ -165,10 +165,10 @@ def _fp8_on(target: str, tokens: int, out: str, scales: str) -> list[Case]:
     common = {"values": w, "scales": F32, "pairs": I32, "tiles": I32, **sizes}
     of_x = {} if decode else {"x_scales": F32, "act_scales": F32}
     absent = {"x_scales": None, "act_scales": None} if decode else {}
-    quantises = not decode and scales != "rows" and config.tiles.gate_up.block_n == 128
+    quantizes = not decode and scales != "rows" and config.tiles.gate_up.block_n == 128
     of_gate_up: dict[str, Any] = {"INTERLEAVED": target == "sm_90", "NATIVE": capability >= 90}
-    of_gate_up |= {} if quantises else {"act_scales": None}
-    gate_up = {"x": x, "act": "*u8" if quantises else B16, **common, **of_x}
+    of_gate_up |= {} if quantizes else {"act_scales": None}
+    gate_up = {"x": x, "act": "*u8" if quantizes else B16, **common, **of_x}
     down = {"act": x, "out": out, "weights": F32, "T": "i32", "prefetch_k": "i32", **common, **of_x}
     cases = []
     for kernel, signature, tile, more in (

@@ -1,4 +1,4 @@
-"""GEMMs of e4m3 weights against float64 of the dequantised weight: Triton's interpreter, Hopper."""
+"""GEMMs of e4m3 weights against float64 of the dequantized weight: Triton's interpreter, Hopper."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forerun.kernels.elementwise.quantize_fp8 import (
     deinterleave,
-    dequantise_weight,
-    dequantise_weight_ref,
+    dequantize_weight,
+    dequantize_weight_ref,
     interleave,
     quantize_tokens,
     quantize_tokens_ref,
@@ -58,7 +58,7 @@ class Fp8Problem(Problem):
     def use(self, fp8: Fp8Weight, bias: Tensor | None) -> None:
         assert bias is not None
         self.fp8, self.w = fp8, GemmWeight.from_fp8(fp8, bias)
-        self.y_without_bias = self.x.double() @ fp8.dequantise().double().T
+        self.y_without_bias = self.x.double() @ fp8.dequantize().double().T
         self.y = self.y_without_bias + bias.double()
         self.y_deferred = self.y_without_bias * self.deferred.inv_rms().double() + bias.double()
 
@@ -142,7 +142,7 @@ def test_sm90_compiles(config: Sm90Fp8GemmConfig, variant: Fp8Variant) -> None:
 @pytest.mark.parametrize(
     ("k", "interleaved"), [(1500, False), (1536, True), (2500, False), (2560, True)]
 )
-def test_tokens_are_quantised_by_their_largest_value(k: int, interleaved: bool) -> None:
+def test_tokens_are_quantized_by_their_largest_value(k: int, interleaved: bool) -> None:
     x = torch.randn(4, k, device="cuda" if GPU else "cpu")
     x[2] = 0
     (values, scales), want = quantize_tokens(x, interleaved), quantize_tokens_ref(x, interleaved)
@@ -156,15 +156,15 @@ def test_tokens_are_quantised_by_their_largest_value(k: int, interleaved: bool) 
 
 
 @pytest.mark.parametrize("group", [0, 100])
-def test_weights_are_dequantised_where_columns_belong(group: int) -> None:
+def test_weights_are_dequantized_where_columns_belong(group: int) -> None:
     device = torch.device("cuda", 0) if GPU else CPU
     fp8 = Fp8Weight.empty(7, 1280, device, group or None)
-    fp8.quantise_(torch.randn(7, 1280, device=device))
+    fp8.quantize_(torch.randn(7, 1280, device=device))
     stored = replace(fp8, values=interleave(fp8.values))
     for weight, interleaved in ((fp8, False), (stored, True)):
-        for dequantise in (dequantise_weight, dequantise_weight_ref):
-            got = dequantise(weight, torch.float32, interleaved)
-            assert torch.equal(got, fp8.dequantise())
+        for dequantize in (dequantize_weight, dequantize_weight_ref):
+            got = dequantize(weight, torch.float32, interleaved)
+            assert torch.equal(got, fp8.dequantize())
 
 
 def check_layer(problem: Fp8Problem, limit: float) -> None:
@@ -176,7 +176,7 @@ def check_layer(problem: Fp8Problem, limit: float) -> None:
         if m > 128 and problem.fp8.scales.shape[1] == 1:
             values, scales = quantize_tokens_ref(problem.x[:m])
             x = values.double() * scales.double()
-        want = x @ problem.fp8.dequantise().double().T + bias.double()
+        want = x @ problem.fp8.dequantize().double().T + bias.double()
         close(layer(problem.x[:m]), want, limit)
         gate, up = want.chunk(2, 1)
         close(layer.silu_and_mul(problem.x[:m]), F.silu(gate) * up, limit)
@@ -190,7 +190,7 @@ def test_a_layer_with_few_and_with_many_tokens(group: int) -> None:
 
 
 def check_epilogues(p: Problem, config: GemmConfig, limit: float) -> None:
-    """All but argmax, which LM heads have: they are not quantised."""
+    """All but argmax, which LM heads have: they are not quantized."""
     close(g.gemm(p.x, p.w, config), p.y, limit)
     close(g.gemm(p.deferred, p.w, config), p.y_deferred, limit)
     close(g.gemm_partials(p.x, p.w, config).sum(0), p.y_without_bias, limit)

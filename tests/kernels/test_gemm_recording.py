@@ -58,7 +58,7 @@ def test_every_entry_point_counts_once(
 def test_packed_weights_count_their_bytes(tokens: int, k: int, device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     weight = Int4Weight.empty(64, k, device)
-    weight.quantise_(torch.randn(64, k, device=device))
+    weight.quantize_(torch.randn(64, k, device=device))
     linear, x = Int4Gemm(weight, None), torch.randn(tokens, k, device=device).to(dtype)
     with torch.inference_mode(), recording() as gemms:
         x = x.clone()  # made in the step
@@ -74,7 +74,7 @@ def test_experts_in_fp8_count_their_bytes(device: torch.device) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     w13, w2 = (Fp8Weight.stack(shape, device, None) for shape in ((6, 256, 256), (6, 256, 128)))
     for weight in (w13, w2):
-        weight.quantise_(torch.randn(weight.shape, device=device))
+        weight.quantize_(torch.randn(weight.shape, device=device))
     experts = Fp8Experts(w13, w2, 6)
     routed = route_ref(torch.randn(3, 6, device=device), None, Routing(6, 2))
     tiles = align_ref(routed.experts, 6, choose_moe(3, gpu_of(device)).block_m)

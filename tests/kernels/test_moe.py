@@ -429,9 +429,9 @@ def test_mxfp4(tokens: int, device: torch.device) -> None:
         scales = torch.randint(120, 124, (6, n, k // 32), dtype=torch.uint8, generator=generator)
         stored.append((blocks.to(device), scales.to(device)))
     w13, w2 = (Mxfp4Matrices.pack(*pair) for pair in stored)
-    plain = [Mxfp4().dequantise(*pair) for pair in stored]
+    plain = [Mxfp4().dequantize(*pair) for pair in stored]
     for packed, meant in zip((w13, w2), plain, strict=True):
-        assert torch.equal(packed.dequantise(torch.float32), meant)
+        assert torch.equal(packed.dequantize(torch.float32), meant)
     swiglu = ClampedSwiglu(b13, b2, 1.702, 1.5)
     routed = route(x, gate, None, routing, new_counts(routing, device))
     got = expert_partials_mxfp4(x, w13, w2, routed, swiglu)
@@ -463,7 +463,7 @@ def test_experts_of_gpt_oss_stay_packed(device: torch.device) -> None:
             blocks, scales = (
                 stored[name + end].flatten(1, -2 - i) for i, end in ((1, "_blocks"), (0, "_scales"))
             )
-            view.copy_(Mxfp4().dequantise(blocks, scales).transpose(1, 2).reshape(view.shape))
+            view.copy_(Mxfp4().dequantize(blocks, scales).transpose(1, 2).reshape(view.shape))
     packed.prepare()
     plain.prepare()
     x = random(9, 128, seed=1).to(device)

@@ -1,4 +1,4 @@
-"""Experts with weights in e4m3: grouped GEMMs and Hopper's kernel against dequantised weights."""
+"""Experts with weights in e4m3: grouped GEMMs and Hopper's kernel against dequantized weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def weight(shape: tuple[int, ...], kind: str, seed: int, device: torch.device) -
     made = Fp8Weight.stack(shape, device, None if kind == "rows" else 128)
     plain = torch.randn(shape, generator=generator, device=device) * 0.05
     plain *= torch.rand(shape[:2], generator=generator, device=device).unsqueeze(2) + 0.1
-    made.quantise_(plain)
+    made.quantize_(plain)
     if kind == "blocks":
         blocks = made.scales.unflatten(1, (-1, 128))
         blocks.copy_(blocks.amax(2, keepdim=True))
@@ -85,12 +85,12 @@ def config(tokens: int, device: torch.device, quantize_x: bool, block_n: int = 6
 @pytest.mark.covering(0, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 9, 40])
-def test_w8a16_is_the_dequantised_weight(kind: str, tokens: int, device: torch.device) -> None:
+def test_w8a16_is_the_dequantized_weight(kind: str, tokens: int, device: torch.device) -> None:
     """In float32, where the hardware's decoding, which is bfloat16's, does not serve."""
     if device.type == "cuda":
         pytest.skip("W8A16 on a GPU has x in bfloat16")
     (w13, w2), (x, routed) = matrices(kind, device), routed_tokens(tokens, device)
-    plain = w13.dequantise(torch.float32), w2.dequantise(torch.float32)
+    plain = w13.dequantize(torch.float32), w2.dequantize(torch.float32)
     shared = torch.randn(tokens, 256)
     for more in (None, shared):
         got = expert_partials_fp8(x, w13, w2, routed, more, config(tokens, device, False))
@@ -120,11 +120,11 @@ def test_parts_of_the_experts_add_up(quantize_x: bool, device: torch.device) -> 
     assert torch.equal(total, want)
 
 
-def dequantised(x: Tensor, group: int | None) -> Tensor:
+def dequantized(x: Tensor, group: int | None) -> Tensor:
     """As a kernel of W8A8 sees it."""
     made = Fp8Weight.stack(tuple(x.shape), x.device, group)
-    made.quantise_(x)
-    return made.dequantise()
+    made.quantize_(x)
+    return made.dequantize()
 
 
 @pytest.mark.covering(0, 2)
@@ -134,7 +134,7 @@ def dequantised(x: Tensor, group: int | None) -> Tensor:
 def test_w8a8_rounds_tokens_and_activations(
     kind: str, interleaved: bool, block_n: int, device: torch.device
 ) -> None:
-    """And nothing else: x and SiLU(gate) · up as `quantise_` rounds them. With all of a group in a
+    """And nothing else: x and SiLU(gate) · up as `quantize_` rounds them. With all of a group in a
     CTA, gate/up rounds its results itself.
     """
     if device.type == "cuda" and gpu_of(device).capability < 90:
@@ -147,17 +147,17 @@ def test_w8a8_rounds_tokens_and_activations(
     want = torch.empty_like(got)
     for expert in range(6):
         token, choice = (routed.experts == expert).nonzero(as_tuple=True)
-        gate_up = dequantised(x, group)[token] @ w13.dequantise(torch.float32)[expert].T
+        gate_up = dequantized(x, group)[token] @ w13.dequantize(torch.float32)[expert].T
         gate, up = gate_up.chunk(2, 1)
-        act = dequantised(torch.nn.functional.silu(gate) * up, group)
-        y = act @ w2.dequantise(torch.float32)[expert].T
+        act = dequantized(torch.nn.functional.silu(gate) * up, group)
+        y = act @ w2.dequantize(torch.float32)[expert].T
         want[choice, token] = y * routed.weights[token, choice, None]
     # A value between two of e4m3 may be rounded either way, of activations that differ in float32.
     assert (got - want).norm() / want.norm() < 5e-3
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_groups_of_tokens_are_quantised(interleaved: bool, device: torch.device) -> None:
+def test_groups_of_tokens_are_quantized(interleaved: bool, device: torch.device) -> None:
     x = torch.randn(5, 384, generator=torch.Generator().manual_seed(0))
     x[1, 128:256], x[2, 3], x[3] = 0, torch.nan, x[3] * 1e-30
     values, scales = quantize_groups(x.to(device), interleaved)
@@ -176,9 +176,9 @@ def test_groups_of_tokens_are_quantised(interleaved: bool, device: torch.device)
 def test_packed_matrices_mean_the_weight(kind: str) -> None:
     for interleaved in (False, True):
         stored = weight((3, 128, 256), kind, 1, torch.device("cpu"))
-        want = stored.dequantise()
+        want = stored.dequantize()
         packed = Fp8Matrices.pack(stored, interleaved)
-        assert torch.equal(packed.dequantise(torch.float32), want)
+        assert torch.equal(packed.dequantize(torch.float32), want)
     assert Fp8Matrices.fits(stored)
     for n, k, size in ((128, 192, None), (64, 256, None), (128, 256, 64)):
         small = Fp8Weight.stack((2, n, k), torch.device("cpu"), size)
@@ -225,8 +225,8 @@ def moe_pair(
     for name, view in views.items():
         if name in stored:
             made = torch.randn(view.shape, generator=generator, device=device) * 0.05
-            stored[name].quantise_(made)
-            view.copy_(stored[name].dequantise())
+            stored[name].quantize_(made)
+            view.copy_(stored[name].dequantize())
         else:
             view.copy_(torch.randn(view.shape, generator=generator, device=device))
             kept.weights()[name].copy_(view)
@@ -237,12 +237,12 @@ def moe_pair(
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("num_shared", [0, 2])
 def test_a_layer_whose_weights_no_kernel_reads(group: int | None, num_shared: int) -> None:
-    """In float32 it is dequantised, and computes the same to the last bit."""
+    """In float32 it is dequantized, and computes the same to the last bit."""
     cpu = torch.device("cpu")
     kept, plain = moe_pair(group, num_shared, cpu, torch.float32)
     kept.prepare()
     plain.prepare()
-    assert kept.experts.quantized_gemm == "dequantised when loaded"
+    assert kept.experts.quantized_gemm == "dequantized when loaded"
     for tokens in (1, 7):
         x = torch.randn(tokens, 256)
         assert torch.equal(kept(x).result(), plain(x).result())
@@ -298,7 +298,7 @@ class Layer:
 def partials_ref(layer: Layer, x: Tensor, routed: Routed) -> Tensor:
     """In float32, one expert after the other, rounded where the kernels round."""
     out = torch.zeros(routed.experts.shape[1], *x.shape, device="cuda")
-    plain = layer.w13.dequantise(torch.float32), layer.w2.dequantise(torch.float32)
+    plain = layer.w13.dequantize(torch.float32), layer.w2.dequantize(torch.float32)
     for expert, (of13, of2) in enumerate(zip(*plain, strict=True)):
         token, choice = (routed.experts == expert).nonzero(as_tuple=True)
         gate, up = (x[token].float() @ of13.T).bfloat16().float().chunk(2, 1)

@@ -94,7 +94,7 @@ class Layer:
 
     def run_ref(self, x: Tensor, routed: Routed) -> Tensor:
         """In float32, one expert after the other, rounded where the kernel rounds."""
-        w13, w2 = (w.dequantise(torch.float32) for w in (self.w13, self.w2))
+        w13, w2 = (w.dequantize(torch.float32) for w in (self.w13, self.w2))
         out = torch.zeros(routed.experts.shape[1], *x.shape, device="cuda")
         for expert in range(self.num_experts):
             token, choice = (routed.experts == expert).nonzero(as_tuple=True)

@@ -76,7 +76,7 @@ def two_checkpoints(
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     sizes |= {"num_attention_heads": 8, "moe_intermediate_size": 256}
     hf = random_hf(type(hf.config)(**{**hf.config.to_dict(), **sizes, "layer_types": None}))
-    quantised, plain = save(hf, folder / "int4"), save(hf, folder / "plain")
+    quantized, plain = save(hf, folder / "int4"), save(hf, folder / "plain")
     weights = load_file(plain / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, weight in dict(weights).items():
@@ -87,10 +87,10 @@ def two_checkpoints(
         packed, weights[name] = encode(method, weight, g_idx)
         stem = name.removesuffix("weight")
         stored |= {stem + suffix: tensor.contiguous() for suffix, tensor in packed.items()}
-    save_file(stored, quantised / "model.safetensors")
+    save_file(stored, quantized / "model.safetensors")
     save_file(weights, plain / "model.safetensors")
-    set_config(quantised, {**CONFIGS[method], **config})
-    return quantised, plain
+    set_config(quantized, {**CONFIGS[method], **config})
+    return quantized, plain
 
 
 def set_config(folder: Path, spec: dict[str, Any]) -> None:
@@ -135,21 +135,21 @@ def test_packed_weights(method: str) -> None:
     stored.pop("weight_shape", None)
     assert {name: tuple(t.shape) for name, t in stored.items()} == form.shapes(48, 384)
     weight = form.read(stored)
-    assert torch.equal(weight.dequantise(), meant) and torch.equal(form.dequantise(stored), meant)
+    assert torch.equal(weight.dequantize(), meant) and torch.equal(form.dequantize(stored), meant)
     again = Int4Weight.empty(48, 384, CPU)
-    again.quantise_(meant)
-    assert (again.dequantise() - meant).abs().max() <= meant.abs().max() / 7
+    again.quantize_(meant)
+    assert (again.dequantize() - meant).abs().max() <= meant.abs().max() / 7
 
 
 def test_refusals(tmp_path: Path) -> None:
-    quantised, _ = two_checkpoints(tmp_path, "awq")
+    quantized, _ = two_checkpoints(tmp_path, "awq")
     with pytest.raises(ConfigError, match=r"quantized already \(awq, 4 bits\).*drop it"):
-        load_target(quantised, torch.float32, CPU, quantization="fp8")
+        load_target(quantized, torch.float32, CPU, quantization="fp8")
     for changes, message in [
         ({"bits": 8}, "awq with 8 bits is not supported"),
         ({"version": "gemv"}, "AWQ version gemv is not supported"),
         ({"group_size": 64}, "has shape"),
     ]:
-        set_config(quantised, {**CONFIGS["awq"], **changes})
+        set_config(quantized, {**CONFIGS["awq"], **changes})
         with pytest.raises(ConfigError, match=message):
-            load_target(quantised, torch.float32, CPU)
+            load_target(quantized, torch.float32, CPU)

@@ -98,7 +98,7 @@ def test_equals_scaling_what_is_stored(name: str, tmp_path: Path) -> None:
     assert not torch.equal(got, unscaled)
 
 
-def test_of_quantised_weights(tmp_path: Path) -> None:
+def test_of_quantized_weights(tmp_path: Path) -> None:
     """FP8 with a scale per matrix, ModelOpt's names."""
     folder = save(family("qwen3"), tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -114,15 +114,15 @@ def test_of_quantised_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Fp8Weight, Int4Weight])
-def test_quantised_weights_times_a_power_of_two(kind: type[QuantizedWeight]) -> None:
+def test_quantized_weights_times_a_power_of_two(kind: type[QuantizedWeight]) -> None:
     weight = (
         Fp8Weight.empty(6, 256, CPU, 128) if kind is Fp8Weight else Int4Weight.empty(6, 256, CPU)
     )
-    weight.quantise_(torch.randn(6, 256))
-    was = weight.dequantise()
+    weight.quantize_(torch.randn(6, 256))
+    was = weight.dequantize()
     weight.map(lambda tensor: tensor[2:4]).scale_(0.25)
-    assert torch.equal(weight.dequantise()[2:4], was[2:4] / 4)
-    assert torch.equal(weight.dequantise()[4:], was[4:])
+    assert torch.equal(weight.dequantize()[2:4], was[2:4] / 4)
+    assert torch.equal(weight.dequantize()[4:], was[4:])
 
 
 @pytest.fixture(scope="module")

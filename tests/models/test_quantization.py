@@ -1,4 +1,4 @@
-"""FP8 blocks and MXFP4: a loaded model equals one whose weights were dequantised before."""
+"""FP8 blocks and MXFP4: a loaded model equals one whose weights were dequantized before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BLOCK = (24, 10)  # neither divides the sizes: ragged last blocks
 PLAIN = ("norm", "embed", "lm_head", ".gate.", "bias", "eh_proj")
 
 
-def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
+def quantize(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor, Tensor]:
     """(e4m3, scales, what the two mean), element by element."""
     (rows, columns), (n, k) = block, weight.shape
     scale = torch.empty(-(-n // rows), -(-k // columns))
@@ -42,34 +42,34 @@ def quantise(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Te
 def two_checkpoints(
     folder: Path, name: Any, block: tuple[int, int] = BLOCK
 ) -> tuple[Path, Path, int]:
-    """The same weights in FP8 blocks and plain, and how many matrices are quantised.
+    """The same weights in FP8 blocks and plain, and how many matrices are quantized.
 
     `name`: of a family, or a model of transformers.
     """
     model = family(name) if isinstance(name, str) else name
-    quantised, plain = save(model, folder / "fp8"), save(model, folder / "plain")
+    quantized, plain = save(model, folder / "fp8"), save(model, folder / "plain")
     weights = load_file(plain / "model.safetensors")
     fp8: dict[str, Tensor] = {}
     for key, weight in dict(weights).items():
         if any(part in key for part in PLAIN):
             fp8[key] = weight
             continue
-        fp8[key], fp8[f"{key}_scale_inv"], weights[key] = quantise(weight, block)
-    save_file(fp8, quantised / "model.safetensors")
+        fp8[key], fp8[f"{key}_scale_inv"], weights[key] = quantize(weight, block)
+    save_file(fp8, quantized / "model.safetensors")
     save_file(weights, plain / "model.safetensors")
-    config = json.loads((quantised / "config.json").read_text())
+    config = json.loads((quantized / "config.json").read_text())
     spec = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
     config["quantization_config"] = spec
-    (quantised / "config.json").write_text(json.dumps(config))
-    return quantised, plain, len(fp8) - len(weights)
+    (quantized / "config.json").write_text(json.dumps(config))
+    return quantized, plain, len(fp8) - len(weights)
 
 
 def models_of(folder: Path, name: Any) -> list[CausalLM]:
     """From a checkpoint in FP8 blocks and one of what these mean; both compute the same."""
-    quantised, plain, count = two_checkpoints(folder, name)
+    quantized, plain, count = two_checkpoints(folder, name)
     assert count > 20
     ids = torch.arange(20)
-    models = [load_target(folder, torch.float32, CPU) for folder in (quantised, plain)]
+    models = [load_target(folder, torch.float32, CPU) for folder in (quantized, plain)]
     got, want = (Loop.of_model(model).ragged([(0, ids)])[0] for model in models)
     assert torch.equal(got, want)
     assert all(experts.quantized_gemm is None for experts in models[1].modules(Experts))
@@ -81,7 +81,7 @@ def test_a_checkpoint_in_blocks(name: str, tmp_path: Path) -> None:
     """Experts stay in FP8, unless they share groups: two shared ones are one matrix there."""
     experts = list(models_of(tmp_path, name)[0].modules(Experts))
     assert bool(experts) == (name != "qwen3")
-    kept = None if name == "deepseek-v3" else "dequantised when loaded"  # no kernel on a CPU
+    kept = None if name == "deepseek-v3" else "dequantized when loaded"  # no kernel on a CPU
     assert all(each.quantized_gemm == kept for each in experts)
 
 
@@ -96,18 +96,18 @@ def test_one_shared_expert_in_blocks(tmp_path: Path) -> None:
 def test_rows_of_shared_experts_have_one_scale() -> None:
     """Which is that of every part of the row."""
     stored = Fp8Weight.stack((6, 20), CPU, None)
-    stored.quantise_(torch.randn(6, 20))
+    stored.quantize_(torch.randn(6, 20))
     parts = Fp8Weight.stack((2, 6, 10), CPU, None).map(lambda tensor: tensor.transpose(0, 1))
     parts.copy_(stored)
-    assert torch.equal(parts.dequantise().flatten(1), stored.dequantise())
+    assert torch.equal(parts.dequantize().flatten(1), stored.dequantize())
 
 
 def test_experts_in_one_tensor_are_scaled_matrix_by_matrix() -> None:
     blocks = Fp8Blocks(*BLOCK)
-    made = [quantise(torch.randn(50, 33)) for _ in range(3)]
+    made = [quantize(torch.randn(50, 33)) for _ in range(3)]
     stored, scale, meant = (torch.stack(parts) for parts in zip(*made, strict=True))
     assert blocks.scale_shapes((3, 50, 33)) == [tuple(scale.shape)] == [(3, 3, 4)]
-    assert torch.equal(blocks.dequantise(stored, scale), meant)
+    assert torch.equal(blocks.dequantize(stored, scale), meant)
 
 
 def packed(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
@@ -119,12 +119,12 @@ def packed(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
     return blocks, scales
 
 
-def test_mxfp4_is_dequantised_as_in_transformers() -> None:
+def test_mxfp4_is_dequantized_as_in_transformers() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = packed((3, 10, 96), seed=1)
     want = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, K, N]
-    got = Mxfp4().dequantise(blocks, scales)
+    got = Mxfp4().dequantize(blocks, scales)
     assert torch.equal(got, want.transpose(1, 2))
     assert len(got.unique()) > 20 and got.min() < 0 < got.max()
 
@@ -142,7 +142,7 @@ def mxfp4_checkpoint(folder: Path, **sizes: int) -> tuple[Any, list[str]]:
         e, k, n = tensors.pop(name).shape
         blocks, scales = packed((e, n, k), seed)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        weight = Mxfp4().dequantise(blocks, scales).transpose(1, 2)
+        weight = Mxfp4().dequantize(blocks, scales).transpose(1, 2)
         hf.get_parameter(name).data.copy_(weight)
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
@@ -208,7 +208,7 @@ def describe(folder: Path, spec: dict[str, Any]) -> None:
 def test_scales_of_rows_and_of_whole_matrices(shape: tuple[int, ...], tmp_path: Path) -> None:
     """q, k and v are one matrix here, and have scales of their own."""
     model = family("qwen3")
-    quantised, plain = save(model, tmp_path / "fp8"), save(model, tmp_path / "plain")
+    quantized, plain = save(model, tmp_path / "fp8"), save(model, tmp_path / "plain")
     weights = load_file(plain / "model.safetensors")
     fp8: dict[str, Tensor] = {}
     for key, weight in dict(weights).items():
@@ -221,24 +221,24 @@ def test_scales_of_rows_and_of_whole_matrices(shape: tuple[int, ...], tmp_path: 
         for unused in ("input_scale", "k_scale"):
             fp8[key.replace("weight", unused)] = torch.ones(())
         weights[key] = fp8[key].float() * (size / 448).bfloat16().float()
-    save_file(fp8, quantised / "model.safetensors")
+    save_file(fp8, quantized / "model.safetensors")
     save_file(weights, plain / "model.safetensors")
-    describe(quantised, ROW_SPECS[len(shape)])
+    describe(quantized, ROW_SPECS[len(shape)])
     ids = torch.arange(20)
     got, want = (
         Loop.of_model(load_target(folder, torch.float32, CPU)).ragged([(0, ids)])[0]
-        for folder in (quantised, plain)
+        for folder in (quantized, plain)
     )
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("group", [None, 16])
-def test_quantised_values_are_the_nearest(group: int | None) -> None:
+def test_quantized_values_are_the_nearest(group: int | None) -> None:
     weight = torch.randn(6, 40)
     weight[2] = 0
     fp8 = Fp8Weight.empty(6, 40, CPU, group)
-    fp8.quantise_(weight)
-    got = fp8.dequantise()
+    fp8.quantize_(weight)
+    got = fp8.dequantize()
     size = weight.abs() if group else weight.abs().amax(1, keepdim=True)
     assert torch.equal(got[2], weight[2])
     assert ((got - weight).abs() <= size / 16 + weight.abs().max() / 448 / 512).all()
@@ -254,8 +254,8 @@ def test_fp8_of_a_plain_checkpoint(name: str, tmp_path: Path) -> None:
     for key, weight in weights.items():
         if not any(part in key for part in PLAIN):
             fp8 = Fp8Weight.empty(*weight.shape, CPU, group=None)
-            fp8.quantise_(weight)
-            weights[key] = fp8.dequantise()
+            fp8.quantize_(weight)
+            weights[key] = fp8.dequantize()
     save_file(weights, rounded / "model.safetensors")
     ids = torch.arange(20)
     got, want = (

@@ -27,7 +27,7 @@ def test_wide_heads_compute_what_small_ones_do(
 ) -> None:
     """After two steps of training; compared before the rounding to FP8."""
     target, layer = mtp.train(2)
-    monkeypatch.setattr(mtp, "quantise", unrounded)
+    monkeypatch.setattr(mtp, "quantize", unrounded)
     monkeypatch.setattr(mtp, "PLAIN", torch.float32)
     mtp.save(target, layer, tmp_path)
     wide, further = mtp.stored(tmp_path)
@@ -41,7 +41,7 @@ def test_wide_heads_compute_what_small_ones_do(
 
 
 def test_the_checkpoint_loads(tmp_path: Path) -> None:
-    """Target and MTP layer are those of transformers with the dequantised weights."""
+    """Target and MTP layer are those of transformers with the dequantized weights."""
     mtp.save(*mtp.build(), tmp_path)
     wide, further = mtp.stored(tmp_path)
     model = load_target(tmp_path, torch.float32, CPU)

@@ -62,7 +62,7 @@ class Gemm:
     dtype: torch.dtype
     tokens: int  # of all experts together: k per token
     matrices: float = 1.0  # weights that are read: the expected number of touched experts
-    scale_bytes: int = 0  # of a quantised weight
+    scale_bytes: int = 0  # of a quantized weight
     bits: float | None = None  # per value of a packed weight, with its scales; None: those of dtype
 
     @property

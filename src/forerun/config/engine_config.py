@@ -55,7 +55,7 @@ class EngineConfig:
     )
     quantization: str | None = _setting(
         None,
-        "fp8: the target's linears and experts in 8 bits (e4m3), with a scale per output, quantised"
+        "fp8: the target's linears and experts in 8 bits (e4m3), with a scale per output, quantized"
         " while they are loaded; int8: weights and, while they are multiplied, activations, in"
         " groups of 32 with a scale (CPUs only). Checkpoints in FP8 need neither",
         ("fp8", "int8"),

@@ -54,7 +54,7 @@ class RopeKeys(msgspec.Struct):
 
 
 class WeightKeys(msgspec.Struct):
-    """How compressed-tensors quantised a group's weights."""
+    """How compressed-tensors quantized a group's weights."""
 
     type: str | None = None
     num_bits: Size | None = None

@@ -323,7 +323,7 @@ def _show_gemms(gemms: dict[str, Any], console: Console) -> None:
     console.print("  own: a kernel tuned for this matrix; default: untuned; +C++: that for Hopper")
     int4 = "C++" if gemms["int4"] == "cuda" else "Triton"
     console.print(f"  4-bit integers (AWQ, GPTQ, compressed-tensors): up to 128 tokens in {int4}")
-    console.print("  in FP8: the weight in 8 bits; the library then quantises tokens too")
+    console.print("  in FP8: the weight in 8 bits; the library then quantizes tokens too")
     experts = ", ".join(
         f"{w} {'C++' if k == 'cuda' else 'Triton'}" for w, k in gemms["experts"].items()
     )

@@ -139,7 +139,7 @@ def _with_transformers(config: EngineConfig, model_path: Path) -> EngineConfig:
 
 
 def _check_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuses int8 where no kernel reads such weights. FP8 is dequantised there."""
+    """Refuses int8 where no kernel reads such weights. FP8 is dequantized there."""
     if config.quantization is None:
         return
     where = f"quantization {config.quantization}"

@@ -74,7 +74,7 @@ class VocabEmbedding(Module):
 class LMHead(LinearBase):
     """`weight` [V, H], its own or tied to the embedding (vLLM, SGLang: ParallelLMHead)."""
 
-    quantizable = False  # as in nearly all quantised checkpoints
+    quantizable = False  # as in nearly all quantized checkpoints
 
     def __init__(
         self, vocab_size: int, hidden_size: int, place: WeightPlacement, tied: VocabEmbedding | None

@@ -61,9 +61,9 @@ class Fp8Experts:
         return Fp8LibraryGemm(weight.map(itemgetter(expert)), None, self.on_sm90)
 
 
-def dequantise_stack(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+def dequantize_stack(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """[E, N, K], matrix by matrix, which takes less memory."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for expert, matrix in enumerate(out):
-        matrix.copy_(weight.map(itemgetter(expert)).dequantise())
+        matrix.copy_(weight.map(itemgetter(expert)).dequantize())
     return out

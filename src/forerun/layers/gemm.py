@@ -6,9 +6,9 @@
     SkinnyGemm    bfloat16 on a GPU: our kernels where `kernels/gemm/dispatch.py` has a
                   configuration for so few tokens, else the vendor's library
     Fp8Gemm       e4m3 weights on a GPU, in a bfloat16 model: our kernels up to 128 tokens, else FP8
-                  tensor cores through the library, or the weight dequantised
+                  tensor cores through the library, or the weight dequantized
     Int4Gemm      weights of 4-bit integers on a GPU: our kernels up to 128 tokens, else the weight
-                  dequantised
+                  dequantized
     LibraryGemm   everything else: `F.linear`
 
 `gemm_for` and `quantized_gemm_for` choose once per weight, when the model is prepared.
@@ -32,7 +32,7 @@ from torch import Tensor
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
 from forerun.kernels.elementwise.quantize_fp8 import (
-    dequantise_weight,
+    dequantize_weight,
     interleave,
     quantize_tokens,
 )
@@ -102,7 +102,7 @@ class Gemm(ABC):
     packs_weight: ClassVar[bool] = False  # it keeps a copy, and does not read the plain weight
 
     def describe_quantized(self) -> str | None:
-        """What computes with a quantised weight, by tokens; None: it is not kept quantised."""
+        """What computes with a quantized weight, by tokens; None: it is not kept quantized."""
         return None
 
     @abstractmethod
@@ -324,8 +324,8 @@ class Fp8Gemm(SkinnyGemm):
 
 
 class Fp8LibraryGemm(Gemm):
-    """Many tokens. With a scale per row, where the GPU has FP8 tensor cores, tokens are quantised
-    too (W8A8, a scale per token); else the weight is dequantised for every call.
+    """Many tokens. With a scale per row, where the GPU has FP8 tensor cores, tokens are quantized
+    too (W8A8, a scale per token); else the weight is dequantized for every call.
     """
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, interleaved: bool) -> None:
@@ -335,13 +335,13 @@ class Fp8LibraryGemm(Gemm):
         self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
 
     def describe_quantized(self) -> str:
-        return "W8A8 in the library" if self._scaled_mm else "dequantised for every GEMM"
+        return "W8A8 in the library" if self._scaled_mm else "dequantized for every GEMM"
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
         x = _whole(x)
         if not self._scaled_mm:
             return F.linear(
-                x, dequantise_weight(self.weight, x.dtype, self._interleaved), self.bias
+                x, dequantize_weight(self.weight, x.dtype, self._interleaved), self.bias
             )
         values, scales = quantize_tokens(x, self._interleaved)
         weight = self.weight.values.t()
@@ -353,7 +353,7 @@ class Fp8LibraryGemm(Gemm):
 
 class Int4Gemm(Gemm):
     """A weight of 4-bit integers. Up to 128 tokens are multiplied by kernels that read them once
-    (W4A16); for more, it is dequantised for every call.
+    (W4A16); for more, it is dequantized for every call.
     """
 
     packs_weight = True
@@ -382,7 +382,7 @@ class Int4Gemm(Gemm):
         config = choose_int4_sm90(*self.weight.shape, False, gpu_of(packed.device), bfloat16)
         language = "Triton" if config is None else "CUDA C++"
         return (
-            f"int4: up to {MAX_INT4_M} tokens W4A16 in {language}, more dequantised for every GEMM"
+            f"int4: up to {MAX_INT4_M} tokens W4A16 in {language}, more dequantized for every GEMM"
         )
 
 
@@ -423,15 +423,15 @@ def plain_gemm_for(weight: Tensor, bias: Tensor | None = None) -> Gemm:
 
 
 def quantized_gemm_for(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Gemm:
-    """The implementation for a quantised weight; x and y are of `dtype`.
+    """The implementation for a quantized weight; x and y are of `dtype`.
 
-    Where no kernel reads it, it is dequantised once and kept so.
+    Where no kernel reads it, it is dequantized once and kept so.
     """
     if isinstance(weight, Fp8Weight) and weight.device.type == "cuda" and dtype == torch.bfloat16:
         return Fp8Gemm(weight, bias)
     if isinstance(weight, Int4Weight) and weight.device.type == "cuda":
         return Int4Gemm(weight, bias)
-    return gemm_for(weight.dequantise().to(dtype), bias)
+    return gemm_for(weight.dequantize().to(dtype), bias)
 
 
 def cpu_kernels_serve(weight: Tensor) -> bool:

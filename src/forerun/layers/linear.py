@@ -164,7 +164,7 @@ class LinearBase(Module):
     def prepare(self) -> None:
         if self.quantized is not None:
             self.gemm = quantized_gemm_for(self.quantized, self.bias, self.weight.dtype)
-            self.quantized_gemm = self.gemm.describe_quantized() or "dequantised when loaded"
+            self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"
             self.quantized = None
             return
         self.gemm = gemm_for(self.weight, self.bias, self.shared, self._quantization)

@@ -40,7 +40,7 @@ from forerun.kernels.moe.router_logits_sm90 import (
 from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import Communicator, UnreducedRank, WeightPlacement
-from forerun.layers.experts_fp8 import Fp8Experts, dequantise_stack, fp8_experts_serve
+from forerun.layers.experts_fp8 import Fp8Experts, dequantize_stack, fp8_experts_serve
 from forerun.layers.gemm import Gemm, plain_gemm_for
 from forerun.layers.linear import Hidden, Pending, PendingGemm, Rows
 from forerun.layers.mlp import GatedMLP
@@ -127,7 +127,7 @@ class Router(Module):
 
 class Experts(Module):
     """E routed and n shared gated MLPs: `w13` [E + n, 2I, H], gate rows before up rows, and `w2`
-    [E + n, H, I]. Quantised weights take their place, which are empty then.
+    [E + n, H, I]. Quantized weights take their place, which are empty then.
 
     With expert parallelism, E are those of the rank's group (in SGLang: ep_size groups), and none
     are shared.
@@ -174,7 +174,7 @@ class Experts(Module):
         self._device = place.device
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
         self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
-        self.quantized_gemm: str | None = None  # what computes with quantised weights
+        self.quantized_gemm: str | None = None  # what computes with quantized weights
         self._stored_fp8: list[Fp8Weight] = []  # in place of w13 and w2, until they are prepared
         self._fp8: Fp8Experts | None = None
         self._shared_gate_up: list[Gemm] = []
@@ -280,7 +280,7 @@ class Experts(Module):
         return {name: rows(weights[i]) for name, (i, rows) in self._shared_mlp(prefix).items()}
 
     def quantized_weights(self, prefix: str, shared_prefix: str) -> dict[str, QuantizedWeight]:
-        """Both kinds, if they are quantised."""
+        """Both kinds, if they are quantized."""
         if not self._stored_fp8:
             return {}
         views = self._routed(prefix) | self._shared_mlp(shared_prefix)
@@ -316,14 +316,14 @@ class Experts(Module):
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
 
     def _prepare_fp8(self, w13: Fp8Weight, w2: Fp8Weight) -> None:
-        """Where no kernel reads the weights, they are dequantised."""
+        """Where no kernel reads the weights, they are dequantized."""
         dtype = self.w13.dtype
         if fp8_experts_serve(w13, w2, dtype):
             self._fp8 = Fp8Experts(w13, w2, self.num_experts)
         else:
-            self.w13, self.w2 = dequantise_stack(w13, dtype), dequantise_stack(w2, dtype)
+            self.w13, self.w2 = dequantize_stack(w13, dtype), dequantize_stack(w2, dtype)
         self._stored_fp8 = []
-        self.quantized_gemm = self._fp8.describe() if self._fp8 else "dequantised when loaded"
+        self.quantized_gemm = self._fp8.describe() if self._fp8 else "dequantized when loaded"
 
     def routed_here(self, routed: Routed | RouterLogits) -> Routed:
         """Returns it with the choices that are this rank's experts."""
@@ -413,7 +413,7 @@ class SparseMoE(Module):
         return super().shards(prefix) | self.experts.shared_shards(f"{prefix}shared_experts.")
 
     def expert_weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those of `weights` that `quantized_weights` has once they are quantised."""
+        """Those of `weights` that `quantized_weights` has once they are quantized."""
         shared = self.experts.shared_weights(f"{prefix}shared_experts.")
         return self.experts.weights(f"{prefix}experts.") | shared
 

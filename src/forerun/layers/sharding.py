@@ -72,7 +72,7 @@ class Shard:
         fitting = "" if part % size else divisors(part // size, at_most=MAX_LISTED)
         advice = f"take one that does not: {fitting}" if fitting else "drop it"
         raise ConfigError(
-            f"tp_size divides {what}, {self.size}, within a group of {size} that is quantised"
+            f"tp_size divides {what}, {self.size}, within a group of {size} that is quantized"
             f" together; {advice}."
         )
 

@@ -79,7 +79,7 @@ class Checkpoint:
     """The tensors of a folder, by name; data stays on disk until `read_into`."""
 
     def __init__(self, folder: Path, weight_format: WeightFormat | None = None) -> None:
-        """`weight_format`: of what is quantised; what fills a plain view is dequantised.
+        """`weight_format`: of what is quantized; what fills a plain view is dequantized.
 
         Raises:
             ConfigError: no safetensors, a shard absent, a file broken or not as indexed.
@@ -137,7 +137,7 @@ class Checkpoint:
         unmapped before the next is opened. So at most one tensor is held twice.
 
         Args:
-            views: name -> destination view; plain tensors are quantised for a quantised one.
+            views: name -> destination view; plain tensors are quantized for a quantized one.
             harmless: endings of names that may be in the files without a view.
             hint: a sentence added when a tensor is missing or unexpected.
             shards: of tensors, by the names of their plain ones, of which a part is read.
@@ -145,7 +145,7 @@ class Checkpoint:
 
         Raises:
             ConfigError: a tensor missing, unexpected, of another shape or kind, or unreadable; a
-                part that divides what is quantised together.
+                part that divides what is quantized together.
         """
         parts = shards or {}
         stored = self.check(views, harmless, hint, parts)
@@ -234,7 +234,7 @@ class Checkpoint:
             for i, expert in zip(numbers, view, strict=True):
                 stored = all_blocks[i], all_scales[i]
                 own = stored if part is None else map(part.take, stored)
-                rows = self.mxfp4.dequantise(*own)  # [N, K]
+                rows = self.mxfp4.dequantize(*own)  # [N, K]
                 expert.copy_(rows.T.reshape(expert.shape))
         advance(blocks.bytes + scales.bytes)
 
@@ -272,7 +272,7 @@ class Checkpoint:
         if isinstance(view, Int4Weight):
             view.copy_(self.int4.read(stored))
         else:
-            _fill(view, self.int4.dequantise(stored))
+            _fill(view, self.int4.dequantize(stored))
 
     def _scales(self, views: Mapping[str, View]) -> dict[str, Tensor]:
         """Makes room for the scales of every tensor that is stored in FP8."""
@@ -399,11 +399,11 @@ def _fill(
     """Fills it with a tensor as it is stored; `fp8`: with the scales that belong to it."""
     if isinstance(view, QuantizedWeight):
         if fp8 is None:
-            view.quantise_(data, across)
+            view.quantize_(data, across)
         else:
             view.copy_(fp8)
     else:
-        view.copy_((data if fp8 is None else fp8.dequantise()).reshape(view.shape))
+        view.copy_((data if fp8 is None else fp8.dequantize()).reshape(view.shape))
 
 
 def _stored_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -605,7 +605,7 @@ def fill_dummy(
             then add little to the embedding, and the tokens of a block are nearly equal, which a
             GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
             matrices N(0, 0.02²), like an untrained model; tokens differ as those of text do.
-            Quantised weights are the plain ones, rounded.
+            Quantized weights are the plain ones, rounded.
     """
     if not views:
         return

@@ -1,7 +1,7 @@
 """gpt-oss (arXiv 2508.10925): attention sinks, windows in every other layer, experts with biases.
 
 Experts clamp what goes into their SwiGLU. In checkpoints they are MXFP4 (`quantization.py`): on a
-GPU the kernels read that, elsewhere they are dequantised while they are loaded.
+GPU the kernels read that, elsewhere they are dequantized while they are loaded.
 """
 
 from __future__ import annotations

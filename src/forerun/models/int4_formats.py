@@ -66,7 +66,7 @@ class Int4Format(ABC):
 
     @property
     def keeps_packed(self) -> bool:
-        """Whether kernels read such weights; else they are dequantised while they are loaded."""
+        """Whether kernels read such weights; else they are dequantized while they are loaded."""
         return not self.reorders and (self.group is None or self.group % GROUP == 0)
 
     @property
@@ -113,7 +113,7 @@ class Int4Format(ABC):
         repeats = q.shape[1] // GROUP // scales.shape[1]
         return Int4Weight.of(q, *(t.repeat_interleave(repeats, 1) for t in (scales, zeros)))
 
-    def dequantise(self, stored: Mapping[str, Tensor]) -> Tensor:
+    def dequantize(self, stored: Mapping[str, Tensor]) -> Tensor:
         """[N, K] float32."""
         q, scales, zeros = self.unpack(stored)
         columns = torch.arange(q.shape[1], device=q.device) * scales.shape[1] // q.shape[1]

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Within an attention, as vLLM and SGLang know them: compressed-tensors and Quark; ModelOpt, with
 # and without fused projections; compressed-tensors before `kv_cache_scheme`, and Quark, which have
-# the outputs of projections quantised; AutoFP8's one scale of both.
+# the outputs of projections quantized; AutoFP8's one scale of both.
 NAMES = (
     "{x}_scale",
     "attn.{x}_scale",

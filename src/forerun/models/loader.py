@@ -156,7 +156,7 @@ def allocate_linears(
     bits, and with `quantization` "fp8" or `INT4` all, are kept so.
 
     Returns:
-        The views of the quantised ones by name, which `model.weights()` lacks.
+        The views of the quantized ones by name, which `model.weights()` lacks.
     """
     views: dict[str, QuantizedWeight] = {}
     for prefix, linear in model.named_modules(LinearBase):
@@ -212,7 +212,7 @@ def allocate_experts(
 
 
 def _quantize_int4(linear: LinearBase, keep_packed: bool = True) -> None:
-    """Where kernels read it; otherwise the weight is dequantised while it is loaded."""
+    """Where kernels read it; otherwise the weight is dequantized while it is loaded."""
     if keep_packed and Int4Weight.fits(*linear.weight.shape):
         linear.quantize(Int4Weight.empty)
     else:

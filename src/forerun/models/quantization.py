@@ -1,14 +1,14 @@
-"""How checkpoints store quantised weights: FP8, and MXFP4 experts (gpt-oss).
+"""How checkpoints store quantized weights: FP8, and MXFP4 experts (gpt-oss).
 
 FP8: a matrix [N, K] is `weight`, e4m3, and scales; their product is the weight. The scales are one
 per block (`weight_scale_inv`, despite the name; DeepSeek-V3's inference/fp8_cast_bf16.py), per row,
 or one of the whole matrix (`weight_scale`; compressed-tensors, ModelOpt). Norms, router, embedding
 and LM head are stored plain, and often the MTP layer: each tensor's own dtype says which. Linears
-keep the e4m3 values (`Fp8Weight`); everything else is dequantised while it is loaded.
+keep the e4m3 values (`Fp8Weight`); everything else is dequantized while it is loaded.
 
 MXFP4: runs of 32 values of a row share a scale, a power of two, and have four bits each (OCP
 Microscaling Formats, version 1.0). A tensor `x` [E, K, N] of a model is `x_blocks`
-[E, N, K / 32, 16] and `x_scales` [E, N, K / 32], both uint8. It is dequantised while it is loaded.
+[E, N, K / 32, 16] and `x_scales` [E, N, K / 32], both uint8. It is dequantized while it is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCALE_NAMES = ("_scale_inv", "_scale")  # appended to the name of the tensor tha
 E4M3 = "F8_E4M3"  # as safetensors names it
 # Beside any weights: scales of K/V, which `kv_scales.py` reads, and of what attention computes.
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".prob_output_scale")
-# Beside FP8 weights: scales of activations, which are not quantised or get scales of their own.
+# Beside FP8 weights: scales of activations, which are not quantized or get scales of their own.
 UNUSED_SCALES = (".input_scale", ".activation_scale", ".output_scale")
 COLUMNS = "a matrix's columns"  # in errors
 
@@ -70,9 +70,9 @@ class Fp8Format(ABC):
             return shard
         return None if self.group is None else shard.in_groups(self.group, COLUMNS)
 
-    def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
+    def dequantize(self, weight: Tensor, scale: Tensor) -> Tensor:
         """[..., N, K] e4m3 and its scales -> [..., N, K] float32."""
-        return self.read(weight, scale).dequantise()
+        return self.read(weight, scale).dequantize()
 
 
 class Fp8Blocks(Fp8Format):
@@ -130,7 +130,7 @@ class Mxfp4:
             return shard.along(0)
         return shard.along(1).in_groups(MXFP4_RUN, COLUMNS)
 
-    def dequantise(self, blocks: Tensor, scales: Tensor) -> Tensor:
+    def dequantize(self, blocks: Tensor, scales: Tensor) -> Tensor:
         """blocks [..., N, R, 16] and scales [..., N, R], uint8 -> [..., N, 32 R] float32.
 
         A byte has two values, the first in its low bits: a sign and the index into `_E2M1`.
@@ -145,7 +145,7 @@ WeightFormat = Fp8Blocks | Fp8Rows | Mxfp4 | Int4Format
 
 
 def weight_format(config: ModelConfig) -> WeightFormat | None:
-    """How the checkpoint's matrices are quantised; None: not at all.
+    """How the checkpoint's matrices are quantized; None: not at all.
 
     Raises:
         ConfigError: in another way.
@@ -181,7 +181,7 @@ def weight_format(config: ModelConfig) -> WeightFormat | None:
 
 
 def check_quantization(config: ModelConfig, quantization: str | None) -> None:
-    """Refuses `quantization` of weights that are quantised otherwise.
+    """Refuses `quantization` of weights that are quantized otherwise.
 
     Raises:
         ConfigError: the checkpoint has 4-bit integers.
@@ -209,7 +209,7 @@ def _given(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compressed_weights(spec: dict[str, Any]) -> dict[str, Any]:
-    """How compressed-tensors quantised the weights; {}: not all in one way."""
+    """How compressed-tensors quantized the weights; {}: not all in one way."""
     groups = spec.get("config_groups") or {}
     found = [_given(group.get("weights") or {}) for group in groups.values()]
     return found[0] if found and all(each == found[0] for each in found) else {}

@@ -249,7 +249,7 @@ def _checkpoint(folder: Path, config: ModelConfig) -> Checkpoint | None:
 
 
 def _linear(linear: LinearBase, shape: torch.Size, dtype: torch.dtype) -> Matrix:
-    """`shape`: of its weight, before it was quantised."""
+    """`shape`: of its weight, before it was quantized."""
     (n, k), packed = shape, linear.quantized
     bits = 8.0 * dtype.itemsize if packed is None else 8 * packed.nbytes / (n * k)
     return Matrix(n, k, dtype, bits)
@@ -258,7 +258,7 @@ def _linear(linear: LinearBase, shape: torch.Size, dtype: torch.dtype) -> Matrix
 def _experts(
     moe: SparseMoE, shapes: Sequence[torch.Size], dtype: torch.dtype, mxfp4: bool
 ) -> Sequence[Matrix]:
-    """`shapes`: of the stacked weights, before they were quantised."""
+    """`shapes`: of the stacked weights, before they were quantized."""
     experts, top_k = moe.experts, moe.gate.routing.top_k
     packed = sum(weight.nbytes for weight in moe.quantized_weights().values())
     bits = MXFP4_BITS if mxfp4 else 8.0 * dtype.itemsize

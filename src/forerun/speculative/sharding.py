@@ -40,7 +40,7 @@ def resolve_draft(
     Raises:
         ConfigError: as `resolve_caps`.
     """
-    # Experts that --ep-size keeps whole may be quantised in groups that cannot be divided.
+    # Experts that --ep-size keeps whole may be quantized in groups that cannot be divided.
     asks = config.speculative_draft_tp_size is None and config.tp_size > 1 and config.ep_size == 1
     if asks and device.type == "cuda" and algorithm.shards_draft:
         divided = replace(config, speculative_draft_tp_size=config.tp_size)

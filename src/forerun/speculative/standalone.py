@@ -132,7 +132,7 @@ def _layout(
     ranks, build = config.draft_ranks, model_class(draft)
     if ranks > 1 and weight_format(draft) is not None:
         raise ConfigError(
-            f"speculative_draft_tp_size {ranks}: the draft {folder} is quantised and cannot be"
+            f"speculative_draft_tp_size {ranks}: the draft {folder} is quantized and cannot be"
             " divided; drop the setting."
         )
 

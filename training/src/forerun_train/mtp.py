@@ -265,7 +265,7 @@ def widened(w: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     }
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[N, K] -> e4m3 and weight_scale_inv [⌈N/128⌉, ⌈K/128⌉] float32; weight = product."""
     rows, columns = weight.shape
     padded = F.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
@@ -282,7 +282,7 @@ def save(target: DeepseekV3ForCausalLM, layer: MTPLayer, folder: Path) -> None:
     for name, weight in tensors(target, layer).items():
         matrix = weight.ndim == 2 and (".self_attn." in name or ".mlp." in name)
         if matrix and ".mlp.gate." not in name:
-            out[name], out[name.replace("weight", "weight_scale_inv")] = quantise(weight)
+            out[name], out[name.replace("weight", "weight_scale_inv")] = quantize(weight)
             continue
         keep = torch.float32 if name.endswith("bias") else PLAIN
         out[name] = weight.to(keep).clone()
@@ -309,7 +309,7 @@ def save(target: DeepseekV3ForCausalLM, layer: MTPLayer, folder: Path) -> None:
 
 
 def stored(folder: Path) -> tuple[DeepseekV3ForCausalLM, MTPLayer]:
-    """transformers' model and layer with the weights of a checkpoint, dequantised, float32."""
+    """transformers' model and layer with the weights of a checkpoint, dequantized, float32."""
     weights = load_file(folder / "model.safetensors")
     for name in [name for name in weights if name.endswith("_scale_inv")]:
         scale, key = weights.pop(name), name.removesuffix("_scale_inv")

@@ -1,4 +1,4 @@
-"""Times GEMMs with quantised weights beside bfloat16 ones, with what is fused into them.
+"""Times GEMMs with quantized weights beside bfloat16 ones, with what is fused into them.
 
     python -m forerun_bench.kernels.gemm_quantized --tokens 1 8 16 32 64 128
 
@@ -36,7 +36,7 @@ def library(weight: Tensor) -> Gemm:
 def quantized(empty: Callable[[int, int], QuantizedWeight]) -> Callable[[Tensor], Gemm]:
     def make(weight: Tensor) -> Gemm:
         stored = empty(*weight.shape)
-        stored.quantise_(weight)
+        stored.quantize_(weight)
         return quantized_gemm_for(stored, None, weight.dtype)
 
     return make

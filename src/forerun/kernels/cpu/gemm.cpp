@@ -10,7 +10,7 @@
 //   widened   the same, for weights whose values all fit into bfloat16: they are stored so, which
 //             halves the bytes, and the results are the same bits
 //   bfloat16  bfloat16 weights and tokens, products added in float32; float32 tokens are rounded
-//   int8      weights in groups of 32 k with one scale each, tokens quantised likewise when they are
+//   int8      weights in groups of 32 k with one scale each, tokens quantized likewise when they are
 //             read (as llama.cpp's Q8_0); products of a group are added as integers
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -412,7 +412,7 @@ T* scratch(int64_t size) {
 }
 
 template <class T>
-void quantise_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* scales,
+void quantize_token(const T* x, int64_t k, int64_t groups, int8_t* out, float* scales,
                     int32_t* sums) {
     for (int64_t g = 0; g < groups; g++) {
         float value[GROUP] = {}, largest = 0, invalid = 0;
@@ -449,7 +449,7 @@ Tokens prepare_tokens(const Weight& w, const T* x, int64_t m, int threads) {
     float* scales = scratch<float, 1>(m * groups);
     int32_t* sums = scratch<int32_t, 2>(m * groups);
     parallel_for(m, m >= 64 ? threads : 1, [&](int64_t t) {
-        quantise_token(x + t * w.k, w.k, groups, values + t * size, scales + t * groups,
+        quantize_token(x + t * w.k, w.k, groups, values + t * size, scales + t * groups,
                        sums + t * groups);
     });
     return {values, size, scales, sums, groups};
@@ -664,7 +664,7 @@ void forerun_pack(const void* weight, int32_t is_bfloat16, int64_t n, int64_t k,
     });
 }
 
-// Rows ids[i] of a weight that is not quantised, as the type of its tokens. Ids are within W.
+// Rows ids[i] of a weight that is not quantized, as the type of its tokens. Ids are within W.
 void forerun_take_packed_rows(const Weight* w, const int64_t* ids, int64_t count, void* out,
                               int32_t) {
     for (int64_t i = 0; i < count; i++) {

@@ -5,7 +5,7 @@ A weight is packed once into the layout that the kernel reads (gemm.cpp), in one
     FLOAT32, BFLOAT16   as the model computes; float32 tokens of a BFLOAT16 weight are rounded
     WIDENED             FLOAT32 in half of the memory, where all values fit into bfloat16, as those
                         of a bfloat16 checkpoint do: they become float32 when they are read
-    INT8                32 neighbouring k share a scale, and tokens are quantised likewise when they
+    INT8                32 neighbouring k share a scale, and tokens are quantized likewise when they
                         are read; x and y are float32 or bfloat16 (llama.cpp's Q8_0)
 
 A token's result depends neither on the number of tokens nor on that of threads. Threads are
@@ -177,7 +177,7 @@ def take_packed_rows(w: PackedWeight, ids: Tensor) -> Tensor:
     return out
 
 
-def quantise_ref(x: Tensor, round_up: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_ref(x: Tensor, round_up: bool = False) -> tuple[Tensor, Tensor]:
     """x [R, K] -> integers [R, K / 32, 32] as float32 and scales [R, K / 32, 1].
 
     `round_up`: scales are rounded up to bfloat16, as those of weights.
@@ -193,7 +193,7 @@ def quantise_ref(x: Tensor, round_up: bool = False) -> tuple[Tensor, Tensor]:
 
 def int8_gemm_ref(x: Tensor, weight: Tensor) -> Tensor:
     """Reference implementation of `gemm` in INT8: x [M, K], weight [N, K] -> float32 [M, N]."""
-    values, scales = quantise_ref(x)
-    weights, weight_scales = quantise_ref(weight, round_up=True)
+    values, scales = quantize_ref(x)
+    weights, weight_scales = quantize_ref(weight, round_up=True)
     dots = torch.einsum("mgk,ngk->mng", values, weights)  # integers below 2^24: exact
     return (dots * (scales.squeeze(-1).unsqueeze(1) * weight_scales.squeeze(-1))).sum(-1)

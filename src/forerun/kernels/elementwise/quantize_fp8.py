@@ -201,22 +201,22 @@ def interleave_groups(bits, ROWS: tl.constexpr):
     return tl.reshape(tl.permute(bits, (0, 4, 1, 2, 5, 3)), (ROWS, 128))
 
 
-def dequantise_weight_ref(
+def dequantize_weight_ref(
     weight: Fp8Weight, dtype: torch.dtype, interleaved: bool = False
 ) -> Tensor:
-    """Reference implementation of `dequantise_weight`."""
+    """Reference implementation of `dequantize_weight`."""
     if interleaved:
         weight = replace(weight, values=deinterleave(weight.values))
-    return weight.dequantise().to(dtype)
+    return weight.dequantize().to(dtype)
 
 
-def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype, interleaved: bool = False) -> Tensor:
+def dequantize_weight(weight: Fp8Weight, dtype: torch.dtype, interleaved: bool = False) -> Tensor:
     """[N, K] in `dtype`; `interleaved`: the values are stored by `interleave`."""
     if not use_triton(weight.values):
-        return dequantise_weight_ref(weight, dtype, interleaved)
+        return dequantize_weight_ref(weight, dtype, interleaved)
     n, k = weight.shape
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
-    _dequantise_weight[(n, -(-k // BLOCK))](
+    _dequantize_weight[(n, -(-k // BLOCK))](
         as_bits(weight.values), weight.scales, out, k, weight.group, weight.scales.shape[1],
         INTERLEAVED=interleaved, BLOCK=BLOCK, num_warps=4, **pdl_options(out),
     )  # fmt: skip
@@ -224,7 +224,7 @@ def dequantise_weight(weight: Fp8Weight, dtype: torch.dtype, interleaved: bool =
 
 
 @jit
-def _dequantise_weight(
+def _dequantize_weight(
     values, scales, out, k, group, num_groups,
     INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -72,7 +72,7 @@ class GemmWeight:
         """[N, K] float32, for reference implementations."""
         if self.scales is None:
             return self.weight.float()
-        return Fp8Weight(self.weight, self.scales, self.group or self.weight.shape[1]).dequantise()
+        return Fp8Weight(self.weight, self.scales, self.group or self.weight.shape[1]).dequantize()
 
 
 def gemm(x: Tensor | DeferredNorm, w: GemmWeight, config: GemmConfig) -> Tensor:

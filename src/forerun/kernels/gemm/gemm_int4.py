@@ -2,7 +2,7 @@
 
 - `gemm_int4_sm90.py`, in CUDA C++, for Hopper and bfloat16;
 - `gemm_int4_triton.py`, for any GPU;
-- more than 128 tokens: the weight is dequantised into a workspace, for the library's GEMM.
+- more than 128 tokens: the weight is dequantized into a workspace, for the library's GEMM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gemm_int4(x: Tensor, weight: PackedInt4, silu_mul: bool = False) -> Tensor:
     """x [M, K] -> x Wᵀ + b, [M, N]. `silu_mul`: W = [gate; up], [M, N / 2].
 
     Up to 128 tokens, our kernels read the 4-bit integers, and a token's result does not depend on
-    the number of tokens; beyond, W is dequantised to x's dtype for the library's GEMM.
+    the number of tokens; beyond, W is dequantized to x's dtype for the library's GEMM.
     """
     if not use_triton(x):
         return gemm_int4_ref(x, weight, silu_mul).to(x.dtype)

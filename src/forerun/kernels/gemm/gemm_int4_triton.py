@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""4-bit weights (`int4.py`) in Triton, for any GPU: a GEMM of up to 128 tokens, dequantisation.
+"""4-bit weights (`int4.py`) in Triton, for any GPU: a GEMM of up to 128 tokens, dequantization.
 
 The layout is that of the Hopper kernel's operands, so a thread finds the integer of its row and
 column in a word that seven others read, too: from L1, since a block of 16 rows and a group is 1 KB.

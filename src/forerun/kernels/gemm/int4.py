@@ -65,7 +65,7 @@ class Int4Weight(QuantizedWeight):
         """[..., N, K] uint8."""
         return torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2)
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         groups = self.integers().unflatten(-1, (-1, GROUP)).float()
         signed: Tensor = groups - self.zeros.unsqueeze(-1).float()
         return (signed * self.scales.unsqueeze(-1)).flatten(-2)
@@ -73,7 +73,7 @@ class Int4Weight(QuantizedWeight):
     def scale_(self, factor: float) -> None:
         self.scales.mul_(factor)
 
-    def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
+    def quantize_(self, weight: Tensor, across: Largest | None = None) -> None:
         """Symmetric: a scale is its group's largest value / 7; that of a group of zeros is 1.
 
         Scales are rounded to 16 significant bits, which `pack_int4` keeps.

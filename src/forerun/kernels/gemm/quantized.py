@@ -1,8 +1,8 @@
-"""Quantised weights of GEMMs: how they are kept, and what they mean.
+"""Quantized weights of GEMMs: how they are kept, and what they mean.
 
-A quantised weight [N, K] is some tensors of which the first dimension is N, so that whatever
+A quantized weight [N, K] is some tensors of which the first dimension is N, so that whatever
 selects or reorders rows of a weight does the same to each of them (`map`). Matrices of experts are
-stacked, [E, N, K]. `dequantise` is the
+stacked, [E, N, K]. `dequantize` is the
 reference: a GEMM over the weight computes the same as one over the result.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.kernels.runtime.fp8 import E4M3_MAX, FP8
 
-MAX_QUANTISED = 1 << 28  # values that are quantised at once, in float32
+MAX_QUANTIZED = 1 << 28  # values that are quantized at once, in float32
 
 Largest = Callable[[Tensor], Tensor]  # elementwise maximum over the ranks of a row
 
@@ -34,11 +34,11 @@ class QuantizedWeight(ABC):
         """Shape of the weight that it stands for."""
 
     @abstractmethod
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """[..., K] float32."""
 
     @abstractmethod
-    def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
+    def quantize_(self, weight: Tensor, across: Largest | None = None) -> None:
         """Takes the values of a plain weight [N, K], rounded. As many rows as this has.
 
         `across`: if these are some columns of a larger weight.
@@ -103,7 +103,7 @@ class Fp8Weight(QuantizedWeight):
     def shape(self) -> torch.Size:
         return self.values.shape
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         whole = self.scales.repeat_interleave(self.group, -1)
         return self.values.float() * whole[..., : self.values.shape[-1]]
 
@@ -115,18 +115,18 @@ class Fp8Weight(QuantizedWeight):
         repeats = self.scales.numel() // other.scales.numel()
         super().copy_(replace(other, scales=other.scales.repeat_interleave(repeats, -1)))
 
-    def quantise_(self, weight: Tensor, across: Largest | None = None) -> None:
+    def quantize_(self, weight: Tensor, across: Largest | None = None) -> None:
         """A scale is its group's largest value / 448; that of a group of zeros is 1.
 
         If a group is a whole row, its maximum is taken over all ranks that have columns of it.
         """
         weight = weight.reshape(self.shape)
-        size = max(1, MAX_QUANTISED * len(weight) // weight.numel())
+        size = max(1, MAX_QUANTIZED * len(weight) // weight.numel())
         for first in range(0, len(weight), size):
             part = slice(first, first + size)
-            self.map(itemgetter(part))._quantise(weight[part], across)
+            self.map(itemgetter(part))._quantize(weight[part], across)
 
-    def _quantise(self, weight: Tensor, across: Largest | None) -> None:
+    def _quantize(self, weight: Tensor, across: Largest | None) -> None:
         k = self.values.shape[-1]
         padded = torch.nn.functional.pad(weight.float(), (0, -k % self.group))
         groups = padded.unflatten(-1, (-1, self.group))

@@ -3,7 +3,7 @@
 
 Up to `MAX_DECODE_TOKENS` tokens are multiplied in bfloat16 (W8A16): the time is that of reading the
 weights, which are converted in registers, so nothing but the weights is rounded. For more tokens,
-on GPUs with FP8 tensor cores, x and the activations between the GEMMs are quantised too (W8A8),
+on GPUs with FP8 tensor cores, x and the activations between the GEMMs are quantized too (W8A8),
 with a scale per token, or per token and 128 columns where the weights have scales of 128 columns.
 
 Scales multiply sums in float32: those of rows in the epilogue, those of groups after every 128
@@ -68,7 +68,7 @@ def expert_partials_fp8(
     if not use_triton(x):
         assert isinstance(routed, Routed)
         gated = shared.result() if isinstance(shared, GatedOutput) else shared
-        plain = w13.dequantise(x.dtype), w2.dequantise(x.dtype)
+        plain = w13.dequantize(x.dtype), w2.dequantize(x.dtype)
         return expert_partials_ref(x, *plain, routed, gated)
     if w13.interleaved and config is None and len(x) <= MAX_DECODE_TOKENS:
         _, hidden, width = w2.values.shape
@@ -101,7 +101,7 @@ def _run_gate_up(
     assert tiles is not None and tiles.block_m == config.tiles.block_m and x.is_contiguous()
     pairs, width = len(x) * top_k, n // 2
     act, act_scales = x.new_empty(pairs, width), None
-    # A CTA that has all of a group quantises it.
+    # A CTA that has all of a group quantizes it.
     if config.quantize_x and w13.grouped and config.tiles.gate_up.block_n == GROUP:
         act = act.new_empty(pairs, width, dtype=FP8)
         act_scales = torch.empty(pairs, width // GROUP, device=x.device)
@@ -124,7 +124,7 @@ def _run_down(
     config: Fp8MoeConfig,
     out: Tensor,
 ) -> None:
-    """act [T * k, I], and its scales if it is quantised -> out [k, T, H]."""
+    """act [T * k, I], and its scales if it is quantized -> out [k, T, H]."""
     tiles, (_, hidden, width), (tokens, top_k) = routed.tiles, w2.values.shape, routed.experts.shape
     assert tiles is not None
     values = w2.values if config.quantize_x else as_bits(w2.values)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The experts of gpt-oss with weights in MXFP4: `experts.py`'s grouped GEMMs, dequantised in them.
+"""The experts of gpt-oss with weights in MXFP4: `experts.py`'s grouped GEMMs, dequantized in them.
 
 A matrix [N, K] has a 4-bit code (e2m1: sign, two exponent bits, one mantissa bit) per value, and a
 scale, a power of two, per 32 values of a row (OCP Microscaling Formats, version 1.0).
@@ -69,7 +69,7 @@ class Mxfp4Matrices:
         """Bits per value, with scales."""
         return 4 + 8 / RUN
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[E, N, K]."""
         blocks = self.values.unflatten(-1, (-1, RUN))  # [E, N, K / 64, 32]
         codes = torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3, -2)  # [E, N, K / 32, 32]
@@ -84,7 +84,7 @@ def expert_partials_mxfp4(
 ) -> Tensor:
     """`expert_partials` with weights in MXFP4: x [T, H] -> [k, T, H]."""
     if not use_triton(x):
-        plain = w13.dequantise(x.dtype), w2.dequantise(x.dtype)
+        plain = w13.dequantize(x.dtype), w2.dequantize(x.dtype)
         return expert_partials_ref(x, *plain, routed, None, swiglu)
     tokens, (_, hidden, width), tiles = x.shape[0], w2.shape, routed.tiles
     assert tiles is not None and x.is_contiguous()

@@ -57,10 +57,10 @@ class Fp8Matrices:
         """0: of rows, 1: of rows and `GROUP` columns, 2: of blocks."""
         return self.grouped + self.blocks
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[E, N, K]."""
         values = self.values
         if self.interleaved:
             values = deinterleave(values.flatten(0, 1)).view(values.shape)
         columns = values.shape[2] // self.scales.shape[1]
-        return Fp8Weight(values, self.scales.transpose(1, 2), columns).dequantise().to(dtype)
+        return Fp8Weight(values, self.scales.transpose(1, 2), columns).dequantize().to(dtype)

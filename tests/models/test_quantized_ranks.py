@@ -1,4 +1,4 @@
-"""Quantised weights divided among two ranks, which are threads here, mean what those of one do."""
+"""Quantized weights divided among two ranks, which are threads here, mean what those of one do."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def logits(folder: Path, comm: Communicator, *how: Any) -> Tensor:
     ],
 )
 def test_two_ranks_compute_as_one(make: Make, quantization: str | None, tmp_path: Path) -> None:
-    """The same quantised values; only the order of sums differs."""
+    """The same quantized values; only the order of sums differs."""
     folder = make(tmp_path)
     for how in ((quantization,), (quantization, "dummy_normal")):
         want = logits(folder, SINGLE_RANK, *how)
@@ -130,7 +130,7 @@ def test_whole_experts_of_two_ranks(make: Make, quantization: str | None, tmp_pa
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_in_mxfp4(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dequantised while they are read, and packed, as on a GPU; 128 columns and 64."""
+    """Dequantized while they are read, and packed, as on a GPU; 128 columns and 64."""
     monkeypatch.setattr(gpt_oss, "have_triton", lambda device: packed)
     fp8.mxfp4_checkpoint(tmp_path, hidden_size=64, intermediate_size=192)
     want = logits(tmp_path, SINGLE_RANK)
@@ -161,22 +161,22 @@ def test_parts_of_a_weight_in_4_bits() -> None:
                 shard = even_shard(size, UnreducedRank(rank, 2), "size", dim)
                 parts = form.shards(shard)
                 own = {n: parts[n].take(t) if n in parts else t for n, t in stored.items()}
-                assert torch.equal(form.dequantise(own), shard.take(meant))
+                assert torch.equal(form.dequantize(own), shard.take(meant))
                 if form.keeps_packed:
-                    assert torch.equal(form.read(own).dequantise(), shard.take(meant))
+                    assert torch.equal(form.read(own).dequantize(), shard.take(meant))
 
 
 def test_scales_of_rows_are_those_of_all_columns() -> None:
     weight = torch.randn(6, 40)
     whole = Fp8Weight.empty(6, 40, CPU, group=None)
-    whole.quantise_(weight)
+    whole.quantize_(weight)
 
     def work(comm: Communicator) -> Tensor:
         part = Fp8Weight.empty(6, 20, CPU, group=None)
-        part.quantise_(even_shard(40, comm, "columns", 1).take(weight), comm.all_reduce_max)
-        return part.dequantise()
+        part.quantize_(even_shard(40, comm, "columns", 1).take(weight), comm.all_reduce_max)
+        return part.dequantize()
 
-    assert torch.equal(torch.cat(on_ranks(2, work), 1), whole.dequantise())
+    assert torch.equal(torch.cat(on_ranks(2, work), 1), whole.dequantize())
 
 
 # --- what cannot be divided -------------------------------------------------------------------
