@@ -362,7 +362,7 @@ table; without phases the cell is refused for this reason.
 | CPU | on a CPU |
 | stand-in | on a CPU, over a stand-in of the package's calls (signatures as recorded) |
 | compiled | not yet: the kernels run in Triton's interpreter and are compiled ahead for this GPU |
-| not run | not together: the backend says that it serves them, and has [tests](add-an-attention-backend.md) |
+| not run | not together: the [backend](add-an-attention-backend.md) says that it serves them |
 """
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from forerun.kernels.attention.mla_write import write_latent_ref
 from forerun.kernels.elementwise.qk_norm_rope import RopePositions, rotate
-from forerun.kernels.elementwise.rms_norm import rms_norm_ref, vector_warps
+from forerun.kernels.elementwise.rms_norm import rms_norm_ref
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3
+from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.attention.paged_kv import write_kv_ref
-from forerun.kernels.elementwise.rms_norm import rms_norm_ref, sum_split_k_ref, vector_warps
+from forerun.kernels.elementwise.rms_norm import rms_norm_ref, sum_split_k_ref
 from forerun.kernels.runtime.fp8 import FP8, as_bits, encode_e4m3
+from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 

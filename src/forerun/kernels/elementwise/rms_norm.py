@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.kernels.elementwise import add_rms_norm_sm90
-from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
@@ -65,11 +65,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         return out, total
     _launch(x, residual, weight, eps, total, out)
     return out, total
-
-
-def vector_warps(elements: int, tensor: Tensor) -> int:
-    """Warps of a CTA for this many elements, 8 per thread: 16 bytes of bfloat16."""
-    return min(16, max(1, elements // (8 * gpu_of(tensor.device).warp_size)))
 
 
 def _launch(

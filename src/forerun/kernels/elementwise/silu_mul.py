@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.elementwise.rms_norm import sum_split_k_ref, vector_warps
+from forerun.kernels.elementwise.rms_norm import sum_split_k_ref
+from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 

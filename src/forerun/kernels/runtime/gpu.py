@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from forerun.kernels.runtime.jit import triton
 
@@ -35,6 +36,11 @@ def gpu_of(device: torch.device) -> GpuInfo:
     index = torch.cuda.current_device() if device.index is None else device.index
     smem = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
     return GpuInfo(properties.multi_processor_count, amd, properties.warp_size, capability, smem)
+
+
+def vector_warps(elements: int, tensor: Tensor) -> int:
+    """Warps of a CTA for this many elements, 8 per thread: 16 bytes of bfloat16."""
+    return min(16, max(1, elements // (8 * gpu_of(tensor.device).warp_size)))
 
 
 def next_power_of_2(n: int) -> int:

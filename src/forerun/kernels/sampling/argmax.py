@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.tokens import INVALID_TOKEN
-from forerun.kernels.elementwise.rms_norm import vector_warps
-from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.gpu import gpu_of, vector_warps
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.tokens import INVALID_TOKEN
-from forerun.kernels.elementwise.rms_norm import vector_warps
+from forerun.kernels.runtime.gpu import vector_warps
 from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.sampling import candidates

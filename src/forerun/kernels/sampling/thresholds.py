@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.elementwise.rms_norm import vector_warps
-from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.runtime.gpu import gpu_of, vector_warps
 from forerun.kernels.runtime.jit import jit, tl, triton
 from forerun.kernels.runtime.pdl import pdl_options
 from forerun.kernels.sampling.params import SamplingBatch
