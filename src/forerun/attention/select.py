@@ -84,8 +84,8 @@ BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
 }
 
 # Defaults: the first of these that can serve (reasons: docs/add-an-attention-backend.md); after
-# them the other backends, in the order of `BACKENDS`. What our own kernels for Hopper compute goes to
-# `triton` first (`_sm90_kernel_serves`). On ROCm `triton` must stay the default: whatever is
+# them the other backends, in the order of `BACKENDS`. What our own kernels for Hopper compute goes
+# to `triton` first (`_sm90_kernel_serves`). On ROCm `triton` must stay the default: whatever is
 # put before it refuses other architectures than its own.
 PREFILL_ORDER: tuple[str, ...] = ("fa3", "triton")
 STEP_ORDER: tuple[str, ...] = ("triton",)  # decode, verify, draft extend
