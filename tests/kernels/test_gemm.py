@@ -158,7 +158,7 @@ def test_default_configs_fit_into_shared_memory() -> None:
         (GpuInfo(304, amd=True, warp_size=64), 64 << 10),
     ):
         for bucket in (16, 32):
-            c = default_triton_config(bucket, gpu)
+            c = default_triton_config(gpu)
             assert (c.block_n + bucket) * c.block_k * 2 * c.num_stages <= limit
             assert c.num_ctas >= gpu.num_sms
 
@@ -260,9 +260,7 @@ REAL = [(6144, 4096), (4096, 12288), (24576, 4096), (151936, 4096), (5000, 2056)
 def test_all_epilogues_on_a_gpu(m: int, n: int, k: int) -> None:
     device = torch.device("cuda", 0)
     torch.manual_seed(m)
-    config = choose_gemm(n, k, m, gpu_of(device)) or default_triton_config(
-        m_bucket(m), gpu_of(device)
-    )
+    config = choose_gemm(n, k, m, gpu_of(device)) or default_triton_config(gpu_of(device))
     problem = Problem(m, n, k, torch.bfloat16, device)
     check_all_epilogues(problem, config, 5e-3)
 

@@ -118,9 +118,7 @@ class LayerCall:
 class _Calls:
     """What a forward's attention calls go to."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D] of a layer -> [T, Hq, D]."""
         raise NotImplementedError
 
@@ -131,9 +129,7 @@ class _Recorded(_Calls):
     def __init__(self) -> None:
         self.layers: dict[int, LayerCall] = {}
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         if layer in self.layers:
             raise ConfigError(f"model_impl transformers: layer {layer} attends twice.")
         if k.shape != v.shape or q.shape[2] != k.shape[2]:
@@ -161,9 +157,7 @@ class _Paged(_Calls):
     def __init__(self, ctx: AttentionContext, specs: dict[int, AttentionSpec]) -> None:
         self._ctx, self._specs = ctx, specs
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
         backend, plan, spec = self._ctx.backend, self._ctx.plan, self._specs[layer]
         if options.get("s_aux") is not None and spec.sinks is None:
             spec = replace(spec, sinks=options["s_aux"].float())

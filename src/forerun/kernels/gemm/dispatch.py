@@ -95,7 +95,7 @@ def choose_gemm(n: int, k: int, m: int, gpu: GpuInfo, partials: bool = False) ->
             return choice
     if hopper and bucket <= MAX_DEFAULT_M_SM90:
         return default_sm90_config(n, k, bucket, gpu, partials)
-    return default_triton_config(bucket, gpu) if bucket <= MAX_DEFAULT_M else None
+    return default_triton_config(gpu) if bucket <= MAX_DEFAULT_M else None
 
 
 def choose_fp8_gemm(
@@ -157,7 +157,7 @@ def _has_sm90(gpu: GpuInfo) -> bool:
     return gpu.capability == 90 and not (gpu.amd or gpu.interpreted) and nvrtc.available()
 
 
-def default_triton_config(bucket: int, gpu: GpuInfo) -> TritonGemmConfig:
+def default_triton_config(gpu: GpuInfo) -> TritonGemmConfig:
     """Two CTAs per SM, with tiles that fit into 64 KiB of LDS on AMD."""
     block_k = 64 if gpu.amd else 128
     return TritonGemmConfig(64, block_k, 2 * gpu.num_sms, num_stages=2 if gpu.amd else 4)

@@ -28,7 +28,6 @@ same alone and among up to 127 others.
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,7 +136,7 @@ def expert_partials_sm90(
         x, act, out, *scales, *inputs, float(factor), max_tiles, tokens,
     )  # fmt: skip
     grid = gpu_of(x.device).num_sms * config.ctas_per_sm
-    kernel = _load_kernel(config, ExpertShape(hidden, width, top_k), choose, fp8, x.device)
+    kernel = _load_kernel(x.device, config, ExpertShape(hidden, width, top_k), choose, fp8)
     nvrtc.launch(kernel, grid, THREADS, args, x.device)
     return out
 
@@ -157,14 +156,8 @@ def _values_and_scales(
     return (w13.values, w2.values), (w13.scales, w2.scales), fp8
 
 
-@cache
-def _load_kernel(
-    config: Sm90MoeConfig,
-    shape: ExpertShape,
-    choose: tuple[Routing, bool] | None,
-    fp8: int,
-    device: torch.device,
-) -> nvrtc.CudaKernel:
-    source = cuda_source(config, shape, choose, fp8)
-    smem = smem_bytes(config, fp8)
-    return nvrtc.load_kernel(source, "experts_sm90_kernel", nvrtc.SM90A, smem, device)
+_load_kernel = nvrtc.loader(
+    "experts_sm90_kernel",
+    cuda_source,
+    lambda config, shape, choose=None, fp8=0: smem_bytes(config, fp8),
+)

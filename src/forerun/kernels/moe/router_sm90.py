@@ -28,7 +28,6 @@ serves everything else, adds up in another order.)
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -101,7 +100,7 @@ def route_sm90(
     most = max_tiles(tokens * k, all_experts, DECODE_BLOCK_M)
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     biases = correction_bias is not None, bias is not None
-    kernel = _load_kernel(config, routing, hidden, biases, device)
+    kernel = _load_kernel(device, config, routing, hidden, *biases)
     args = (
         x, weight, correction_bias, bias, weights, experts, pairs, tiles,
         tokens, most, float(routing.routed_scaling_factor),
@@ -112,16 +111,12 @@ def route_sm90(
     return Routed(weights, experts, made, shared)
 
 
-@cache
-def _load_kernel(
-    config: Sm90RouterConfig,
-    routing: Routing,
-    hidden: int,
-    biases: tuple[bool, bool],
-    device: torch.device,
-) -> nvrtc.CudaKernel:
-    """Loads it with shared memory for all tokens that it serves, the most of a launch."""
-    source = cuda_source(config, routing, hidden, *biases)
-    sizes = (routing.num_experts, routing.top_k, config.slice)
-    smem = router_sm90_smem_bytes(MAX_DECODE_TOKENS, *sizes)
-    return nvrtc.load_kernel(source, "router_sm90_kernel", nvrtc.SM90A, smem, device)
+def _most_smem_bytes(
+    config: Sm90RouterConfig, routing: Routing, hidden: int, bias: bool, logit_bias: bool = False
+) -> int:
+    """Returns shared memory for all tokens that it serves, the most of a launch."""
+    sizes = routing.num_experts, routing.top_k, config.slice
+    return router_sm90_smem_bytes(MAX_DECODE_TOKENS, *sizes)
+
+
+_load_kernel = nvrtc.loader("router_sm90_kernel", cuda_source, _most_smem_bytes)
