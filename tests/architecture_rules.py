@@ -80,6 +80,7 @@ HOST_READS = {
     "kernels/cpu/gemm.py:smallest_format": "looks at weights when they are packed",
 }
 MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; its docstring does not count
+MIN_REPEATED = 3  # statements of a body that may stand in one function only
 # First words of what goes on from a name: "Of the tensor of which a part has this shape."
 NO_BEGINNINGS = (
     "about", "after", "among", "and", "as", "at", "before", "between", "but", "by", "during", "for",
@@ -347,6 +348,21 @@ def package_circles(modules: Iterable[Module]) -> Iterator[str]:
     del graph[""]
     graph = {name: (targets & graph.keys()) - {name} for name, targets in graph.items()}
     yield from _circles(graph)
+
+
+def repeated_bodies(modules: Iterable[Module]) -> Iterator[str]:
+    """Functions whose statements, three or more, stand elsewhere as well: share them."""
+    first: dict[str, str] = {}
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[ast.get_docstring(node) is not None :]
+                where = f"{module.path}:{node.lineno}"
+                other = where
+                if len(body) >= MIN_REPEATED:
+                    other = first.setdefault(ast.dump(ast.Module(body, [])), where)
+                if other != where:
+                    yield f"{where}: {node.name} has the body of {other}"
 
 
 def _circles(graph: dict[str, set[str]]) -> Iterator[str]:

@@ -142,6 +142,21 @@ def test_no_import_cycles() -> None:
     assert list(rules.package_circles(modules())) == []
 
 
+def test_no_function_repeats_another_one() -> None:
+    assert list(rules.repeated_bodies(modules())) == []
+
+
+def test_repeated_bodies_are_found() -> None:
+    body = "    a = x + 1\n    b = a * 2\n    return b\n"
+    files = {
+        "core/a.py": f"def f(x):\n{body}",
+        "llm/b.py": f'class C:\n  def g(self, x):\n    """Doubles."""\n{body}',
+        "llm/c.py": "def h(x):\n    a = x + 1\n    b = a * 3\n    return b\n",
+    }
+    found = list(rules.repeated_bodies(rules.Module(path, text) for path, text in files.items()))
+    assert found == ["llm/b.py:2: g has the body of core/a.py:1"]
+
+
 def test_circles_of_packages_are_found() -> None:
     files = {
         "__init__.py": "from forerun.llm.a import A",  # puts them together: no circle
