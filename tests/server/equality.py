@@ -269,8 +269,8 @@ def _repeatable(given: Any) -> Any:
         message = choice.get("message", {})
         if not message.get("content"):
             message.pop("content", None)  # null or empty
-        if choice["finish_reason"] != "tool_calls":
-            message.pop("tool_calls", None)  # cut off; streams have begun to show it
+        if choice["finish_reason"] == "stop":
+            message.pop("tool_calls", None)  # malformed; streams have begun to show it
         for call in message.get("tool_calls", ()):
             del call["id"]
     return out

@@ -167,11 +167,11 @@ class Scripted:
         """A response, or all events of a stream."""
         return self.run(lambda client: _call(client.responses.create, body))
 
-    def post(self, path: str, body: bytes) -> httpx.Response:
+    def post(self, path: str, body: bytes, **more: str) -> httpx.Response:
         """The answer to a body as it is."""
 
         async def posted(client: AsyncOpenAI) -> httpx.Response:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **more}
             return await self._http.post(path, content=body, headers=headers)
 
         return self.run(posted)

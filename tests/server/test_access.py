@@ -25,6 +25,8 @@ from forerun.server.http.auth import CheckAccess
 from forerun.server.http.errors import json_response
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
+from tests.server import templates
+from tests.server.scripted import Scripted, tokenizer
 
 PORT = 30000
 EVIL = "http://evil.example.com"
@@ -288,6 +290,21 @@ def test_a_key_aborts_its_own_requests_only(keys: Path) -> None:
     assert engine.aborted == ["of-alice", "of-bob"]
     assert post(app, "adm", {"abort_all": True}).status_code == 200
     assert engine.aborted[-1] == "all"
+
+
+@pytest.mark.parametrize(("secret", "status"), [("a-key", 400), ("b-key", 200)])
+def test_a_rid_clashes_with_those_of_the_same_key_only(
+    keys: Path, secret: str, status: int
+) -> None:
+    app = Scripted(tokenizer(templates.QWEN3), "Yes.", api_key_file=str(keys))
+    with patch.object(app.engine, "is_known", {"alice\tr"}.__contains__):
+        body = b'{"text": "x", "rid": "r"}'
+        answer = app.post("/generate", body, Authorization=f"Bearer {secret}")
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert answer.json()["meta_info"]["id"] == "r"
+    else:
+        assert "A request with id 'r' is running already" in answer.json()["error"]["message"]
 
 
 def post(app: Any, secret: str, body: Any) -> httpx.Response:

@@ -124,21 +124,27 @@ def test_arguments_are_streamed_as_they_come() -> None:
     assert len(pieces) > len(CITY) // 2  # about one per character
 
 
-def test_a_call_that_breaks_off_is_text() -> None:
+def test_a_call_that_max_tokens_cuts_off_is_the_same_in_a_stream() -> None:
     script = f'<tool_call>\n{{"name": "weather", "arguments": {CITY}}}\n</tool_call>'
-    most = {"messages": ASK, "tools": TOOLS, "max_tokens": 45}
+    most = {"messages": ASK, "tools": TOOLS, "max_tokens": 55}
     whole = Scripted(QWEN3, script).chat(**most).choices[0]
-    assert script.startswith(whole.message.content)
-    assert whole.finish_reason == "length"
-    assert whole.message.tool_calls is None
+    assert whole.finish_reason == "length" and not whole.message.content
+    (call,) = whole.message.tool_calls
+    cut = call.function.arguments
+    assert call.function.name == "weather" and CITY.startswith(cut) and 0 < len(cut) < len(CITY)
     chunks = Scripted(QWEN3, script).chat(**most, stream=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(delta.content or "" for delta in deltas) == whole.message.content
-    streamed = "".join(
-        call.function.arguments for delta in deltas for call in delta.tool_calls or []
-    )
-    assert CITY.startswith(streamed)
+    assert not any(delta.content for delta in deltas)
+    pieces = [call for delta in deltas for call in delta.tool_calls or []]
+    assert "".join(piece.function.arguments for piece in pieces) == cut
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_call_whose_name_is_cut_off_is_text() -> None:
+    script = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    answer = Scripted(QWEN3, script).chat(messages=ASK, tools=TOOLS, max_tokens=10).choices[0]
+    assert answer.message.tool_calls is None
+    assert script.startswith(answer.message.content) and "weather" not in answer.message.content
 
 
 def test_samples_have_parsers_of_their_own() -> None:

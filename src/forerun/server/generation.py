@@ -48,6 +48,7 @@ class Place(NamedTuple):
     group: str  # id that the client knows; of all samples of a prompt
     prompt_index: int
     sample_index: int  # with n > 1
+    key: str | None = None  # name of the API key whose client chose the group
 
 
 class Generation:
@@ -65,7 +66,7 @@ class Generation:
         self.replica = 0  # that runs it
         self.uncached_tokens = len(request.prompt)  # of the prompt, probably
         self.restarts = 0
-        self.group, self.prompt_index, self.index = place
+        self.group, self.prompt_index, self.index, self._key = place
         self._request, self._tokenizer, self._stream = request, tokenizer, stream
         self._begin()
 
@@ -96,7 +97,9 @@ class Generation:
 
     @property
     def rid(self) -> str:
-        return self.record.rid
+        """The engine's id, in which clients of different keys never clash; `record` has theirs."""
+        rid = self.record.rid
+        return rid if self._key is None else f"{self._key}\t{rid}"  # a client's rid has no tab
 
     @property
     def finished(self) -> bool:

@@ -107,14 +107,15 @@ class Service:
             (prompt.params.grammar, replica)
             for prompt, (replica, _) in zip(prompts, placed, strict=True)
         ]
-        client = current_exchange.get().client
+        exchange = current_exchange.get()
+        key = exchange.key
         for grammar, replica in dict.fromkeys(grammars):
             if grammar is not None:
-                await engine.compile_grammar(grammar, replica, client)
+                await engine.compile_grammar(grammar, replica, exchange.client)
         self.check_open()
         self._check_queue(engine.num_requests, count)
         generations = [
-            self._generation(prompt, Place(group, at, index), stream)
+            self._generation(prompt, Place(group, at, index, key if prompt.rid else None), stream)
             for at, prompt in enumerate(prompts)
             for group in [prompt.rid or uuid4().hex]
             for index in range(prompt.n)
@@ -124,11 +125,8 @@ class Service:
         self._check_ids(generations)
         timeout = _earlier(*(g.scheduling.request_timeout for g in generations))
         deadline = None if timeout is None else time.monotonic() + timeout
-        exchange = current_exchange.get()
         trace = exchange.trace_context
-        call = Call(
-            generations, stream, engine.abort, deadline, trace_context=trace, key=exchange.key
-        )
+        call = Call(generations, stream, engine.abort, deadline, trace_context=trace, key=key)
         engine.submit(call)
         exchange.calls.append(call)
         return call
@@ -177,7 +175,8 @@ class Service:
         seen: set[str] = set()
         for generation in generations:
             if self.engine.is_known(generation.rid) or generation.rid in seen:
-                raise RequestError(f"A request with id {shown(generation.rid)} is running already.")
+                rid = shown(generation.record.rid)
+                raise RequestError(f"A request with id {rid} is running already.")
             seen.add(generation.rid)
 
 

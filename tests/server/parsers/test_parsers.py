@@ -291,7 +291,7 @@ CASES: list[tuple[type[ToolParser], str, list[Event]]] = [
         [
             CallStart("f"),
             Arguments('{"a": "'),
-            CallBroken(),
+            CallBroken(cut=True),
             Text('<tool_call>{"name": "f", "arguments": {"a": "'),
         ],
     ),

@@ -60,7 +60,7 @@ class RequestLog:
                     await self._describe(exchange, generation, self._details)
 
     async def _describe(self, exchange: Exchange, generation: Generation, level: int) -> None:
-        line: dict[str, Any] = {"request_id": exchange.request_id, "rid": generation.rid}
+        line: dict[str, Any] = {"request_id": exchange.request_id, "rid": generation.record.rid}
         if level >= WITH_PARAMS:
             line["sampling_params"] = changed(generation.params)
         if level >= WITH_SHORT_TEXT:

@@ -81,8 +81,8 @@ class _Chat:
         with_reasoning = self._conversation.reads_reasoning
         choices = []
         for generation, output, events in await self._conversation.whole():
-            message = self._messages[generation].whole(events, with_reasoning)
             finish = generation.record.finish
+            message = self._messages[generation].whole(events, finish, with_reasoning)
             choice = self._choice(generation, output.output_ids, finish, {"message": message})
             choice["logprobs"] = await self._text.run(partial(self._logprobs, generation))
             if self._body.return_meta_info:
@@ -125,7 +125,7 @@ class _Chat:
 
     def _chunk(self, news: News) -> dict[str, Any]:
         generation, part, events = news
-        delta = self._messages[generation].delta(events)
+        delta = self._messages[generation].delta(events, part.finish)
         choice = self._choice(generation, part.token_ids, part.finish, {"delta": delta})
         choice["logprobs"] = self._logprobs(generation, part)
         return self._with_usage({**self._chunk_head, "choices": [choice]}, generation)

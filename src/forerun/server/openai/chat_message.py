@@ -26,9 +26,13 @@ class ChatMessage:
     def __init__(self) -> None:
         self._announced = 0  # calls
         self._complete: list[int] = []  # their indices
+        self._cut: int | None = None  # index of the one that `max_tokens` cut off
 
-    def delta(self, events: Sequence[Event]) -> dict[str, Any]:
-        """What the events add to the message, in OpenAI's form."""
+    def delta(self, events: Sequence[Event], finish: FinishReason | None) -> dict[str, Any]:
+        """What the events add to the message, in OpenAI's form.
+
+        The call that `max_tokens` cut off stays, without its text.
+        """
         texts: dict[str, str] = {}
         calls: list[dict[str, Any]] = []
         for event in events:
@@ -43,6 +47,9 @@ class ChatMessage:
                     self._add_arguments(calls, text)
                 case CallEnd():
                     self._complete.append(self._announced - 1)
+                case CallBroken(cut=True) if finish is not None and finish.type == "length":
+                    self._cut = self._announced - 1
+                    break  # its text alone follows
                 case CallBroken():
                     pass
         delta: dict[str, Any] = dict(texts)
@@ -50,17 +57,19 @@ class ChatMessage:
             delta["reasoning"] = delta["reasoning_content"]
         return {**delta, TOOL_CALLS: calls} if calls else delta
 
-    def whole(self, events: Sequence[Event], with_reasoning: bool) -> dict[str, Any]:
-        """The message; only its complete calls.
+    def whole(
+        self, events: Sequence[Event], finish: FinishReason | None, with_reasoning: bool
+    ) -> dict[str, Any]:
+        """The message, without malformed calls, whose text it has.
 
         Args:
             with_reasoning: "reasoning_content" is null if there is none, else left out.
         """
-        delta = self.delta(events)
+        delta = self.delta(events, finish)
         calls = [
             {name: value for name, value in call.items() if name != "index"}
             for call in delta.pop(TOOL_CALLS, [])
-            if call["index"] in self._complete
+            if call["index"] in (*self._complete, self._cut)
         ]
         thought = delta.get("reasoning_content")
         content = delta.get("content", "")

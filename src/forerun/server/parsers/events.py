@@ -47,6 +47,8 @@ class CallBroken:
     What was streamed of it stays, an incomplete JSON object.
     """
 
+    cut: bool = False  # the text ends within it, and did not contradict it before
+
 
 Event = Text | Reasoning | CallStart | Arguments | CallEnd | CallBroken
 

@@ -61,7 +61,7 @@ class ToolParser(Scanner):
             yield from calls
         except Malformed:
             if self._announced:
-                self._events.append(CallBroken())
+                self._events.append(CallBroken(cut=not self._char))
             self._announced = False
             self._emit(Text, "".join(self._raw))
         self._raw = []
