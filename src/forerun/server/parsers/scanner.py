@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-from forerun.server.parsers.events import Event, Text, merged
+from forerun.server.parsers.events import Event, Reasoning, Text, merged
 
 SPACES = frozenset(" \t\r\n")
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Scanner(ABC):
         return events
 
     def _text(
-        self, markers: Sequence[str], kind: type[Event] = Text, held: str = ""
+        self, markers: Sequence[str], kind: type[Text | Reasoning] = Text, held: str = ""
     ) -> Reading[str]:
         """Emits text as events of `kind` up to the first marker, and consumes that.
 
@@ -90,11 +90,11 @@ class Scanner(ABC):
         self._emit(kind, space + candidate)
         return ""
 
-    def _emit(self, kind: type[Event], text: str, end: int | None = None) -> None:
+    def _emit(self, kind: type[Text | Reasoning], text: str, end: int | None = None) -> None:
         """`end`: index after the text; default: that of the next character."""
         if self._trims:
             text = text.lstrip(" \t\r\n")
         if text:
             self._trims = False
             start = (self._at if end is None else end) - len(text)
-            self._events.append(Text(text, start) if kind is Text else kind(text))  # type: ignore[call-arg]
+            self._events.append(Text(text, start) if kind is Text else kind(text))
