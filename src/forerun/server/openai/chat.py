@@ -14,8 +14,9 @@ from starlette.responses import Response
 from forerun.core.request import FinishReason
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.http.errors import json_response
-from forerun.server.http.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
+from forerun.server.http.sse import DOCUMENTED_STREAM, DONE, event
 from forerun.server.logprobs import chat_logprobs
+from forerun.server.openai.answer import Choices, respond
 from forerun.server.openai.chat_message import ChatMessage
 from forerun.server.openai.conversation import Ask, Conversation, News
 from forerun.server.openai.models import check_model
@@ -34,17 +35,16 @@ def chat_router(service: Service) -> APIRouter:
         check_model(service, body.model)
         service.check_open()
         answer = await _Chat.start(service, body)
-        if body.stream:
-            return EventStream(answer.events(), answer.call.close)
-        return await until_disconnect(request.receive, answer.whole())
+        return await respond(answer, body.stream, request)
 
     return router
 
 
-class _Chat:
+class _Chat(Choices):
     """One request: its generations, and what its answers have in common."""
 
     def __init__(self, service: Service, body: ChatRequest, conversation: Conversation) -> None:
+        super().__init__(body)
         self._text = service.text
         self._body, self._conversation = body, conversation
         self._messages = {g: ChatMessage() for g in conversation.call.generations}
@@ -83,7 +83,7 @@ class _Chat:
         for generation, output, events in await self._conversation.whole():
             finish = generation.record.finish
             message = self._messages[generation].whole(events, finish, with_reasoning)
-            choice = self._choice(generation, output.output_ids, finish, {"message": message})
+            choice = self._chat_choice(generation, output.output_ids, finish, {"message": message})
             choice["logprobs"] = await self._text.run(partial(self._logprobs, generation))
             if self._body.return_meta_info:
                 choice["meta_info"] = output.meta_info
@@ -126,16 +126,9 @@ class _Chat:
     def _chunk(self, news: News) -> dict[str, Any]:
         generation, part, events = news
         delta = self._messages[generation].delta(events, part.finish)
-        choice = self._choice(generation, part.token_ids, part.finish, {"delta": delta})
+        choice = self._chat_choice(generation, part.token_ids, part.finish, {"delta": delta})
         choice["logprobs"] = self._logprobs(generation, part)
         return self._with_usage({**self._chunk_head, "choices": [choice]}, generation)
-
-    def _with_usage(self, chunk: dict[str, Any], generation: Generation) -> dict[str, Any]:
-        if self._body.continuous_usage:
-            chunk["usage"] = self._usage([generation])
-        elif self._body.include_usage:
-            chunk["usage"] = None
-        return chunk
 
     def _logprobs(self, generation: Generation, part: Part | None = None) -> dict[str, Any] | None:
         """Returns those of a part, or of all tokens, if they were asked for."""
@@ -147,10 +140,10 @@ class _Chat:
     def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
         conversation, spec_info = self._conversation, bool(self._body.return_spec_info)
         if not conversation.reads_reasoning:
-            return usage(generations, spec_info)
+            return super()._usage(generations)
         return usage(generations, spec_info, conversation.reasoning_tokens(generations))
 
-    def _choice(
+    def _chat_choice(
         self,
         generation: Generation,
         ids: list[int],
@@ -158,13 +151,5 @@ class _Chat:
         content: dict[str, Any],
     ) -> dict[str, Any]:
         """`content`: the message, or a delta of it."""
-        choice: dict[str, Any] = {
-            "index": generation.index,
-            **content,
-            "logprobs": None,
-            "finish_reason": self._messages[generation].finish_reason(finish),
-            "matched_stop": finish.matched if finish is not None else None,
-        }
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(ids)
-        return choice
+        reason = self._messages[generation].finish_reason(finish)
+        return self._choice(generation.index, content, ids, finish, reason)

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from forerun.core.request import FinishReason
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.http.errors import json_response
-from forerun.server.http.sse import DOCUMENTED_STREAM, DONE, EventStream, event, until_disconnect
+from forerun.server.http.sse import DOCUMENTED_STREAM, DONE, event
 from forerun.server.logprobs import completion_logprobs, prompt_tokens
+from forerun.server.openai.answer import Choices, respond
 from forerun.server.openai.models import check_model
 from forerun.server.openai.protocol import CompletionRequest
-from forerun.server.openai.usage import usage
 from forerun.server.prompt import Prompt
 from forerun.server.service import Service
 
@@ -44,17 +44,16 @@ def completions_router(service: Service) -> APIRouter:
         check_model(service, body.model)
         service.check_open()
         answer = await _Completion.start(service, body)
-        if body.stream:
-            return EventStream(answer.events(), answer.call.close)
-        return await until_disconnect(request.receive, answer.whole())
+        return await respond(answer, body.stream, request)
 
     return router
 
 
-class _Completion:
+class _Completion(Choices):
     """One request: its generations, and what its answers have in common."""
 
     def __init__(self, service: Service, body: CompletionRequest, call: Call) -> None:
+        super().__init__(body)
         self._service, self._body, self.call = service, body, call
         self._head = {
             "id": f"cmpl-{uuid4().hex}",
@@ -86,14 +85,14 @@ class _Completion:
         for generation, output in zip(call.generations, outputs, strict=True):
             echo = echoes.get(output.prompt_index, NO_ECHO)
             finish = generation.record.finish
-            choice = self._choice(generation, echo.text + output.text, output.output_ids, finish)
+            text = echo.text + output.text
+            choice = self._text_choice(generation, text, output.output_ids, finish)
             score = partial(self._logprobs, generation, None, echo)
             choice["logprobs"] = await self._service.text.run(score)
             if body.return_token_ids:
                 choice["prompt_token_ids"] = output.prompt_token_ids
             choices.append(choice)
-        counts = usage(call.generations, bool(body.return_spec_info))
-        answer = {**self._head, "choices": choices, "usage": counts}
+        answer = {**self._head, "choices": choices, "usage": self._usage(call.generations)}
         return await self._service.text.run(partial(json_response, answer))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -109,7 +108,7 @@ class _Completion:
                 chunks.append(self._chunk(generation, part, echo, first))
             yield b"".join(map(event, chunks))
         if body.include_usage:
-            counts = usage(call.generations, bool(body.return_spec_info))
+            counts = self._usage(call.generations)
             yield event({**self._head, "choices": [], "usage": counts})
         yield DONE
 
@@ -126,16 +125,11 @@ class _Completion:
 
     def _chunk(self, generation: Generation, part: Part, echo: Echo, first: bool) -> dict[str, Any]:
         text = echo.text + part.text if first else part.text
-        choice = self._choice(generation, text, part.token_ids, part.finish)
+        choice = self._text_choice(generation, text, part.token_ids, part.finish)
         choice["logprobs"] = self._logprobs(generation, part, echo, first)
         if first and self._body.return_token_ids:
             choice["prompt_token_ids"] = list(generation.record.prompt)
-        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._body.continuous_usage:
-            chunk["usage"] = usage([generation], bool(self._body.return_spec_info))
-        elif self._body.include_usage:
-            chunk["usage"] = None
-        return chunk
+        return self._with_usage({**self._head, "choices": [choice]}, generation)
 
     def _logprobs(
         self, generation: Generation, part: Part | None, echo: Echo, first: bool = True
@@ -150,16 +144,9 @@ class _Completion:
             return None
         return completion_logprobs(tokens, self._service.text.token_bytes())
 
-    def _choice(
+    def _text_choice(
         self, generation: Generation, text: str, ids: list[int], finish: FinishReason | None
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": generation.prompt_index * self._body.num_samples + generation.index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": finish.type if finish is not None else None,
-            "matched_stop": finish.matched if finish is not None else None,
-        }
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(ids)
-        return choice
+        index = generation.prompt_index * self._body.num_samples + generation.index
+        reason = finish.type if finish is not None else None
+        return self._choice(index, {"text": text}, ids, finish, reason)

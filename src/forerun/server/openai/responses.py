@@ -16,8 +16,9 @@ from forerun.core.errors import RequestError
 from forerun.core.request import FinishReason
 from forerun.server.generation import Call, Generation, Part
 from forerun.server.http.errors import json_response
-from forerun.server.http.sse import DOCUMENTED_STREAM, EventStream, named_event, until_disconnect
+from forerun.server.http.sse import DOCUMENTED_STREAM, named_event
 from forerun.server.logprobs import MessageLogprobs
+from forerun.server.openai.answer import respond
 from forerun.server.openai.conversation import Ask, Conversation
 from forerun.server.openai.models import check_model
 from forerun.server.openai.responses_output import (
@@ -44,9 +45,7 @@ def responses_router(service: Service) -> APIRouter:
         check_model(service, body.model)
         service.check_open()
         answer = await _Answer.start(service, body)
-        if body.stream:
-            return EventStream(answer.events(), answer.call.close)
-        return await until_disconnect(request.receive, answer.whole())
+        return await respond(answer, body.stream, request)
 
     return router
 
