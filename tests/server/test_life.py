@@ -149,23 +149,18 @@ def test_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.exhaustive
-def test_the_limit_of_open_files_is_raised_for_the_queue() -> None:
-    """Each connection is a file, and many systems allow 1,024 at first."""
+def test_the_limit_of_open_files_and_the_end_of_a_killed_server(tmp_path: Path) -> None:
+    """Each connection is a file, and many systems allow 1,024 at first; the engine ends too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(8192 + 2 + OTHERS, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, soft), hard))
     try:
-        with LiveServer(*SMALL) as few:
-            given, _ = resource.prlimit(few.process.pid, resource.RLIMIT_NOFILE)
+        live = LiveServer(*SMALL, TMPDIR=str(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert given == wanted
-
-
-@pytest.mark.exhaustive
-def test_the_engine_ends_with_a_killed_server(tmp_path: Path) -> None:
-    with LiveServer(*SMALL, TMPDIR=str(tmp_path)) as live:
+    with live:
+        given, _ = resource.prlimit(live.process.pid, resource.RLIMIT_NOFILE)
+        assert given == wanted
         pid = live.get("/server_info")["engine_pid"]
         live.process.kill()
         wait_for(lambda: not exists(pid), 10)
