@@ -50,6 +50,17 @@ def test_what_is_read_first_is_short() -> None:
     assert len(README.split()) + len(DESIGN.split()) <= 3500
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_have_at_most_100_columns(page: Path) -> None:
+    """Tables, pictures and code apart; support.md is generated, and dated files stay as they are."""
+    if page.name in ("CHANGELOG.md", "support.md") or "results" in page.parts:
+        return
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    whole = ("|", "<", "![", "    ")
+    long = [line for line in text.splitlines() if len(line) > 100 and not line.startswith(whole)]
+    assert not long
+
+
 def flags_of(command: str) -> set[str]:
     def walk(node: object) -> Iterator[str]:
         yield from (name for p in vars(node)["params"] for name in p.opts if name[:2] == "--")
