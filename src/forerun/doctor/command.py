@@ -19,6 +19,7 @@ from forerun.attention.select import survey
 from forerun.cli.output import print_json
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
+from forerun.doctor.draft import explain_draft
 from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm_int4_sm90
 from forerun.kernels.gemm.config import GemmConfig, TritonGemmConfig
@@ -55,6 +56,13 @@ def doctor(
         str | None,
         typer.Option("--preset", help="The same for a known model, as `forerun bench` has them"),
     ] = None,
+    draft_path: Annotated[
+        str | None,
+        typer.Option(
+            "--speculative-draft-model-path",
+            help="A DFLASH draft (folder or Hub name): body, head, row layout, what is unknown",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object")] = False,
 ) -> None:
     """Devices, dtypes, attention backends and why they cannot run, GEMM dispatch, versions."""
@@ -68,6 +76,9 @@ def doctor(
     report = survey_machine(model_shapes(folder) if folder is not None else ())
     if folder is not None:
         report["stop_token_ids"] = model_stop_ids(folder)
+    if draft_path is not None:
+        name = "speculative_draft_model_path"
+        report["draft"] = explain_draft(config_folder(name, draft_path))
     if json:
         print_json(report)
     else:
@@ -248,6 +259,8 @@ def _show(report: dict[str, Any], console: Console) -> None:
     console.print(f"bundled     {models}")
     if "stop_token_ids" in report:
         console.print(f"stop ids    {_describe_stops(report['stop_token_ids'])}")
+    for name, value in report.get("draft", {}).items():
+        console.print(f"draft       {name.replace('_', ' ')}: {escape(str(value))}")
 
 
 def _describe_stops(ids: dict[str, list[int]]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from forerun.models.draft_base import (
     DraftModel,
     DraftVocab,
     TargetVocab,
+    check_draft,
     dummy_draft,
     own_parts,
     read_draft,
@@ -290,6 +291,24 @@ def load_dflash(
     if load_format in DUMMY_FORMATS:
         draft = DFlashDraft(config, place, max_positions, target, serving)
         return dummy_draft(draft, load_format, place.comm)
+    return read_draft(*_stored(folder, config, target, serving), place, max_positions)
+
+
+def check_dflash_files(folder: Path) -> None:
+    """Compares a draft's weights with its config, and loads nothing.
+
+    Raises:
+        ConfigError: a tensor is missing, left over, or of another shape.
+    """
+    no_target = cast(TargetVocab, None)  # nothing is computed
+    place = WeightPlacement(torch.bfloat16, torch.device("meta"))
+    check_draft(*_stored(folder, load_dflash_config(folder), no_target, AS_TRAINED), place)
+
+
+def _stored(
+    folder: Path, config: DFlashConfig, target: TargetVocab, serving: DFlashServing
+) -> tuple[Callable[[WeightPlacement, int], DFlashDraft], Checkpoint]:
+    """What builds the draft (as `read_draft` calls it), and its tensors."""
     checkpoint = _named_tensors(folder, config.head)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     own |= {MASK_EMBEDDING} & checkpoint.headers.keys()
@@ -297,7 +316,7 @@ def load_dflash(
     def build(place: WeightPlacement, positions: int) -> DFlashDraft:
         return DFlashDraft(config, place, positions, target, serving, own)
 
-    return read_draft(build, checkpoint, place, max_positions)
+    return build, checkpoint
 
 
 def _named_tensors(folder: Path, head: HeadConfig | None) -> Checkpoint:

@@ -30,6 +30,9 @@ OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t
 # Stored by speculators and not needed: the target's own parts, and the inverse of d2t.
 UNUSED = ("verifier_norm.weight", "verifier_lm_head.weight", "t2d")
 
+NOT_READ = (*HARMLESS, *UNUSED)
+HINT = "Is config.json the one of these weights?"
+
 
 class TargetVocab(Protocol):
     """The target's embedding and LM head, as in `CausalLM`."""
@@ -206,14 +209,24 @@ def read_draft(
     Raises:
         ConfigError: names, shapes or kinds are not those of the files, or these are broken.
     """
-    hint, harmless = "Is config.json the one of these weights?", (*HARMLESS, *UNUSED)
-    shape = build(place.on_meta(), 1)
-    checkpoint.check(shape.weights(), harmless, hint, shape.shards())
+    check_draft(build, checkpoint, place)
     draft = build(place, max_positions)
-    checkpoint.read_into(draft.weights(), harmless, hint, draft.shards(), place.comm)
+    checkpoint.read_into(draft.weights(), NOT_READ, HINT, draft.shards(), place.comm)
     _check_offsets(checkpoint.folder, draft.d2t, draft.vocab_size)
     draft.prepare()
     return draft
+
+
+def check_draft(
+    build: Callable[[WeightPlacement, int], Draft], checkpoint: Checkpoint, place: WeightPlacement
+) -> None:
+    """Compares names, shapes and kinds with the files, and reads no weight.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    shape = build(place.on_meta(), 1)
+    checkpoint.check(shape.weights(), NOT_READ, HINT, shape.shards())
 
 
 def own_parts(checkpoint: Checkpoint, draft_vocab: int, vocab: int) -> frozenset[str]:
