@@ -193,3 +193,13 @@ def test_every_built_in_algorithm_passes_the_checks() -> None:
     settings = {setting.name for setting in EngineConfig.settings()}
     names = [option.name for option in registry.all_options()]
     assert len(names) == len(set(names)) and not settings & set(names)
+
+
+@pytest.mark.parametrize("name", ["DSPARK", "domino"])
+def test_names_of_the_field_for_one_algorithm(name: str) -> None:
+    """Accepted, not listed, and no package may take them."""
+    table = Registry(registry.BUILT_IN, ())
+    assert table.get(name) is table.get("DFLASH")
+    assert name.upper() not in table.names()
+    with pytest.raises(ConfigError, match="reserved"):
+        table.register(name.upper(), Toy)

@@ -24,8 +24,6 @@ GROUP = "forerun.algorithms"
 BUILT_IN = {
     "NONE": "forerun.speculative.plain:Plain",
     "DFLASH": "forerun.speculative.dflash:DFlash",
-    "DSPARK": "forerun.speculative.dflash:DFlash",  # other names of the same: the draft says
-    "DOMINO": "forerun.speculative.dflash:DFlash",  # which head it has
     "DDTREE": "forerun.speculative.ddtree:DDTree",
     "EAGLE": "forerun.speculative.eagle:Eagle",
     "EAGLE3": "forerun.speculative.eagle3:Eagle3",
@@ -33,6 +31,8 @@ BUILT_IN = {
     "NGRAM": "forerun.speculative.ngram:Ngram",
     "STANDALONE": "forerun.speculative.standalone:Standalone",
 }
+# The field's names of drafts that one algorithm serves: the checkpoint says which head it has.
+ALIASES = {"DSPARK": "DFLASH", "DOMINO": "DFLASH"}
 IN_EVERY_PROCESS = (
     " This process has imported your script again: call register_algorithm outside of"
     ' `if __name__ == "__main__":`, or declare an entry point.'
@@ -72,6 +72,7 @@ class Registry:
     def get(self, name: str | None) -> Algorithm:
         """See `get_algorithm`."""
         key = (name or "NONE").upper()
+        key = ALIASES.get(key, key)
         if key in self._broken:
             raise self._broken[key]
         if key not in self._owners:
@@ -108,7 +109,7 @@ class Registry:
                 f"{owner} names an algorithm {name!r}: a name is letters and digits, a letter"
                 " first, with - or _ between them."
             )
-        if key in BUILT_IN:
+        if key in BUILT_IN or key in ALIASES:
             raise ConfigError(f"{owner}: the name {key} is reserved; choose another.")
         if key in self._owners:
             raise ConfigError(
