@@ -40,7 +40,7 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.llm.bundled import bundled
 from forerun.platform.cpu_threads import intra_op_threads
-from forerun_bench.bounds import Work
+from forerun_bench.bounds import step_work
 from forerun_bench.ceilings import gemm_flops
 
 MISSING = (
@@ -290,7 +290,7 @@ def verify_ratios(args: argparse.Namespace) -> tuple[float, float]:
             info = llm.engine.executor.info
             assert info.step_costs is not None
             seconds = dict(zip(info.verify_widths, info.step_costs[1], strict=True))
-            gemms = Work.of(llm.engine, 1, 0).flops / flops
+            gemms = step_work(llm.engine, 1, 0).flops / flops
         ratios.append(seconds[16] / seconds[1])
         least.append(gemms / seconds[1])
     return statistics.median(ratios), statistics.median(least)

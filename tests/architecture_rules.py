@@ -180,6 +180,8 @@ def imports_go_down(module: Module) -> Iterator[str]:
     layer = LAYER_OF[module.package] if module.package else TOP
     for line, name in module.imports():
         root, _, rest = name.partition(".")
+        if root.startswith("forerun_"):
+            yield f"{module.path}:{line}: imports a distribution built on the wheel ({name})"
         if root != "forerun":
             continue
         target = rest.partition(".")[0]

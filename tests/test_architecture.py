@@ -53,6 +53,8 @@ REFUSED = [
     ("imports_go_down", "engine/x.py", "from forerun import LLM"),
     ("imports_go_down", "core/x.py", "TABLE = {'a': 'forerun.models.llama:Llama'}"),
     ("imports_go_down", "nowhere/x.py", ""),
+    ("imports_go_down", "plan/x.py", "from forerun_bench.gemms import step_gemms"),
+    ("imports_go_down", "evals/x.py", "def f():\n    import forerun_train"),
     ("no_torch", "scheduler/x.py", "import torch"),
     ("no_torch", "kvcache/radix_cache.py", "def f():\n    from torch import Tensor"),
     ("no_algorithm_names", "engine/x.py", "if is_dflash(): ..."),

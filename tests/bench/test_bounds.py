@@ -14,10 +14,10 @@ from forerun.attention.base import LayerMask
 from forerun.kernels.cpu import library
 from forerun.kvcache.layouts import ModelLayout
 from forerun.llm.bundled import PAIR
+from forerun.plan.work import Gemm, Work, kv_bytes
 from forerun_bench import ceilings
-from forerun_bench.bounds import Bounds, Work, kv_bytes
+from forerun_bench.bounds import Bounds, step_work
 from forerun_bench.ceilings import Ceilings, gemm_seconds
-from forerun_bench.gemms import Gemm
 
 pytestmark = pytest.mark.skipif(
     not (PAIR / "target" / "model.safetensors").exists(), reason="the bundled pair is not there"
@@ -40,7 +40,7 @@ def plain() -> Iterator[LLM]:
 
 def test_bytes_of_the_bundled_pair(plain: LLM, speculating: LLM) -> None:
     """Its checkpoints are in bfloat16, as which float32 engines keep packed weights."""
-    work, both = Work.of(plain.engine, 2, 100), Work.of(speculating.engine, 2, 100)
+    work, both = step_work(plain.engine, 2, 100), step_work(speculating.engine, 2, 100)
     config = plain.engine.executor.step.model.config
     inner, hidden = config.intermediate_size, config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

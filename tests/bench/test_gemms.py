@@ -16,9 +16,10 @@ from forerun.kernels.cpu import library
 from forerun.kernels.gemm import gemm as own
 from forerun.kernels.gemm import head_gemm
 from forerun.llm.bundled import PAIR
-from forerun_bench.bounds import Work
+from forerun.plan.work import Gemm, touched_experts
+from forerun_bench.bounds import step_work
 from forerun_bench.ceilings import gemm_seconds
-from forerun_bench.gemms import Gemm, recording, step_gemms, touched_experts
+from forerun_bench.gemms import recording, step_gemms
 from tests.golden_engine import golden_llm
 
 Shapes = list[tuple[int, int, int]]  # n, k, tokens
@@ -95,7 +96,7 @@ def test_the_bundled_target(algorithm: str | None, dtype: str) -> None:
                 "EAGLE3": sorted([tokens] * 5 + [2] * (width - 1) + [2] * 4 * (width - 2)),
             }[algorithm]
         )
-        work = Work.of(llm.engine, 2, 100)
+        work = step_work(llm.engine, 2, 100)
         assert work.gemms == found
         packed = library.library() is not None  # in bfloat16, as the checkpoint is
         assert work.weight_bytes == sum(

@@ -10,8 +10,9 @@ import torch
 
 from forerun import LLM
 from forerun.main import run
+from forerun.plan.work import Gemm
 from forerun_bench.ceilings import Ceilings, gemm_seconds
-from forerun_bench.gemms import Gemm, step_gemms
+from forerun_bench.gemms import step_gemms
 
 pytestmark = pytest.mark.gpu
 

@@ -24,8 +24,8 @@ from forerun.plan.gpus import GPUS, find_gpu
 from forerun.plan.model_shape import DraftShape, ModelShape, busiest_touched
 from forerun.plan.plan import Traffic, make_rows, possible_tps, settle
 from forerun.plan.step_time import REDUCE, REDUCE_READ, Deployment, Speculation
-from forerun_bench.bounds import Work
-from forerun_bench.gemms import touched_experts
+from forerun.plan.work import touched_experts
+from forerun_bench.bounds import step_work
 from tests.cli.conftest import forerun
 from tests.cli.support import Result
 
@@ -147,7 +147,7 @@ def test_bytes_are_those_of_an_engine() -> None:
     """The floor's code counts them while a step runs."""
     folder = bundled("target")
     with LLM(folder, dtype="bfloat16", device="cpu", skip_tokenizer_init=True) as llm:
-        want = Work.of(llm.engine, batch_size=3, context=100)
+        want = step_work(llm.engine, batch_size=3, context=100)
         explain = llm.explain()
     got = ModelShape.of(folder)
     work = got.work(3, 100)

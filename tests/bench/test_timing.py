@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun_bench.timing import interleaved, median, quantile
+from forerun.evals.timing import interleaved, median, quantile
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 

@@ -18,7 +18,8 @@ from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.experts_fp8 import Fp8Experts
 from forerun.layers.gemm import Int4Gemm
 from forerun.layers.norm import RMSNorm
-from forerun_bench.gemms import recording, touched_experts
+from forerun.plan.work import touched_experts
+from forerun_bench.gemms import recording
 
 
 def all_epilogues(w: GemmWeight, x: torch.Tensor, config: TritonGemmConfig) -> list[object]:

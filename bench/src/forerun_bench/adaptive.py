@@ -14,10 +14,10 @@ from typing import Any
 
 from forerun import LLM
 from forerun.engine.engine import Engine
+from forerun.evals.timing import Timed, flush_caches, interleaved, median
 from forerun.executor.device_executor import device_step
 from forerun.scheduler.adaptive_width import FixedWidth, WidthPolicy
 from forerun_bench.one_batch import Trace, trace
-from forerun_bench.timing import Timed, flush_caches, interleaved, median
 
 PLAIN, FIXED, ADAPTIVE = "plain", "fixed", "adaptive"
 

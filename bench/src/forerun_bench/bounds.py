@@ -7,58 +7,26 @@ leaves out what is small: norms, biases, embedding rows, activations and all wri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from forerun.attention.base import LayerMask
 from forerun.engine.engine import Engine
 from forerun.executor.device_executor import device_step
-from forerun.kvcache.layouts import ModelLayout, RecurrentState
+from forerun.plan.work import Work, kv_bytes
 from forerun_bench.ceilings import Ceilings, gemm_seconds
-from forerun_bench.gemms import Gemm, step_gemms
+from forerun_bench.gemms import step_gemms
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one decode step of a batch reads and computes."""
-
-    gemms: tuple[Gemm, ...]
-    kv_bytes: int
-
-    @classmethod
-    def of(cls, engine: Engine, batch_size: int, context: int) -> Work:
-        """Measured on an idle engine, with `context` tokens of K/V per request."""
-        step = device_step(engine.executor)
-        size = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
-        if step.draft_attention is not None:
-            layout = step.draft_attention.pools.layout
-            size += kv_bytes(layout, step.caps.draft_attention, context)
-        return cls(step_gemms(engine, batch_size), batch_size * size)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(gemm.weight_bytes for gemm in self.gemms)
-
-    @property
-    def flops(self) -> int:
-        return sum(gemm.flops for gemm in self.gemms)
-
-
-def kv_bytes(layout: ModelLayout, masks: Sequence[LayerMask], context: int) -> int:
-    """K/V that one request reads, all layers; a window hides what lies before it. A recurrent
-    state is read and written.
-    """
-    total = 0
-    for i, (layer, mask) in enumerate(zip(layout.layers, masks, strict=True)):
-        if isinstance(layer, RecurrentState):
-            total += 2 * layer.state_bytes
-        else:
-            tokens = context if mask.window is None else min(context, mask.window)
-            total += tokens * layout.paged_layer(i).token_bytes
-    return total
+def step_work(engine: Engine, batch_size: int, context: int) -> Work:
+    """Measured on an idle engine, with `context` tokens of K/V per request."""
+    step = device_step(engine.executor)
+    size = kv_bytes(step.attention.pools.layout, step.model.layer_masks, context)
+    if step.draft_attention is not None:
+        layout = step.draft_attention.pools.layout
+        size += kv_bytes(layout, step.caps.draft_attention, context)
+    return Work(step_gemms(engine, batch_size), batch_size * size)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.evals.timing import median
+from forerun.plan.work import Gemm
 from forerun.platform.device import dtype_name
-from forerun_bench.gemms import Gemm
 from forerun_bench.stream import read_sums
-from forerun_bench.timing import median
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # far larger than any cache
 SQUARE = {"cuda": 8192, "cpu": 1024}  # side of the matrices of a large square GEMM

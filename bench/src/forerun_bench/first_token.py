@@ -12,7 +12,7 @@ import torch
 
 from forerun import SamplingParams
 from forerun.engine.engine import Engine
-from forerun_bench.timing import median
+from forerun.evals.timing import median
 
 WARM_UPS = 3
 

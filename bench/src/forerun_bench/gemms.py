@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -44,6 +44,7 @@ from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.layers import experts_fp8, moe
 from forerun.layers import gemm as layers_gemm
 from forerun.models import gpt_oss
+from forerun.plan.work import Gemm, touched_experts
 from forerun.sampling.sampler import SamplingFlags
 
 # The first of two operands, among the arguments.
@@ -51,38 +52,6 @@ _OPERANDS = {
     "aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::baddbmm": 1,
 }  # fmt: skip
 _ONEDNN = "mkldnn::_linear_pointwise"
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """x [tokens, k] times a weight [n, k], or times the experts' weights of that shape."""
-
-    n: int
-    k: int
-    dtype: torch.dtype
-    tokens: int  # of all experts together: k per token
-    matrices: float = 1.0  # weights that are read: the expected number of touched experts
-    scale_bytes: int = 0  # of a quantized weight
-    bits: float | None = None  # per value of a packed weight, with its scales; None: those of dtype
-
-    @property
-    def weight_bytes(self) -> int:
-        bits = 8 * self.dtype.itemsize if self.bits is None else self.bits
-        return round(self.matrices * self.n * self.k * bits / 8) + self.scale_bytes
-
-    def per_matrix(self) -> list[Gemm]:
-        """One GEMM per touched expert, equally many tokens in each."""
-        count = round(self.matrices)
-        return [replace(self, tokens=-(-self.tokens // count), matrices=1.0)] * count
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.n * self.k * self.tokens
-
-
-def touched_experts(tokens: int, top_k: int, num_experts: int) -> float:
-    """The expected number of different experts if every set of `top_k` is equally likely."""
-    return float(num_experts * (1 - (1 - top_k / num_experts) ** tokens))
 
 
 @contextmanager

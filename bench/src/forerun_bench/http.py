@@ -20,13 +20,13 @@ from forerun import SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.core.request import Request, State
 from forerun.engine.engine import Engine
+from forerun.evals.timing import interleaved, median
 from forerun_bench.serving.backends import RequestOptions, make_backend
 from forerun_bench.serving.client import Client, Live
 from forerun_bench.serving.dataset import Prompt
 from forerun_bench.serving.http import Endpoint
 from forerun_bench.serving.load import run_load
 from forerun_bench.serving.server import Server
-from forerun_bench.timing import interleaved, median
 
 IN_PROCESS, HTTP = "in_process", "http"
 WARM_UP_TOKENS: Final = 16

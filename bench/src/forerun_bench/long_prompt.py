@@ -10,9 +10,9 @@ from typing import Any
 from forerun import SamplingParams
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
+from forerun.evals.timing import median, quantile
 from forerun.scheduler.prefill_budget import PrefillBudget
 from forerun_bench.one_batch import random_prompts
-from forerun_bench.timing import median, quantile
 
 RUNNING_LEN, SHORT_LEN = 128, 32  # prompt tokens
 WARM_UP_TOKENS, ALONE_STEPS = 8, 50

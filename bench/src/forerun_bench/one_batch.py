@@ -20,9 +20,9 @@ from forerun import LLM, SamplingParams
 from forerun.core.request import State
 from forerun.engine.engine import Engine
 from forerun.evals.acceptance import Acceptance
+from forerun.evals.timing import flush_caches, interleaved, median, quantile
 from forerun.llm.output import meta_info
 from forerun_bench.bounds import Bounds
-from forerun_bench.timing import flush_caches, interleaved, median, quantile
 
 FEW_STEPS = 5  # with fewer whole-batch steps in a run, medians are unreliable
 

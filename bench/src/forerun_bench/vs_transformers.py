@@ -20,8 +20,8 @@ from transformers.utils import logging as transformers_logging
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ExecutorError
 from forerun.evals.prompts import Prompt
+from forerun.evals.timing import flush_caches, interleaved, median
 from forerun.llm.bundled import bundled
-from forerun_bench.timing import flush_caches, interleaved, median
 
 Generate = Callable[[Prompt], list[int]]  # the new token ids
 

@@ -10,7 +10,7 @@ from typing import Any
 from forerun import LLM, RequestOutput, SamplingParams
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import Prompt
-from forerun_bench.timing import flush_caches, interleaved, median
+from forerun.evals.timing import flush_caches, interleaved, median
 
 PLAIN, SPEC = "plain", "spec"
 

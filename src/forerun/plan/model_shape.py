@@ -29,10 +29,9 @@ from forerun.models.int4_formats import Int4Format
 from forerun.models.loader import INT4, allocate_experts, allocate_linears, check_fp8_groups
 from forerun.models.quantization import Fp8Format, Mxfp4, check_quantization, weight_format
 from forerun.models.registry import model_class
+from forerun.plan.work import Gemm, Work, kv_bytes, touched_experts
 from forerun.platform.device import DTYPES, resolve_kv_dtype
 from forerun.speculative.sharding import divides_by_default
-from forerun_bench.bounds import Work, kv_bytes
-from forerun_bench.gemms import Gemm, touched_experts
 
 META = torch.device("meta")
 MXFP4_BITS = 4.25  # 32 values of 4 bits share a scale of 8

@@ -16,9 +16,9 @@ from forerun.cli.settings import with_speculation
 from forerun.cli.tables import milliseconds, print_results
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment
+from forerun.evals.timing import interleaved
 from forerun_bench.cli.inputs import Preset, check_repetitions, with_preset
 from forerun_bench.long_prompt import SHORT_LEN, LongPrompt, run_once, summary
-from forerun_bench.timing import interleaved
 
 BOUNDS = [0, 400, 200, 100]
 

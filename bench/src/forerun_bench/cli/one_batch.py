@@ -21,7 +21,7 @@ from forerun.cli.tables import milliseconds, print_table, wide_console, yes_no
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment
 from forerun.platform.device import resolve_device
-from forerun_bench.bounds import Bounds, Work
+from forerun_bench.bounds import Bounds, step_work
 from forerun_bench.ceilings import Ceilings
 from forerun_bench.cli.inputs import (
     Preset,
@@ -134,7 +134,7 @@ def with_bounds(
     """Adds the step's lower bounds. Call it after all timing: profiling slows later launches."""
 
     def bounds(name: str, llm: LLM) -> Bounds:
-        work = Work.of(llm.engine, result.batch_size, result.context)
+        work = step_work(llm.engine, result.batch_size, result.context)
         found = Bounds.of(work, ceilings, device)
         if device.type != "cuda":
             return found

@@ -16,9 +16,9 @@ from forerun.cli.output import AsJson, print_json
 from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment, made_with
+from forerun.evals.timing import median
 from forerun.platform.device import DTYPES, resolve_device
 from forerun_bench.cli.inputs import check_repetitions
-from forerun_bench.timing import median
 from forerun_bench.vs_transformers import Row, compare_engines, reference
 
 
