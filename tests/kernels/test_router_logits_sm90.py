@@ -22,6 +22,7 @@ from forerun.kernels.moe.router_logits_sm90 import (
 from forerun.kernels.moe.routing import Routing
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from tests.kernels.guarded import guarded
 
 H200 = GpuInfo(132, amd=False, capability=90)
 QWEN3_MOE = Routing(128, 8, norm_topk_prob=True, float32_logits=False)
@@ -71,7 +72,7 @@ class Layer:
         self.generator = torch.Generator("cuda").manual_seed(0)
         self.counts = new_counts(routing, device)
         experts = routing.num_experts + routing.num_shared
-        self.gate = self.normal(routing.num_experts, self.hidden) * 0.02
+        self.gate = guarded(self.normal(routing.num_experts, self.hidden) * 0.02)
         self.w13 = self.normal(experts, 2 * width, self.hidden) * 0.02
         self.w2 = self.normal(experts, self.hidden, width) * 0.02
         self.bias = None
@@ -84,7 +85,9 @@ class Layer:
 
     def run(self, x: Tensor, few: bool) -> Tensor:
         if few:
-            return expert_partials(x, self.w13, self.w2, router_logits_sm90(x, self.router))
+            return expert_partials(
+                x, self.w13, self.w2, router_logits_sm90(guarded(x), self.router)
+            )
         routed = route(x, self.gate, self.bias, self.routing, self.counts)
         return expert_partials(x, self.w13, self.w2, routed)
 
@@ -98,6 +101,7 @@ def test_the_same_bits_as_with_the_router(shape: str) -> None:
         same, nan = x[:1].expand_as(x).contiguous(), x.clone()
         nan[0, 3] = torch.nan
         for tried in (*(layer.normal(*x.shape) for _ in range(5)), torch.zeros_like(x), same, nan):
+            tried = guarded(tried)
             got, want = layer.run(tried, few=True), layer.run(tried, few=False)
             torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     assert not layer.counts.any()

@@ -21,6 +21,7 @@ from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.routing import Routed, Routing, align_ref, route_ref
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
+from tests.kernels.guarded import guarded
 
 H200 = GpuInfo(132, amd=False, capability=90)
 QWEN3_MOE = Routing(128, 8, norm_topk_prob=True, float32_logits=False)
@@ -41,6 +42,11 @@ ROUTERS = {
     "ten experts, ragged slices": (Routing(10, 3, num_shared=3), 136),
     "as many as fit": (Routing(336, 16), 1024),
     "one expert": (Routing(1, 1), 64),
+    "one slice": (
+        Routing(8, 2, "sigmoid", True, 2.5, 4, 2, "top2", correction_bias=True, num_shared=1),
+        128,
+    ),
+    "three slices": (Routing(16, 2), 384),
 }
 TOKENS = (1, 2, 3, 4, 5, 16, 17, 33, 97, 128)
 
@@ -174,6 +180,17 @@ def test_routing_at_real_sizes(name: str) -> None:
         torch.testing.assert_close(got.weights[same], want.weights[same], rtol=1e-5, atol=1e-7)
         check_tiles(got, router.routing.num_experts + router.routing.num_shared)
     assert not router.counts.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ROUTERS)
+def test_nothing_is_read_beyond_the_inputs(name: str) -> None:
+    router = Router(name)
+    router.weight = guarded(router.weight)
+    for tokens in TOKENS:
+        router.run(guarded(router.x[:tokens]))
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -28,7 +28,8 @@ __device__ inline void mma(float (&acc)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 
 // The first column of a thread's 8 in chunk 0 of a slice. Of these 8, mma.sync takes 4 at a time as
 // those that belong to its thread; which ones does not matter, as x and the weight agree.
 __device__ inline int first_column(int slice, int lane) { return slice * SLICE + lane % 4 * 8; }
-__device__ inline bool is_column(int column) { return HIDDEN == SLICES * SLICE || column < HIDDEN; }
+// There are as many slices as warps or CTAs, 8, also where fewer hold all columns.
+__device__ inline bool is_column(int column) { return HIDDEN == WARPS * SLICE || column < HIDDEN; }
 
 // A warp's part of the weight's slice: thread (lane) holds expert lane / 4 of each tile.
 struct WeightFragments {
