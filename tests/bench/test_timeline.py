@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import same_color
 
-from forerun_bench.figure import GAP, draw
+from forerun_bench.figure import GAP, KERNELS, OTHERS, draw
 from forerun_bench.profile import kernel_table, shorten
+from forerun_bench.svg import save
 from forerun_bench.timeline import STEP, KernelRow, Span, Timeline, exclusive
 
 Event = dict[str, Any]
@@ -108,15 +114,40 @@ def test_kernel_names_fit_a_table() -> None:
     assert len(shorten("x" * 300)) == 90
 
 
+def bars(axes: Axes, colour: str) -> list[tuple[float, float]]:
+    """From where to where bars of this colour go, in µs, as far as the axes show them."""
+    left, right = axes.get_xlim()
+    boxes = [
+        path.get_extents()
+        for collection in axes.collections
+        for path in collection.get_paths()
+        if same_color(collection.get_facecolor()[0], colour)
+    ]
+    return [(1e6 * max(left, box.x0), 1e6 * min(right, box.x1)) for box in boxes]
+
+
 def test_figure_marks_every_gap_to_scale() -> None:
-    tree = ET.fromstring(draw(Timeline.of(TRACE), "a < b & c"))
-    paths = [e for e in tree.iter() if e.tag.endswith("path")]
-    marked = [e.attrib["d"] for e in paths if e.attrib["fill"] == GAP]
-    assert [d.count("M") for d in marked] == [2, 1, 1]  # all steps, then a close-up of each gap
-    widths = [float(part.split("h")[1].split("v")[0]) for part in marked[0].split("M")[1:]]
-    assert widths[1] == pytest.approx(2 * widths[0], abs=0.02)
-    assert widths[0] == pytest.approx(912 * 10 / 285, abs=0.01)  # 3 steps take 285 µs
-    said = " ".join(e.text or "" for e in tree.iter())
-    assert "a < b & c" in said
+    whole, first, second = draw(Timeline.of(TRACE), "title").axes
+    near = partial(pytest.approx, abs=1e-6)
+    assert whole.get_xlim() == pytest.approx((0, 285e-6))
+    assert np.array(bars(whole, GAP)) == near(np.array([(85, 95), (180, 200)]))
+    assert np.array(bars(first, GAP)) == near(np.array([(60, 70)]))
+    assert np.array(bars(second, GAP)) == near(np.array([(60, 80)]))
+    assert second.get_xlim() == pytest.approx((0, 140e-6))
+    firsts = [(0, 40), (95, 135), (200, 240)]
+    assert np.array(bars(whole, KERNELS[0])) == near(np.array(firsts))
+    copies = [(86, 88), (181, 183)]  # the third follows the last step
+    assert np.array(bars(whole, OTHERS)) == near(np.array(copies))
+
+
+def test_figure_says_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    save(draw(Timeline.of(TRACE), "a < b & c"), path, "d < e")
+    said = " ".join(ET.fromstring(path.read_text(encoding="utf-8")).itertext())
+    assert "a < b & c" in said and "d < e" in said
     assert "close-up of gap 2: 20.0 µs" in said
     assert "15.00%" in said
+    assert "first, 40 µs a step" in said
+    again = tmp_path / "y.svg"
+    save(draw(Timeline.of(TRACE), "a < b & c"), again, "d < e")
+    assert again.read_bytes() == path.read_bytes()

@@ -1,115 +1,117 @@
-"""A timeline of three decode steps and the gaps between them, as SVG."""
+"""A timeline of three decode steps and the gaps between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
-from forerun_bench.svg import COLOURS, document, text
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
+
+from forerun_bench.svg import WIDTH
 from forerun_bench.timeline import Span, Timeline, exclusive
 
-WIDTH, MARGIN = 960, 24
-INNER = WIDTH - 2 * MARGIN
-BAND, LOWER = 44, 14  # heights of the lane of a step's kernels and of the lane below
-PITCH = 100  # from one lane to the next
+KERNELS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:olive", "tab:cyan")
+BAND, OTHERS, GAP = "#eef1f4", "tab:gray", "tab:red"
 MARGIN_US = 60.0  # µs on either side of a gap in the close-up
-OTHERS, GAP = "#9aa3ad", "#c8102e"
+
+View = tuple[str, float, float]  # a lane's title, and where it begins and ends in µs
 
 
-def draw(timeline: Timeline, title: str) -> str:
+def draw(timeline: Timeline, title: str) -> Figure:
     """Three consecutive steps from the middle of `timeline`, and a close-up of both gaps."""
-    steps = timeline.steps
-    first = max(0, (len(steps) - 3) // 2)
-    shown = Timeline(steps[first : first + 3], timeline.between)
-    colours = _colours(timeline)
-    out = [text(MARGIN, 30, title, size=17, weight="bold")]
-    if timeline.host_gap is not None:
-        mean = sum(timeline.periods) / len(timeline.periods)
-        gap = sum(timeline.gaps) / len(timeline.gaps)
-        said = (
-            f"step {mean / 1000:.3f} ms, gap between steps {gap:.1f} µs: the GPU is idle"
-            f" {timeline.host_gap:.2%} of the time (mean of {len(timeline.gaps)} gaps)"
-        )
-        out.append(text(MARGIN, 52, said))
-    y = 84.0
-    if shown.steps:
-        begin, end = shown.steps[0][0].start, _end(shown.steps[-1])
-        out += _lane(shown, begin, end, y, colours, f"{len(shown.steps)} steps")
-    for number, gap in enumerate(shown.gaps, 1):
-        y += PITCH
-        middle = shown.steps[number][0].start - gap / 2
-        half = gap / 2 + MARGIN_US
-        said = f"close-up of gap {number}: {gap:.1f} µs"
-        out += _lane(shown, middle - half, middle + half, y, colours, said)
-    y += PITCH
-    out += _legend(timeline, colours, y)
-    height = y + 24 * ((len(colours) + 2) // 2) + 8
-    return document(WIDTH, height, title, out)
+    first = max(0, (len(timeline.steps) - 3) // 2)
+    shown = Timeline(timeline.steps[first : first + 3], timeline.between)
+    colours = dict(zip((row.name for row in timeline.kernels()), KERNELS, strict=False))
+    return compose(title, _lanes(shown, _summary(timeline)), colours, _legend(timeline, colours))
 
 
-def _lane(
-    timeline: Timeline, begin: float, end: float, y: float, colours: dict[str, str], said: str
-) -> list[str]:
-    """From `begin` to `end` µs: kernels, gaps in red, and below what runs outside the graphs."""
-    scale = INNER / (end - begin)
+def compose(
+    title: str,
+    lanes: Iterable[tuple[View, Timeline]],
+    colours: Mapping[str, str],
+    legend: Mapping[str, str],
+) -> Figure:
+    """Returns the figure of one or more lanes, each with what runs in it.
 
-    def bars(spans: Sequence[Span], top: float, height: float, colour: str) -> str:
-        d = []
-        for span in spans:
-            left, right = max(span.start, begin), min(span.end, end)
-            if left < right:
-                x, width = MARGIN + (left - begin) * scale, (right - left) * scale
-                d.append(
-                    f"M{x:.2f} {top:g}h{max(width, 0.2):.2f}v{height:g}h-{max(width, 0.2):.2f}z"
-                )
-        return f'<path fill="{colour}" d="{"".join(d)}"/>' if d else ""
+    Args:
+        colours: of kernels, by name; others are grey.
+        legend: what to say of each colour.
+    """
+    lanes = list(lanes)
+    figure = Figure(figsize=(WIDTH, 1.9 + len(lanes)), layout="constrained")
+    figure.suptitle(title, fontweight="bold")
+    for axes, lane in zip(figure.subplots(len(lanes), squeeze=False).flat, lanes, strict=True):
+        _draw_lane(axes, *lane, colours)
+    figure.legend(
+        handles=[Patch(color=colour, label=said) for colour, said in legend.items()],
+        loc="outside lower left", ncols=2, frameon=False, fontsize="small",
+    )  # fmt: skip
+    return figure
 
-    out = [
-        text(MARGIN, y - 8, said),
-        text(WIDTH - MARGIN, y - 8, _span(end - begin), anchor="end"),
-    ]
-    out.append(f'<rect x="{MARGIN}" y="{y:g}" width="{INNER}" height="{BAND}" fill="#eef1f4"/>')
+
+def _lanes(shown: Timeline, summary: str) -> list[tuple[View, Timeline]]:
+    if not shown.steps:
+        return [((summary, 0.0, 1.0), shown)]
+    views = [(summary, shown.steps[0][0].start, max(span.end for span in shown.steps[-1]))]
+    for number, gap in enumerate(_gaps(shown), 1):
+        said = f"close-up of gap {number}: {gap.duration:.1f} µs"
+        views.append((said, gap.start - MARGIN_US, gap.end + MARGIN_US))
+    return [(view, shown) for view in views]
+
+
+def _draw_lane(axes: Axes, view: View, timeline: Timeline, colours: Mapping[str, str]) -> None:
+    """Kernels, gaps in red, and below what runs outside the graphs."""
+    title, begin, end = view
+
+    def bars(spans: Iterable[Span], bottom: float, height: float, colour: str) -> None:
+        seen = [s for s in spans if s.duration > 0 and s.end > begin and s.start < end]
+        ranges = [((s.start - begin) / 1e6, s.duration / 1e6) for s in seen]
+        axes.broken_barh(ranges, (bottom, height), color=colour, linewidth=0)
+
+    axes.set_title(title, loc="left", fontsize="medium")
+    axes.axhspan(0, 1, color=BAND, linewidth=0)
     spans = exclusive(span for step in timeline.steps for span in step)
-    for colour in dict.fromkeys((*colours.values(), OTHERS)):
-        chosen = [span for span in spans if colours.get(span.name, OTHERS) == colour]
-        out.append(bars(chosen, y, BAND, colour))
-    out.append(bars(timeline.between, y + BAND + 3, LOWER, OTHERS))
-    gaps = [
-        Span("", _end(step), gap) for step, gap in zip(timeline.steps, timeline.gaps, strict=False)
-    ]
-    out.append(bars(gaps, y - 3, BAND + 6, GAP))
-    return [line for line in out if line]
+    for colour in (*colours.values(), OTHERS):
+        bars((s for s in spans if colours.get(s.name, OTHERS) == colour), 0, 1, colour)
+    bars(timeline.between, -0.4, 0.3, OTHERS)
+    bars(_gaps(timeline), -0.07, 1.14, GAP)
+    axes.set(xlim=(0, (end - begin) / 1e6), ylim=(-0.42, 1.08), yticks=[])
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.spines[:].set_visible(False)
 
 
-def _legend(timeline: Timeline, colours: dict[str, str], y: float) -> list[str]:
+def _gaps(timeline: Timeline) -> list[Span]:
+    starts = [step[0].start for step in timeline.steps[1:]]
+    return [Span("", at - gap, gap) for at, gap in zip(starts, timeline.gaps, strict=True)]
+
+
+def _summary(timeline: Timeline) -> str:
+    if timeline.host_gap is None:
+        return f"{len(timeline.steps)} steps"
+    mean = sum(timeline.periods) / len(timeline.periods)
+    gap = sum(timeline.gaps) / len(timeline.gaps)
+    return (
+        f"step {mean / 1000:.3f} ms, gap between steps {gap:.1f} µs: the GPU is idle"
+        f" {timeline.host_gap:.2%} of the time (mean of {len(timeline.gaps)} gaps)"
+    )
+
+
+def _legend(timeline: Timeline, colours: Mapping[str, str]) -> dict[str, str]:
     rows = timeline.kernels()
-    named = [(colours[r.name], r.name, r.us) for r in rows if r.name in colours]
+    legend = {
+        colours[row.name]: f"{_short(row.name)}, {row.us:.0f} µs a step"
+        for row in rows
+        if row.name in colours
+    }
     rest = sum(row.us for row in rows if row.name not in colours)
-    entries = [(colour, f"{_short(name)}, {us:.0f} µs a step") for colour, name, us in named]
-    entries.append((OTHERS, f"others, {rest:.0f} µs; below the band: outside the graph"))
-    entries.append((GAP, "gap: from the last kernel of a step to the first of the next"))
-    out = []
-    for index, (colour, said) in enumerate(entries):
-        x, at = MARGIN + (index % 2) * INNER / 2, y + 24 * (index // 2)
-        out.append(f'<rect x="{x:g}" y="{at - 11:g}" width="13" height="13" fill="{colour}"/>')
-        out.append(text(x + 20, at, said))
-    return out
-
-
-def _colours(timeline: Timeline) -> dict[str, str]:
-    """The legend of the kernels that take the most time."""
-    names = [row.name for row in timeline.kernels()]
-    return dict(zip(names, COLOURS, strict=False))
+    legend[OTHERS] = f"others, {rest:.0f} µs; below the band: outside the graph"
+    legend[GAP] = "gap: from the last kernel of a step to the first of the next"
+    return legend
 
 
 def _short(name: str) -> str:
     """A kernel's name without its template arguments."""
     plain = name.removeprefix("void ").split("<")[0].split("(")[0]
     return plain if len(plain) <= 44 else plain[:43] + "…"
-
-
-def _span(us: float) -> str:
-    return f"{us / 1000:.2f} ms" if us >= 1000 else f"{us:.0f} µs"
-
-
-def _end(step: Sequence[Span]) -> float:
-    return max(span.end for span in step)

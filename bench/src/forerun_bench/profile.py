@@ -14,6 +14,7 @@ from forerun import SamplingParams
 from forerun.core.request import State
 from forerun.engine.engine import Engine
 from forerun_bench.figure import draw
+from forerun_bench.svg import save
 from forerun_bench.timeline import STEP, KernelRow, Timeline
 
 WARM, STEPS = 3, 8  # steps before, and steps recorded
@@ -67,7 +68,7 @@ def _record(engine: Engine, prompts: Sequence[Sequence[int]], output_len: int, p
 def keep(timeline: Timeline, folder: Path, name: str, title: str) -> list[Path]:
     """Writes the figure and the kernel table of a profile; returns their paths."""
     figure, kernels = folder / f"{name}.svg", folder / f"{name}.kernels.md"
-    figure.write_text(draw(timeline, title), encoding="utf-8")
+    save(draw(timeline, title), figure, title)
     kernels.write_text(kernel_table(timeline.kernels(), title), encoding="utf-8")
     return [figure, kernels]
 

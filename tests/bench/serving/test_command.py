@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -15,7 +16,7 @@ import pytest
 from forerun.main import run
 from forerun_bench.serving.load import Load
 from forerun_bench.serving.metrics import Run
-from forerun_bench.serving.plot import PANEL_HEIGHT, PANEL_WIDTH, draw
+from forerun_bench.serving.plot import draw
 from tests.bench.serving.stand_in import StandIn, in_a_thread
 from tests.bench.serving.test_metrics import FAST, SLOW
 
@@ -141,28 +142,40 @@ def test_the_plot(bench: Call, tmp_path: Path) -> None:
 
 
 def test_the_curves_are_the_distribution() -> None:
-    """Of two end-to-end times, 5 and 7 s: half at 5/7 of the axis, all at its end."""
+    """Of two end-to-end times, 5 and 7 s: none before 5 s, half from there on, all at 7 s."""
     load = Load([FAST, SLOW], started=0.0, ended=10.0, peak=2, lags=[])
-    root = ET.fromstring(draw([Run(2.0, load, True, {})], "a & b"))
-    lines = [line for line in root if line.get("stroke-width") == "2"]
-    points = [tuple(map(float, pair.split(","))) for pair in lines[-1].get("points", "").split()]
-    (x0, y0), (x1, y1), (x2, y2) = points[0], points[1], points[-1]
-    assert x0 == x1 and x2 > x1
-    assert (y0 - y1, y0 - y2) == pytest.approx((PANEL_HEIGHT / 2, PANEL_HEIGHT), abs=0.1)
-    origin = x2 - PANEL_WIDTH
-    assert (x1 - origin) / PANEL_WIDTH == pytest.approx(5 / 7, abs=1e-3)
+    *_, axes = draw([Run(2.0, load, True, {})], "x").axes
+    assert axes.get_xlim() == (0, 7000)
+    (curve,) = axes.get_lines()
+    steps = [(float(x), float(y)) for x, y in curve.get_xydata()]
+    assert steps == [(5000, 0), (5000, 0.5), (7000, 1)]
+    assert curve.get_drawstyle() == "steps-post"
+
+
+def test_a_curve_keeps_its_colour_where_another_is_not_known() -> None:
+    """The legend names every run, also one of which the first panel knows nothing."""
+    loads = [Load([each], started=0.0, ended=10.0, peak=1, lags=[]) for each in (FAST, SLOW)]
+    figure = draw([Run(2.0, loads[0], False, {}), Run(math.inf, loads[1], True, {})], "x")
+    ttft, *_, e2e = figure.axes
+    colours = [line.get_color() for line in e2e.get_lines()]
+    assert [line.get_color() for line in ttft.get_lines()] == colours[1:]
+    (legend,) = figure.legends
+    assert [line.get_color() for line in legend.get_lines()] == colours
+    assert [text.get_text() for text in legend.get_texts()] == ["2 requests/s", "all at once"]
 
 
 def test_a_plot_of_nothing_says_so() -> None:
     load = Load([], started=0.0, ended=0.0, peak=0, lags=[])
-    assert draw([Run(2.0, load, True, {})], "x").count("not known") == 4
+    panels = draw([Run(2.0, load, True, {})], "x").axes
+    said = [[text.get_text() for text in axes.texts] for axes in panels]
+    assert said == [["not known"]] * 4
 
 
-def test_it_does_not_import_torch() -> None:
+def test_it_imports_neither_torch_nor_matplotlib() -> None:
     check = (
         "import sys; from forerun.main import run;"
         "code = run(['bench', 'serving', '--base-url', 'http://127.0.0.1:9']);"
-        "sys.exit(10 * code + ('torch' in sys.modules))"
+        "sys.exit(10 * code + any(name in sys.modules for name in ('torch', 'matplotlib')))"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 20, done.stderr

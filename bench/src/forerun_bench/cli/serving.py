@@ -27,7 +27,6 @@ from forerun_bench.serving.benchmark import Benchmark, benchmark
 from forerun_bench.serving.client import Live
 from forerun_bench.serving.config import LoadConfig
 from forerun_bench.serving.metrics import CLIENT_LIMIT, PERCENTILES, Run
-from forerun_bench.serving.plot import draw, rate_label
 
 COLUMNS = 100  # least width of the tables
 
@@ -68,7 +67,7 @@ def serving_command(
     if output_file is not None:
         append(output_file, report)
     if plot is not None:
-        plot.write_text(draw(done.runs, title(config, done)), encoding="utf-8")
+        save_plot(plot, config, done)
     if as_json:
         print_json(report)
     else:
@@ -151,10 +150,18 @@ def append(path: Path, report: dict[str, Any]) -> None:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
+def save_plot(path: Path, config: LoadConfig, done: Benchmark) -> None:
+    from forerun_bench.serving.plot import draw  # matplotlib, which takes long to import
+    from forerun_bench.svg import save
+
+    name = title(config, done)
+    save(draw(done.runs, name), path, name)
+
+
 def print_runs(config: LoadConfig, done: Benchmark) -> None:
     console = Console(width=max(COLUMNS, Console().width), highlight=False)
     for number, run in enumerate(done.runs):
-        name = rate_label(run)
+        name = run.rate_label
         if config.sweep:
             part = f"{config.sweep[number - 1]:g} % of saturation" if number else "saturation"
             name = f"{part}: {name}"

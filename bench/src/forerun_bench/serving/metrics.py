@@ -8,6 +8,7 @@ sending to the last byte. Failed requests count as errors only.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,13 @@ class Run:
     streamed: bool
     goals: Mapping[str, float]  # seconds
     acceptance: Acceptance | None = None
+
+    @property
+    def rate_label(self) -> str:
+        """The request rate in words."""
+        if math.isinf(self.request_rate):
+            return "all at once"
+        return f"{self.request_rate:.3g} requests/s"
 
     @property
     def completed(self) -> list[Outcome]:
