@@ -18,7 +18,7 @@ from forerun.speculative import registry
 from forerun_bench.adaptive import Cell, policy, sweep
 from forerun_bench.algorithms import Row
 from forerun_bench.cli import adaptive, algorithms, overlap
-from forerun_bench.cli.inputs import Shape
+from forerun_bench.one_batch import Shape
 from tests.bench.test_cli_measure import call, needs_pair
 from tests.golden_engine import CASES, golden_llm
 from tests.toy_algorithms import register_toys

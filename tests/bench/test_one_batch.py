@@ -14,10 +14,10 @@ from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.prompts import windows
 from forerun_bench.bounds import Bounds
-from forerun_bench.cli.inputs import Shape, check
+from forerun_bench.cli.inputs import check
 from forerun_bench.cli.one_batch import fill_in, table, too_few
 from forerun_bench.cli.options import LISTS, repeat_flag
-from forerun_bench.one_batch import BatchTiming, OneBatch, Trace, random_prompts, trace
+from forerun_bench.one_batch import BatchTiming, OneBatch, Shape, Trace, random_prompts, trace
 from tests.golden_engine import golden_llm
 
 # Two requests: prompts done after 2 results, then steps of 0.1, 0.3 and 0.2 seconds; one request

@@ -28,6 +28,15 @@ FEW_STEPS = 5  # with fewer whole-batch steps in a run, medians are unreliable
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Requests of a batch, and the tokens of each."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
 class Trace:
     """One run. `steps[i]` is (seconds since the start, tokens generated so far) at result i."""
 

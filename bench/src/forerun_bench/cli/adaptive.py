@@ -21,12 +21,12 @@ from forerun_bench.adaptive import Cell, sweep
 from forerun_bench.cli.inputs import (
     Preset,
     RandomInput,
-    Shape,
     check,
     make_prompts,
     with_preset,
     with_room,
 )
+from forerun_bench.one_batch import Shape
 
 
 @with_flags(engine=engine_flags)

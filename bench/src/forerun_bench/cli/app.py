@@ -24,6 +24,7 @@ BENCHMARKS = {
     "http": Benchmark("forerun_bench.cli.http:http_command", ListCommand),
     "serving": Benchmark("forerun_bench.cli.serving:serving_command", ServingCommand),
     "algorithms": Benchmark("forerun_bench.cli.algorithms:algorithms_command", ListCommand),
+    "heads": Benchmark("forerun_bench.cli.heads:heads_command", ListCommand),
     "adaptive": Benchmark("forerun_bench.cli.adaptive:adaptive_command", ListCommand),
     "vs-transformers": Benchmark("forerun_bench.cli.vs_transformers:vs_transformers_command"),
     "overlap": Benchmark("forerun_bench.cli.overlap:overlap_command", ListCommand),

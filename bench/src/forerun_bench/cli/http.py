@@ -19,16 +19,10 @@ from forerun.cli.tables import print_results
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.evals.environment import environment
-from forerun_bench.cli.inputs import (
-    Preset,
-    Shape,
-    check,
-    make_prompts,
-    with_preset,
-    with_room,
-)
+from forerun_bench.cli.inputs import Preset, check, make_prompts, with_preset, with_room
 from forerun_bench.dummy_tokenizer import write_dummy_tokenizer
 from forerun_bench.http import Comparison, Workload, compare
+from forerun_bench.one_batch import Shape
 from forerun_bench.serving.local import LocalServer
 
 BACKENDS = ("openai", "sglang")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +15,7 @@ from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset
 from forerun.models.checkpoint import DUMMY_FORMATS
 from forerun.speculative.registry import get_algorithm
-from forerun_bench.one_batch import random_prompts
+from forerun_bench.one_batch import Shape, random_prompts
 
 RandomInput = Annotated[
     bool, typer.Option("--random-input", help="Random token ids instead of Python text")
@@ -30,13 +29,6 @@ Preset = Annotated[
 ]
 
 SPARE = 256  # KV slots of a request beyond its tokens: drafts, steps in flight, a partial page
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch_size: int
-    input_len: int
-    output_len: int
 
 
 def check(

@@ -26,13 +26,12 @@ from forerun_bench.ceilings import Ceilings
 from forerun_bench.cli.inputs import (
     Preset,
     RandomInput,
-    Shape,
     check,
     make_prompts,
     with_preset,
     with_room,
 )
-from forerun_bench.one_batch import BatchTiming, OneBatch, one_batch
+from forerun_bench.one_batch import BatchTiming, OneBatch, Shape, one_batch
 from forerun_bench.profile import keep, profile_steps
 
 

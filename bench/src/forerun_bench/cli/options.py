@@ -17,6 +17,8 @@ LISTS = (
     "--output-len",
     "--accept-length",
     "--algorithms",
+    "--heads",
+    "--width",
     "--step-ms",
 )
 

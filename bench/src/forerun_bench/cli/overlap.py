@@ -21,13 +21,12 @@ from forerun.platform.device import resolve_device
 from forerun_bench.cli.inputs import (
     Preset,
     RandomInput,
-    Shape,
     check,
     make_prompts,
     with_preset,
     with_room,
 )
-from forerun_bench.one_batch import OneBatch, one_batch
+from forerun_bench.one_batch import OneBatch, Shape, one_batch
 from forerun_bench.profile import profile_steps
 
 
