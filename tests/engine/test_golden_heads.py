@@ -264,6 +264,21 @@ def test_output_equals_plain_decoding(
         llm.engine.check()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name: str, graph: bool) -> None:
+    """In float32: the texts, and the acceptance of the reference, with one request and with all."""
+    settings = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 8}
+    with pair(HEADS / name, **settings) as llm:
+        assert abs(accept_length(llm, name) / accepted(name) - 1) < 0.02
+        case = cases(name)[0]
+        out = llm.generate(input_ids=case["prompt"], sampling_params=params(case))
+        ours = out.meta_info["spec_accept_lengths"]
+        assert out.output_ids == case["output"] and ours[:-1] == case["accept"][: len(ours) - 1]
+        llm.engine.check()
+
+
 # --- bad input ----------------------------------------------------------------------------------
 
 

@@ -40,6 +40,13 @@ def test_rms_norm(tokens: int, size: int, dtype: torch.dtype, device: torch.devi
     _close(rms_norm(x, weight, EPS), _normed(x, weight))
 
 
+def test_rms_norm_of_more_dimensions(device: torch.device) -> None:
+    x = _random(6, 96, dtype=torch.float32, device=device)
+    weight = _random(96, dtype=torch.float32, device=device, seed=1)
+    cube = x.view(2, 3, 96)
+    assert torch.equal(rms_norm(cube, weight, EPS), rms_norm(x, weight, EPS).view_as(cube))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("split_k", [0, 1, 3])
 def test_add_rms_norm(split_k: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -37,12 +37,15 @@ def add_rms_norm_ref(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, N] with any row stride, weight [N], any float dtype -> [T, N] in x's dtype."""
+    """x [..., N], weight [N], any float dtype -> x's shape and dtype. Rows of [T, N] may have any
+    stride.
+    """
     if not use_triton(x):
         return rms_norm_ref(x, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, eps, None, out)
-    return out
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _launch(rows, None, weight, eps, None, out)
+    return out.view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
