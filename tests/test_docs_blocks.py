@@ -112,25 +112,17 @@ def server() -> Iterator[LiveServer]:
         yield live
 
 
-@pytest.fixture(scope="module")
-def names() -> dict[str, dict[str, Any]]:
-    """What the blocks of a page have defined."""
-    return {}
-
-
 @needs_pair
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "block", [b for b in PYTHON if b.reason is None], ids=lambda block: block.name
-)
-def test_python_runs(
-    block: Block, names: dict[str, dict[str, Any]], request: pytest.FixtureRequest
-) -> None:
-    text = block.text
-    defined = names.setdefault(block.page, {"__name__": "docs"})
-    if block.page == "docs/server.md":
-        text = text.replace(URL, request.getfixturevalue("server").url)
-    exec(compile(text, block.name, "exec"), defined)
+@pytest.mark.parametrize("page", dict.fromkeys(b.page for b in PYTHON if b.reason is None))
+def test_python_runs(page: str, request: pytest.FixtureRequest) -> None:
+    """The blocks of a page, in order: later ones use what earlier ones have defined."""
+    defined: dict[str, Any] = {"__name__": "docs"}
+    for block in (b for b in PYTHON if b.page == page and b.reason is None):
+        text = block.text
+        if page == "docs/server.md":
+            text = text.replace(URL, request.getfixturevalue("server").url)
+        exec(compile(text, block.name, "exec"), defined)
 
 
 @needs_pair
