@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +25,7 @@ from forerun.executor.ranks import join as join_module
 from forerun.executor.ranks.executor import RanksExecutor
 from forerun.executor.ranks.host import host_ranks
 from forerun.executor.ranks.join import gather_nodes, join
-from forerun.executor.ranks.link import Link, connect, listen
+from forerun.executor.ranks.link import LOST_SECONDS, Link, connect, listen
 from forerun.executor.ranks.local import RankGone
 from forerun.executor.ranks.remote import RemoteRanks, Start
 from forerun.models.checkpoint import fingerprint
@@ -215,6 +219,46 @@ def test_strangers_doubles_and_nodes_that_leave_do_not_disturb_the_others(
         each.close()
 
 
+@pytest.mark.parametrize(
+    ("greeting", "says_more"),
+    [(b"", False), (b"\0\0\0\x63abc", True), (struct.pack("!I", (1 << 20) + 1), False)],
+)
+def test_a_stranger_that_says_little_or_too_much_is_dropped(
+    greeting: bytes,
+    says_more: bool,
+    target: Path,
+    address: tuple[str, int],
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A byte at a time does not hold node 0 up, nor does a length over 1 MiB."""
+    monkeypatch.setattr(join_module, "GREETING_SECONDS", 0.5)
+    gathering = threads.submit(gather_nodes, node(address, 0), target)
+    stranger = connect(address, 5)
+    begin = time.monotonic()
+    stranger._socket.sendall(greeting)
+    stranger._socket.settimeout(0.1)
+    while time.monotonic() < begin + 5:
+        try:
+            if stranger._socket.recv(1) == b"":
+                break
+        except TimeoutError:
+            if says_more:
+                stranger._socket.send(b"x")
+        except ConnectionError:
+            break
+    took = time.monotonic() - begin
+    assert took < 0.4 if len(greeting) == 4 else 0.4 < took < 2
+    stranger.close()
+    other = threads.submit(join, node(address, 1), target)
+    (joined,) = gathering.result(10)
+    assert "is not a Forerun node" in caplog.text
+    joined.kill(ExecutorError("enough"))
+    with pytest.raises(ExecutorError, match="enough"):
+        other.result(10)
+
+
 def test_an_address_that_cannot_be_used(target: Path) -> None:
     with pytest.raises(ConfigError, match=r"192.0.2.1:5 cannot be listened on .* of node 0, which"):
         gather_nodes(node(("192.0.2.1", 5), 0), target)
@@ -270,7 +314,7 @@ def test_messages_over_tcp(address: tuple[str, int], threads: ThreadPoolExecutor
         near.send_bytes(message)
     assert [far.recv_bytes() for _ in sent] == sent
     near.send_bytes(b"x" * 9)
-    with pytest.raises(OSError, match="a message of 9 bytes"):
+    with pytest.raises(OSError, match="bad message length"):
         far.recv_bytes(limit=8)
     # A peer whose machine or network has failed is given up by the kernel after 4 s.
     option = near._socket.getsockopt
@@ -282,3 +326,36 @@ def test_messages_over_tcp(address: tuple[str, int], threads: ThreadPoolExecutor
     near.close()
     assert isinstance(waiting.exception(5), EOFError | OSError)
     far.close()
+
+
+ECHO = """
+import sys
+from forerun.executor.ranks.link import connect
+link = connect(("127.0.0.1", int(sys.argv[1])), 5)
+while True:
+    link.send_bytes(link.recv_bytes())
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_stopped_process_is_not_lost_and_a_killed_one_is_at_once(
+    address: tuple[str, int],
+) -> None:
+    with listen(address) as server:
+        other = subprocess.Popen([sys.executable, "-c", ECHO, str(address[1])])
+        link = Link(server.accept()[0])
+    try:
+        other.send_signal(signal.SIGSTOP)
+        link.send_bytes(b"still there?")
+        time.sleep(LOST_SECONDS + 2)
+        other.send_signal(signal.SIGCONT)
+        assert link.recv_bytes() == b"still there?"
+        other.kill()
+        begin = time.monotonic()
+        with pytest.raises((EOFError, OSError)):
+            link.recv_bytes()
+        assert time.monotonic() - begin < 1
+    finally:
+        other.kill()
+        other.wait()
+        link.close()

@@ -16,7 +16,7 @@ import msgspec
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, ExecutorError
 from forerun.executor.ranks.facts import differences, node_facts
-from forerun.executor.ranks.link import Link, connect, listen, shown_address
+from forerun.executor.ranks.link import Link, connect, hang_up, listen, shown_address
 from forerun.executor.ranks.messages import FAILED, REFUSED
 from forerun.executor.ranks.remote import START, RemoteRanks, Start
 from forerun.platform.progress import progress
@@ -91,45 +91,33 @@ class _Gathering:
             link = Link(connected)
             hello = msgspec.msgpack.decode(link.greeting(GREETING_SECONDS), type=Hello)
         except (EOFError, OSError, msgspec.MsgspecError) as error:
-            log.warning(
-                "The peer that connected to %s is not a Forerun node: %s.",
-                shown_address(self._address),
-                error,
-            )
-            connected.close()
+            where = shown_address(self._address)
+            log.warning("The peer that connected to %s is not a Forerun node: %s.", where, error)
+            hang_up(connected)
             return
-        name = f"node {hello.node_rank} ({hello.host})"
-        differ = differences((f"node 0 ({socket.gethostname()})", self._facts), (name, hello.facts))
-        if differ:
-            _refuse(link, differ)
+        number, name = hello.node_rank, f"node {hello.node_rank} ({hello.host})"
+        node = RemoteRanks(number, hello.host, self._nodes.ranks_of(number), link)
+        here = f"node 0 ({socket.gethostname()})"
+        if differ := differences((here, self._facts), (name, hello.facts)):
+            node.kill(ConfigError(differ))
             raise ConfigError(differ)
-        other = self.joined.get(hello.node_rank)
-        if other is not None or not 0 < hello.node_rank < self._nodes.count:
-            where = "this one" if other is None else other.host
-            _refuse(link, f"node_rank {hello.node_rank} is {where}; give each node its own number.")
+        if number in self.joined or not 0 < number < self._nodes.count:
+            other = self.joined[number].host if number in self.joined else "this one"
+            said = f"node_rank {number} is {other}; give each node its own number."
+            node.kill(ConfigError(said))
             return
-        ranks = self._nodes.ranks_of(hello.node_rank)
-        self.joined[hello.node_rank] = RemoteRanks(hello.node_rank, hello.host, ranks, link)
+        self.joined[number] = node
         log.info("%s has joined.", name)
 
     def _not_joined(self, missing: list[int]) -> str:
-        several = len(missing) > 1
-        which = ", ".join(map(str, missing))
+        nodes, have = ("Nodes", "have") if len(missing) > 1 else ("Node", "has")
         return (
-            f"Node{'s' * several} {which} of nnodes {self._nodes.count}"
-            f" {'have' if several else 'has'} not joined at dist_init_addr"
-            f" {shown_address(self._address)} within dist_timeout {self._config.dist_timeout} s;"
-            f" start the same command there with node_rank {' and '.join(map(str, missing))}, see"
-            " that it reaches this address (firewall), or raise dist_timeout."
+            f"{nodes} {', '.join(map(str, missing))} of nnodes {self._nodes.count} {have} not"
+            f" joined at dist_init_addr {shown_address(self._address)} within dist_timeout"
+            f" {self._config.dist_timeout} s; start the same command there with node_rank"
+            f" {' and '.join(map(str, missing))}, see that it reaches this address (firewall), or"
+            " raise dist_timeout."
         )
-
-
-def _refuse(link: Link, reason: str) -> None:
-    try:
-        link.send_bytes(REFUSED + reason.encode())
-    except OSError as error:
-        log.warning("A node is refused, and has gone: %s", error)
-    link.close()
 
 
 def join(config: EngineConfig, model_path: Path) -> tuple[Link, Start]:

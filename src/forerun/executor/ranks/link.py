@@ -1,17 +1,19 @@
-"""Messages between two nodes: bytes over TCP, each with its length before it. No pickle.
+"""Messages between two nodes: bytes over TCP, framed as in a pipe of `multiprocessing`. No pickle.
 
 The kernel probes an idle connection every second, whatever the process does, and gives up a peer
 that has not answered for `LOST_SECONDS`: its machine or the network has failed. A process that
-ends closes its connections, which the peer sees at once.
+ends closes its connections, which the peer sees at once; one that is stopped is not lost.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-import struct
 import sys
 import threading
 import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
 
 from forerun.core.errors import ConfigError
 
@@ -19,7 +21,6 @@ LOST_SECONDS = 4
 RETRY_SECONDS = 0.2  # between two attempts to connect
 MAX_BYTES = 1 << 30  # of a message
 MAX_GREETING = 1 << 20  # of one from a peer that is not known yet
-_LENGTH = struct.Struct("!I")
 
 
 class Link:
@@ -32,52 +33,45 @@ class Link:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _probe(connected)
-        self._socket = connected
-        self._sending = threading.Lock()
         self.peer = str(connected.getpeername()[0])
+        self._socket = connected
+        # Its descriptor lives as long as this object: a thread may still read when it is closed.
+        self._frames = Connection(os.dup(connected.fileno()))
+        self._sending = threading.Lock()
 
     def send_bytes(self, message: bytes) -> None:
         with self._sending:
-            self._socket.sendall(_LENGTH.pack(len(message)) + message)
+            self._frames.send_bytes(message)
 
     def recv_bytes(self, limit: int = MAX_BYTES) -> bytes:
         """
         Raises:
             OSError: also if the message has more than `limit` bytes.
         """
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > limit:
-            raise OSError(f"a message of {length} bytes")
-        return self._read(length)
+        try:
+            return self._frames.recv_bytes(limit)
+        except EOFError:
+            raise EOFError("the connection has ended") from None
 
     def greeting(self, seconds: float) -> bytes:
-        """The first message, of a peer that is not verified yet.
-
-        Raises:
-            OSError: also if it does not come in time.
-        """
-        self._socket.settimeout(seconds)
-        message = self.recv_bytes(MAX_GREETING)
-        self._socket.settimeout(None)
-        return message
+        """The first message, of a peer that is not verified yet. Closes the link at the timeout."""
+        timeout = threading.Timer(seconds, self.close)
+        timeout.start()
+        try:
+            return self.recv_bytes(MAX_GREETING)
+        finally:
+            timeout.cancel()
 
     def close(self) -> None:
         """Also for a thread that waits in `recv_bytes`. Repeated calls do nothing."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # closed, or lost
-        finally:
-            self._socket.close()
+        hang_up(self._socket)
 
-    def _read(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = self._socket.recv(count - len(data))
-            if not part:
-                raise EOFError("the peer has closed the connection")
-            data += part
-        return bytes(data)
+
+def hang_up(connected: socket.socket) -> None:
+    """Closes a connection, whoever else has a descriptor of it."""
+    with suppress(OSError):  # it is closed, or lost
+        connected.shutdown(socket.SHUT_RDWR)
+    connected.close()
 
 
 def _probe(connected: socket.socket) -> None:
