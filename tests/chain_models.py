@@ -121,11 +121,11 @@ def eagle3(folder: Path, whole: bool = False) -> Path:
     return write(folder, EAGLE3, weights)
 
 
-def nextn(folder: Path) -> Path:
+def nextn(folder: Path, layers: int = 1) -> Path:
     """The target with an MTP layer: a copy of its last layer after a fitted projection.
 
     The projection predicts that layer's input at position p + 1 from the token at p + 1 and the
-    hidden state at p.
+    hidden state at p. Further layers are the first with noise on it.
     """
     weights, texts = load_file(TARGET / "model.safetensors"), states()
     table = weights["model.embed_tokens.weight"]
@@ -140,7 +140,13 @@ def nextn(folder: Path) -> Path:
     # Copies of the tensors that it shares with the target, as in DeepSeek's checkpoints.
     weights[f"{LAST}embed_tokens.weight"] = weights[f"{LAST}shared_head.head.weight"] = table
     unshared = {name: tensor.clone() for name, tensor in weights.items()}  # for safetensors
-    return write(folder, {**CONFIG, "num_nextn_predict_layers": 1}, unshared)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(1, layers):
+        own = {n: w for n, w in unshared.items() if n.startswith(LAST)}
+        for name, weight in own.items():
+            noisy = weight * (1 + 0.05 * torch.randn(weight.shape, generator=generator))
+            unshared[name.replace(LAST, f"model.layers.{LAYERS + i}.")] = noisy
+    return write(folder, {**CONFIG, "num_nextn_predict_layers": layers}, unshared)
 
 
 def unit(x: Tensor) -> Tensor:

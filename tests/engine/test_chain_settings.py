@@ -100,7 +100,6 @@ MISMATCHED = [
     ("EAGLE3", {"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 draft"),
     ("NEXTN", {"hidden_size": 128}, "hidden size is 128, the target's 160"),
     ("NEXTN", {"vocab_size": 512}, "vocabulary is 512, the target's 320"),
-    ("NEXTN", {"num_nextn_predict_layers": 2}, "must be 1"),
     ("STANDALONE", {"vocab_size": 512}, "vocabulary of 512, the target 320"),
     ("STANDALONE", {"architectures": ["GPT2LMHeadModel"]}, "not supported"),
 ]

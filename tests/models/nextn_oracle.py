@@ -1,4 +1,4 @@
-"""The MTP layer in plain PyTorch and transformers' decoder layer: dense masks, no K/V cache."""
+"""MTP layers in plain PyTorch and transformers' decoder layer: dense masks, no K/V cache."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ HYBRIDS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 class Oracle:
     weights: dict[str, Tensor]  # of the whole checkpoint
     config: PreTrainedConfig  # eager attention
+    index: int = 0  # of the layer, if there are several
 
     def __post_init__(self) -> None:
-        self.prefix = f"model.layers.{self.config.num_hidden_layers}."
+        self.prefix = f"model.layers.{self.config.num_hidden_layers + self.index}."
         name, parts = FAMILIES[self.config.model_type]
         names = vars(parts)
         self.make_norm = names[f"{name}RMSNorm"]
@@ -93,10 +94,21 @@ class Oracle:
 
         `draw`: (logits [V], the position to draw for) -> a token.
         """
-        tokens, drafts = ids[1:], []
-        for i in range(steps):
-            out = self.forward(tokens, h)
-            drafts.append(int(sample(out[-1] @ self.head.T, len(ids) + i)))
-            tokens = torch.cat((tokens, tokens.new_tensor(drafts[-1:])))
-            h = torch.cat((h, out[-1:]))
-        return drafts
+        return chain([self], ids, h, sample, steps)
+
+
+def chain(layers: list[Oracle], ids: Tensor, h: Tensor, sample: Any, steps: int) -> list[int]:
+    """Drafts of several layers, as `Oracle.chain`.
+
+    Layer i reads at p what layer i - 1 gave at p and the token at p + 1 + i (DeepSeek-V3, section
+    2.2). Past the last layer, that one goes on with what it gave itself at the position before.
+    """
+    text = ids
+    for i in range(steps):
+        layer = layers[min(i, len(layers) - 1)]
+        first = 1 + min(i, len(layers) - 1)
+        out = layer.forward(text[first : first + len(h)], h)
+        drafted = sample(out[-1] @ layer.head.T, len(text))
+        text = torch.cat((text, text.new_tensor([int(drafted)])))
+        h = out if i + 1 < len(layers) else torch.cat((h, out[-1:]))
+    return text[len(ids) :].tolist()

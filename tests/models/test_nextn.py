@@ -87,15 +87,16 @@ def load(folder: Path) -> NextNDraft:
     return load_nextn(folder, load_nextn_config(folder), CPU_F32, 128)
 
 
-def loop(draft: NextNDraft, table: Tensor) -> Loop:
+def loop(draft: NextNDraft, table: Tensor, index: int = 0) -> Loop:
     """A loop over token ids with hidden states `h` as further argument."""
 
     def forward(ids: Tensor, positions: Tensor, ctx: AttentionContext, h: Tensor) -> Tensor:
-        return draft.forward(table[ids], h, positions, ctx)
+        return draft.forward(table[ids], h, positions, ctx, index)
 
     config = draft.config.model
     layout = NextNDraft.kv_layout(draft.config, torch.float32)
-    return Loop.over(forward, layout, (draft.config.mask,), config.num_heads, requests=2)
+    masks = (draft.config.mask,) * draft.config.count
+    return Loop.over(forward, layout, masks, config.num_heads, requests=2)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,6 +117,41 @@ def test_outputs_equal_transformers(name: str, tmp_path: Path) -> None:
     chunks = [run.fixed([at], ids[at : at + 1], h[at : at + 1]) for at in range(2, seen - 2)]
     last = run.fixed([seen - 2], ids[seen - 2 : seen], h[seen - 2 : seen])
     torch.testing.assert_close(torch.cat((first, *chunks, last)), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "qwen3.5"])
+def test_a_second_layer_has_weights_of_its_own(name: str, tmp_path: Path) -> None:
+    """In hybrids, of the decoder layer alone: the rest is the first one's."""
+    folder, model, weights = checkpoint(tmp_path / "m", name)
+    layers, hybrid = model.config.num_hidden_layers, model.config.model_type in HYBRIDS
+    first, second = f"model.layers.{layers}.", f"model.layers.{layers + 1}."
+    generator = torch.Generator().manual_seed(3)
+    for key in [key for key in weights if key.startswith(first)]:
+        ends = not mtp_name(key, first).startswith("mtp.layers.")
+        noise = 0.0 if hybrid and ends else 0.2
+        drawn = torch.randn(weights[key].shape, generator=generator)
+        weights[key.replace(first, second)] = weights[key] + noise * drawn
+    stored = weights
+    if hybrid:
+        of_first = {mtp_name(n, first): w for n, w in weights.items() if not n.startswith(second)}
+        own = {mtp_name(n, second): w for n, w in weights.items() if n.startswith(second)}
+        own = {n.replace("mtp.layers.0.", "mtp.layers.1."): w for n, w in own.items()}
+        stored = of_first | {n: w for n, w in own.items() if n.startswith("mtp.layers.")}
+    save_file(stored, folder / "model.safetensors")
+    edit(folder, **{"mtp_num_hidden_layers" if hybrid else COUNT: 2})
+    draft = load(folder)
+    assert draft.config.count == 2
+    model.config._attn_implementation = "eager"
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, 96, (LENGTH,), generator=generator)
+    h = torch.randn(LENGTH, 32, generator=generator)
+    outs = []
+    for index in (0, 1):
+        want = Oracle(weights, model.config, index).forward(ids, h)
+        run = loop(draft, weights["model.embed_tokens.weight"], index)
+        outs.append(run.ragged([(0, ids)], h))
+        torch.testing.assert_close(outs[-1], want, rtol=1e-4, atol=1e-5)
+    assert (outs[0] - outs[1]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe"])
@@ -156,8 +192,11 @@ def test_missing_or_unsupported_layers_are_refused(tmp_path: Path) -> None:
     save_file({**weights, "model.layers.3.e_score": torch.ones(2)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="e_score"):
         load(folder)
+    save_file(weights, folder / "model.safetensors")
+    edit(folder, **{COUNT: 2})
+    with pytest.raises(ConfigError, match=r"lacks.*layers\.4\..*promises 2 more than"):
+        load(folder)
     for changes, words in (
-        ({COUNT: 2}, "2 is not supported; it must be 1"),
         ({COUNT: 0}, "no layer that predicts further ahead"),
         ({COUNT: 1, "architectures": ["GemmaForCausalLM"]}, "not supported"),
     ):

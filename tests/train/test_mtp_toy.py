@@ -50,4 +50,4 @@ def test_the_checkpoint_loads(tmp_path: Path) -> None:
         want = wide.model(IDS[None]).last_hidden_state
     torch.testing.assert_close(hidden, want[0], rtol=1e-4, atol=1e-4)
     draft = load_nextn(tmp_path, load_nextn_config(tmp_path), CPU_F32, 128)
-    assert torch.equal(draft.norm.norm.weight, further.norm.weight)
+    assert torch.equal(draft.ends[0].norm.norm.weight, further.norm.weight)

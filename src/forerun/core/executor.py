@@ -19,7 +19,7 @@ class ExecutorInfo:
     num_snapshots: int | None
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    prefix_lookahead: int  # 1 if draft K/V at a position depends on the next token, else 0
+    prefix_lookahead: int  # n if draft K/V at a position depends on the n tokens after it
     verify_widths: tuple[int, ...]  # values that `StepPlan.num_verify_tokens` may take
     # Seconds of a decode step by batch size, one for every width; None: fixed width.
     step_costs: dict[int, list[float]] | None = None

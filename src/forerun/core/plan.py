@@ -190,6 +190,7 @@ class PrefillChunk:
     start: int
     num_tokens: int
     last: bool
+    cached: int = 0  # tokens of the request that came from the prefix cache
 
     @property
     def end(self) -> int:

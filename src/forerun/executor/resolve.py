@@ -111,7 +111,7 @@ def resolve(
     where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size)
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
-    attention, limits = _with_windows(attention, limits)
+    attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
     threads = None
     if device.type == "cpu":
         threads = CpuThreads.choose(sum(weight.nbytes for weight in model.weights().values()))
@@ -180,21 +180,24 @@ def _check_draft_settings(config: EngineConfig, caps: SpecCaps, shards_draft: bo
 
 
 def _with_windows(
-    attention: list[AttentionSetup], limits: Limits
+    attention: list[AttentionSetup], limits: Limits, before: int
 ) -> tuple[list[AttentionSetup], Limits]:
-    """Pools are windowed where that keeps fewer pages than the context has."""
+    """Pools are windowed where that keeps fewer pages than the context has.
+
+    `before`: tokens before those of a step that its draft runs again.
+    """
 
     def keeps_fewer(window: int | None) -> bool:
         if window is None:
             return False
-        return replace(limits, window=window).decode_window_pages < limits.pages(
-            limits.context_length
-        )
+        kept = replace(limits, window=window + before).decode_window_pages
+        return kept < limits.pages(limits.context_length)
 
     attention = [
         each if keeps_fewer(each.window) else replace(each, window=None) for each in attention
     ]
-    window = max((each.window for each in attention if each.window is not None), default=0)
+    windows = [each.window + before for each in attention if each.window is not None]
+    window = max(windows, default=0)
     return attention, replace(limits, window=window)
 
 

@@ -32,7 +32,8 @@ class RadixCache(PrefixCache):
     """The radix tree.
 
     With `lookahead` = n the K/V at position i depends on tokens up to i + n, so page j is found
-    by tokens [0, (j + 1) * page_size + n).
+    by tokens [0, (j + 1) * page_size + n). It is complete when the model has run on all of them but
+    the last.
 
     With `num_snapshots` (None: the model has no recurrent state) a prefix matches as far as a
     snapshot of the state goes; see `prefix_cache`. With `window` it matches as far as the window
@@ -160,7 +161,8 @@ class RadixCache(PrefixCache):
         kv_len: int | None = None,
     ) -> InsertResult:
         written = len(tokens) if kv_len is None else min(kv_len, len(tokens))
-        whole = max(0, min(written, len(tokens) - self._lookahead)) // self._page_size
+        complete = written - max(0, self._lookahead - 1)
+        whole = max(0, min(complete, len(tokens) - self._lookahead)) // self._page_size
         start = node.end
         if len(pages) < max(whole, start):
             raise InternalError(f"{len(pages)} pages cannot hold {max(whole, start)} pages of K/V.")

@@ -1,7 +1,8 @@
 """Layers behind a model's last one, which predict further ahead (MTP), as checkpoints store them.
 
 DeepSeek-V3 numbers them on: `model.layers.{num_hidden_layers}.`. Qwen3-Next and Qwen3.5 have them
-under `mtp.`; these names are mapped to DeepSeek's.
+under `mtp.`, with one projection and norms for all; these names are mapped to DeepSeek's, those of
+the common parts to the first layer's.
 """
 
 from __future__ import annotations
@@ -23,20 +24,27 @@ def count_layers(model: ModelConfig) -> int:
     return int(model.raw.get(COUNT) or 0)
 
 
-def prefix_of(model: ModelConfig) -> str:
-    """Returns the prefix of the first one's tensors."""
-    return f"model.layers.{model.num_layers}."
+def share_ends(model: ModelConfig) -> bool:
+    """Returns whether all have the same projection and norms around their decoder layers."""
+    return model.architecture in HYBRIDS
+
+
+def prefixes(model: ModelConfig) -> tuple[str, ...]:
+    """Returns the prefix of each one's tensors."""
+    first = model.num_layers
+    return tuple(f"model.layers.{first + i}." for i in range(count_layers(model)))
 
 
 def prefixes_to_rename(model: ModelConfig) -> dict[str, str]:
     """Beginnings of tensors' names, and what DeepSeek has instead."""
-    layer = prefix_of(model)
-    if model.architecture not in HYBRIDS:
+    layers = prefixes(model)
+    if model.architecture not in HYBRIDS or not layers:
         return {}
+    layer = layers[0]
     return {
         "mtp.fc.": f"{layer}eh_proj.",
         "mtp.pre_fc_norm_embedding.": f"{layer}enorm.",
         "mtp.pre_fc_norm_hidden.": f"{layer}hnorm.",
-        "mtp.layers.0.": layer,
+        **{f"mtp.layers.{i}.": name for i, name in enumerate(layers)},
         "mtp.norm.": f"{layer}shared_head.norm.",
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.config.model_config import ModelConfig, load_model_config
+from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import Int4Weight
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
@@ -92,7 +92,7 @@ def load_target_at(
     else:
         checkpoint = Checkpoint(folder, stored)
         checkpoint.rename(further_layers.prefixes_to_rename(config))
-        further = _further_layers(config)
+        further = further_layers.prefixes(config)  # drafts read these
         checkpoint.keep(lambda name: not name.startswith(further))
         # Without memory first: what does not fit the files is refused before it is allocated.
         _read(build(config, place.on_meta(), 1), checkpoint, place.on_meta(), only_check=True)
@@ -233,9 +233,3 @@ def load_transformers_target(
     model = TransformersForCausalLM(load_transformers_config(folder), place, max_positions=1)
     model.load(folder, place)
     return model
-
-
-def _further_layers(config: ModelConfig) -> tuple[str, ...]:
-    """Prefixes of MTP layers, stored after the last layer; drafts read these."""
-    first, count = config.num_layers, further_layers.count_layers(config)
-    return tuple(f"model.layers.{i}." for i in range(first, first + count))

@@ -1,9 +1,10 @@
-"""The MTP layer of DeepSeek-V3-style checkpoints: one more layer that predicts one token further.
+"""The MTP layers of DeepSeek-V3-style checkpoints: each predicts one token further than the last.
 
     at p:  eh_proj([enorm(embedding of the token at p + 1) | hnorm(h at p)])
            -> a decoder layer like the target's -> shared_head.norm -> the target's LM head,
            which predicts the token at p + 2
 
+Layer i of several reads at p the token at p + 1 + i, and as h what layer i - 1 gave at p.
 (DeepSeek-V3 technical report, arXiv 2412.19437, section 2.2; tensors as its README_WEIGHTS names
 them; `further_layers.py` has other families' names.) The report leaves open which h is meant. It is
 the target's hidden state after the final norm, as the checkpoint's own modeling_deepseek.py hands
@@ -32,7 +33,7 @@ from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
-from forerun.models.further_layers import COUNT, count_layers, prefix_of, prefixes_to_rename
+from forerun.models.further_layers import COUNT, prefixes, prefixes_to_rename, share_ends
 from forerun.models.quantization import weight_format
 from forerun.models.registry import model_class
 
@@ -43,20 +44,22 @@ class NextNConfig:
     """What the layer takes from the `config.json` of the model it was trained with."""
 
     def __init__(self, model: ModelConfig, where: str) -> None:
-        """Raises ConfigError: the checkpoint has no such layer, or more than one."""
-        count = count_layers(model)
-        if count == 0:
+        """Raises ConfigError: the checkpoint has no such layer."""
+        self.prefixes = prefixes(model)
+        if not self.prefixes:
             raise ConfigError(
                 f"{where} has no layer that predicts further ahead ({COUNT} is missing or 0);"
                 " set speculative_draft_model_path to a checkpoint that has, or use another"
                 " speculative_algorithm."
             )
-        if count > 1:
-            raise ConfigError(f"{where}: {COUNT} {count} is not supported; it must be 1.")
         self.model, self.family = model, model_class(model)
-        self.prefix = prefix_of(model)
+        self.shared_ends = share_ends(model)
         # Built like the target's layers, the last of them.
         self.mask = LayerMask(Mask.CAUSAL, self.model.windows[-1])
+
+    @property
+    def count(self) -> int:
+        return len(self.prefixes)
 
 
 def load_nextn_config(folder: Path) -> NextNConfig:
@@ -70,68 +73,85 @@ def load_nextn_config(folder: Path) -> NextNConfig:
     return NextNConfig(load_model_config(folder), where=str(folder))
 
 
+class NextNEnds(Module):
+    """What is around a decoder layer. `norm` is shared_head.norm in checkpoints."""
+
+    stored_names = (("norm", "shared_head.norm"),)
+
+    def __init__(self, config: NextNConfig, place: WeightPlacement) -> None:
+        size, eps = config.model.hidden_size, config.model.rms_norm_eps
+        norm = config.family.rms_norm
+        self.enorm = norm(size, eps, place)
+        self.hnorm = norm(size, eps, place)
+        self.eh_proj = Linear(2 * size, size, bias=False, place=place)
+        self.norm = FinalRMSNorm(size, eps, place, norm)
+
+
 class NextNDraft(Module):
     """A draft without embedding and LM head: these are the target's."""
 
     def __init__(self, config: NextNConfig, place: WeightPlacement, max_positions: int) -> None:
         """Weights are uninitialised until a loader fills them; then `prepare`."""
-        model, size, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
+        model, build = config.model, config.family.decoder_layer
         self.config = config
-        norm = config.family.rms_norm
-        self.enorm = norm(size, eps, place)
-        self.hnorm = norm(size, eps, place)
-        self.eh_proj = Linear(2 * size, size, bias=False, place=place)
-        # Its number says what it is made of (DeepSeek: a mixture of experts).
-        self.layer = config.family.decoder_layer(model, model.num_layers, config.mask, place)
-        for i, kept in enumerate(self.layer.modules(KVLayer)):
+        ends = 1 if config.shared_ends else config.count
+        self.ends = [NextNEnds(config, place) for _ in range(ends)]
+        # Their numbers say what they are made of (DeepSeek: a mixture of experts).
+        numbers = range(model.num_layers, model.num_layers + config.count)
+        self.layers = [build(model, number, config.mask, place) for number in numbers]
+        for i, kept in enumerate(self.modules(KVLayer)):
             kept.layer_id = i  # in pools of its own
-        self.norm = FinalRMSNorm(size, eps, place, norm)
         self.rope = Rope(model.rope, model.rotary_dim, max_positions, place.dtype, place.device)
 
     @classmethod
     def kv_layout(
         cls, config: NextNConfig, dtype: torch.dtype, comm: Communicator = SINGLE_RANK
     ) -> ModelLayout:
-        """What the layer keeps on a rank: that of the target's layers."""
+        """What the layers keep on a rank: that of the target's layers."""
         place = WeightPlacement(dtype, torch.device("meta"), comm)
-        layers = cls(config, place, max_positions=1).layer.modules(KVLayer)
+        layers = cls(config, place, max_positions=1).modules(KVLayer)
         return ModelLayout(tuple(kept.kv_layout(dtype) for kept in layers))
 
     def forward(
-        self, embeds: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
+        self,
+        embeds: Tensor,
+        hidden_states: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        index: int = 0,
     ) -> Tensor:
-        """Runs the layer over any tokens and writes their K/V, layer 0 of the draft's pools.
+        """Runs layer `index` over any tokens and writes their K/V, that layer of the draft's pools.
 
         Args:
-            embeds: [T, H]: for position p, the embedding of the token at p + 1.
-            hidden_states: [T, H]: the target's at p, after its final norm; or what this gave at
-                p - 1.
+            embeds: [T, H]: for position p, the embedding of the token at p + 1 + `index`.
+            hidden_states: [T, H]: the target's at p, after its final norm; or what the layer before
+                gave at p; or what the last layer gave at p - 1.
             positions: [T] int32 or int64, below `max_positions`.
             ctx: the draft's attention backend with its plan for these tokens.
 
         Returns:
             [T, H], for the target's LM head and for one position further.
         """
-        both = torch.cat((self.enorm(embeds), self.hnorm(hidden_states)), 1)
-        x: Hidden = self.eh_proj(both)
-        x, residual = self.layer(x, None, self.rope.rows(positions), ctx, NO_CAPTURE)
-        out, _ = self.norm(x, residual)
+        ends = self.ends[0 if self.config.shared_ends else index]
+        x: Hidden = ends.eh_proj(torch.cat((ends.enorm(embeds), ends.hnorm(hidden_states)), 1))
+        x, residual = self.layers[index](x, None, self.rope.rows(positions), ctx, NO_CAPTURE)
+        out, _ = ends.norm(x, residual)
         return out
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """The parts stand side by side under the layer's name."""
-        p = f"{prefix}{self.config.prefix}"
-        return {
-            **self.enorm.weights(f"{p}enorm."),
-            **self.hnorm.weights(f"{p}hnorm."),
-            **self.eh_proj.weights(f"{p}eh_proj."),
-            **self.layer.weights(p),
-            **self.norm.weights(f"{p}shared_head.norm."),
-        }
+        """The parts stand side by side under the layers' names."""
+        out: dict[str, Tensor] = {}
+        for parts in (self.ends, self.layers):
+            for name, part in zip(self.config.prefixes, parts, strict=False):
+                out |= part.weights(f"{prefix}{name}")
+        return out
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
-        """Only the decoder layer is divided."""
-        return self.layer.shards(f"{prefix}{self.config.prefix}")
+        """Only the decoder layers are divided."""
+        out: dict[str, Shard] = {}
+        for name, layer in zip(self.config.prefixes, self.layers, strict=True):
+            out |= layer.shards(f"{prefix}{name}")
+        return out
 
 
 def load_nextn(
@@ -141,7 +161,7 @@ def load_nextn(
     max_positions: int,
     load_format: str = "auto",
 ) -> NextNDraft:
-    """Builds and fills the layer of the checkpoint in `folder`; its other tensors are not read.
+    """Builds and fills the layers of the checkpoint in `folder`; its other tensors are not read.
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -154,8 +174,8 @@ def load_nextn(
     else:
         checkpoint = Checkpoint(folder, weight_format(config.model))
         checkpoint.rename(prefixes_to_rename(config.model))
-        checkpoint.keep(lambda name: name.startswith(config.prefix))
-        hint = f"{COUNT} in config.json promises one layer more than num_hidden_layers."
+        checkpoint.keep(lambda name: name.startswith(config.prefixes))
+        hint = f"config.json promises {config.count} more than num_hidden_layers ({COUNT})."
         shape = NextNDraft(config, place.on_meta(), 1)
         choose_expert_layout(shape, checkpoint.headers)
         checkpoint.check(shape.weights(), SHARED, hint, shape.shards())

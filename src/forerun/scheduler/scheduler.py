@@ -425,7 +425,8 @@ class Scheduler:
         until = next((at for at in request.snapshots_at if start < at), total)
         count = min(budget, until - start)
         last = start + count == total
-        step.plan.prefill.append(PrefillChunk(request.slot, start, count, last))
+        chunk = PrefillChunk(request.slot, start, count, last, request.cached_len)
+        step.plan.prefill.append(chunk)
         step.prefill.append(request)
         end = total + self.limits.kv_reserve if last else start + count
         self.windows.prefill(request, start, end, step.plan)

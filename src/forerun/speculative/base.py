@@ -58,7 +58,7 @@ class SpecCaps:
     draft_attends_in_prefill: bool = True
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` returns trees
     tree_depth: int | None = None  # drafts on the longest path of a tree, if known
-    prefix_lookahead: int = 0  # 1: draft K/V at position i depends on token i + 1
+    prefix_lookahead: int = 0  # n: draft K/V at position i depends on tokens up to i + n
     needs_host_tokens: bool = False  # `propose` reads `ProposeInput.host`: no overlap, no capture
     # False: `observe` does not read `ObserveInput.hidden_states`.
     reads_hidden_states: bool = True
@@ -118,7 +118,20 @@ class DraftAttention(Protocol):
     """Attention over the draft's pool in a decode step."""
 
     def __call__(self, q_len: int, offset: int = 0) -> AttentionContext:
-        """Attention of tokens [offset, offset + q_len) of every request, from its `start` on."""
+        """Attention of tokens [offset, offset + q_len) of every request, from its `start` on.
+
+        An offset below 0 begins before that, but not before position 0.
+        """
+
+
+class ObserveAttention(Protocol):
+    """Attention over the draft's pool of observed tokens."""
+
+    def __call__(self, token: int | None, before: int = 0) -> AttentionContext:
+        """Attention of all tokens or, given `token`, of this one of each request.
+
+        `before`: positions that they begin earlier.
+        """
 
 
 class Sample(Protocol):
@@ -217,22 +230,35 @@ class ObserveInput:
     # DEFERRED: the plain steps of each request, 0 for padding.
     num_committed: Tensor
     history: Tensor  # [slots, positions] int32: see `ProposeInput`
-    make_attention: Callable[[int | None], AttentionContext] | None  # with `SpecCaps.draft_kv`
+    make_attention: ObserveAttention | None  # with `SpecCaps.draft_kv`
     # A profiling run or a measurement: every request is in the padding slot. Always False for
     # algorithms that are captured with the step: a replay keeps the value read at capture.
     dummy: bool = False
 
     @property
-    def last_index(self) -> Tensor:
-        """[B] int64: index into T of each request's last committed token (its first, if none)."""
+    def first_index(self) -> Tensor:
+        """[B] int64: index into T of each request's first token."""
         count, width = len(self.q_lens), self.q_lens[0]
         device = self.slots.device
         if all(q_len == width for q_len in self.q_lens):
-            first = torch.arange(0, count * width, width, device=device)
-        else:
-            starts = [0, *accumulate(self.q_lens[:-1])]
-            first = upload(torch.tensor(starts, dtype=torch.int64), device)
-        return first + (self.num_committed - 1).clamp_min(0)
+            return torch.arange(0, count * width, width, device=device)
+        starts = [0, *accumulate(self.q_lens[:-1])]
+        return upload(torch.tensor(starts, dtype=torch.int64), device)
+
+    @property
+    def last_index(self) -> Tensor:
+        """[B] int64: index into T of each request's last committed token (its first, if none)."""
+        return self.first_index + (self.num_committed - 1).clamp_min(0)
+
+    @property
+    def owner(self) -> Tensor:
+        """[T] int64: index into B of each token's request."""
+        count, width = len(self.q_lens), self.q_lens[0]
+        device = self.slots.device
+        if all(q_len == width for q_len in self.q_lens):
+            return torch.arange(count * width, device=device) // width
+        lens = torch.tensor(self.q_lens)
+        return upload(torch.repeat_interleave(torch.arange(count), lens), device)
 
     @property
     def attention(self) -> AttentionContext:
@@ -244,6 +270,15 @@ class ObserveInput:
         """Attention of token i of every request, all of which must have equally many tokens."""
         assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
         return self.make_attention(i)
+
+    def attention_before(self, count: int) -> AttentionContext:
+        """Attention of as many tokens of each request that begin `count` positions before.
+
+        They begin no further back than the first token that the request did not find in the prefix
+        cache; `AttentionContext.batch.start` says where.
+        """
+        assert self.make_attention is not None, "SpecCaps.draft_kv declares no pool"
+        return self.make_attention(None, count)
 
 
 @dataclass(frozen=True)

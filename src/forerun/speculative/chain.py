@@ -11,12 +11,19 @@ p + 1, and predicts the token at p + 2. Its phases are SGLang's (draft, verify, 
               on the hidden state that it returned before
 
 The next `observe` overwrites K/V that `propose` wrote, and K/V of rejected tokens.
+
+A draft of depth D has D modules (multi-token prediction; DeepSeek-V3, arXiv 2412.19437, section
+2.2). Module i reads at p what module i - 1 gave at p and the token at p + 1 + i, and predicts the
+token at p + 2 + i: draft i comes from module i, further drafts from the last one. Module i has K/V
+of its own, complete up to i positions before the last committed token, since the tokens after that
+are drafts: `observe` runs it over tokens that begin i positions earlier, and `propose` over the i
+positions up to the last one. What module i - 1 gave at the first of these is kept.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -122,12 +129,12 @@ class HiddenStateDraft(Protocol):
         """Writes K/V of T tokens.
 
         Args:
-            input_ids: [T] int64, the tokens at `positions` + 1.
+            input_ids: [T] int64, the tokens at `positions` + 1; + 1 + i in module i.
             hidden_states: [T, H], at `positions`.
-            positions: [T] int32.
+            positions: [T] int32 or int64.
 
         Returns:
-            [T, H] for `compute_logits`; [T, H], the hidden states at `positions` + 1.
+            [T, H] for `compute_logits`; [T, H], the hidden states for one token further.
         """
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -143,13 +150,13 @@ class HiddenStateChain(SpeculativeAlgorithm):
 
     def set_draft(
         self,
-        draft: HiddenStateDraft,
+        modules: Sequence[HiddenStateDraft],
         hidden_size: int,
         dtype: torch.dtype,
         token_ids: Tensor | None = None,
     ) -> None:
         """`hidden_size`: H of the draft; `token_ids`: as in `sample_chain`."""
-        self._model, self._hidden_size, self._dtype = draft, hidden_size, dtype
+        self._modules, self._hidden_size, self._dtype = modules, hidden_size, dtype
         self._token_ids = token_ids
 
     @abstractmethod
@@ -157,33 +164,107 @@ class HiddenStateChain(SpeculativeAlgorithm):
         """[T, H]: the draft model's input for tokens that the target has run on."""
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:
-        """Both results of `forward` at the last committed token."""
-        shape = (ctx.slots, self._hidden_size)
+        """Module 0's result for logits, and every module's for the next token, where complete."""
+        depth, shape = len(self._modules), (ctx.slots, self._hidden_size)
         self._logits_hidden = torch.zeros(shape, dtype=self._dtype, device=ctx.device)
-        self._next_hidden = torch.zeros_like(self._logits_hidden)
+        self._next_hidden = self._logits_hidden.unsqueeze(1).repeat(1, depth, 1)
+        self._rows = torch.arange(depth, device=ctx.device)
         return SlotState({"logits_hidden": self._logits_hidden, "next_hidden": self._next_hidden})
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
-        hidden = self._next_hidden[step.slots]
+        depth, kept = len(self._modules), self._next_hidden[step.slots]
+        drafts: list[Tensor] = []
+        hidden = kept[:, :0] if depth > 1 else kept  # [B, n, H]: of the n rows that ran last
 
         def next_logits(i: int, token: Tensor) -> Tensor:
-            """Runs at position `start` + i - 1, with token i - 1 (at the position after it)."""
+            """Draft i, from module i or, once all have run, from the last one further on."""
             nonlocal hidden
             assert step.attention is not None
-            context = step.attention(1, i - 1)
-            out, hidden = self._model.forward(token, hidden, step.start + (i - 1), context)
-            return self._model.compute_logits(out)
+            drafts.append(token)
+            if i < depth:
+                out, hidden = self._run_module(step, i, drafts, kept[:, i - 1 : i], hidden)
+            else:
+                at = i - depth
+                context, positions = step.attention(1, at), step.start + at
+                out, after = self._modules[-1].forward(token, hidden[:, -1], positions, context)
+                hidden = after.unsqueeze(1)
+            return self._modules[0].compute_logits(out)
 
-        first = self._model.compute_logits(self._logits_hidden[step.slots])
+        first = self._modules[0].compute_logits(self._logits_hidden[step.slots])
         return sample_chain(step, first, next_logits, self._token_ids)
 
+    def _run_module(
+        self, step: ProposeInput, i: int, drafts: list[Tensor], kept: Tensor, before: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs module i over the i positions before `start`, whose tokens are `drafts`.
+
+        Args:
+            kept: [B, 1, H], of module i - 1 at the first of them.
+            before: [B, i - 1, H], of module i - 1 at the others, last one last.
+
+        Returns:
+            [B, H] at the last position, for logits; [B, i, H] for the next module, last one last.
+        """
+        assert step.attention is not None
+        context, rows = step.attention(i, -i), self._rows[:i]
+        # Positions that do not exist, at the beginning of a text: then rows begin at 0.
+        missing = (i - step.start).clamp_min(0).long().unsqueeze(1)
+        size, source = kept.shape[-1], (rows + missing).clamp_max(i - 1)
+        ids = torch.stack(drafts, 1).gather(1, source)
+        hidden = torch.cat((kept, before), 1).gather(1, source.unsqueeze(-1).expand(-1, -1, size))
+        positions = (context.batch.start.unsqueeze(1) + rows).flatten()
+        module, flat = self._modules[i], hidden.flatten(0, 1)
+        out, following = module.forward(ids.flatten(), flat, positions, context)
+        ends = (rows - missing).clamp_min(0).unsqueeze(-1).expand(-1, -1, size)
+        out, following = (each.view(-1, i, size).gather(1, ends) for each in (out, following))
+        return out[:, -1], following
+
     def observe(self, step: ObserveInput) -> None:
-        out, following = self._model.forward(
+        out, hidden = self._modules[0].forward(
             step.next_ids, self.target_hidden_states(step), step.positions, step.attention
         )
         last = step.last_index
         self._logits_hidden[step.slots] = out[last]
-        self._next_hidden[step.slots] = following[last]
+        kept, start = [hidden[last]], step.start
+        for i, module in enumerate(self._modules[1:], start=1):
+            rows = ModuleRows(step, i, start)
+            hidden = rows.shifted(hidden, self._next_hidden[step.slots, i - 1])
+            _, hidden = module.forward(rows.ids, hidden, rows.positions, rows.attention)
+            kept.append(hidden[rows.last_index])
+            start = rows.start
+        self._next_hidden[step.slots] = torch.stack(kept, 1)
+
+
+class ModuleRows:
+    """The tokens over which `observe` runs module i: as many as the target ran on, and earlier."""
+
+    def __init__(self, step: ObserveInput, module: int, before: Tensor) -> None:
+        """`before` [B] int32: where those of module i - 1 begin, at most one position later."""
+        self.attention = step.attention_before(module)
+        self.start = self.attention.batch.start
+        self._owner, first = step.owner, step.first_index
+        self._index = torch.arange(len(self._owner), device=first.device)
+        offsets = self._index - first[self._owner]
+        self.positions = self.start[self._owner] + offsets
+        known = (step.start + step.num_committed)[self._owner]  # position of the last token
+        read = (self.positions + (1 + module)).long()
+        ids = step.history[step.slots[self._owner], torch.minimum(read, known)]
+        self.ids = torch.where(read <= known, ids, 0).long()
+        # Where it began no i positions earlier, fewer of the tokens are complete.
+        late = self.start - (step.start - module)
+        self.last_index = first + (step.num_committed - 1 - late).clamp_min(0)
+        moved = (before - self.start)[self._owner]
+        self._source = (self._index - moved).clamp_min(0)
+        self._kept = (offsets < moved).unsqueeze(1)
+
+    def shifted(self, hidden_states: Tensor, kept: Tensor) -> Tensor:
+        """Returns what module i - 1 gave at these tokens.
+
+        Args:
+            hidden_states: [T, H], at its own.
+            kept: [B, H], at the token before them.
+        """
+        return torch.where(self._kept, kept[self._owner], hidden_states[self._source])

@@ -130,8 +130,8 @@ def _why_not_verify(caps: SpecCaps, target: ModelConfig) -> str | None:
         return f"a tree has 1 to {MAX_NODES - 1} drafts, got num_drafts {drafts}"
     if caps.tree_depth is not None and not (caps.makes_trees and 1 <= caps.tree_depth <= drafts):
         return f"tree_depth is for trees, 1 to num_drafts {drafts}, got {caps.tree_depth}"
-    if caps.prefix_lookahead not in (0, 1):
-        return f"prefix_lookahead must be 0 or 1, got {caps.prefix_lookahead}"
+    if not isinstance(caps.prefix_lookahead, int) or caps.prefix_lookahead < 0:
+        return f"prefix_lookahead must be 0 or more, got {caps.prefix_lookahead!r}"
     for layer in caps.target_layers:
         if not 0 <= layer < target.num_layers:
             return f"target_layers names layer {layer}; the target has {target.num_layers}"

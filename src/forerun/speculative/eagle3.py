@@ -71,7 +71,7 @@ class Eagle3(HiddenStateChain):
         offsets = self._draft.d2t
         pruned = offsets is not None and bool(offsets.any())
         token_ids = self._draft.target_token_ids if pruned else None
-        self.set_draft(self._draft, config.hidden_size, ctx.dtype, token_ids)
+        self.set_draft([self._draft], config.hidden_size, ctx.dtype, token_ids)
 
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
         assert step.aux_hidden_states is not None

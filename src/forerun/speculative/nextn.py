@@ -1,12 +1,13 @@
-"""NEXTN: the multi-token prediction (MTP) layer of the target's own checkpoint, as a chain.
+"""NEXTN: the multi-token prediction (MTP) layers of the target's own checkpoint, as a chain.
 
-Where the target has run, the layer reads the target's last hidden state; further ahead, its own.
-`chain.py` has the phases, `models/nextn.py` the layer. The layer was trained for one token ahead:
-further drafts run it again over its own output. (DeepSeek-V3, arXiv 2412.19437, section 2.2.)
+Where the target has run, the first layer reads the target's last hidden state, and each further one
+what the layer before it gave. `chain.py` has the phases, `models/nextn.py` the layers. Most
+checkpoints have one, trained for one token ahead: drafts past the last layer run it again over its
+own output. (DeepSeek-V3, arXiv 2412.19437, section 2.2.)
 
-The layer is a decoder layer of the target's family with tensors model.layers.<N>.*, as in
+A layer is a decoder layer of the target's family with tensors model.layers.<N>.*, as in
 DeepSeek-V3's checkpoint; its cache is of the same kind as the target's (latent rows for MLA), in a
-pool of its own.
+pool of the draft's own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, Targe
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
 from forerun.speculative.sharding import rank_layout
 
-DEFAULT_STEPS = 3
+DEFAULT_STEPS = 3  # more, if there are more layers
 
 
 class NextN(HiddenStateChain):
@@ -37,7 +38,8 @@ class NextN(HiddenStateChain):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
-        model, drafts = draft.model, resolve_num_drafts(config, DEFAULT_STEPS)
+        steps = max(DEFAULT_STEPS, draft.count)
+        model, drafts = draft.model, resolve_num_drafts(config, steps)
         check_match(folder, "hidden size", model.hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", model.vocab_size, target.vocab_size)
 
@@ -51,37 +53,39 @@ class NextN(HiddenStateChain):
             draft_kv=rank_layout(config, folder, layout),
             draft_heads=model.num_heads // config.draft_ranks,
             draft_hidden_size=model.hidden_size,
-            draft_attention=(draft.mask,),
-            prefix_lookahead=1,
+            draft_attention=(draft.mask,) * draft.count,
+            prefix_lookahead=draft.count,
             deferred_observe=True,
         )
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        self._layer = load_nextn(
+        draft = load_nextn(
             folder,
             config,
             WeightPlacement(ctx.dtype, ctx.device, ctx.comm),
             ctx.max_positions,
             ctx.config.load_format,
         )
-        self.set_draft(_SharedEnds(self._layer, ctx.target), config.model.hidden_size, ctx.dtype)
+        modules = [_SharedEnds(draft, i, ctx.target) for i in range(config.count)]
+        self.set_draft(modules, config.model.hidden_size, ctx.dtype)
 
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
         return step.hidden_states
 
 
 class _SharedEnds:
-    """The layer between the target's embedding and the target's lm_head."""
+    """Layer `index` between the target's embedding and the target's lm_head."""
 
-    def __init__(self, layer: NextNDraft, target: TargetHandle) -> None:
-        self._layer, self._embed = layer, target.embed
+    def __init__(self, draft: NextNDraft, index: int, target: TargetHandle) -> None:
+        self._draft, self._index, self._embed = draft, index, target.embed
         self.compute_logits = target.compute_logits
 
     def forward(
         self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        out = self._layer.forward(self._embed(input_ids), hidden_states, positions, ctx)
+        embeds = self._embed(input_ids)
+        out = self._draft.forward(embeds, hidden_states, positions, ctx, self._index)
         return out, out
 
 

@@ -103,10 +103,11 @@ class DeviceStep:
     def captures_prefill(self) -> bool:
         """Whether a short prompt may run as a captured pass, padded to a bucket of tokens.
 
-        Padding would advance a recurrent state past the end of the prompt.
+        Padding would advance a recurrent state past the end of the prompt. Drafts that look further
+        ahead than a token observe tokens before it, if they are not those of a cached prefix.
         """
         able = all(each.short_prefill is not None for each in self._attentions)
-        return able and not self.keeps_recurrent_state
+        return able and not self.keeps_recurrent_state and self.caps.prefix_lookahead <= 1
 
     @property
     def captures_pieces(self) -> bool:
@@ -456,6 +457,7 @@ class DeviceStep:
             longest,
             ragged=spans,
             host_pages=tables.host_pages_of([c.slot for c in chunks], windowed),
+            cached=tuple(c.cached for c in chunks),
         )
         context = self.attention.context(tokens.attention(tokens.q_len))
         last_index = [end - 1 for end in accumulate(c.num_tokens for c in chunks)]

@@ -18,6 +18,7 @@ from forerun.executor.step.grammar_masks import DraftCopy, GrammarBatch
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
 from forerun.kernels.speculation.tree import Tree
+from forerun.platform.device import upload
 from forerun.sampling.logprobs import LogprobQuery, Logprobs
 from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import ObserveInput
@@ -53,6 +54,7 @@ class StepTokens:
     q_len: int | None = None  # tokens of every request; None: `ragged`
     ragged: tuple[tuple[int, int], ...] | None = None
     host_pages: Sequence[Sequence[int]] | None = None  # of a prefill
+    cached: tuple[int, ...] = ()  # of `ragged` requests: tokens from the prefix cache
 
     @property
     def q_lens(self) -> tuple[int, ...]:
@@ -63,13 +65,25 @@ class StepTokens:
         return (self.q_len,) * self.slots.shape[0]
 
     def attention(self, q_len: int | None, offset: int = 0) -> AttentionBatch:
-        """Attention of `q_len` tokens each, `offset` after their start; None: as `ragged`."""
+        """Attention of `q_len` tokens each, `offset` after their start; None: as `ragged`.
+
+        With an offset below 0 they begin earlier, but not before what the request runs itself.
+        """
+        start, ragged = self.start, self.ragged
+        if offset:
+            start = start + offset
+        if offset < 0 and ragged is not None:
+            spans = zip(ragged, self.cached, strict=True)
+            ragged = tuple((max(first + offset, own), count) for (first, count), own in spans)
+            start = upload(torch.tensor([first for first, _ in ragged]).int(), start.device)
+        elif offset < 0:
+            start = start.clamp_min(0)
         return AttentionBatch(
             self.page_table,
-            self.start + offset if offset else self.start,
+            start,
             self.kv_len_ub,
             q_len=q_len,
-            ragged=self.ragged,
+            ragged=ragged,
             slots=self.slots,
             host_pages=self.host_pages,
         )
@@ -121,11 +135,11 @@ class PlannedAttention:
         """`ProposeInput.attention`."""
         return self._context(q_len, offset)
 
-    def of_observe(self, token: int | None) -> AttentionContext:
-        """`ObserveInput.make_attention`: over all tokens, or token i of each request."""
+    def of_observe(self, token: int | None, before: int = 0) -> AttentionContext:
+        """`ObserveInput.make_attention`."""
         if token is not None:
-            return self._context(1, token)
-        return self._context(self._tokens.q_len, 0, extends=True)
+            return self._context(1, token - before)
+        return self._context(self._tokens.q_len, -before, extends=True)
 
     def _context(self, q_len: int | None, offset: int, extends: bool = False) -> AttentionContext:
         """`extends`: see `ModelAttention.backend_of`."""
