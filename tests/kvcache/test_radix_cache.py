@@ -95,6 +95,17 @@ def test_a_written_page_waits_for_its_look_ahead() -> None:
     assert cache.num_pages == 3
 
 
+def test_a_page_waits_until_its_look_ahead_has_run_but_for_one() -> None:
+    """A third MTP layer's K/V at position i is written with the K/V of position i + 2."""
+    cache = make(page_size=2, lookahead=3)
+    run(cache, [1, 2, 3, 4, 5, 6, 7, 8], kv_len=3)
+    assert cache.num_pages == 0
+    run(cache, [1, 2, 3, 4, 5, 6, 7, 8], kv_len=4)
+    assert cache.num_pages == 1
+    run(cache, [1, 2, 3, 4, 5, 6, 7, 8], kv_len=8)
+    assert cache.num_pages == 2
+
+
 def test_two_requests_with_one_prompt_at_the_same_time() -> None:
     allocator = PageAllocator(11)
     cache = RadixCache(allocator, page_size=2)
