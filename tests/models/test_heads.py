@@ -82,10 +82,10 @@ def test_convolution(rows: int) -> None:
     weights = layer.weights()
     base, projection = weights["base_kernel"], weights["kernel_projection.weight"]
     given, x = torch.randn(2, rows, H), torch.randn(2, rows, H)
-    kernels = layer.kernels(given)
+    own = layer.dynamic(given)
     dynamic = (given @ projection.T).view(2, rows, 2, taps, H // group)
     for side in (0, 1):
-        out = layer.convolve(x, kernels[:, :, side])
+        out = layer.convolve(x, own, side)
         for b in range(2):
             for i in range(rows):
                 for c in range(H):

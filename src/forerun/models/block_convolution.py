@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.drafting.convolution import convolve_rows
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
 
@@ -33,7 +34,7 @@ class BlockConvolution(Module):
 
     def __init__(self, config: ConvolutionConfig, hidden_size: int, place: WeightPlacement) -> None:
         taps, groups = config.kernel_size, hidden_size // config.group_size
-        self._shape, self._group_size = (2, taps, groups), config.group_size
+        self._shape = 2, taps, groups
         self._base = place.empty(2, taps, hidden_size)
         self._projection = place.empty(2 * taps * groups, hidden_size)
 
@@ -43,17 +44,11 @@ class BlockConvolution(Module):
             f"{prefix}kernel_projection.weight": self._projection,
         }
 
-    def kernels(self, x: Tensor) -> Tensor:
-        """What the rows' inputs x [B, R, H] make of the base kernel: [B, R, 2, K, H] float32."""
-        dynamic = F.linear(x, self._projection).float().unflatten(-1, self._shape)
-        kernels: Tensor = dynamic.repeat_interleave(self._group_size, -1)
-        return self._base.float() + kernels
+    def dynamic(self, x: Tensor) -> Tensor:
+        """d of the rows' inputs x [B, R, H]: [B, R, 2, K, n]."""
+        out: Tensor = F.linear(x, self._projection).unflatten(-1, self._shape)
+        return out
 
-    @staticmethod
-    def convolve(x: Tensor, kernels: Tensor) -> Tensor:
-        """x [B, R, H], kernels [B, R, K, H] of one side -> [B, R, H] in x's dtype."""
-        rows, values = x.shape[1], x.float()
-        out = kernels[:, :, 0] * values
-        for tap in range(1, min(kernels.shape[2], rows)):
-            out[:, tap:] += kernels[:, tap:, tap] * values[:, : rows - tap]
-        return out.to(x.dtype)
+    def convolve(self, x: Tensor, dynamic: Tensor, side: int) -> Tensor:
+        """x [B, R, H] and `dynamic` of the sublayer's input -> [B, R, H] in x's dtype."""
+        return convolve_rows(x, self._base[side], dynamic[:, :, side])

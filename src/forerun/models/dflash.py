@@ -115,9 +115,9 @@ class ConvolvedDecoderLayer(Qwen3DecoderLayer):
         """x [T, H], normed -> the sublayer's output [T, H], both convolved."""
         assert isinstance(x, Tensor)
         rows = x.view(-1, self._rows, x.shape[1])
-        kernels = convolution.kernels(rows)
-        out = sublayer(convolution.convolve(rows, kernels[:, :, 0]).view_as(x)).result()
-        return convolution.convolve(out.view_as(rows), kernels[:, :, 1]).view_as(x)
+        dynamic = convolution.dynamic(rows)
+        out = sublayer(convolution.convolve(rows, dynamic, 0).view_as(x)).result()
+        return convolution.convolve(out.view_as(rows), dynamic, 1).view_as(x)
 
 
 class SinkConvolvedDecoderLayer(ConvolvedDecoderLayer):

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from forerun.config.schema import Heads, Layers, Positive, Size
 from forerun.core.errors import ConfigError
+from forerun.kernels.drafting.top_columns import top_columns
+from forerun.kernels.drafting.walk import lattice_walk
+from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
@@ -161,7 +164,11 @@ class Correlator(Parameters):
         self.in_head = Affine(size, dim, place, bias=True)
         self.anchor_out_head = Affine(size, dim, place, bias=True)
 
-    def attention_bias(self) -> Tensor:
+    def prepare(self) -> None:
+        super().prepare()
+        self._bias = self._attention_bias()
+
+    def _attention_bias(self) -> Tensor:
         """Returns the bias per head and pair of candidates, [heads, N, N] with N = slots · K."""
         slots, k = self._block - 1, self._keys.lilicorr_candidate_topk
         relative, same = self["relative_slot_bias"], self["same_slot_bias"]
@@ -187,11 +194,11 @@ class Correlator(Parameters):
         eps, lattice = self._keys.lilicorr_vector_eps, logp.shape
         projected = embedded if self.token_proj is None else self.token_proj(embedded)
         x = projected + self.pass_hidden_proj(hidden).unsqueeze(2)
-        x = x + self._features(logp).to(x.dtype)
+        x = x + self._features(logp, x.dtype)
         x = x + self["slot_embedding"][0].to(x.dtype) + self["rank_embedding"][0].to(x.dtype)
-        x, bias = x.flatten(1, 2), self.attention_bias()
+        x = x.flatten(1, 2)
         for layer in self.layers:
-            x = layer(x, bias)
+            x = layer(x, self._bias)
         x = self.output_norm(x).unflatten(1, lattice[1:])
         anchor = self.anchor_norm(self.context_proj(context))
         near = anchor[:, None, None].expand_as(x)
@@ -206,7 +213,7 @@ class Correlator(Parameters):
         )
         return out, into, start
 
-    def _features(self, logp: Tensor) -> Tensor:
+    def _features(self, logp: Tensor, dtype: torch.dtype) -> Tensor:
         k = logp.shape[-1]
         rank = torch.arange(k, dtype=torch.float32, device=logp.device)
         columns = (
@@ -216,7 +223,7 @@ class Correlator(Parameters):
             (rank / max(k - 1, 1)).expand_as(logp),
             (rank == 0).float().expand_as(logp),
         )
-        return self.feature_mlp(self._feature_norm(torch.stack(columns, -1)))
+        return self.feature_mlp(self._feature_norm(torch.stack(columns, -1)).to(dtype))
 
 
 class LayerNorm(Parameters):
@@ -240,14 +247,16 @@ class LiLiCorrHead(DraftHead):
         # The lattice is whole, however few drafts are wanted: it was trained so.
         hidden = block.hidden[:, 1:]
         batch, slots = hidden.shape[:2]
-        logits = vocabulary.compute_logits(hidden.flatten(0, 1)).float()
-        top, columns = logits.topk(self._keys.lilicorr_candidate_topk, -1)
-        logp = (top - logits.logsumexp(-1, keepdim=True)).view(batch, slots, -1)
+        logits = vocabulary.compute_logits(hidden.flatten(0, 1))
+        top, columns, lse = top_columns(logits, self._keys.lilicorr_candidate_topk)
+        logp = (top - lse.unsqueeze(1)).view(batch, slots, -1)
         columns = columns.view(batch, slots, -1)
         embedded = vocabulary.embed(columns.flatten()).view(*columns.shape, -1)
         out, into, start = self.lilicorr.vectors(
             embedded.to(hidden.dtype), logp, hidden, block.context
         )
+        if block.greedy and use_triton(hidden):
+            return Proposal(lattice_walk(start, out, into, columns, block.depth))
         tokens, before = [], start
         for i in range(block.depth):
             scores = torch.einsum("bd,bkd->bk", before, into[:, i]).float()

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
+from forerun.kernels.drafting.best_token import best_in_pool
+from forerun.kernels.drafting.gru import gru_gates
+from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.models.heads.base import (
     Affine,
@@ -93,10 +96,11 @@ class GRUCell(Parameters):
 
     def __call__(self, x: Tensor, state: Tensor) -> Tensor:
         """x [B, in], state [B, size] -> the next state."""
-        r_x, z_x, n_x = F.linear(x, self["weight_ih_l0"]).chunk(3, 1)
-        r_h, z_h, n_h = F.linear(state, self["weight_hh_l0"]).chunk(3, 1)
-        r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
-        return (1 - z) * (n_x + r * n_h).tanh() + z * state
+        of_input, of_state = (
+            F.linear(x, self["weight_ih_l0"]),
+            F.linear(state, self["weight_hh_l0"]),
+        )
+        return gru_gates(of_input, of_state, state)
 
 
 class DominoHead(DraftHead):
@@ -113,22 +117,26 @@ class DominoHead(DraftHead):
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
         hidden = block.predicting
         base = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        readout, pool = self._readout["weight"].to(hidden.dtype), None
+        readout, pool, pooled = self._readout["weight"].to(hidden.dtype), None, base
         if 0 < self._pool < base.shape[-1]:
             pool = base.amax(1).topk(self._pool, -1).indices  # [B, C], of all rows
             readout = readout[pool]  # [B, C, m]
+            pooled = base.gather(2, pool.unsqueeze(1).expand(-1, block.depth, -1))
         state = hidden.new_zeros(hidden.shape[0], self._config.gru_size)
         token, tokens = block.anchor, []
         for i in range(block.depth):
             state = self.prefix_gru(vocabulary.embed(token).to(hidden.dtype), state)
-            scores, columns = base[:, i], None
-            if i >= self._config.pure_prefix:
+            if i < self._config.pure_prefix:
+                token = draw(base[:, i : i + 1], i).squeeze(1)
+            else:
                 inner = self.embed_proj.inner(torch.cat([hidden[:, i], state], 1))
                 if pool is None:
-                    scores = scores + F.linear(inner, readout)
+                    token = draw((base[:, i] + F.linear(inner, readout)).unsqueeze(1), i).squeeze(1)
+                elif block.greedy and use_triton(hidden):
+                    place = best_in_pool(pooled[:, i], inner, readout).unsqueeze(1)
+                    token = vocabulary.to_target_ids(pool.gather(1, place).squeeze(1))
                 else:
-                    correction = torch.einsum("bm,bcm->bc", inner, readout)
-                    scores, columns = scores.gather(1, pool) + correction, pool.unsqueeze(1)
-            token = draw(scores.unsqueeze(1), i, columns).squeeze(1)
+                    scores = pooled[:, i] + torch.einsum("bm,bcm->bc", inner, readout)
+                    token = draw(scores.unsqueeze(1), i, pool.unsqueeze(1)).squeeze(1)
             tokens.append(token)
         return Proposal(torch.stack(tokens, 1))

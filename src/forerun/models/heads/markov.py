@@ -23,6 +23,8 @@ from torch import Tensor
 
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
+from forerun.kernels.drafting.best_token import best_corrected, fits_best_corrected
+from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
 from forerun.layers.linear import Linear
@@ -143,15 +145,21 @@ class DSparkHead(DraftHead):
         columns = None
         if self._config.draft_topk is not None:
             base, columns = base.topk(self._config.draft_topk, -1)
+        fused = block.greedy and columns is None and markov.fuses(hidden)
         token, tokens, before = block.anchor, [], []
         state = markov.start(block)
         for i in range(block.depth):
             before.append(markov.markov_w1(token))
-            bias, state = markov.bias(before[-1], hidden[:, i], state)
-            own = None if columns is None else columns[:, i : i + 1]
-            if own is not None:
-                bias = bias.gather(1, own.squeeze(1))
-            token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
+            x, state = markov.step(before[-1], hidden[:, i], state)
+            if fused:
+                column = best_corrected(base[:, i], x, markov.markov_w2.weight)
+                token = vocabulary.to_target_ids(column)
+            else:
+                bias = markov.markov_w2(x)
+                own = None if columns is None else columns[:, i : i + 1]
+                if own is not None:
+                    bias = bias.gather(1, own.squeeze(1))
+                token = draw((base[:, i] + bias).unsqueeze(1), i, own).squeeze(1)
             tokens.append(token)
         confidence = None
         if self._config.confidence:
@@ -170,11 +178,15 @@ class MarkovHead(Module):
         """The state before the first row that predicts, [B, r]; unused here."""
         return block.hidden.new_zeros(block.hidden.shape[0], 0)
 
-    def bias(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """W1 of the token before [B, r], the row's hidden states [B, H], the state -> the bias of
-        the row's logits [B, V], and the next row's state.
+    def fuses(self, hidden: Tensor) -> bool:
+        """Whether a kernel chooses the best column of a row without writing its logits."""
+        return use_triton(hidden) and fits_best_corrected(hidden[:, 0], self.markov_w2.weight)
+
+    def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """W1 of the token before [B, r], the row's hidden states [B, H], the state -> what W2
+        makes the bias of the row's logits of, [B, r], and the next row's state.
         """
-        return self.markov_w2(before), state
+        return before, state
 
 
 class GatedMarkovHead(MarkovHead):
@@ -182,9 +194,9 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(config, sizes, place)
         self.gate_proj = Affine(sizes.hidden_size + config.rank, config.rank, place, bias=True)
 
-    def bias(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         gate = self.gate_proj(torch.cat([hidden, before], 1)).sigmoid()
-        return self.markov_w2(gate * before), state
+        return gate * before, state
 
 
 class RecurrentMarkovHead(MarkovHead):
@@ -199,14 +211,10 @@ class RecurrentMarkovHead(MarkovHead):
         """
         state = block.hidden.new_zeros(block.hidden.shape[0], self._rank)
         for row in range(block.first):
-            _, state = self._step(self.markov_w1(block.anchor), block.hidden[:, row], state)
+            _, state = self.step(self.markov_w1(block.anchor), block.hidden[:, row], state)
         return state
 
-    def bias(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        output, state = self._step(before, hidden, state)
-        return self.markov_w2(output), state
-
-    def _step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         gate, candidate, output = self.joint_proj(torch.cat([state, before, hidden], 1)).chunk(3, 1)
         gate = gate.sigmoid()
         return output.tanh(), gate * state + (1 - gate) * candidate.tanh()

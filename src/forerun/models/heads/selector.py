@@ -18,6 +18,9 @@ from torch import Tensor
 
 from forerun.config.schema import Size
 from forerun.core.errors import ConfigError
+from forerun.kernels.drafting.top_columns import top_columns
+from forerun.kernels.drafting.walk import selector_walk
+from forerun.kernels.runtime.jit import use_triton
 from forerun.layers.communication import WeightPlacement
 from forerun.models.heads.base import (
     Affine,
@@ -114,9 +117,14 @@ class SelectorHead(DraftHead):
 
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
         hidden, selector = block.predicting, self.candidate_selector
-        logits = vocabulary.compute_logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        unary, candidates = self._unary(logits).topk(self._config.top_k, -1)
+        logits = self._unary(vocabulary.compute_logits(hidden.flatten(0, 1)))
+        unary, candidates = (
+            best.view(*hidden.shape[:2], -1) for best in top_columns(logits, self._config.top_k)[:2]
+        )
         projected = selector.hidden_projection(hidden)
+        if block.greedy and use_triton(hidden):
+            tables = selector["predecessor_codebook"], selector["successor_codebook"]
+            return Proposal(selector_walk(block.anchor, unary, candidates, projected, *tables))
         token, tokens = block.anchor, []
         for i in range(block.depth):
             ids = candidates[:, i]

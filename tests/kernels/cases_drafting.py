@@ -1,0 +1,99 @@
+"""Candidates, walks and corrected logits of drafting heads."""
+
+from __future__ import annotations
+
+from forerun.kernels.drafting import best_token, convolution, gru, top_columns, walk
+from tests.kernels.compiled import Case
+
+CASES = [
+    Case(
+        "block maxima",
+        top_columns._block_maxima,
+        {"logits_ptr": "*bf16", "maxima_ptr": "*fp32"}
+        | dict.fromkeys(("rows", "vocab", "stride", "blocks"), "i32"),
+        {"BLOCKS": top_columns.BLOCKS_PER_CTA, "COLUMNS": top_columns.COLUMNS},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    Case(
+        "top columns",
+        top_columns._top_columns,
+        {"logits_ptr": "*bf16", "columns_ptr": "*i64"}
+        | dict.fromkeys(("maxima_ptr", "values_ptr", "lse_ptr"), "*fp32")
+        | dict.fromkeys(("rows", "vocab", "stride", "blocks", "k"), "i32"),
+        {"K": 16, "BLOCKS": 2048, "COLUMNS": top_columns.COLUMNS},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    Case(
+        "selector walk",
+        walk._selector_walk,
+        dict.fromkeys(("anchor_ptr", "candidates_ptr", "tokens_ptr"), "*i64")
+        | dict.fromkeys(("projected_ptr", "before_ptr", "after_ptr"), "*bf16")
+        | {"unary_ptr": "*fp32"}
+        | dict.fromkeys(("depth", "k", "rank"), "i32"),
+        {"K": 16, "RANK": 256},
+        options={"num_warps": 8},
+        multiples=("rank",),
+    ),
+    Case(
+        "lattice walk",
+        walk._lattice_walk,
+        dict.fromkeys(("start_ptr", "out_ptr", "into_ptr"), "*bf16")
+        | dict.fromkeys(("columns_ptr", "tokens_ptr"), "*i64")
+        | dict.fromkeys(("depth", "slots", "k", "size"), "i32"),
+        {"K": 8, "SIZE": 128},
+        options={"num_warps": 4},
+        multiples=("size",),
+        wide=False,
+    ),
+    Case(
+        "corrected",
+        best_token._corrected,
+        dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
+        | {"best_ptr": "*fp32", "column_ptr": "*i32"}
+        | dict.fromkeys(("batch", "vocab", "stride"), "i32"),
+        {"RANK": 256, "BLOCK_B": 16, "BLOCK_V": best_token.BLOCK_V},
+        options={"num_warps": 4, "num_stages": 4},
+        hip_constants={"BLOCK_V": best_token.BLOCK_V // 2},
+        hip_options={"num_stages": 2, "num_warps": 8},
+        matrix=True,
+        spill_bytes=400,  # gfx1100; the others have none
+    ),
+    Case(
+        "pooled",
+        best_token._pooled,
+        dict.fromkeys(("logits_ptr", "x_ptr", "weights_ptr"), "*bf16")
+        | {"best_ptr": "*fp32", "column_ptr": "*i32"}
+        | dict.fromkeys(("batch", "pool", "size", "stride"), "i32"),
+        {"SIZE": 256, "BLOCK": best_token.POOL_BLOCK},
+        options={"num_warps": 4},
+        multiples=("size",),
+    ),
+    Case(
+        "best part",
+        best_token._best_part,
+        {"best_ptr": "*fp32", "column_ptr": "*i32", "out_ptr": "*i64"}
+        | dict.fromkeys(("parts", "batch"), "i32"),
+        {"PARTS": 256},
+        options={"num_warps": 1},
+        wide=False,
+    ),
+    Case(
+        "gru gates",
+        gru._gru_gates,
+        dict.fromkeys(("x_ptr", "h_ptr", "state_ptr", "out_ptr"), "*bf16") | {"size": "i32"},
+        {"BLOCK": gru.BLOCK},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+    Case(
+        "convolve rows",
+        convolution._convolve_rows,
+        dict.fromkeys(("x_ptr", "base_ptr", "dynamic_ptr", "out_ptr"), "*bf16")
+        | dict.fromkeys(("rows", "size", "groups", "group_size", "row_stride"), "i32"),
+        {"TAPS": 2, "BLOCK": convolution.BLOCK},
+        options={"num_warps": 4},
+        wide=False,
+    ),
+]

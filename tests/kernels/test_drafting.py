@@ -1,0 +1,210 @@
+"""Kernels of drafting heads, against loops in float64; heads with them, against heads without."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun.kernels.drafting import best_token, gru, top_columns, walk
+from forerun.kernels.drafting.convolution import convolve_rows
+from forerun.layers.communication import WeightPlacement
+from forerun.models.heads import correlator, markov, selector
+from forerun.models.heads import gru as domino
+from forerun.models.heads.base import Block, BodySizes, DraftHead, HeadConfig
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def _random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab", "k"), [(3, 4000, 16), (1, 130, 2), (2, 2048, 11)])
+def test_top_columns(
+    rows: int, vocab: int, k: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rounded to bfloat16, many values are equal: the lowest column comes first."""
+    logits = _random(rows, vocab, device=device).bfloat16().to(dtype)
+    logits[0, 7] = torch.nan
+    logits[-1, 5] = float("-inf")
+    values, columns, lse = top_columns.top_columns(logits, k)
+    full = logits.double().nan_to_num(nan=float("-inf"))
+    want, order = full.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(columns, order[:, :k]) and torch.equal(values.double(), want[:, :k])
+    torch.testing.assert_close(lse.double(), full.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_top_columns_of_nothing(device: torch.device) -> None:
+    """Rows without a finite value give different columns."""
+    _, columns, _ = top_columns.top_columns(torch.full((1, 600), torch.nan, device=device), 4)
+    assert len(set(columns[0].tolist())) == 4 and int(columns.max()) < 600
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch", "vocab", "rank"), [(1, 200, 16), (5, 1000, 64), (17, 333, 32)])
+def test_best_corrected(
+    batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter multiplies no bfloat16 matrices")
+    wide = _random(batch, 2, vocab, device=device).to(dtype)
+    logits = wide[:, 1]
+    x = _random(batch, rank, device=device, seed=1).to(dtype)
+    weight = _random(vocab, rank, device=device, seed=2).to(dtype)
+    logits[0, 3] = torch.nan
+    assert best_token.fits_best_corrected(x, weight)
+    got = best_token.best_corrected(logits, x, weight)
+    scores = (logits.double() + x.double() @ weight.double().T).nan_to_num(nan=float("-inf"))
+    found = scores.gather(1, got.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-4)
+
+
+def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
+    logits = torch.zeros(2, 700, device=device)
+    logits[1, [650, 300, 301]] = 1.0
+    x, weight = torch.zeros(2, 16, device=device), torch.zeros(700, 16, device=device)
+    assert best_token.best_corrected(logits, x, weight).tolist() == [0, 300]
+    pools = torch.zeros(2, 700, 16, device=device)
+    assert best_token.best_in_pool(logits, x, pools).tolist() == [0, 300]
+
+
+def test_what_best_corrected_serves(device: torch.device) -> None:
+    x, weight = torch.zeros(2, 24, device=device), torch.zeros(9, 24, device=device)
+    assert not best_token.fits_best_corrected(x, weight)  # no power of two
+    assert not best_token.fits_best_corrected(x[:, :16], torch.empty(0, device=device))
+    many = torch.zeros(best_token.MAX_BATCH + 1, 16, device=device)
+    assert not best_token.fits_best_corrected(many, weight[:, :16].contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_convolution(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    batch, size, taps, groups = 2, 48, 3, 6
+    x = _random(batch, rows, size, device=device).to(dtype)
+    base = _random(taps, size, device=device, seed=1).to(dtype)
+    both = _random(batch, rows, 2, taps, groups, device=device, seed=2).to(dtype)
+    for side in (0, 1):
+        got, dynamic = convolve_rows(x, base, both[:, :, side]), both[:, :, side].double()
+        want = torch.zeros(batch, rows, size, dtype=torch.float64, device=device)
+        for i in range(rows):
+            for tap in range(min(taps, i + 1)):
+                kernel = base[tap].double() + dynamic[:, i, tap].repeat_interleave(
+                    size // groups, -1
+                )
+                want[:, i] += kernel * x[:, i - tap].double()
+        tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def test_gru(device: torch.device) -> None:
+    """PyTorch's cell."""
+    size, inputs, batch = 300, 40, 3
+    cell = torch.nn.GRUCell(inputs, size, bias=False)
+    x, state = _random(batch, inputs, device=device), _random(batch, size, device=device, seed=1)
+    cell = cell.to(device)
+    with torch.no_grad():
+        got = gru.gru_gates(x @ cell.weight_ih.T, state @ cell.weight_hh.T, state)
+        torch.testing.assert_close(got, cell(x, state), rtol=1e-4, atol=1e-5)
+
+
+# --- heads --------------------------------------------------------------------------------------
+
+VOCAB, HIDDEN, ROWS, BATCH = 300, 32, 5, 3
+LILICORR: dict[str, Any] = {
+    "lilicorr_candidate_topk": 4,
+    "lilicorr_hidden_size": 16,
+    "lilicorr_num_layers": 1,
+    "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0,
+    "lilicorr_factor_dim": 8,
+    "lilicorr_vector_eps": 1e-6,
+    "lilicorr_logit_scale": 10.0,
+}
+HEADS: Mapping[str, tuple[HeadConfig, Mapping[str, Any]]] = {
+    "selector": (selector.SelectorConfig(24, 2), {}),
+    "domino": (domino.DominoConfig(24, 20, 1), {domino.POOL: 90}),
+    "domino, all tokens": (domino.DominoConfig(24, 20, 1), {}),
+    "lilicorr": (
+        correlator.LiLiCorrConfig.read({"hidden_size": HIDDEN, **LILICORR}, "a test"),
+        {},
+    ),
+    **{
+        f"dspark {kind}": (markov.MarkovConfig(16, kind, True, True, None), {})
+        for kind in markov.MARKOV_HEADS
+    },
+}
+
+
+class Vocabulary:
+    """Random embedding and LM head."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.embedding = _random(VOCAB, HIDDEN, device=device, seed=3)
+        self.lm_head = _random(VOCAB, HIDDEN, device=device, seed=4)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embedding[input_ids]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states @ self.lm_head.T
+
+    def compute_argmax(self, hidden_states: Tensor) -> Tensor:
+        return self.compute_logits(hidden_states).argmax(-1)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids
+
+
+def _best(scores: Tensor, first: int, columns: Tensor | None = None) -> Tensor:
+    chosen = scores.argmax(-1)
+    return chosen if columns is None else columns.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_drafts_the_same_with_kernels(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, options = HEADS[name]
+    sizes = BodySizes(HIDDEN, VOCAB, VOCAB, ROWS, 1e-6)
+    head: DraftHead = config.build(sizes, WeightPlacement(torch.float32, device), options)
+    for i, weight in enumerate(head.weights().values()):
+        weight.copy_(_random(*weight.shape, device=device, seed=10 + i) * 0.4)
+    head.prepare()
+    vocabulary = Vocabulary(device)
+    for seed in range(5):
+        block = Block(
+            hidden=_random(BATCH, ROWS, HIDDEN, device=device, seed=100 + seed),
+            first=1,
+            depth=ROWS - 1,
+            anchor=torch.tensor([3, 17, 250], device=device),
+            before=None,
+            greedy=True,
+            context=_random(BATCH, HIDDEN, device=device, seed=200 + seed),
+        )
+        fused = head.propose(block, vocabulary, _best)
+        with monkeypatch.context() as patch:
+            for module in (selector, domino, correlator, markov, top_columns, gru):
+                patch.setattr(module, "use_triton", lambda tensor: False)
+            plain = head.propose(block, vocabulary, _best)
+        assert torch.equal(fused.tokens, plain.tokens)
+        assert (fused.confidence is None) == (plain.confidence is None)
+
+
+def test_walks_take_the_first_of_equal_scores(device: torch.device) -> None:
+    flat = torch.zeros(1, 2, 3, device=device)
+    ids = torch.tensor([[[9, 4, 7], [8, 1, 2]]], device=device)
+    table = torch.zeros(10, 4, device=device)
+    anchor = torch.tensor([5], device=device)
+    tokens = walk.selector_walk(
+        anchor, flat, ids, torch.zeros(1, 2, 4, device=device), table, table
+    )
+    assert tokens.tolist() == [[9, 8]]
+    vectors = torch.zeros(1, 2, 3, 4, device=device)
+    start = torch.zeros(1, 4, device=device)
+    assert walk.lattice_walk(start, vectors, vectors, ids, 2).tolist() == [[9, 8]]
