@@ -20,6 +20,7 @@ HIDDEN, VOCAB, LAYERS = CONFIG["hidden_size"], CONFIG["vocab_size"], CONFIG["num
 LAST = f"model.layers.{LAYERS}."  # prefix of the MTP layer
 AUX = "eagle_aux_hidden_state_layer_ids"
 PRUNED = 200  # size of the pruned vocabulary
+MASK = VOCAB - 1  # of parallel drafts
 
 EAGLE3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -119,6 +120,32 @@ def eagle3(folder: Path, whole: bool = False) -> Path:
     weights["lm_head.weight"] = target["model.embed_tokens.weight"][ids]
     weights["d2t"] = ids - torch.arange(PRUNED)
     return write(folder, EAGLE3, weights)
+
+
+def peagle(folder: Path) -> Path:
+    """That EAGLE-3 draft as P-EAGLE's: with a second layer, masks, and an embedding of its own."""
+    eagle3(folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    first = {n: w for n, w in weights.items() if n.startswith("midlayer.") and "hidden_" not in n}
+    for name, weight in first.items():
+        narrow = weight[:, :HIDDEN] if weight.shape[-1] == 2 * HIDDEN else weight
+        noise = 0.1 * torch.randn(narrow.shape, generator=generator)
+        weights[name.replace("midlayer.", "layers.1.")] = narrow + noise
+    size = weights["fc.weight"].shape[1]
+    weights["mask_hidden"] = 3 * torch.randn(1, 1, size, generator=generator)
+    table = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
+    weights["embed_tokens.weight"] = table + 0.01 * torch.randn(table.shape, generator=generator)
+    own = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2}
+    return write(folder, {**EAGLE3, **own, "parallel_drafting": True, "pard_token": MASK}, weights)
+
+
+def pard(folder: Path) -> Path:
+    """The target with noise on its weights, as a draft that reads masks."""
+    standalone(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pard_token": MASK}))
+    return folder
 
 
 def nextn(folder: Path, layers: int = 1) -> Path:

@@ -1,7 +1,7 @@
 """EAGLE-3 in plain PyTorch and transformers' Llama modules: dense masks, no K/V cache.
 
 A draft's chain is a list of inputs (position, token, hidden state), and every step recomputes all
-of them.
+of them. A parallel draft (P-EAGLE) has masks as further inputs, and is computed once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
     repeat_kv,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 
 @dataclass
@@ -77,8 +79,32 @@ class Oracle:
         names = {name: self.weights[f"{p}mlp.{name}"] for name in mlp.state_dict()}
         mlp.load_state_dict(names)
         residual = residual + mlp(self.norm(residual, p + "post_attention_layernorm"))
+        for i in range(1, self.config.num_hidden_layers):
+            residual = self.ordinary_layer(i, residual, (cos, sin))
         last = self.norm(residual, "norm")
         return last, last if self.norm_output else residual
+
+    def ordinary_layer(self, i: int, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Layer i > 0, a layer of transformers: [n, H] -> [n, H]."""
+        kind = Qwen3DecoderLayer if f"layers.{i}.self_attn.q_norm.weight" in self.weights else None
+        layer = (kind or LlamaDecoderLayer)(self.config, i).eval()
+        p = f"layers.{i}."
+        own = {n.removeprefix(p): w for n, w in self.weights.items() if n.startswith(p)}
+        layer.load_state_dict(own)
+        mask = torch.full((len(x), len(x)), -torch.inf).triu(1)[None, None]
+        out = layer(x[None], attention_mask=mask, position_embeddings=rope)
+        return (out[0] if isinstance(out, tuple) else out).view_as(x)
+
+    @torch.inference_mode()
+    def parallel(self, ids: Tensor, aux_hidden_states: Tensor, mask: int, steps: int) -> Tensor:
+        """Logits [steps, V_d] of drafts after ids [n], with as many masks as needed.
+
+        The arguments are those of `chain`. (P-EAGLE, section 3: masks have a shared hidden state.)
+        """
+        shared = self.weights["mask_hidden"].view(1, -1).expand(steps - 1, -1)
+        tokens = torch.cat((ids[1:], ids.new_full((steps - 1,), mask)))
+        normed, _ = self.forward(tokens, self.fuse(torch.cat((aux_hidden_states, shared))))
+        return normed[-steps:] @ self.weights["lm_head.weight"].T
 
     @torch.inference_mode()
     def chain(self, ids: Tensor, aux_hidden_states: Tensor, steps: int) -> tuple[Tensor, Tensor]:

@@ -418,7 +418,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (zlab(projector_type="lattice"), "projector_type 'lattice' is not known"),
     (zlab(output_multiplier=2.0), "output_multiplier 2.0 is not supported"),
     ({**XPRESS, "xpress_selector": True}, "xpress_selector is not supported"),
-    ({**SPECULATORS, "speculators_model_type": "peagle"}, "P-EAGLE drafts .* not supported yet"),
+    ({**SPECULATORS, "speculators_model_type": "peagle"}, "P-EAGLE draft .*EAGLE3, which serves"),
 ]
 
 

@@ -61,7 +61,8 @@ SPECULATORS: dict[str, Any] = {
     "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x/y"}},
 }
 NEW = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
-QWEN = {**SPECULATORS, "transformer_layer_config": {**LAYER, "model_type": "qwen3"}}
+QWEN_LAYER = {**LAYER, "model_type": "qwen3"}
+QWEN = {**SPECULATORS, "transformer_layer_config": QWEN_LAYER}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
 
 # name -> (config, the layer's prefix)
@@ -73,6 +74,11 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "speculators": (SPECULATORS, "layers.0."),
     "speculators-normed": ({**SPECULATORS, **NEW}, "layers.0."),
     "speculators-qwen3": ({**QWEN, "norm_before_residual": True}, "layers.0."),
+    "three-layers": ({**SPECFORGE, "num_hidden_layers": 3}, "midlayer."),
+    "qwen3-two-layers": (
+        {**QWEN, "transformer_layer_config": {**QWEN_LAYER, "num_hidden_layers": 2}},
+        "layers.0.",
+    ),
 }
 
 
@@ -98,6 +104,13 @@ def random_weights(config: dict[str, Any], prefix: str) -> dict[str, Tensor]:
         shapes[f"{prefix}self_attn.o_proj.bias"] = (HIDDEN,)
     if config.get("transformer_layer_config", {}).get("model_type") == "qwen3":
         shapes |= {f"{prefix}self_attn.{n}_norm.weight": (DIM,) for n in "qk"}
+    for i in range(1, config.get("transformer_layer_config", config)["num_hidden_layers"]):
+        parts = {n: s for n, s in shapes.items() if n.startswith(prefix) and "hidden_norm" not in n}
+        for name, shape in parts.items():
+            double = any(f".{n}_proj.weight" in name for n in "qkv")
+            shapes[f"layers.{i}.{name.removeprefix(prefix)}"] = (
+                (shape[0], HIDDEN) if double else shape
+            )
     if config.get("norm_before_fc"):
         shapes["input_norm.weight"] = (wide,)
     if config.get("fc_norm"):
@@ -128,6 +141,7 @@ def load(folder: Path, **kwargs: Any) -> Eagle3Draft:
 def expected(config: dict[str, Any], prefix: str, weights: dict[str, Tensor]) -> Oracle:
     layer = dict(config.get("transformer_layer_config", config))
     shape = {k: layer[k] for k in LAYER if k not in ("model_type", "rope_theta")}
+    shape["attn_implementation"] = "eager"
     rope = layer.get("rope_scaling") or {"rope_type": "default", "rope_theta": layer["rope_theta"]}
     return Oracle(
         weights,
@@ -323,6 +337,25 @@ def bad(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**base, **changes}
 
 
+PARALLEL: dict[str, dict[str, Any]] = {
+    "speculators": bad(SPECULATORS, speculators_model_type="peagle", mask_token_id=5),
+    "flag": bad(SPECFORGE, parallel_drafting=True, pard_token=5),
+    "other name": bad(SPECFORGE, parallel_drafting=True, ptd_token_id=5, mask_token_id=5),
+    "architecture": bad(
+        SPECFORGE, architectures=["PEagleDraftModel"], parallel_drafting=True, pard_token=5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_parallel_draft_is_known_by_its_config(name: str) -> None:
+    assert parse_eagle3_config(PARALLEL[name]).mask_token_id == 5
+    chain = {k: v for k, v in PARALLEL[name].items() if k != "parallel_drafting"}
+    if name != "speculators":  # a mask token alone says nothing
+        assert parse_eagle3_config(chain).mask_token_id is None
+        assert parse_eagle3_config(chain, stored=["mask_hidden"]).mask_token_id == 5
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a target": (bad(SPECFORGE, architectures=["LlamaForCausalLM"]), "is not an EAGLE-3 draft"),
     "other speculator": (bad(SPECULATORS, speculators_model_type="dflash"), "'dflash' model"),
@@ -330,9 +363,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         bad(SPECFORGE, eagle_config={"use_aux_hidden_state": False}),
         "use_aux_hidden_state is false",
     ),
-    "two layers": (bad(SPECFORGE, num_hidden_layers=2), "2 layers is not supported"),
     "a bias of fc": (bad(SPECFORGE, bias=True), "bias is not supported"),
-    "parallel": (bad(SPECFORGE, parallel_drafting=True), "parallel_drafting is not supported"),
+    "no mask": (bad(SPECFORGE, parallel_drafting=True), "mask token; mask_token_id, pard_token"),
+    "two masks": (
+        bad(SPECULATORS, speculators_model_type="peagle", mask_token_id=1, pard_token=2),
+        "mask tokens differ: mask_token_id 1, pard_token 2",
+    ),
+    "mask": (
+        bad(SPECFORGE, parallel_drafting=True, ptd_token_id=VOCAB),
+        "mask token 96 is outside the vocabulary of 96",
+    ),
     "below 0": (
         bad(SPECULATORS, eagle_aux_hidden_state_layer_ids=[0, 2, 4]),
         r"ids \(-1, 1, 3\) start below 0",

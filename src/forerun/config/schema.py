@@ -25,6 +25,7 @@ Heads = Annotated[int, Meta(ge=1, le=1 << 16)]
 Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 LayerId = Annotated[int, Meta(ge=0, lt=1 << 10)]
 Positions = Annotated[int, Meta(ge=1, le=1 << 30)]
+Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenId = Annotated[int, Meta(ge=-1, lt=1 << 31)]  # -1: none
 Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
 NotNegative = Annotated[float, Meta(ge=0, le=LARGEST)]

@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, Size
+from forerun.config.schema import LayerId, Layers, Object, Positions, Positive, Size, Token
 
 # Of bodies; text models' names stand in files that others have written.
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 FOLDERS = ("dflash_config", "dspark_config")  # of keys
 # Speculators' type whose bodies have convolutions, and sliding layers that are not causal.
 CONVOLVED = "dflash2"
-Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Block = Annotated[int, Meta(ge=2, le=1 << 16)]
 
 

@@ -1,10 +1,11 @@
-"""The EAGLE-3 draft: one decoder layer that reads a token and a hidden state (arXiv 2503.01840).
+"""The EAGLE-3 draft: a decoder layer that reads a token and a hidden state (arXiv 2503.01840).
 
 Its input at position p is a hidden state of p and the token at p + 1; it predicts the token at
 p + 2. Where the target has run, the hidden state is fc(the target's aux_hidden_states at p);
 further ahead it is what the draft's own layer gave at p - 1. The attention reads
-[norm(embedding) | norm(hidden state)], of width 2H; the residual is the hidden state. Reads
-checkpoints of SpecForge and of speculators.
+[norm(embedding) | norm(hidden state)], of width 2H; the residual is the hidden state. Layers after
+it, if there are some, are ordinary ones. Reads checkpoints of SpecForge and of speculators, and
+P-EAGLE's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.linear import Hidden, Linear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
-from forerun.layers.residual import AddRMSNorm, FinalRMSNorm, kept
+from forerun.layers.residual import NO_CAPTURE, AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import DUMMY_FORMATS
@@ -36,8 +37,14 @@ from forerun.models.draft_base import (
     own_parts,
     read_draft,
 )
-from forerun.models.eagle3_config import Eagle3Config, draft_tensors, load_eagle3_config
-from forerun.models.qwen3 import Qwen3Attention
+from forerun.models.eagle3_config import (
+    MASK_HIDDEN,
+    Eagle3Config,
+    draft_tensors,
+    load_eagle3_config,
+)
+from forerun.models.llama import LlamaDecoderLayer
+from forerun.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 
 class Eagle3Attention(SelfAttention):
@@ -88,7 +95,13 @@ class Eagle3Draft(DraftModel):
         self.self_attn = attention(model, 0, self.layer_masks[0], place)
         self.post_attention_layernorm = AddRMSNorm(size, eps, place)
         self.mlp = GatedMLP(size, model.intermediate_size, model.mlp_bias, place)
+        layer = Qwen3DecoderLayer if config.qk_norm else LlamaDecoderLayer
+        masks = list(enumerate(self.layer_masks))[1:]
+        self.further = [layer(model, i, mask, place) for i, mask in masks]
         self.norm = FinalRMSNorm(size, eps, place)
+        self.mask_hidden: Tensor | None = None
+        if config.mask_token_id is not None:
+            self.mask_hidden = place.empty(1, 1, config.aux_hidden_size)
         self.rope = Rope(model.rope, model.head_dim, max_positions, place.dtype, place.device)
         self.target_token_ids = torch.arange(config.draft_vocab_size, device=place.device)
 
@@ -105,7 +118,7 @@ class Eagle3Draft(DraftModel):
     def forward(
         self, input_ids: Tensor, hidden_states: Tensor, positions: Tensor, ctx: AttentionContext
     ) -> tuple[Tensor, Tensor]:
-        """Runs the layer over any tokens and writes their K/V, layer 0 of the draft's pools.
+        """Runs the layers over any tokens and writes their K/V to the draft's pools.
 
         Args:
             input_ids: [T] int64: for position p, the token at p + 1.
@@ -124,19 +137,29 @@ class Eagle3Draft(DraftModel):
         x: Hidden = self.self_attn(torch.cat((embeds, normed), 1), rope, ctx)
         x, residual = self.post_attention_layernorm(x, residual)
         x = self.mlp(x)
+        for layer in self.further:
+            x, residual = layer(x, residual, rope, ctx, NO_CAPTURE)
         out, residual = self.norm(x, residual)
         return out, out if self.config.norm_output else residual
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        views = super().weights().items()
-        return {f"{prefix}{self._stored_as(name)}": view for name, view in views}
+        views = super().weights()
+        if self.mask_hidden is not None:
+            views[MASK_HIDDEN] = self.mask_hidden
+        return {f"{prefix}{self._stored_as(name)}": view for name, view in views.items()}
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         shards = super().shards().items()
         return {f"{prefix}{self._stored_as(name)}": shard for name, shard in shards}
 
     def _stored_as(self, name: str) -> str:
-        return f"{self.config.layer_prefix}{name}" if name.startswith(self.LAYER) else name
+        if name.startswith(self.LAYER):
+            return f"{self.config.layer_prefix}{name}"
+        part, _, rest = name.partition(".")
+        if part != "further":
+            return name
+        number, _, rest = rest.partition(".")
+        return f"layers.{int(number) + 1}.{rest}"
 
     def prepare(self) -> None:
         super().prepare()

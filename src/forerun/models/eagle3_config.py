@@ -1,4 +1,8 @@
-"""Configs of EAGLE-3 drafts, of SpecForge and of speculators."""
+"""Configs of EAGLE-3 drafts, of SpecForge and of speculators, and of P-EAGLE's.
+
+P-EAGLE (arXiv 2602.01469) is an EAGLE-3 draft, mostly of several layers, that predicts all tokens
+of a step in one pass.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,19 @@ import msgspec
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.json_files import read_json
 from forerun.config.model_config import ModelConfig, parse_model_config
-from forerun.config.schema import ConfigKeys, LayerId, Object, Size, checked
+from forerun.config.schema import ConfigKeys, LayerId, Object, Size, Token, checked
 from forerun.core.errors import ConfigError, shown
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_base import DraftConfig, draft_config_file
 
 # SpecForge's layer is Llama's; vLLM and others write the second name into the same files.
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "PEagleDraftModel")
 # Tensors that only an EAGLE-3 draft has, after the layer's prefix; whatever its config calls it.
 LAYER_PREFIXES = ("midlayer.", "layers.0.")
+MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
 FUSE, NORM, QUERY_NORM = "fc.weight", "hidden_norm.weight", "self_attn.q_norm.weight"
+KINDS = ("eagle3", "peagle")  # of speculators
+PARALLEL = KINDS[1]
 QK_NORM = {"llama": False, "qwen3": True}  # the layer's family, in speculators
 
 
@@ -41,19 +48,23 @@ class Eagle3Keys(msgspec.Struct):
     norm_output: bool | None = None
     bias: bool | None = None
     parallel_drafting: bool | None = None
+    mask_token_id: Token | None = None
+    pard_token: Token | None = None
+    ptd_token_id: Token | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DraftConfig):
-    """A draft's shape, one layer; the same fields for both checkpoint formats."""
+    """A draft's shape; the same fields for both checkpoint formats."""
 
     aux_layer_ids: tuple[int, ...] | None  # decoder layers whose outputs it reads
-    layer_prefix: str  # of the layer's tensors
+    layer_prefix: str  # of the first layer's tensors
     qk_norm: bool
     norm_before_residual: bool  # the residual is the normed hidden state
     norm_before_fc: bool  # one RMSNorm over all auxiliary hidden states
     fc_norm: bool  # one RMSNorm per captured layer (EAGLE-3.1)
     norm_output: bool  # the next position reads the state after the final norm (EAGLE-3.1)
+    mask_token_id: int | None = None  # of P-EAGLE, a parallel draft
 
     @property
     def num_aux_layers(self) -> int:
@@ -61,7 +72,7 @@ class Eagle3Config(DraftConfig):
 
     @property
     def layer_masks(self) -> tuple[LayerMask, ...]:
-        return (LayerMask(Mask.CAUSAL, self.model.windows[0]),)
+        return tuple(LayerMask(Mask.CAUSAL, window) for window in self.model.windows)
 
     def target_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """Decoder layers of such a target whose outputs `combine_hidden_states` reads, in order.
@@ -112,7 +123,7 @@ def parse_eagle3_config(
     if outer.speculators_model_type is not None:
         config = _parse_speculators(outer, where)
     elif set(names) & set(ARCHITECTURES):
-        config = _parse_specforge(raw, read, LAYER_PREFIXES[0], where)
+        config = _parse_specforge(raw, read, found[0] if found else LAYER_PREFIXES[0], where)
     elif found:  # community files say LlamaForCausalLM
         named = {**raw, "architectures": list(ARCHITECTURES[:1])}
         config = _parse_specforge(named, read, found[0], where)
@@ -123,8 +134,29 @@ def parse_eagle3_config(
             " (SpecForge), it has no speculators_model_type (speculators), and no tensors"
             f" {FUSE} and {LAYER_PREFIXES[0]}{NORM} are beside it."
         )
+    if outer.speculators_model_type == PARALLEL or read.parallel_drafting or MASK_HIDDEN in stored:
+        config = replace(config, mask_token_id=_mask_token(read, where))
     _check(config, read, where)
     return config
+
+
+def _mask_token(read: Eagle3Keys, where: str) -> int:
+    """Returns the token that a parallel draft reads where none is known."""
+    keys = {
+        "mask_token_id": read.mask_token_id,
+        "pard_token": read.pard_token,
+        "ptd_token_id": read.ptd_token_id,
+    }
+    given = {name: token for name, token in keys.items() if token is not None}
+    if not given:
+        raise ConfigError(
+            f"{where}: a draft that predicts in parallel needs its mask token; {', '.join(keys)}"
+            " are missing."
+        )
+    if len(set(given.values())) > 1:
+        tokens = ", ".join(f"{name} {token}" for name, token in given.items())
+        raise ConfigError(f"{where}: the mask tokens differ: {tokens}; correct config.json.")
+    return next(iter(given.values()))
 
 
 def _parse_specforge(
@@ -142,8 +174,11 @@ def _parse_specforge(
 
 def _parse_speculators(read: Eagle3Keys, where: str) -> Eagle3Config:
     kind = read.speculators_model_type
-    if kind != "eagle3":
-        raise ConfigError(f"{where} is a speculators {shown(kind)} model; expected 'eagle3'.")
+    if kind not in KINDS:
+        raise ConfigError(
+            f"{where} is a speculators {shown(kind)} model; expected"
+            f" {' or '.join(map(repr, KINDS))}."
+        )
     inner = {"architectures": ["Eagle3Speculator"], **(read.transformer_layer_config or {})}
     model = parse_model_config(inner, where=f"{where}, transformer_layer_config")
     family = inner.get("model_type", "llama")
@@ -177,10 +212,10 @@ def _config(
 
 def _check(config: Eagle3Config, read: Eagle3Keys, where: str) -> None:
     config.check_sizes(config.aux_layer_ids or (), where)
-    if config.model.num_layers != 1:
+    if read.bias:
+        raise ConfigError(f"{where}: bias is not supported; it must be false.")
+    mask = config.mask_token_id
+    if mask is not None and mask >= config.vocab_size:
         raise ConfigError(
-            f"{where}: a draft of {config.model.num_layers} layers is not supported; it must be 1."
+            f"{where}: the mask token {mask} is outside the vocabulary of {config.vocab_size}."
         )
-    if read.bias or read.parallel_drafting:
-        name = "bias" if read.bias else "parallel_drafting"
-        raise ConfigError(f"{where}: {name} is not supported; it must be false.")

@@ -18,12 +18,17 @@ token at p + 2 + i: draft i comes from module i, further drafts from the last on
 of its own, complete up to i positions before the last committed token, since the tokens after that
 are drafts: `observe` runs it over tokens that begin i positions earlier, and `propose` over the i
 positions up to the last one. What module i - 1 gave at the first of these is kept.
+
+A parallel draft predicts all tokens of a step in one pass: where no token is known yet, it reads a
+mask. Its first draft still comes from `observe`. (P-EAGLE, arXiv 2602.01469; PARD, arXiv
+2504.18583.)
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +54,8 @@ NUM_STEPS = Option(
     None,
     "Drafts per step of a chain; default: the draft's own number",
 )
+
+PARALLEL_STEPS = 8  # of parallel drafts, which P-EAGLE and PARD train for as many
 
 
 def resolve_num_drafts(config: EngineConfig, default: int) -> int:
@@ -120,6 +127,26 @@ def sample_chain(
     return Draft(torch.stack(tokens, 1))
 
 
+def sample_rows(step: ProposeInput, logits: Tensor, token_ids: Tensor | None = None) -> Draft:
+    """Samples W - 1 tokens, independently.
+
+    Args:
+        logits: [B, W - 1, V].
+        token_ids: as in `sample_chain`.
+    """
+    positions = step.positions.view(-1, step.num_verify_tokens)[:, 1:]
+    sampled = step.sample(logits, positions, token_ids)
+    return Draft(sampled if token_ids is None else token_ids[sampled])
+
+
+@dataclass(frozen=True)
+class MaskInput:
+    """What a parallel draft reads where no token is known yet."""
+
+    token_id: int
+    hidden_states: Tensor  # [1, H]
+
+
 class HiddenStateDraft(Protocol):
     """A draft model whose input at each position is a hidden state and a token."""
 
@@ -154,9 +181,13 @@ class HiddenStateChain(SpeculativeAlgorithm):
         hidden_size: int,
         dtype: torch.dtype,
         token_ids: Tensor | None = None,
+        mask: MaskInput | None = None,
     ) -> None:
-        """`hidden_size`: H of the draft; `token_ids`: as in `sample_chain`."""
+        """`hidden_size`: H of the draft; `token_ids`: as in `sample_chain`; `mask`: of a parallel
+        draft.
+        """
         self._modules, self._hidden_size, self._dtype = modules, hidden_size, dtype
+        self._mask = mask
         self._token_ids = token_ids
 
     @abstractmethod
@@ -175,6 +206,8 @@ class HiddenStateChain(SpeculativeAlgorithm):
         return True
 
     def propose(self, step: ProposeInput) -> Draft:
+        if self._mask is not None:
+            return self._propose_at_once(step, self._mask)
         depth, kept = len(self._modules), self._next_hidden[step.slots]
         drafts: list[Tensor] = []
         hidden = kept[:, :0] if depth > 1 else kept  # [B, n, H]: of the n rows that ran last
@@ -195,6 +228,21 @@ class HiddenStateChain(SpeculativeAlgorithm):
 
         first = self._modules[0].compute_logits(self._logits_hidden[step.slots])
         return sample_chain(step, first, next_logits, self._token_ids)
+
+    def _propose_at_once(self, step: ProposeInput, mask: MaskInput) -> Draft:
+        """The first draft, and after it those of masks, at positions from `start` on."""
+        batch, masks = step.slots.shape[0], step.num_verify_tokens - 2
+        rows = self._logits_hidden[step.slots].unsqueeze(1)
+        if masks:
+            assert step.attention is not None
+            context = step.attention(masks)
+            ids = torch.full_like(step.slots, mask.token_id).repeat(masks)
+            positions = step.positions.view(batch, -1)[:, :masks].flatten()
+            hidden = mask.hidden_states.expand(len(ids), -1).contiguous()
+            out, _ = self._modules[0].forward(ids, hidden, positions, context)
+            rows = torch.cat((rows, out.view(batch, masks, -1)), 1)
+        logits = self._modules[0].compute_logits(rows.flatten(0, 1))
+        return sample_rows(step, logits.view(batch, masks + 1, -1), self._token_ids)
 
     def _run_module(
         self, step: ProposeInput, i: int, drafts: list[Tensor], kept: Tensor, before: Tensor

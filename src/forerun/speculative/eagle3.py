@@ -1,8 +1,8 @@
-"""EAGLE3: a one-layer draft over hidden states of three target layers, as a chain.
+"""EAGLE3: a small draft over hidden states of three target layers, as a chain or at once.
 
 Where the target has run, the draft reads fc(auxiliary hidden states); further ahead, the hidden
-state that it gave itself. `chain.py` has the phases, `models/eagle3.py` the layer.
-(arXiv 2503.01840, section 3.1.)
+state that it gave itself, or a mask (P-EAGLE). `chain.py` has the phases, `models/eagle3.py` the
+layers. (arXiv 2503.01840, section 3.1.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
 from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCaps
-from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
+from forerun.speculative.chain import (
+    NUM_STEPS,
+    PARALLEL_STEPS,
+    HiddenStateChain,
+    MaskInput,
+    check_match,
+    resolve_num_drafts,
+)
 from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
@@ -42,7 +49,9 @@ class Eagle3(HiddenStateChain):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
-        drafts = resolve_num_drafts(config, _trained_steps(folder))
+        parallel = draft.mask_token_id is not None
+        steps = _trained_steps(folder) or (PARALLEL_STEPS if parallel else DEFAULT_STEPS)
+        drafts = resolve_num_drafts(config, steps)
         check_match(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", draft.vocab_size, target.vocab_size)
         return SpecCaps(
@@ -71,7 +80,12 @@ class Eagle3(HiddenStateChain):
         offsets = self._draft.d2t
         pruned = offsets is not None and bool(offsets.any())
         token_ids = self._draft.target_token_ids if pruned else None
-        self.set_draft([self._draft], config.hidden_size, ctx.dtype, token_ids)
+        mask = None
+        if config.mask_token_id is not None and self._draft.mask_hidden is not None:
+            features = self._draft.mask_hidden.flatten(0, 1)
+            hidden = self._draft.combine_hidden_states(features)
+            mask = MaskInput(config.mask_token_id, hidden)
+        self.set_draft([self._draft], config.hidden_size, ctx.dtype, token_ids, mask)
 
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
         assert step.aux_hidden_states is not None
@@ -95,9 +109,9 @@ class _Suggested(msgspec.Struct):
     speculators_config: _Methods | None = None
 
 
-def _trained_steps(folder: Path) -> int:
-    """Drafts per step that the checkpoint suggests (speculators), or the default."""
+def _trained_steps(folder: Path) -> int | None:
+    """Drafts per step that the checkpoint suggests (speculators)."""
     path = folder / "config.json"
     inner = checked(_Suggested, read_json(path), str(path)).speculators_config or _Methods()
     steps = [method.speculative_tokens for method in inner.proposal_methods or ()]
-    return next((count for count in steps if count), DEFAULT_STEPS)
+    return next((count for count in steps if count), None)

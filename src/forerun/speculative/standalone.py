@@ -4,6 +4,9 @@ The draft decodes with a K/V cache of its own. `propose` runs it once per draft,
 on, and samples with the target's noise; this also writes the K/V of accepted drafts. `observe` runs
 the one token that `propose` did not: the last draft, or `last_token` in plain steps. Prompt chunks
 are run as in the target. (Leviathan et al., arXiv 2211.17192.)
+
+A PARD draft (arXiv 2504.18583) predicts all tokens in one pass, over `last_token` and a mask token
+for every further one. What it wrote for masks is overwritten: `observe` runs all verified tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch import Tensor
 from forerun.attention.base import LayerMask, Mask
 from forerun.config.engine_config import EngineConfig
 from forerun.config.model_config import ModelConfig, load_model_config
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.models.checkpoint import FIX_FOLDER
@@ -28,6 +31,7 @@ from forerun.models.registry import model_class
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculative.base import (
     Draft,
+    DraftAttention,
     DraftContext,
     ObserveInput,
     Phase,
@@ -35,7 +39,13 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
-from forerun.speculative.chain import NUM_STEPS, resolve_num_drafts, sample_chain
+from forerun.speculative.chain import (
+    NUM_STEPS,
+    PARALLEL_STEPS,
+    resolve_num_drafts,
+    sample_chain,
+    sample_rows,
+)
 from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
@@ -49,7 +59,8 @@ class Standalone(SpeculativeAlgorithm):
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, model = _read(config)
-        drafts = resolve_num_drafts(config, DEFAULT_STEPS)
+        mask = _mask_token(folder, model)
+        drafts = resolve_num_drafts(config, DEFAULT_STEPS if mask is None else PARALLEL_STEPS)
         _check_vocabulary(config, folder, model, target)
         if model.longest_context < (context := config.context_length or target.max_position):
             log.warning(
@@ -74,6 +85,9 @@ class Standalone(SpeculativeAlgorithm):
         place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm, allocate=False)
         self._draft = load_target_at(place, folder, ctx.config.load_format, ctx.max_positions)
         self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size
+        self._mask = _mask_token(folder, config)
+        if self._mask is not None and ctx.comm.rank == 0:
+            log.info("The draft %s predicts in parallel; its mask is token %d.", folder, self._mask)
 
     def supports_target_verify_for_draft(self) -> bool:
         return True
@@ -81,6 +95,8 @@ class Standalone(SpeculativeAlgorithm):
     def propose(self, step: ProposeInput) -> Draft:
         attention = step.attention
         assert attention is not None
+        if self._mask is not None:
+            return self._propose_at_once(step, attention, self._mask)
 
         def run(i: int, token: Tensor) -> Tensor:
             """[B] int64, at `start` + i -> logits [B, V]."""
@@ -89,9 +105,19 @@ class Standalone(SpeculativeAlgorithm):
 
         return sample_chain(step, run(0, step.last_token), run)
 
+    def _propose_at_once(self, step: ProposeInput, attention: DraftAttention, mask: int) -> Draft:
+        """Runs `last_token` and a mask for all drafts but one; masks see those before them."""
+        batch, count = step.slots.shape[0], step.num_verify_tokens - 1
+        context = attention(count)
+        masks = torch.full_like(step.slots, mask).unsqueeze(1).expand(-1, count - 1)
+        ids = torch.cat((self._clamped(step.last_token).unsqueeze(1), masks), 1).flatten()
+        positions = step.positions.view(batch, -1)[:, :count].flatten()
+        logits = self._draft.compute_logits(self._draft.forward(ids, positions, context)[0])
+        return sample_rows(step, logits.view(batch, count, -1))
+
     def observe(self, step: ObserveInput) -> None:
         ids = self._clamped(step.input_ids)
-        if step.phase is not Phase.VERIFY:
+        if step.phase is not Phase.VERIFY or self._mask is not None:
             self._draft.forward(ids, step.positions, step.attention)
             return
         # `propose` ran all tokens but the last.
@@ -105,6 +131,27 @@ class Standalone(SpeculativeAlgorithm):
 
 
 # --- start-up checks ------------------------------------------------------------------------
+
+MASK_KEYS = "pard_token", "ptd_token_id"  # of config.json
+
+
+def _mask_token(folder: Path, draft: ModelConfig) -> int | None:
+    """Returns the token that stands for those to predict, of a draft that predicts in parallel.
+
+    Raises:
+        ConfigError: it is no id of the draft's vocabulary, or there are two.
+    """
+    given = {name: draft.raw[name] for name in MASK_KEYS if draft.raw.get(name) is not None}
+    if not given:
+        return None
+    name, mask = next(iter(given.items()))
+    if any(other != mask for other in given.values()):
+        raise ConfigError(f"{folder}: {' and '.join(MASK_KEYS)} differ; correct config.json.")
+    if type(mask) is not int or not 0 <= mask < draft.vocab_size:
+        raise ConfigError(
+            f"{folder}: {name} {shown(mask)} is no token of its vocabulary of {draft.vocab_size}."
+        )
+    return mask
 
 
 def _read(config: EngineConfig) -> tuple[Path, ModelConfig]:
@@ -162,6 +209,10 @@ def _check_vocabulary(
             )
         return
     theirs, ours = _vocabulary(folder), _vocabulary(Path(own).expanduser())
+    mask = _mask_token(folder, draft)
+    if mask is not None:  # added to the draft's
+        theirs = {token: i for token, i in theirs.items() if i != mask}
+        ours = {token: i for token, i in ours.items() if i != mask}
     if theirs != ours:
         differing = min(token for token, _ in theirs.items() ^ ours.items())
         raise ConfigError(

@@ -39,8 +39,8 @@ def read_head(keys: Mapping[str, Any], where: str) -> HeadConfig | None:
         sign = files.sign(keys)
         if sign is not None:
             raise ConfigError(
-                f"{where}: {files.name} drafts ({sign}) are not supported yet. Use a DFlash draft"
-                " of this target, or another speculative_algorithm."
+                f"{where}: this is a {files.name} draft ({sign}); set speculative_algorithm EAGLE3,"
+                " which serves it."
             )
     signs = {head: sign for head in HEADS if (sign := head.files.sign(keys)) is not None}
     if not signs:
