@@ -10,7 +10,7 @@ CASES = [
         "block maxima",
         top_columns._block_maxima,
         {"logits_ptr": "*bf16", "maxima_ptr": "*fp32"}
-        | dict.fromkeys(("rows", "vocab", "stride", "blocks"), "i32"),
+        | dict.fromkeys(("vocab", "stride", "blocks"), "i32"),
         {"BLOCKS": top_columns.BLOCKS_PER_CTA, "COLUMNS": top_columns.COLUMNS},
         options={"num_warps": 4},
         wide=False,
@@ -20,7 +20,7 @@ CASES = [
         top_columns._top_columns,
         {"logits_ptr": "*bf16", "columns_ptr": "*i64"}
         | dict.fromkeys(("maxima_ptr", "values_ptr", "lse_ptr"), "*fp32")
-        | dict.fromkeys(("rows", "vocab", "stride", "blocks", "k"), "i32"),
+        | dict.fromkeys(("vocab", "stride", "blocks", "k"), "i32"),
         {"K": 16, "BLOCKS": 2048, "COLUMNS": top_columns.COLUMNS},
         options={"num_warps": 4},
         wide=False,
@@ -63,9 +63,9 @@ CASES = [
     Case(
         "pooled",
         best_token._pooled,
-        dict.fromkeys(("logits_ptr", "x_ptr", "weights_ptr"), "*bf16")
-        | {"best_ptr": "*fp32", "column_ptr": "*i32"}
-        | dict.fromkeys(("batch", "pool", "size", "stride"), "i32"),
+        dict.fromkeys(("logits_ptr", "x_ptr", "weight_ptr"), "*bf16")
+        | {"best_ptr": "*fp32", "column_ptr": "*i32", "pool_ptr": "*i64"}
+        | dict.fromkeys(("batch", "places", "size", "stride"), "i32"),
         {"SIZE": 256, "BLOCK": best_token.POOL_BLOCK},
         options={"num_warps": 4},
         multiples=("size",),
@@ -74,8 +74,9 @@ CASES = [
         "best part",
         best_token._best_part,
         {"best_ptr": "*fp32", "column_ptr": "*i32", "out_ptr": "*i64"}
+        | dict.fromkeys(("table_ptr", "taken_ptr"), "*bf16")
         | dict.fromkeys(("parts", "batch"), "i32"),
-        {"PARTS": 256},
+        {"PARTS": 256, "RANK": 256},
         options={"num_warps": 1},
         wide=False,
     ),

@@ -59,7 +59,9 @@ def test_best_corrected(
     weight = _random(vocab, rank, device=device, seed=2).to(dtype)
     logits[0, 3] = torch.nan
     assert best_token.fits_best_corrected(x, weight)
-    got = best_token.best_corrected(logits, x, weight)
+    table = _random(vocab, rank, device=device, seed=3).to(dtype)
+    got, taken = best_token.best_corrected(logits, x, weight, table)
+    assert torch.equal(taken, table[got])
     scores = (logits.double() + x.double() @ weight.double().T).nan_to_num(nan=float("-inf"))
     found = scores.gather(1, got.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(found, scores.amax(1), rtol=1e-6, atol=1e-4)
@@ -69,9 +71,9 @@ def test_equal_scores_give_the_lowest_column(device: torch.device) -> None:
     logits = torch.zeros(2, 700, device=device)
     logits[1, [650, 300, 301]] = 1.0
     x, weight = torch.zeros(2, 16, device=device), torch.zeros(700, 16, device=device)
-    assert best_token.best_corrected(logits, x, weight).tolist() == [0, 300]
-    pools = torch.zeros(2, 700, 16, device=device)
-    assert best_token.best_in_pool(logits, x, pools).tolist() == [0, 300]
+    assert best_token.best_corrected(logits, x, weight, weight)[0].tolist() == [0, 300]
+    pool = torch.arange(700, device=device).flip(0).expand(2, -1).contiguous()
+    assert best_token.best_in_pool(logits.flip(1), x, pool, weight).tolist() == [0, 300]
 
 
 def test_what_best_corrected_serves(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forerun.kernels.runtime.gpu import gpu_of, next_power_of_2
 from forerun.kernels.runtime.jit import jit, tl
+from forerun.kernels.runtime.pdl import pdl_options
 
 MAX_BATCH = 64  # requests of `best_corrected`: their x stays in registers
 MAX_RANK = 512
@@ -28,16 +29,19 @@ def fits_best_corrected(x: Tensor, weight: Tensor) -> bool:
     return plain and power and len(x) <= MAX_BATCH
 
 
-def best_corrected(logits: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The column of the largest logits + weight x, on a GPU.
+def best_corrected(
+    logits: Tensor, x: Tensor, weight: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The column of the largest logits + weight x, on a GPU, and its row of `table`.
 
     Args:
         logits: [B, V], contiguous rows.
         x: [B, r]; `fits_best_corrected`.
         weight: [V, r].
+        table: [V, r], contiguous.
 
     Returns:
-        columns [B] int64; the lowest of equals, 0 where all are NaN or -inf.
+        columns [B] int64, the lowest of equals, 0 where all are NaN or -inf; table[columns] [B, r].
     """
     batch, vocab = logits.shape
     rank, gpu = weight.shape[1], gpu_of(x.device)
@@ -48,28 +52,32 @@ def best_corrected(logits: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     _corrected[(parts,)](
         logits, x.contiguous(), weight, best, column, batch, vocab, logits.stride(0),
         RANK=rank, BLOCK_B=max(16, next_power_of_2(batch)), BLOCK_V=tile,
-        num_warps=8 if gpu.amd else 4, num_stages=stages,
+        num_warps=8 if gpu.amd else 4, num_stages=stages, **pdl_options(x),
     )  # fmt: skip
-    return _best_of(best, column)
+    taken = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _best_of(best, column, table, taken), taken
 
 
-def best_in_pool(logits: Tensor, x: Tensor, weights: Tensor) -> Tensor:
-    """The place of the largest logits + weights x in every request's pool, on a GPU.
+def best_in_pool(logits: Tensor, x: Tensor, pool: Tensor, weight: Tensor) -> Tensor:
+    """The column of the largest logits + weight[pool] x of every request, on a GPU.
 
     Args:
-        logits: [B, C], contiguous rows.
+        logits: [B, C], of the pool, contiguous rows.
         x: [B, m].
-        weights: [B, C, m].
+        pool: [B, C] int64, columns.
+        weight: [V, m], contiguous.
 
     Returns:
-        places [B] int64; the lowest of equals.
+        columns [B] int64.
     """
-    batch, pool, size = weights.shape
-    parts = -(-pool // POOL_BLOCK)
+    batch, places = pool.shape
+    size = weight.shape[1]
+    parts = -(-places // POOL_BLOCK)
     best, column = _new_parts(parts, batch, x)
     _pooled[(parts, batch)](
-        logits, x.contiguous(), weights.contiguous(), best, column, batch, pool, size,
+        logits, x.contiguous(), pool, weight, best, column, batch, places, size,
         logits.stride(0), SIZE=next_power_of_2(size), BLOCK=POOL_BLOCK, num_warps=4,
+        **pdl_options(x),
     )  # fmt: skip
     return _best_of(best, column)
 
@@ -79,20 +87,29 @@ def _new_parts(parts: int, batch: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return best, torch.empty(parts, batch, dtype=torch.int32, device=like.device)
 
 
-def _best_of(best: Tensor, column: Tensor) -> Tensor:
-    """The column of the best part, [B] int64."""
+def _best_of(
+    best: Tensor, column: Tensor, table: Tensor | None = None, taken: Tensor | None = None
+) -> Tensor:
+    """The column of the best part, [B] int64; `taken` becomes its rows of `table`."""
     parts, batch = best.shape
     out = torch.empty(batch, dtype=torch.int64, device=best.device)
-    _best_part[(batch,)](best, column, out, parts, batch, PARTS=next_power_of_2(parts), num_warps=1)
+    _best_part[(batch,)](
+        best, column, out, best if table is None else table, best if taken is None else taken,
+        parts, batch, RANK=0 if table is None else table.shape[1], PARTS=next_power_of_2(parts),
+        num_warps=1, **pdl_options(best),
+    )  # fmt: skip
     return out
 
 
 @jit
 def _corrected(
     logits_ptr, x_ptr, weight_ptr, best_ptr, column_ptr, batch, vocab, stride,
-    RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes every num_programs-th tile of columns and keeps each request's best."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part, parts = tl.program_id(0), tl.num_programs(0)
     b, r = tl.arange(0, BLOCK_B), tl.arange(0, RANK)
     served = b < batch
@@ -120,31 +137,44 @@ def _corrected(
 
 @jit
 def _pooled(
-    logits_ptr, x_ptr, weights_ptr, best_ptr, column_ptr, batch, pool, size, stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, x_ptr, pool_ptr, weight_ptr, best_ptr, column_ptr, batch, places, size, stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A CTA scores BLOCK places of a request's pool."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     part, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c, m = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE)
-    inside, in_size = c < pool, m < size
-    at = (request * pool + c)[:, None] * size + m[None, :]
-    weights = tl.load(weights_ptr + at, mask=inside[:, None] & in_size[None, :], other=0.0)
+    inside, in_size = c < places, m < size
+    ids = tl.load(pool_ptr + request * places + c, mask=inside, other=0)
+    at = ids[:, None] * size + m[None, :]
+    weights = tl.load(weight_ptr + at, mask=inside[:, None] & in_size[None, :], other=0.0)
     x = tl.load(x_ptr + request * size + m, mask=in_size, other=0.0).to(tl.float32)
     scores = tl.load(logits_ptr + request * stride + c, mask=inside, other=0.0).to(tl.float32)
     scores += tl.sum(weights.to(tl.float32) * x[None, :], 1)
     scores = tl.where(inside & (scores == scores), scores, float("-inf"))
     largest = tl.max(scores, 0)
-    first = tl.min(tl.where(inside & (scores == largest), c, pool - 1), 0)
+    best = tl.where(inside & (scores == largest), ids, 2147483647)
     tl.store(best_ptr + part * batch + request, largest)
-    tl.store(column_ptr + part * batch + request, first)
+    tl.store(column_ptr + part * batch + request, tl.min(best, 0).to(tl.int32))
 
 
 @jit
-def _best_part(best_ptr, column_ptr, out_ptr, parts, batch, PARTS: tl.constexpr):
+def _best_part(
+    best_ptr, column_ptr, out_ptr, table_ptr, taken_ptr, parts, batch,
+    RANK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     request, part = tl.program_id(0), tl.arange(0, PARTS)
     inside = part < parts
     at = part * batch + request
     best = tl.load(best_ptr + at, mask=inside, other=float("-inf"))
     column = tl.load(column_ptr + at, mask=inside, other=2147483647)
-    first = tl.min(tl.where(best == tl.max(best, 0), column, 2147483647), 0)
-    tl.store(out_ptr + request, first.to(tl.int64))
+    first = tl.min(tl.where(best == tl.max(best, 0), column, 2147483647), 0).to(tl.int64)
+    tl.store(out_ptr + request, first)
+    if RANK > 0:
+        r = tl.arange(0, RANK)
+        tl.store(taken_ptr + request * RANK + r, tl.load(table_ptr + first * RANK + r))

@@ -34,16 +34,16 @@ def top_columns(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     blocks = -(-vocab // COLUMNS)
     if not use_triton(logits) or k > min(MAX_K, blocks) or blocks > MAX_BLOCKS:
         return top_columns_ref(logits, k)
-    maxima = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    maxima = torch.empty(rows, 2, blocks, dtype=torch.float32, device=logits.device)
     values = torch.empty(rows, k, dtype=torch.float32, device=logits.device)
     columns = torch.empty(rows, k, dtype=torch.int64, device=logits.device)
     lse = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _block_maxima[(rows, -(-blocks // BLOCKS_PER_CTA))](
-        logits, maxima, rows, vocab, logits.stride(0), blocks,
+        logits, maxima, vocab, logits.stride(0), blocks,
         BLOCKS=BLOCKS_PER_CTA, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     _top_columns[(rows,)](
-        logits, maxima, values, columns, lse, rows, vocab, logits.stride(0), blocks, k,
+        logits, maxima, values, columns, lse, vocab, logits.stride(0), blocks, k,
         K=next_power_of_2(k), BLOCKS=next_power_of_2(blocks), COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
     return values, columns, lse
@@ -65,10 +65,10 @@ def _load(ptr, at, inside):
 
 @jit
 def _block_maxima(
-    logits_ptr, maxima_ptr, rows, vocab, stride, blocks,
+    logits_ptr, maxima_ptr, vocab, stride, blocks,
     BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """maxima [2, R, blocks]: the largest value of each block, and the sum of exp(x - it)."""
+    """maxima [R, 2, blocks]: the largest value of each block, and the sum of exp(x - it)."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -76,23 +76,23 @@ def _block_maxima(
     largest = tl.max(x, 1)
     shift = tl.where(largest > float("-inf"), largest, 0.0)
     total = tl.sum(tl.exp(x - shift[:, None]), 1)
-    out = maxima_ptr + row * blocks + block
+    out = maxima_ptr + row * 2 * blocks + block
     tl.store(out, largest, mask=block < blocks)
-    tl.store(out + rows.to(tl.int64) * blocks, total, mask=block < blocks)
+    tl.store(out + blocks, total, mask=block < blocks)
 
 
 @jit
 def _top_columns(
-    logits_ptr, maxima_ptr, values_ptr, columns_ptr, lse_ptr, rows, vocab, stride, blocks, k,
+    logits_ptr, maxima_ptr, values_ptr, columns_ptr, lse_ptr, vocab, stride, blocks, k,
     K: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One CTA per row: K blocks by their maxima, then k columns of these."""
     row = tl.program_id(0).to(tl.int64)
     block, slot = tl.arange(0, BLOCKS), tl.arange(0, K)
     inside = block < blocks
-    at = maxima_ptr + row * blocks + block
+    at = maxima_ptr + row * 2 * blocks + block
     largest = tl.load(at, mask=inside, other=float("-inf"))
-    total = tl.load(at + rows.to(tl.int64) * blocks, mask=inside, other=0.0)
+    total = tl.load(at + blocks, mask=inside, other=0.0)
     best = tl.max(largest, 0)
     shift = tl.where(best > float("-inf"), best, 0.0)
     tl.store(lse_ptr + row, shift + tl.log(tl.sum(total * tl.exp(largest - shift), 0)))

@@ -112,7 +112,8 @@ class DominoHead(DraftHead):
         self.prefix_gru = GRUCell(sizes.hidden_size, config.gru_size, place)
         inputs, inner = sizes.hidden_size + config.gru_size, config.inner_size
         self._readout = Affine(inner, sizes.draft_vocab_size, place, bias=False)
-        self.embed_proj = SiLUMLP(Affine(inputs, inner, place, bias=False), self._readout)
+        self._inner = Affine(inputs, inner, place, bias=False)
+        self.embed_proj = SiLUMLP(self._inner, self._readout)
 
     def propose(self, block: Block, vocabulary: DraftVocabulary, draw: Draw) -> Proposal:
         hidden = block.predicting
@@ -120,23 +121,33 @@ class DominoHead(DraftHead):
         readout, pool, pooled = self._readout["weight"].to(hidden.dtype), None, base
         if 0 < self._pool < base.shape[-1]:
             pool = base.amax(1).topk(self._pool, -1).indices  # [B, C], of all rows
-            readout = readout[pool]  # [B, C, m]
             pooled = base.gather(2, pool.unsqueeze(1).expand(-1, block.depth, -1))
+        fused = pool is not None and block.greedy and use_triton(hidden)
+        of_hidden, of_state = self._halves(hidden)
         state = hidden.new_zeros(hidden.shape[0], self._config.gru_size)
         token, tokens = block.anchor, []
         for i in range(block.depth):
             state = self.prefix_gru(vocabulary.embed(token).to(hidden.dtype), state)
+            scores, own = pooled[:, i : i + 1], None if pool is None else pool.unsqueeze(1)
             if i < self._config.pure_prefix:
                 token = draw(base[:, i : i + 1], i).squeeze(1)
             else:
-                inner = self.embed_proj.inner(torch.cat([hidden[:, i], state], 1))
-                if pool is None:
-                    token = draw((base[:, i] + F.linear(inner, readout)).unsqueeze(1), i).squeeze(1)
-                elif block.greedy and use_triton(hidden):
-                    place = best_in_pool(pooled[:, i], inner, readout).unsqueeze(1)
-                    token = vocabulary.to_target_ids(pool.gather(1, place).squeeze(1))
+                inner = F.silu(torch.addmm(of_hidden[:, i], state, of_state))
+                if fused:
+                    assert pool is not None
+                    token = best_in_pool(pooled[:, i], inner, pool, readout)
+                    token = vocabulary.to_target_ids(token)
                 else:
-                    scores = pooled[:, i] + torch.einsum("bm,bcm->bc", inner, readout)
-                    token = draw(scores.unsqueeze(1), i, pool.unsqueeze(1)).squeeze(1)
+                    rows = readout if pool is None else readout[pool]
+                    scores = scores + (inner.unsqueeze(1) @ rows.mT)
+                    token = draw(scores, i, own).squeeze(1)
             tokens.append(token)
         return Proposal(torch.stack(tokens, 1))
+
+    def _halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The first linear's product with the rows' hidden states [B, D, H], [B, D, m], and its
+        weight for the GRU's state, transposed, [g, m].
+        """
+        weight = self._inner["weight"].to(hidden.dtype)
+        size = hidden.shape[-1]
+        return F.linear(hidden, weight[:, :size]), weight[:, size:].t()

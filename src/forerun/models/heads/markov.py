@@ -147,13 +147,13 @@ class DSparkHead(DraftHead):
             base, columns = base.topk(self._config.draft_topk, -1)
         fused = block.greedy and columns is None and markov.fuses(hidden)
         token, tokens, before = block.anchor, [], []
-        state = markov.start(block)
+        state, taken = markov.start(block), None
         for i in range(block.depth):
-            before.append(markov.markov_w1(token))
+            before.append(markov.markov_w1(token) if taken is None else taken)
             x, state = markov.step(before[-1], hidden[:, i], state)
             if fused:
-                column = best_corrected(base[:, i], x, markov.markov_w2.weight)
-                token = vocabulary.to_target_ids(column)
+                tables = markov.markov_w2.weight, markov.markov_w1.weight
+                token, taken = best_corrected(base[:, i], x, *tables)
             else:
                 bias = markov.markov_w2(x)
                 own = None if columns is None else columns[:, i : i + 1]
@@ -179,8 +179,12 @@ class MarkovHead(Module):
         return block.hidden.new_zeros(block.hidden.shape[0], 0)
 
     def fuses(self, hidden: Tensor) -> bool:
-        """Whether a kernel chooses the best column of a row without writing its logits."""
-        return use_triton(hidden) and fits_best_corrected(hidden[:, 0], self.markov_w2.weight)
+        """Whether a kernel chooses the best column of a row without writing its logits; columns
+        must be the target's ids, as the kernel looks up W1 as well.
+        """
+        before, after = self.markov_w1.weight, self.markov_w2.weight
+        whole = before.shape == after.shape
+        return use_triton(hidden) and whole and fits_best_corrected(hidden[:, 0], after)
 
     def step(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """W1 of the token before [B, r], the row's hidden states [B, H], the state -> what W2
