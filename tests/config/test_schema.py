@@ -12,7 +12,7 @@ from forerun.config.hf_config import FAMILIES
 from forerun.config.model_config import parse_model_config
 from forerun.config.schema import ConfigKeys, QuantizationKeys, RopeKeys, checked
 from forerun.core.errors import ConfigError
-from forerun.models.quantization import weight_format
+from forerun.models.formats.registry import weight_format
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,7 +15,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError
 from forerun.evals.acceptance import Acceptance
 from forerun.evals.word_problems import problems
-from forerun.models.checkpoint import SINGLE
+from forerun.models.safetensors_files import SINGLE
 from tests.golden_engine import CASES, golden_llm
 from tests.models.support import family, save
 

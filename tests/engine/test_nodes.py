@@ -28,7 +28,7 @@ from forerun.executor.ranks.join import gather_nodes, join
 from forerun.executor.ranks.link import LOST_SECONDS, Link, connect, listen
 from forerun.executor.ranks.local import RankGone
 from forerun.executor.ranks.remote import RemoteRanks, Start
-from forerun.models.checkpoint import fingerprint
+from forerun.models.safetensors_files import fingerprint
 from forerun.speculative.registry import all_options
 from tests.engine_runs import run_together
 from tests.golden_engine import CASES, GOLDEN

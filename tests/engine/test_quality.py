@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun import LLM
+from forerun.kernels.moe.experts_mxfp4 import Mxfp4Weight
 from forerun.llm.bundled import bundled
 from forerun.models.loader import load_target
-from forerun.models.quantization import Mxfp4
 from tests.models.support import CPU, Loop, family, random_hf, save
 from tests.models.test_int4_formats import CONFIGS, GROUP, pack, set_config
 from tests.models.test_quantization import packed
@@ -241,7 +241,7 @@ def gpt_oss(folder: Path) -> tuple[Path, Path]:
         e, k, n = stored.pop(name).shape
         blocks, scales = packed((e, n, k), seed)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        tensors[name] = Mxfp4().dequantize(blocks, scales).transpose(1, 2).contiguous()
+        tensors[name] = Mxfp4Weight.of(blocks, scales).dequantize().transpose(1, 2).contiguous()
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, quantized / "model.safetensors")
     set_config(quantized, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})

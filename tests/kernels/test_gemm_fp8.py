@@ -32,7 +32,7 @@ from forerun.kernels.gemm.gemm_sm90 import MAX_SMEM_BYTES, Sm90Variant
 from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
-from forerun.layers.gemm import Fp8Gemm
+from forerun.layers.gemm_quantized import Fp8Gemm
 from tests.kernels.test_cuda import assert_compiles_well
 from tests.kernels.test_gemm import EPS, GPU, HOPPER, Problem, check_all_epilogues, close
 

@@ -16,7 +16,7 @@ from forerun.kernels.moe.config import choose_moe
 from forerun.kernels.moe.routing import Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.experts_fp8 import Fp8Experts
-from forerun.layers.gemm import Int4Gemm
+from forerun.layers.gemm_quantized import Int4Gemm
 from forerun.layers.norm import RMSNorm
 from forerun.plan.work import touched_experts
 from forerun_bench.gemms import recording

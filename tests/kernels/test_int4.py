@@ -32,7 +32,7 @@ from forerun.kernels.gemm.int4 import (
 )
 from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo
-from forerun.layers.gemm import Int4Gemm
+from forerun.layers.gemm_quantized import Int4Gemm
 
 
 def random_int4(n: int, k: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

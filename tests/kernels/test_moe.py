@@ -24,7 +24,7 @@ from forerun.kernels.moe.experts import (
     expert_partials,
     expert_partials_ref,
 )
-from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
+from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, Mxfp4Weight, expert_partials_mxfp4
 from forerun.kernels.moe.gated_output import GatedOutput, gate_output, gate_output_ref
 from forerun.kernels.moe.router import new_counts, route, top_k
 from forerun.kernels.moe.routing import (
@@ -40,8 +40,8 @@ from forerun.layers.communication import WeightPlacement
 from forerun.layers.module import Module
 from forerun.layers.moe import SharedExpertMoE, SparseMoE
 from forerun.layers.residual import AddRMSNorm
+from forerun.models.formats.mxfp4 import Mxfp4
 from forerun.models.gpt_oss import GptOssMoE
-from forerun.models.quantization import Mxfp4
 
 ROUTINGS = {
     "softmax": Routing(8, 2),
@@ -428,8 +428,8 @@ def test_mxfp4(tokens: int, device: torch.device) -> None:
         blocks = torch.randint(0, 256, (6, n, k // 32, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(120, 124, (6, n, k // 32), dtype=torch.uint8, generator=generator)
         stored.append((blocks.to(device), scales.to(device)))
-    w13, w2 = (Mxfp4Matrices.pack(*pair) for pair in stored)
-    plain = [Mxfp4().dequantize(*pair) for pair in stored]
+    w13, w2 = (Mxfp4Matrices.pack(Mxfp4Weight.of(*pair)) for pair in stored)
+    plain = [Mxfp4Weight.of(*pair).dequantize() for pair in stored]
     for packed, meant in zip((w13, w2), plain, strict=True):
         assert torch.equal(packed.dequantize(torch.float32), meant)
     swiglu = ClampedSwiglu(b13, b2, 1.702, 1.5)
@@ -438,7 +438,7 @@ def test_mxfp4(tokens: int, device: torch.device) -> None:
     want = expert_partials(x, *plain, routed, activation=swiglu)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="scales larger than 2"):
-        Mxfp4Matrices.pack(stored[0][0], stored[0][1] + 10)
+        Mxfp4Matrices.pack(Mxfp4Weight.of(stored[0][0], stored[0][1] + 10))
 
 
 def test_experts_of_gpt_oss_stay_packed(device: torch.device) -> None:
@@ -448,22 +448,18 @@ def test_experts_of_gpt_oss_stay_packed(device: torch.device) -> None:
         GptOssMoE(128, 64, routing, WeightPlacement(torch.float32, device, allocate=packs))
         for packs in (False, True)
     )
-    packed.experts.allocate_mxfp4()
-    generator, stored = torch.Generator(device).manual_seed(0), packed.weights()
-    for name, view in stored.items():
-        if view.is_floating_point():
-            view.normal_(generator=generator)
-            plain.weights()[name].copy_(view)
-        else:
-            view.random_(
-                *((0, 256) if name.endswith("blocks") else (120, 124)), generator=generator
-            )
+    assert packed.experts.quantize(Mxfp4())
+    generator, stored = torch.Generator(device).manual_seed(0), packed.quantized_weights()
     for name, view in plain.weights().items():
-        if f"{name}_blocks" in stored:
-            blocks, scales = (
-                stored[name + end].flatten(1, -2 - i) for i, end in ((1, "_blocks"), (0, "_scales"))
-            )
-            view.copy_(Mxfp4().dequantize(blocks, scales).transpose(1, 2).reshape(view.shape))
+        if name in stored:
+            codes = stored[name]
+            assert isinstance(codes, Mxfp4Weight)
+            codes.values.random_(0, 256, generator=generator)
+            codes.scales.random_(120, 124, generator=generator)
+            view.copy_(codes.dequantize().flatten(1, -2).transpose(1, 2).reshape(view.shape))
+        else:
+            view.normal_(generator=generator)
+            packed.weights()[name].copy_(view)
     packed.prepare()
     plain.prepare()
     x = random(9, 128, seed=1).to(device)

@@ -34,6 +34,7 @@ from forerun.kernels.runtime import nvrtc
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.moe import SparseMoE
+from forerun.models.formats.fp8 import Fp8Blocks, Fp8Rows
 
 GROUPS = [None, 128]
 KINDS = ["rows", "groups", "blocks"]
@@ -218,7 +219,7 @@ def moe_pair(
         SparseMoE(256, 128, routing, WeightPlacement(dtype, device, allocate=allocate))
         for allocate in (False, True)
     )
-    kept.experts.quantize(group)
+    assert kept.experts.quantize(Fp8Rows() if group is None else Fp8Blocks(group, group))
     generator = torch.Generator(device).manual_seed(0)
     views, stored = plain.weights(), kept.quantized_weights()
     assert views.keys() == kept.weights().keys() | stored.keys()

@@ -17,7 +17,11 @@ from forerun.kernels.moe.config import (
     choose_moe_mxfp4_sm90,
 )
 from forerun.kernels.moe.experts import ClampedSwiglu
-from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices, expert_partials_mxfp4
+from forerun.kernels.moe.experts_mxfp4 import (
+    Mxfp4Matrices,
+    Mxfp4Weight,
+    expert_partials_mxfp4,
+)
 from forerun.kernels.moe.router import new_counts, route, top_k
 from forerun.kernels.moe.routing import Routed, Routing, align_ref, route_ref
 from forerun.kernels.runtime import nvrtc
@@ -74,10 +78,9 @@ class Layer:
         runs = self.num_experts, n, k // 32
         blocks = torch.empty(*runs, 16, dtype=torch.uint8, device="cuda")
         scales = torch.empty(runs, dtype=torch.uint8, device="cuda")
-        return Mxfp4Matrices.pack(
-            blocks.random_(0, 256, generator=self.generator),
-            scales.random_(117, 122, generator=self.generator),
-        )
+        blocks.random_(0, 256, generator=self.generator)
+        scales.random_(117, 122, generator=self.generator)
+        return Mxfp4Matrices.pack(Mxfp4Weight.of(blocks, scales))
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device="cuda", dtype=torch.bfloat16)

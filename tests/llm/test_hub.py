@@ -23,7 +23,7 @@ from forerun.config.engine_config import EngineConfig
 from forerun.llm.download_progress import SECONDS_PER_LINE, DownloadProgress
 from forerun.llm.hub import HubModel, parse, with_local_paths
 from forerun.main import run
-from forerun.models.checkpoint import INDEX
+from forerun.models.safetensors_files import INDEX
 from tests.cli.support import PAIR, needs_pair
 from tests.golden_engine import CASES, GOLDEN
 from tests.llm.fresh_process import call

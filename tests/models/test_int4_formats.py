@@ -13,8 +13,7 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import Int4Weight
-from forerun.models import int4_formats
-from forerun.models.int4_formats import Int4Format
+from forerun.models.formats.int4 import Awq, Gptq, Int4Format, PackQuantized
 from forerun.models.loader import load_target
 from tests.models.support import CPU, Loop, family, random_hf, save
 
@@ -115,11 +114,19 @@ def test_a_checkpoint_means_its_weights(
     assert torch.equal(got, want)
 
 
-def test_what_is_kept_packed() -> None:
-    assert int4_formats.awq(CONFIGS["awq"]).keeps_packed
-    assert int4_formats.gptq({**CONFIGS["gptq"], "group_size": -1}).keeps_packed
-    assert not int4_formats.gptq({**CONFIGS["gptq"], "desc_act": True}).keeps_packed
-    assert not int4_formats.awq({**CONFIGS["awq"], "group_size": 64}).keeps_packed
+@pytest.mark.parametrize(
+    ("method", "changes", "keeps"),
+    [
+        ("awq", {}, True),
+        ("gptq", {"group_size": -1}, True),
+        ("gptq", {"desc_act": True}, False),
+        ("awq", {"group_size": 64}, False),
+    ],
+)
+def test_what_is_kept_packed(method: str, changes: dict[str, Any], keeps: bool) -> None:
+    kinds: dict[str, type[Int4Format]] = {"awq": Awq, "gptq": Gptq}
+    form = kinds[method].from_config({**CONFIGS[method], **changes})
+    assert form is not None and form.keeps_packed == keeps
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
@@ -127,9 +134,9 @@ def test_packed_weights(method: str) -> None:
     """Also from groups of all columns, which get the same scale several times."""
     stored, meant = encode(method, torch.empty(48, 384))
     formats: dict[str, Int4Format] = {
-        "awq": int4_formats.Awq(GROUP),
-        "gptq": int4_formats.Gptq(GROUP),
-        "compressed-tensors": int4_formats.PackQuantized(GROUP),
+        "awq": Awq(GROUP),
+        "gptq": Gptq(GROUP),
+        "compressed-tensors": PackQuantized(GROUP),
     }
     form = formats[method]
     stored.pop("weight_shape", None)

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from forerun.config.model_config import load_model_config
 from forerun.core.errors import ConfigError
-from forerun.models.checkpoint import INDEX, SINGLE, Checkpoint
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.formats.plain import Plain
 from forerun.models.loader import load_target
 from forerun.models.registry import ARCHITECTURES
+from forerun.models.safetensors_files import INDEX, SINGLE
 from forerun.platform import progress
 from tests.models.support import CPU, Loop, family, save
 
@@ -142,13 +144,13 @@ def test_progress_of_a_long_load(
     assert capsys.readouterr().err == ""  # loaded quickly
     monkeypatch.setattr(progress, "BAR_AFTER", 0.01)
     monkeypatch.setattr(progress, "SECONDS_PER_LINE", 0.01)
-    copy = Checkpoint._copy
+    load = Plain.load
 
-    def slow_copy(*args: Any) -> None:
-        time.sleep(0.5)
-        copy(*args)
+    def slow_load(*args: Any) -> None:
+        time.sleep(0.02)
+        load(*args)
 
-    monkeypatch.setattr(Checkpoint, "_copy", slow_copy)
+    monkeypatch.setattr(Plain, "load", slow_load)
     assert torch.equal(logits(original), want)
     shown = capsys.readouterr()
     assert shown.out == ""  # standard output is for the user's text

@@ -14,10 +14,12 @@ from torch import Tensor
 from forerun.config.model_config import parse_model_config
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import Fp8Weight
+from forerun.kernels.moe.experts_mxfp4 import Mxfp4Weight
 from forerun.layers.moe import Experts
 from forerun.models.base import CausalLM
+from forerun.models.formats.fp8 import Fp8Blocks, Fp8Rows
+from forerun.models.formats.registry import weight_format
 from forerun.models.loader import load_target
-from forerun.models.quantization import Fp8Blocks, Fp8Rows, Mxfp4, weight_format
 from tests.models.support import CPU, Loop, family, random_hf, save
 
 BLOCK = (24, 10)  # neither divides the sizes: ragged last blocks
@@ -107,7 +109,7 @@ def test_experts_in_one_tensor_are_scaled_matrix_by_matrix() -> None:
     made = [quantize(torch.randn(50, 33)) for _ in range(3)]
     stored, scale, meant = (torch.stack(parts) for parts in zip(*made, strict=True))
     assert blocks.scale_shapes((3, 50, 33)) == [tuple(scale.shape)] == [(3, 3, 4)]
-    assert torch.equal(blocks.dequantize(stored, scale), meant)
+    assert torch.equal(blocks.read(stored, scale).dequantize(), meant)
 
 
 def packed(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +126,7 @@ def test_mxfp4_is_dequantized_as_in_transformers() -> None:
 
     blocks, scales = packed((3, 10, 96), seed=1)
     want = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [E, K, N]
-    got = Mxfp4().dequantize(blocks, scales)
+    got = Mxfp4Weight.of(blocks, scales).dequantize()
     assert torch.equal(got, want.transpose(1, 2))
     assert len(got.unique()) > 20 and got.min() < 0 < got.max()
 
@@ -142,7 +144,7 @@ def mxfp4_checkpoint(folder: Path, **sizes: int) -> tuple[Any, list[str]]:
         e, k, n = tensors.pop(name).shape
         blocks, scales = packed((e, n, k), seed)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        weight = Mxfp4().dequantize(blocks, scales).transpose(1, 2)
+        weight = Mxfp4Weight.of(blocks, scales).dequantize().transpose(1, 2)
         hf.get_parameter(name).data.copy_(weight)
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())

@@ -16,8 +16,9 @@ from forerun.kernels.cpu import library
 from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.layers.communication import SINGLE_RANK, Communicator, UnreducedRank, WeightPlacement
 from forerun.layers.sharding import Shard, even_shard
-from forerun.models import gpt_oss, int4_formats
 from forerun.models.base import CausalLM
+from forerun.models.formats import mxfp4
+from forerun.models.formats.int4 import Awq, Gptq, PackQuantized
 from forerun.models.loader import load_target_at
 from tests.models import test_int4_formats as int4
 from tests.models import test_quantization as fp8
@@ -131,7 +132,7 @@ def test_whole_experts_of_two_ranks(make: Make, quantization: str | None, tmp_pa
 @pytest.mark.parametrize("packed", [False, True])
 def test_experts_in_mxfp4(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dequantized while they are read, and packed, as on a GPU; 128 columns and 64."""
-    monkeypatch.setattr(gpt_oss, "have_triton", lambda device: packed)
+    monkeypatch.setattr(mxfp4, "have_triton", lambda device: packed)
     fp8.mxfp4_checkpoint(tmp_path, hidden_size=64, intermediate_size=192)
     want = logits(tmp_path, SINGLE_RANK)
     for ep_size in (1, 2):
@@ -149,10 +150,10 @@ def test_experts_in_mxfp4(packed: bool, tmp_path: Path, monkeypatch: pytest.Monk
 def test_parts_of_a_weight_in_4_bits() -> None:
     """By rows and by columns; of GPTQ's reordered columns, each has its group's scale."""
     for method, form in (
-        ("awq", int4_formats.Awq(128)),
-        ("gptq", int4_formats.Gptq(128)),
-        ("gptq", int4_formats.Gptq(128, reorders=True)),
-        ("compressed-tensors", int4_formats.PackQuantized(128)),
+        ("awq", Awq(128)),
+        ("gptq", Gptq(128)),
+        ("gptq", Gptq(128, reorders=True)),
+        ("compressed-tensors", PackQuantized(128)),
     ):
         order = torch.randperm(512) % 4 if form.reorders else None
         stored, meant = int4.encode(method, torch.empty(32, 512), order)
@@ -189,4 +190,4 @@ def test_ranks_that_would_divide_a_group(tmp_path: Path) -> None:
         on_ranks(2, lambda comm: load(folder, comm))
     shard = Shard(1, 768, (range(192, 384),))
     with pytest.raises(ConfigError, match=r"columns, 768, within a group of 128 .*: 1, 2, 3, 6"):
-        int4_formats.Awq(128).shards(shard)
+        Awq(128).shards(shard)

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from forerun.models.checkpoint import INDEX, SINGLE
+from forerun.models.safetensors_files import INDEX, SINGLE
 
 PAIR = ("target", "draft")
 TEMPLATE = "chat_template.jinja"

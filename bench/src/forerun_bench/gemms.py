@@ -41,9 +41,8 @@ from forerun.kernels.moe.experts_mxfp4 import Mxfp4Matrices
 from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.router_logits_sm90 import LogitsRouter
 from forerun.kernels.moe.routing import Routed, RouterLogits
-from forerun.layers import experts_fp8, moe
-from forerun.layers import gemm as layers_gemm
-from forerun.models import gpt_oss
+from forerun.layers import experts_fp8, gemm_quantized, moe
+from forerun.models.formats import mxfp4
 from forerun.plan.work import Gemm, touched_experts
 from forerun.sampling.sampler import SamplingFlags
 
@@ -65,12 +64,11 @@ def recording() -> Iterator[list[Gemm]]:
         _wrapped(router, "route_sm90", mode.watch_router),
         _wrapped(moe, "router_logits_sm90", mode.watch_logits),
         _wrapped(moe, "add_rms_norm_router_logits_sm90", mode.watch_logits),
-        _wrapped(layers_gemm, "gemm_int4", mode.watch_int4),
-        _wrapped(layers_gemm, "gemm_int4_partials", mode.watch_int4),
+        _wrapped(gemm_quantized, "gemm_int4", mode.watch_int4),
+        _wrapped(gemm_quantized, "gemm_int4_partials", mode.watch_int4),
         _wrapped(moe, "expert_partials", mode.watch_experts),
         _wrapped(experts_fp8, "expert_partials_fp8", mode.watch_packed_experts),
-        _wrapped(gpt_oss, "expert_partials", mode.watch_experts),
-        _wrapped(gpt_oss, "expert_partials_mxfp4", mode.watch_packed_experts),
+        _wrapped(mxfp4, "expert_partials_mxfp4", mode.watch_packed_experts),
         _wrapped(cpu, "gemm", mode.watch_cpu),
         _wrapped(cpu, "gemm_add_rms_norm", mode.watch_cpu),
         _wrapped(cpu, "gemm_silu_mul", mode.watch_cpu),

@@ -5,13 +5,10 @@
                   blocked layout
     SkinnyGemm    bfloat16 on a GPU: our kernels where `kernels/gemm/dispatch.py` has a
                   configuration for so few tokens, else the vendor's library
-    Fp8Gemm       e4m3 weights on a GPU, in a bfloat16 model: our kernels up to 128 tokens, else FP8
-                  tensor cores through the library, or the weight dequantized
-    Int4Gemm      weights of 4-bit integers on a GPU: our kernels up to 128 tokens, else the weight
-                  dequantized
     LibraryGemm   everything else: `F.linear`
 
-`gemm_for` and `quantized_gemm_for` choose once per weight, when the model is prepared.
+`gemm_for` chooses once per weight, when the model is prepared. `gemm_quantized.py` has the GEMMs of
+quantized weights.
 
 Without our kernels, on a CPU in float32, the library behind `F.linear` is slow for the few tokens
 of a decode step; oneDNN with reordered weights is faster at every number of tokens. Measured on 2
@@ -31,24 +28,15 @@ from torch import Tensor
 
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
-from forerun.kernels.elementwise.quantize_fp8 import (
-    dequantize_weight,
-    interleave,
-    quantize_tokens,
-)
 from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import (
     GemmConfig,
     Sm90GemmConfig,
-    TritonGemmConfig,
     uses_split_k,
 )
 from forerun.kernels.gemm.dispatch import (
-    MAX_FP8_M,
-    choose_fp8_gemm,
     choose_gemm,
     choose_gemm_silu_mul,
-    fp8_sm90_serves,
 )
 from forerun.kernels.gemm.gemm import (
     DeferredNorm,
@@ -59,11 +47,6 @@ from forerun.kernels.gemm.gemm import (
     gemm_partials,
     gemm_silu_mul,
 )
-from forerun.kernels.gemm.gemm_int4 import MAX_M as MAX_INT4_M
-from forerun.kernels.gemm.gemm_int4 import gemm_int4, gemm_int4_partials
-from forerun.kernels.gemm.gemm_int4_sm90 import choose_config as choose_int4_sm90
-from forerun.kernels.gemm.int4 import Int4Weight
-from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.kernels.sampling.argmax import argmax
 from forerun.layers.norm import RMSNorm
@@ -77,7 +60,7 @@ ONEDNN_TOKENS = 32
 # it the second copy costs more memory than the faster GEMM is worth.
 MAX_SHARED_COPY = 256 << 20  # bytes
 
-INT8, FP8 = "int8", "fp8"  # `EngineConfig.quantization`
+INT8 = "int8"  # `EngineConfig.quantization`
 BFLOAT16 = "bfloat16"  # of drafts
 
 # Weights up to this size are also kept transposed: for one token that is 1.3 times faster than
@@ -148,7 +131,7 @@ class LibraryGemm(Gemm):
         self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        return F.linear(_whole(x), self.weight, self.bias)
+        return F.linear(whole(x), self.weight, self.bias)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
@@ -181,7 +164,7 @@ class CpuGemm(Gemm):
         return cpu.is_plain(self.weight)
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        return cpu.gemm(_whole(x), self.weight)
+        return cpu.gemm(whole(x), self.weight)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
@@ -191,7 +174,7 @@ class CpuGemm(Gemm):
         return cpu.gemm_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
-        return cpu.gemm_silu_mul(_whole(x), self.weight)
+        return cpu.gemm_silu_mul(whole(x), self.weight)
 
     def argmax(self, x: Tensor) -> Tensor:
         return cpu.gemm_argmax(x, self.weight)
@@ -212,7 +195,7 @@ class OneDnnGemm(Gemm):
         self._linear_add = ops._linear_pointwise.binary
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        x = _whole(x)
+        x = whole(x)
         if self.transposed is not None and x.shape[0] == 1:
             return torch.mm(x, self.transposed)
         y: Tensor = self._linear(x, self.weight, self.bias, "none", [], "")
@@ -241,7 +224,7 @@ class SkinnyGemm(Gemm):
         self._library: Gemm = LibraryGemm(weight, bias)
 
     def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        config = self._config(_num_tokens(x))
+        config = self._config(num_tokens_of(x))
         return self._library(x) if config is None else gemm(x, self.weight, config)
 
     def accepts_deferred_norm(self, num_tokens: int) -> bool:
@@ -273,7 +256,7 @@ class SkinnyGemm(Gemm):
         return gemm_partials(x, self.weight, config)
 
     def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
-        config = self._silu_mul_config(_num_tokens(x))
+        config = self._silu_mul_config(num_tokens_of(x))
         return super().silu_and_mul(x) if config is None else gemm_silu_mul(x, self.weight, config)
 
     def argmax(self, x: Tensor) -> Tensor:
@@ -288,108 +271,6 @@ class SkinnyGemm(Gemm):
     def _silu_mul_config(self, num_tokens: int) -> GemmConfig | None:
         n, k = self.weight.weight.shape
         return choose_gemm_silu_mul(n, k, num_tokens, gpu_of(self.weight.weight.device))
-
-
-class Fp8Gemm(SkinnyGemm):
-    """An e4m3 weight. Up to 128 tokens are multiplied in bfloat16 (W8A16): the kernels read the
-    values once and convert them in registers. So nothing but the weights is rounded, and norms and
-    activations stay fused.
-    """
-
-    packs_weight = True
-
-    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
-        self.weight = GemmWeight.from_fp8(weight, bias)
-        (n, k), gpu = weight.shape, gpu_of(weight.device)
-        interleaved = fp8_sm90_serves(n, k, gpu, self.weight.group)
-        if interleaved:
-            weight = replace(weight, values=interleave(weight.values))
-            self.weight = replace(self.weight, weight=weight.values)
-        self._library = Fp8LibraryGemm(weight, bias, interleaved)
-
-    def describe_quantized(self) -> str | None:
-        language = "Triton" if isinstance(self._config(1), TritonGemmConfig) else "CUDA C++"
-        few = f"up to {MAX_FP8_M} tokens W8A16 in {language}, more " if self._config(1) else ""
-        return f"fp8: {few}{self._library.describe_quantized()}"
-
-    def _config(self, num_tokens: int, partials: bool = False) -> GemmConfig | None:
-        (n, k), gpu = self.weight.weight.shape, gpu_of(self.weight.weight.device)
-        return choose_fp8_gemm(n, k, num_tokens, gpu, self.weight.group, partials)
-
-    def _silu_mul_config(self, num_tokens: int) -> GemmConfig | None:
-        return self._config(num_tokens)
-
-    def argmax(self, x: Tensor) -> Tensor:
-        return argmax(self(x))
-
-
-class Fp8LibraryGemm(Gemm):
-    """Many tokens. With a scale per row, where the GPU has FP8 tensor cores, tokens are quantized
-    too (W8A8, a scale per token); else the weight is dequantized for every call.
-    """
-
-    def __init__(self, weight: Fp8Weight, bias: Tensor | None, interleaved: bool) -> None:
-        """`interleaved`: the weight's values are stored so."""
-        self.weight, self.bias, self._interleaved = weight, bias, interleaved
-        self._scaled_mm = _scaled_mm_serves(weight)
-        self._scales = weight.scales.t().contiguous()  # [1, N] where it serves
-
-    def describe_quantized(self) -> str:
-        return "W8A8 in the library" if self._scaled_mm else "dequantized for every GEMM"
-
-    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        x = _whole(x)
-        if not self._scaled_mm:
-            return F.linear(
-                x, dequantize_weight(self.weight, x.dtype, self._interleaved), self.bias
-            )
-        values, scales = quantize_tokens(x, self._interleaved)
-        weight = self.weight.values.t()
-        y: Tensor = torch._scaled_mm(
-            values, weight, scales, self._scales, bias=self.bias, out_dtype=x.dtype
-        )
-        return y
-
-
-class Int4Gemm(Gemm):
-    """A weight of 4-bit integers. Up to 128 tokens are multiplied by kernels that read them once
-    (W4A16); for more, it is dequantized for every call.
-    """
-
-    packs_weight = True
-
-    def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
-        self.weight = weight.pack(bias)
-
-    def __call__(self, x: Tensor | DeferredNorm) -> Tensor:
-        return gemm_int4(_whole(x), self.weight)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, norm: RMSNorm, reader: Gemm | None
-    ) -> tuple[Tensor | DeferredNorm, Tensor]:
-        """The norm adds up split-K partials."""
-        partials = self.split_k_partials(x)
-        return norm.add(self(x) if partials is None else partials, residual)
-
-    def split_k_partials(self, x: Tensor, free_smem: int = 0) -> Tensor | None:
-        return None if self.weight.bias is not None else gemm_int4_partials(x, self.weight)
-
-    def silu_and_mul(self, x: Tensor | DeferredNorm) -> Tensor:
-        return gemm_int4(_whole(x), self.weight, silu_mul=True)
-
-    def describe_quantized(self) -> str:
-        packed, bfloat16 = self.weight.packed, torch.bfloat16
-        config = choose_int4_sm90(*self.weight.shape, False, gpu_of(packed.device), bfloat16)
-        language = "Triton" if config is None else "CUDA C++"
-        return (
-            f"int4: up to {MAX_INT4_M} tokens W4A16 in {language}, more dequantized for every GEMM"
-        )
-
-
-def _scaled_mm_serves(weight: Fp8Weight) -> bool:
-    gpu, (n, k) = gpu_of(weight.device), weight.shape
-    fp8_cores = not gpu.amd and gpu.capability >= 90
-    return fp8_cores and weight.scales.shape[1] == 1 and n % 16 == 0 and k % 16 == 0
 
 
 def gemm_for(
@@ -422,18 +303,6 @@ def plain_gemm_for(weight: Tensor, bias: Tensor | None = None) -> Gemm:
     return LibraryGemm(weight, bias)
 
 
-def quantized_gemm_for(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Gemm:
-    """The implementation for a quantized weight; x and y are of `dtype`.
-
-    Where no kernel reads it, it is dequantized once and kept so.
-    """
-    if isinstance(weight, Fp8Weight) and weight.device.type == "cuda" and dtype == torch.bfloat16:
-        return Fp8Gemm(weight, bias)
-    if isinstance(weight, Int4Weight) and weight.device.type == "cuda":
-        return Int4Gemm(weight, bias)
-    return gemm_for(weight.dequantize().to(dtype), bias)
-
-
 def cpu_kernels_serve(weight: Tensor) -> bool:
     """float32 and bfloat16 on a CPU, where a compiler is there."""
     fits = weight.dim() == 2 and cpu.fits(weight, cpu.plain_format(weight.dtype))
@@ -460,10 +329,10 @@ def skinny_serves(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0
 
 
-def _whole(x: Tensor | DeferredNorm) -> Tensor:
+def whole(x: Tensor | DeferredNorm) -> Tensor:
     assert isinstance(x, Tensor), "only where `accepts_deferred_norm`"
     return x
 
 
-def _num_tokens(x: Tensor | DeferredNorm) -> int:
+def num_tokens_of(x: Tensor | DeferredNorm) -> int:
     return (x.x if isinstance(x, DeferredNorm) else x).shape[0]

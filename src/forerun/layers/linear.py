@@ -27,9 +27,10 @@ from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
-from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for, quantized_gemm_for
+from forerun.layers.gemm import Gemm, LibraryGemm, gemm_for
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+from forerun.layers.quantize_method import QuantizeMethod
 from forerun.layers.sharding import Shard, even_shard, kv_head_shard
 
 
@@ -132,17 +133,20 @@ class LinearBase(Module):
         self.bias = place.empty(output_size) if bias else None
         self.gemm: Gemm = LibraryGemm(self.weight, self.bias)
         self._device, self._quantization = place.device, place.quantization
+        self._method = QuantizeMethod()  # of the quantized weight
 
     def allocate(self) -> None:
         """Memory for a plain weight, if there is none yet."""
         if self.weight.device != self._device:
             self.weight = torch.empty_like(self.weight, device=self._device)
 
-    def quantize(self, empty: Callable[[int, int, torch.device], QuantizedWeight]) -> None:
-        """Keeps the weight, before it is loaded, as `empty(out, in, device)`."""
+    def quantize(self, method: QuantizeMethod) -> bool:
+        """Keeps the weight as the method does, before it is loaded; False: it stays plain."""
         n, k = self.weight.shape
-        self.quantized = empty(n, k, self._device)
-        self.weight = self.weight.new_empty(0, k, device=self._device)
+        self.quantized, self._method = method.empty_linear(n, k, self._device), method
+        if self.quantized is not None:
+            self.weight = self.weight.new_empty(0, k, device=self._device)
+        return self.quantized is not None
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         plain = {} if self.quantized is not None else {"weight": self.weight}
@@ -163,7 +167,9 @@ class LinearBase(Module):
 
     def prepare(self) -> None:
         if self.quantized is not None:
-            self.gemm = quantized_gemm_for(self.quantized, self.bias, self.weight.dtype)
+            weight, dtype = self.quantized, self.weight.dtype
+            kept = self._method.gemm(weight, self.bias, dtype)
+            self.gemm = kept or gemm_for(weight.dequantize().to(dtype), self.bias)
             self.quantized_gemm = self.gemm.describe_quantized() or "dequantized when loaded"
             self.quantized = None
             return

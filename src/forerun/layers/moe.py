@@ -24,9 +24,9 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError, divisors
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
+from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.moe.align import of_experts
-from forerun.kernels.moe.experts import combine, expert_partials
+from forerun.kernels.moe.experts import ExpertActivation, combine, expert_partials
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.router import new_counts, route
 from forerun.kernels.moe.router_logits_sm90 import (
@@ -40,12 +40,12 @@ from forerun.kernels.moe.router_logits_sm90 import (
 from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
 from forerun.kernels.runtime.gpu import gpu_of
 from forerun.layers.communication import Communicator, UnreducedRank, WeightPlacement
-from forerun.layers.experts_fp8 import Fp8Experts, dequantize_stack, fp8_experts_serve
 from forerun.layers.gemm import Gemm, plain_gemm_for
 from forerun.layers.linear import Hidden, Pending, PendingGemm, Rows
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
+from forerun.layers.quantize_method import PackedExperts, QuantizeMethod
 from forerun.layers.residual import AddRMSNorm
 from forerun.layers.sharding import Shard, block_shard, even_shard
 
@@ -133,7 +133,7 @@ class Experts(Module):
     are shared.
     """
 
-    quantizable: ClassVar[bool] = True
+    activation: ExpertActivation = None
     block: ClassVar[int | None] = None  # columns that stay on one rank; None: ranks have as many
 
     def __init__(
@@ -171,12 +171,14 @@ class Experts(Module):
         count = self.num_experts + num_shared
         self.w13 = place.empty_weight(count, 2 * self.width, hidden_size)
         self.w2 = place.empty_weight(count, hidden_size, self.width)
-        self._device = place.device
+        self.device = place.device
         self.fused = False  # whether the checkpoint has all routed experts in one tensor
         self.projections = "gate_proj", "up_proj", "down_proj"  # their names in checkpoints
         self.quantized_gemm: str | None = None  # what computes with quantized weights
-        self._stored_fp8: list[Fp8Weight] = []  # in place of w13 and w2, until they are prepared
-        self._fp8: Fp8Experts | None = None
+        self._method = QuantizeMethod()  # of quantized weights
+        # In place of w13 and w2: until they are prepared, and as a kernel reads them then.
+        self._quantized: tuple[QuantizedWeight, ...] = ()
+        self._packed: PackedExperts | None = None
         self._shared_gate_up: list[Gemm] = []
 
     def _part(self, num_experts: int, place: WeightPlacement) -> range:
@@ -222,28 +224,20 @@ class Experts(Module):
 
     def allocate(self) -> None:
         """Memory for the weights, if there is none yet."""
-        if self.w13.device != self._device:
-            self.w13 = torch.empty_like(self.w13, device=self._device)
-            self.w2 = torch.empty_like(self.w2, device=self._device)
+        if self.w13.device != self.device:
+            self.w13 = torch.empty_like(self.w13, device=self.device)
+            self.w2 = torch.empty_like(self.w2, device=self.device)
 
-    def allocate_mxfp4(self) -> None:
-        """Keeps the weights in MXFP4 if kernels read them; before they are loaded."""
-
-    def quantize(self, group: int | None) -> None:
-        """Keeps the weights in FP8, with scales of so many columns; before they are loaded."""
-        for name in ("w13", "w2"):
-            weight: Tensor = getattr(self, name)
-            self._stored_fp8.append(Fp8Weight.stack(tuple(weight.shape), self._device, group))
-            setattr(self, name, weight.new_empty(0, device=self._device))
-
-    def can_quantize(self, group: int | None) -> bool:
-        """Whether `quantize` may be called: a shared expert has groups of its own."""
-        whole = group is None or self.width % group == 0
-        return self.quantizable and (self.num_shared <= 1 or whole)
+    def quantize(self, method: QuantizeMethod) -> bool:
+        """Keeps the weights as the method does, before they are loaded; False: they stay plain."""
+        self._quantized, self._method = method.empty_experts(self) or (), method
+        if self._quantized:
+            self.w13, self.w2 = (w.new_empty(0, device=self.device) for w in (self.w13, self.w2))
+        return bool(self._quantized)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Weights of the routed experts."""
-        if self._stored_fp8:
+        if self._quantized:
             return {}
         weights = self.w13, self.w2
         return {name: rows(weights[i]) for name, (i, rows) in self._routed(prefix).items()}
@@ -274,17 +268,21 @@ class Experts(Module):
 
     def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Weights of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
-        if self._stored_fp8:
+        if self._quantized:
             return {}
         weights = self.w13, self.w2
         return {name: rows(weights[i]) for name, (i, rows) in self._shared_mlp(prefix).items()}
 
     def quantized_weights(self, prefix: str, shared_prefix: str) -> dict[str, QuantizedWeight]:
         """Both kinds, if they are quantized."""
-        if not self._stored_fp8:
+        if not self._quantized:
             return {}
         views = self._routed(prefix) | self._shared_mlp(shared_prefix)
-        return {name: self._stored_fp8[i].map(rows) for name, (i, rows) in views.items()}
+        return {name: self._quantized[i].map(rows) for name, (i, rows) in views.items()}
+
+    def matrix_names(self, prefix: str, shared_prefix: str) -> list[str]:
+        """Names of both kinds, quantized or not."""
+        return [*self._routed(prefix), *self._shared_mlp(shared_prefix)]
 
     def _routed(self, prefix: str) -> dict[str, tuple[int, Rows]]:
         """Name in checkpoints -> which matrices it has, of w13 (0) or w2 (1)."""
@@ -311,19 +309,17 @@ class Experts(Module):
         }
 
     def prepare(self) -> None:
-        if self._stored_fp8:
-            self._prepare_fp8(*self._stored_fp8)
+        """Quantized weights that no kernel reads are dequantized."""
+        if self._quantized:
+            (w13, w2), dtype = self._quantized, self.w13.dtype
+            self._quantized = ()
+            self._packed = self._method.pack_experts(w13, w2, self.num_experts, dtype)
+            if self._packed is None:
+                self.w13, self.w2 = (_dequantize_stack(w, dtype) for w in (w13, w2))
+            self.quantized_gemm = (
+                self._packed.describe() if self._packed else "dequantized when loaded"
+            )
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
-
-    def _prepare_fp8(self, w13: Fp8Weight, w2: Fp8Weight) -> None:
-        """Where no kernel reads the weights, they are dequantized."""
-        dtype = self.w13.dtype
-        if fp8_experts_serve(w13, w2, dtype):
-            self._fp8 = Fp8Experts(w13, w2, self.num_experts)
-        else:
-            self.w13, self.w2 = dequantize_stack(w13, dtype), dequantize_stack(w2, dtype)
-        self._stored_fp8 = []
-        self.quantized_gemm = self._fp8.describe() if self._fp8 else "dequantized when loaded"
 
     def routed_here(self, routed: Routed | RouterLogits) -> Routed:
         """Returns it with the choices that are this rank's experts."""
@@ -333,7 +329,9 @@ class Experts(Module):
     @property
     def can_choose(self) -> bool:
         """Whether a kernel that chooses experts reads these weights."""
-        return not self.is_part and (self._fp8 is None or self._fp8.on_sm90)
+        packed = self._packed
+        plain = self.activation is None and not self.is_part
+        return plain and (packed is None or packed.can_choose)
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
@@ -344,31 +342,42 @@ class Experts(Module):
         comes after the last, [k + 1, T, H].
         """
         if self.is_part:
-            here = self.routed_here(routed)
-            if self._fp8 is not None:
-                out = self._fp8.partials(x, here, None)
-            else:
-                out = expert_partials(x, self.w13, self.w2, here)
+            out = self._partials(x, self.routed_here(routed), None)
             # The first choice, to which it would be added, may be another rank's.
             return out if shared is None else with_another(out, shared.result())
         chosen = isinstance(routed, RouterLogits) or routed.num_shared == self.num_shared
         assert chosen or shared is None
-        if self._fp8 is not None:
-            dense = None if chosen else self._fp8.shared_output(x)
-            return self._fp8.partials(x, routed, shared if dense is None else dense)
-        if chosen:
-            return expert_partials(x, self.w13, self.w2, routed, shared)
-        w13, w2 = self.w13[: self.num_experts], self.w2[: self.num_experts]
-        return expert_partials(x, w13, w2, routed, self._shared_output(x))
+        return self._partials(x, routed, shared if chosen else self._shared_output(x))
+
+    def _partials(
+        self, x: Tensor, routed: Routed | RouterLogits, shared: Tensor | GatedOutput | None
+    ) -> Tensor:
+        """The routed experts, and the shared ones if they are among the choices."""
+        if self._packed is not None:
+            return self._packed.partials(x, routed, shared, self.activation)
+        w13, w2 = self.w13, self.w2
+        if isinstance(shared, Tensor):
+            w13, w2 = w13[: self.num_experts], w2[: self.num_experts]
+        return expert_partials(x, w13, w2, routed, shared, activation=self.activation)
 
     def _shared_output(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], by dense GEMMs."""
+        if self._packed is not None:
+            return self._packed.shared_output(x)
         out: Tensor | None = None
         for gate_up, w2 in zip(self._shared_gate_up, self.w2[self.num_experts :], strict=True):
             act = gate_up.silu_and_mul(x)
             out = F.linear(act, w2) if out is None else out.addmm_(act, w2.t())
         assert out is not None
         return out
+
+
+def _dequantize_stack(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """[E, N, K], matrix by matrix, which takes less memory."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for expert, matrix in enumerate(out):
+        matrix.copy_(weight.map(itemgetter(expert)).dequantize())
+    return out
 
 
 def check_has_experts(model: Module, ep_size: int, architecture: str) -> None:
@@ -385,7 +394,6 @@ def check_has_experts(model: Module, ep_size: int, architecture: str) -> None:
 class SparseMoE(Module):
     """`gate` and `experts` of one layer."""
 
-    experts_choose: ClassVar[bool] = True  # where the experts' kernel can, from the logits
     router_type: ClassVar[type[Router]] = Router
     experts_type: ClassVar[type[Experts]] = Experts
 
@@ -412,10 +420,9 @@ class SparseMoE(Module):
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         return super().shards(prefix) | self.experts.shared_shards(f"{prefix}shared_experts.")
 
-    def expert_weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those of `weights` that `quantized_weights` has once they are quantized."""
-        shared = self.experts.shared_weights(f"{prefix}shared_experts.")
-        return self.experts.weights(f"{prefix}experts.") | shared
+    def matrix_names(self, prefix: str = "") -> list[str]:
+        """Names of the experts' matrices, in `weights` or `quantized_weights`."""
+        return self.experts.matrix_names(f"{prefix}experts.", f"{prefix}shared_experts.")
 
     def quantized_weights(self, prefix: str = "") -> dict[str, QuantizedWeight]:
         """Those that `weights` lacks."""
@@ -434,7 +441,7 @@ class SparseMoE(Module):
     ) -> tuple[PendingExperts, Tensor]:
         """`x, residual = norm(x, residual)` and self(x), fused for few tokens."""
         fused = None
-        if self._experts_choose_now and isinstance(x, PendingGemm):
+        if self.experts.can_choose and isinstance(x, PendingGemm):
             fused = self.gate.add_norm_logits(x, residual, norm.norm, self.experts.width)
         if fused is not None:
             normed, residual, logits = fused
@@ -442,13 +449,9 @@ class SparseMoE(Module):
         normed_or_deferred, residual = norm(x, residual)
         return self(normed_or_deferred), residual
 
-    @property
-    def _experts_choose_now(self) -> bool:
-        return self.experts_choose and self.experts.can_choose
-
     def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
         """x [T, H] -> [k, T, H], of this rank. `logits`: of x, if they are there."""
-        if logits is None and self._experts_choose_now:
+        if logits is None and self.experts.can_choose:
             logits = self.gate.logits_for_experts(x, self.experts.width)
         out = self.experts(x, self.gate(x) if logits is None else logits)
         if self.shared_experts is None:
@@ -486,7 +489,7 @@ class SharedExpertMoE(SparseMoE):
 
     def partials(self, x: Tensor, logits: RouterLogits | None = None) -> Tensor:
         value = self.shared_expert(x).result()
-        if logits is None and self._experts_choose_now:
+        if logits is None and self.experts.can_choose:
             logits = self.gate.logits_for_experts(x, self.experts.width)
         routed = self.gate(x) if logits is None else logits
         return self.experts(x, routed, GatedOutput(x, self.shared_expert_gate.weight, value))

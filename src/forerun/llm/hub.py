@@ -18,7 +18,8 @@ from typing import Any
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import ConfigError, first_line
 from forerun.llm.download_progress import DownloadProgress, progress_bar_class
-from forerun.models.checkpoint import DUMMY_FORMATS, INDEX, SINGLE, shard_names
+from forerun.models.dummy_weights import DUMMY_FORMATS
+from forerun.models.safetensors_files import INDEX, SINGLE, shard_names
 
 CONFIG = "config.json"
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")

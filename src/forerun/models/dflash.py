@@ -28,7 +28,7 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AuxHiddenStates, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.models.block_convolution import BlockConvolution, ConvolutionConfig
-from forerun.models.checkpoint import DUMMY_FORMATS, Checkpoint
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.decoder_layer import SinkAttention
 from forerun.models.dflash_config import DFlashConfig, load_dflash_config
 from forerun.models.draft_base import (
@@ -40,6 +40,7 @@ from forerun.models.draft_base import (
     own_parts,
     read_draft,
 )
+from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.heads.base import BodySizes, HeadConfig
 from forerun.models.heads.plain import PlainHead
 from forerun.models.heads.registry import refuse_other_tensors

@@ -22,7 +22,8 @@ from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacem
 from forerun.layers.embedding import LMHead, VocabEmbedding
 from forerun.layers.module import Module
 from forerun.layers.sharding import even_shard, kv_head_shard
-from forerun.models.checkpoint import HARMLESS, Checkpoint, fill_dummy
+from forerun.models.checkpoint import HARMLESS, Checkpoint
+from forerun.models.dummy_weights import fill_dummy
 from forerun.models.registry import check_layers
 
 OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"

@@ -25,7 +25,6 @@ from forerun.layers.norm import RMSNorm
 from forerun.layers.residual import NO_CAPTURE, AddRMSNorm, FinalRMSNorm, kept
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
-from forerun.models.checkpoint import DUMMY_FORMATS
 from forerun.models.decoder_layer import SelfAttention
 from forerun.models.draft_base import (
     OWN_EMBEDDING,
@@ -37,6 +36,7 @@ from forerun.models.draft_base import (
     own_parts,
     read_draft,
 )
+from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.models.eagle3_config import (
     MASK_HIDDEN,
     Eagle3Config,

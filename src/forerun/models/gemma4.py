@@ -27,9 +27,8 @@ from forerun.config.rope_config import PROPORTIONAL
 from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.value_norm import norm_values
 from forerun.kernels.gemm.gemm import DeferredNorm
-from forerun.kernels.moe.experts import GELU_TANH, combine, expert_partials
-from forerun.kernels.moe.gated_output import GatedOutput
-from forerun.kernels.moe.routing import Routed, RouterLogits, Routing
+from forerun.kernels.moe.experts import GELU_TANH, combine
+from forerun.kernels.moe.routing import Routed, Routing
 from forerun.layers.attention import Attention, SharedAttention
 from forerun.layers.communication import WeightPlacement
 from forerun.layers.embedding import VocabEmbedding
@@ -161,13 +160,7 @@ class Gemma4Router(Router):
 
 
 class Gemma4Experts(Experts):
-    quantizable = False  # in FP8: the kernels have SiLU
-
-    def __call__(
-        self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
-    ) -> Tensor:
-        here = self.routed_here(routed)
-        return expert_partials(x, self.w13, self.w2, here, shared, activation=GELU_TANH)
+    activation = GELU_TANH
 
 
 class Gemma4DecoderLayer(SandwichNormDecoderLayer):

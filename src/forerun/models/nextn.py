@@ -32,10 +32,12 @@ from forerun.layers.moe import Experts, choose_expert_layout
 from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
-from forerun.models.checkpoint import DUMMY_FORMATS, FIX_FOLDER, Checkpoint, fill_dummy
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.dummy_weights import DUMMY_FORMATS, fill_dummy
+from forerun.models.formats.registry import weight_format
 from forerun.models.further_layers import COUNT, prefixes, prefixes_to_rename, share_ends
-from forerun.models.quantization import weight_format
 from forerun.models.registry import model_class
+from forerun.models.safetensors_files import FIX_FOLDER
 
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's
 

@@ -10,6 +10,7 @@ from forerun.core.errors import ConfigError, nearest
 from forerun.layers.rope import rotary_dims
 from forerun.models.base import CausalLM
 from forerun.models.deepseek import DeepseekForCausalLM
+from forerun.models.formats.registry import weight_format
 from forerun.models.gemma import GemmaForCausalLM
 from forerun.models.gemma4 import Gemma4ForCausalLM
 from forerun.models.glm4 import Glm4ForCausalLM
@@ -20,7 +21,6 @@ from forerun.models.llama import LlamaForCausalLM
 from forerun.models.mixtral import MixtralForCausalLM
 from forerun.models.olmo2 import Olmo2ForCausalLM
 from forerun.models.phi3 import Phi3ForCausalLM
-from forerun.models.quantization import weight_format
 from forerun.models.qwen2 import Qwen2ForCausalLM
 from forerun.models.qwen3 import Qwen3ForCausalLM
 from forerun.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM

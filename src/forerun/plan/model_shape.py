@@ -18,23 +18,19 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout
 from forerun.layers.communication import UnreducedRank, WeightPlacement
-from forerun.layers.gemm import FP8
 from forerun.layers.linear import LinearBase
 from forerun.layers.moe import Experts, Router, SparseMoE, check_has_experts
 from forerun.layers.sharding import even_shard, kv_head_shard
 from forerun.models import further_layers
-from forerun.models.base import CausalLM
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.int4_formats import Int4Format
-from forerun.models.loader import INT4, allocate_experts, allocate_linears, check_fp8_groups
-from forerun.models.quantization import Fp8Format, Mxfp4, check_quantization, weight_format
+from forerun.models.formats.registry import check_quantization, weight_format
+from forerun.models.loader import allocate, check_groups
 from forerun.models.registry import model_class
 from forerun.plan.work import Gemm, Work, kv_bytes, touched_experts
 from forerun.platform.device import DTYPES, resolve_kv_dtype
 from forerun.speculative.sharding import divides_by_default
 
 META = torch.device("meta")
-MXFP4_BITS = 4.25  # 32 values of 4 bits share a scale of 8
 
 
 @dataclass(frozen=True)
@@ -104,12 +100,10 @@ class ModelShape:
         """
         config = load_model_config(folder)
         check_quantization(config, quantization)
-        stored = weight_format(config)
         dtype = DTYPES.get(config.dtype, torch.bfloat16)
         dtype = torch.bfloat16 if dtype == torch.float16 else dtype
         place = WeightPlacement(dtype, META, quantization=quantization, allocate=False)
         model = model_class(config)(config, place, 1)
-        mxfp4 = isinstance(stored, Mxfp4)
         for experts in model.modules(Experts):
             experts.fused = True
         shapes = [(linear, linear.weight.shape) for linear in model.modules(LinearBase)]
@@ -117,24 +111,16 @@ class ModelShape:
             (moe, (moe.experts.w13.shape, moe.experts.w2.shape)) for moe in model.modules(SparseMoE)
         ]
         checkpoint = _checkpoint(folder, config)
-        if checkpoint is None:
-            if isinstance(stored, Int4Format) and stored.keeps_packed:
-                quantization = INT4
-            elif isinstance(stored, Fp8Format):
-                quantization = FP8
-        packed = [
-            *allocate_linears(model, checkpoint, quantization).values(),
-            *allocate_experts(model, checkpoint, quantization).values(),
-        ]
+        packed = allocate(model, checkpoint, quantization, weight_format(config)).values()
         matrices = [_linear(linear, shape, dtype) for linear, shape in shapes]
-        matrices += [each for stack in stacks for each in _experts(*stack, dtype, mxfp4)]
+        matrices += [each for stack in stacks for each in _experts(*stack, dtype)]
         size = sum(weight.nbytes for weight in model.weights().values())
         size += sum(weight.nbytes for weight in packed)
         layout = model.kv_layout(resolve_kv_dtype(kv_cache_dtype, dtype))
         heads = {each.num_kv_heads for each in layout.paged if isinstance(each, DenseKV)}
         return cls(
             matrices=tuple(matrices),
-            weight_bytes=_memory(size, model, mxfp4),
+            weight_bytes=size,
             layout=layout,
             masks=tuple(model.layer_masks),
             hidden_size=config.hidden_size,
@@ -179,7 +165,7 @@ def check_ranks(folder: Path, quantization: str | None, tp: int, ep: int) -> Non
     """
     config = load_model_config(folder)
     place = WeightPlacement(torch.bfloat16, META, UnreducedRank(0, tp), quantization, ep)
-    check_fp8_groups(place)
+    check_groups(place)
     model = model_class(config)(config, place, 1)
     if ep > 1:
         check_has_experts(model, ep, config.architecture)
@@ -254,15 +240,12 @@ def _linear(linear: LinearBase, shape: torch.Size, dtype: torch.dtype) -> Matrix
     return Matrix(n, k, dtype, bits)
 
 
-def _experts(
-    moe: SparseMoE, shapes: Sequence[torch.Size], dtype: torch.dtype, mxfp4: bool
-) -> Sequence[Matrix]:
+def _experts(moe: SparseMoE, shapes: Sequence[torch.Size], dtype: torch.dtype) -> Sequence[Matrix]:
     """`shapes`: of the stacked weights, before they were quantized."""
     experts, top_k = moe.experts, moe.gate.routing.top_k
     packed = sum(weight.nbytes for weight in moe.quantized_weights().values())
-    bits = MXFP4_BITS if mxfp4 else 8.0 * dtype.itemsize
-    if packed:
-        bits = 8 * packed / sum(shape.numel() for shape in shapes)
+    values = sum(shape.numel() for shape in shapes)
+    bits = 8 * packed / values if packed else 8.0 * dtype.itemsize
     made = [
         Matrix(n, k, dtype, bits, experts.num_experts, experts.num_shared, top_k)
         for _, n, k in shapes
@@ -273,10 +256,3 @@ def _experts(
 def _router(router: Router) -> Matrix:
     n, k = router.weight.shape
     return Matrix(n, k, router.weight.dtype, 8.0 * router.weight.dtype.itemsize)
-
-
-def _memory(total: int, model: CausalLM, mxfp4: bool) -> int:
-    if not mxfp4:
-        return total
-    experts = sum(e.w13.nbytes + e.w2.nbytes for e in model.modules(Experts))
-    return round(total - experts * (1 - MXFP4_BITS / 16))

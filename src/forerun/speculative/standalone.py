@@ -24,10 +24,10 @@ from forerun.config.model_config import ModelConfig, load_model_config
 from forerun.core.errors import ConfigError, shown
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import Communicator, WeightPlacement
-from forerun.models.checkpoint import FIX_FOLDER
+from forerun.models.formats.registry import weight_format
 from forerun.models.loader import load_target_at
-from forerun.models.quantization import weight_format
 from forerun.models.registry import model_class
+from forerun.models.safetensors_files import FIX_FOLDER
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculative.base import (
     Draft,

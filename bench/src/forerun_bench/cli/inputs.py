@@ -13,7 +13,7 @@ from forerun.cli.settings import bundled_algorithm
 from forerun.core.errors import ConfigError
 from forerun.evals.prompts import encoder, held_out, windows
 from forerun.llm.bundled import preset as bundled_preset
-from forerun.models.checkpoint import DUMMY_FORMATS
+from forerun.models.dummy_weights import DUMMY_FORMATS
 from forerun.speculative.registry import get_algorithm
 from forerun_bench.one_batch import Shape, random_prompts
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forerun.kernels.gemm.int4 import Int4Weight
-from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
-from forerun.layers.gemm import Gemm, LibraryGemm, plain_gemm_for, quantized_gemm_for
+from forerun.layers.gemm import Gemm, LibraryGemm, plain_gemm_for
 from forerun.layers.norm import RMSNorm
+from forerun.layers.quantize_method import QuantizeMethod
+from forerun.models.formats.fp8 import Fp8Blocks, Fp8Rows
+from forerun.models.formats.int4 import Awq
 from forerun_bench.ceilings import read_bandwidth
 from forerun_bench.kernels.gemm_chain import LAYERS, between
 from forerun_bench.kernels.gemm_work import ADD_NORM, DEVICE, EPS, NORM_SILU_MUL, SHAPES, H, Timer
@@ -33,11 +34,15 @@ def library(weight: Tensor) -> Gemm:
     return LibraryGemm(weight, None)
 
 
-def quantized(empty: Callable[[int, int], QuantizedWeight]) -> Callable[[Tensor], Gemm]:
+def quantized(method: QuantizeMethod) -> Callable[[Tensor], Gemm]:
     def make(weight: Tensor) -> Gemm:
-        stored = empty(*weight.shape)
+        n, k = weight.shape
+        stored = method.empty_linear(n, k, DEVICE)
+        assert stored is not None
         stored.quantize_(weight)
-        return quantized_gemm_for(stored, None, weight.dtype)
+        gemm = method.gemm(stored, None, weight.dtype)
+        assert gemm is not None
+        return gemm
 
     return make
 
@@ -46,9 +51,9 @@ def quantized(empty: Callable[[int, int], QuantizedWeight]) -> Callable[[Tensor]
 FORMATS: dict[str, tuple[Callable[[Tensor], Gemm], float]] = {
     "library": (library, 16),
     "bf16": (plain_gemm_for, 16),
-    "fp8": (quantized(lambda n, k: Fp8Weight.empty(n, k, DEVICE, None)), 8),
-    "fp8 groups": (quantized(lambda n, k: Fp8Weight.empty(n, k, DEVICE, 128)), 8.25),
-    "int4": (quantized(lambda n, k: Int4Weight.empty(n, k, DEVICE)), 4.25),
+    "fp8": (quantized(Fp8Rows()), 8),
+    "fp8 groups": (quantized(Fp8Blocks(128, 128)), 8.25),
+    "int4": (quantized(Awq(128)), 4.25),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from forerun.config.engine_config import EngineConfig
 from forerun.core.errors import shown
 from forerun.core.version import __version__, source_digest
-from forerun.models.checkpoint import fingerprint
+from forerun.models.safetensors_files import fingerprint
 from forerun.platform.device import device_name, resolve_device
 
 # Each node has its own, or they say nothing about what is computed. `device` says where GPUs begin;

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ Largest = Callable[[Tensor], Tensor]  # elementwise maximum over the ranks of a 
 class QuantizedWeight(ABC):
     """A weight [N, K], packed; or some of its rows, [..., K], which may share its memory."""
 
+    rounds: ClassVar[bool] = True  # whether `quantize_` is there
+
     @property
     @abstractmethod
     def shape(self) -> torch.Size:
@@ -37,12 +39,12 @@ class QuantizedWeight(ABC):
     def dequantize(self) -> Tensor:
         """[..., K] float32."""
 
-    @abstractmethod
     def quantize_(self, weight: Tensor, across: Largest | None = None) -> None:
         """Takes the values of a plain weight [N, K], rounded. As many rows as this has.
 
         `across`: if these are some columns of a larger weight.
         """
+        raise NotImplementedError(f"{type(self).__name__} is read from checkpoints only")
 
     @abstractmethod
     def scale_(self, factor: float) -> None:

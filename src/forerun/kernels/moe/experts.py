@@ -81,13 +81,16 @@ class ClampedSwiglu:
         return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(gate_up.dtype)
 
 
+ExpertActivation = ClampedSwiglu | GeluTanh | None  # None: SiLU without biases
+
+
 def expert_partials_ref(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
     routed: Routed,
     shared: Tensor | None = None,
-    activation: ClampedSwiglu | GeluTanh | None = None,
+    activation: ExpertActivation = None,
 ) -> Tensor:
     """Reference implementation of `expert_partials`: one GEMM per expert, none on the host."""
     (tokens, top_k), num_experts = routed.experts.shape, len(w13)
@@ -119,7 +122,7 @@ def expert_partials(
     routed: Routed | RouterLogits,
     shared: Tensor | GatedOutput | None = None,
     config: MoeConfig | None = None,
-    activation: ClampedSwiglu | GeluTanh | None = None,
+    activation: ExpertActivation = None,
 ) -> Tensor:
     """The weighted output of every token's experts, by choice: x [T, H] -> [k, T, H].
 

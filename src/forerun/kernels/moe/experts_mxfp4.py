@@ -15,12 +15,15 @@ for bfloat16 weights. Up to 128 tokens on Hopper have a kernel of their own
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.moe.config import MAX_DECODE_TOKENS, choose_moe, choose_moe_mxfp4_sm90
 from forerun.kernels.moe.experts import ClampedSwiglu, constants, expert_partials_ref, grid
 from forerun.kernels.moe.experts_mxfp4_sm90 import expert_partials_mxfp4_sm90
@@ -36,6 +39,45 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, eq=False)
+class Mxfp4Weight(QuantizedWeight):
+    """Codes and scales row by row, as they are loaded."""
+
+    values: Tensor  # [..., N, K / 2] uint8: the code of an even column in the lower bits
+    scales: Tensor  # [..., N, K / 32] uint8: exponents with bias 127
+
+    rounds = False
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], device: torch.device) -> Mxfp4Weight:
+        """Uninitialised, for matrices [..., N, K]."""
+        *rows, k = shape
+        new = partial(torch.empty, dtype=torch.uint8, device=device)
+        return cls(new(*rows, k // 2), new(*rows, k // RUN))
+
+    @classmethod
+    def of(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
+        """Makes it from blocks [..., N, K / 32, 16] and scales, as checkpoints have them."""
+        return cls(blocks.flatten(-2), scales)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.values.shape[:-1], 2 * self.values.shape[-1]))
+
+    def dequantize(self) -> Tensor:
+        codes = torch.stack((self.values & 15, self.values >> 4), -1).flatten(-2)
+        return _dequantize(codes.unflatten(-1, (-1, RUN)), self.scales.int() - 127)
+
+    def scale_(self, factor: float) -> None:
+        self.scales.add_(int(math.log2(factor)))
+
+
+def _dequantize(codes: Tensor, exponents: Tensor) -> Tensor:
+    """codes [..., R, 32] and exponents of two [..., R] -> [..., 32 R] float32."""
+    table = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=codes.device)
+    return torch.ldexp(table[codes.long()], exponents.unsqueeze(-1)).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
 class Mxfp4Matrices:
     """A matrix [N, K] per expert."""
 
@@ -43,13 +85,13 @@ class Mxfp4Matrices:
     scales: Tensor  # [E, K / 64, N, 2] uint8: the exponent of a float32
 
     @classmethod
-    def pack(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Matrices:
-        """Packs blocks [E, N, K / 32, 16] uint8, the first value in the lower bits; scales
-        [E, N, K / 32] uint8, exponents with bias 127. K is a multiple of 64.
+    def pack(cls, weight: Mxfp4Weight) -> Mxfp4Matrices:
+        """Packs [E, N, K], of which K is a multiple of 64.
 
         Raises:
             ConfigError: a scale larger than 2.
         """
+        blocks, scales = weight.values.unflatten(-1, (-1, RUN // 2)), weight.scales
         if int(scales.max()) > 255 - SCALE_BIAS - 1:
             raise ConfigError("MXFP4 weights with scales larger than 2 are not supported.")
         codes = torch.stack((blocks & 15, blocks >> 4), -1)  # [E, N, R, 16, 2]
@@ -73,10 +115,8 @@ class Mxfp4Matrices:
         """[E, N, K]."""
         blocks = self.values.unflatten(-1, (-1, RUN))  # [E, N, K / 64, 32]
         codes = torch.stack((blocks & 15, blocks >> 4), -2).flatten(-3, -2)  # [E, N, K / 32, 32]
-        table = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=codes.device)
         scales = self.scales.transpose(1, 2).flatten(-2)  # [E, N, K / 32]
-        exponents = scales.int().unsqueeze(-1) - SCALE_BIAS - 127
-        return torch.ldexp(table[codes.long()], exponents).flatten(-2).to(dtype)
+        return _dequantize(codes, scales.int() - SCALE_BIAS - 127).to(dtype)
 
 
 def expert_partials_mxfp4(

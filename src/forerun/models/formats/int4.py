@@ -17,17 +17,29 @@ and along which dimension. They are read into one (`Int4Weight`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import GROUP, Int4Weight
+from forerun.kernels.gemm.quantized import QuantizedWeight
+from forerun.layers.gemm import Gemm
+from forerun.layers.gemm_quantized import Int4Gemm
 from forerun.layers.sharding import Shard
+from forerun.models.formats.base import (
+    Headers,
+    Spec,
+    Stored,
+    View,
+    WeightFormat,
+    compressed_weights,
+)
 
 ROWS, COLUMNS = 0, 1  # dimensions of a matrix
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i have the integer of this column of eight
@@ -53,7 +65,7 @@ Axes = dict[str, tuple[Axis, ...]]
 
 
 @dataclass(frozen=True)
-class Int4Format(ABC):
+class Int4Format(WeightFormat):
     """Names are appended to a linear's path, in the place of `weight`."""
 
     group: int | None  # columns that share a scale; None: all of a row
@@ -62,7 +74,37 @@ class Int4Format(ABC):
 
     method: ClassVar[str]  # `quant_method`
     key: ClassVar[str]  # the name of the integers
-    unused: ClassVar[tuple[str, ...]] = ()  # endings of tensors that say nothing more
+
+    def check_quantization(self, quantization: str) -> None:
+        raise ConfigError(
+            f"The checkpoint is quantized already ({self.method}, 4 bits), which quantization"
+            f" {quantization} does not apply to; drop it."
+        )
+
+    def reads(self, name: str, headers: Headers) -> bool:
+        return _stem(name) + self.key in headers
+
+    def stored(
+        self, name: str, view: View, shard: Shard | None, headers: Headers
+    ) -> dict[str, Stored]:
+        matrix: tuple[int, ...] = math.prod(view.shape[:-1]), view.shape[-1]
+        parts = {} if shard is None else self.shards(shard)  # refuses what cannot be divided
+        matrix = matrix if shard is None else shard.shape_of_whole(matrix)
+        return {
+            suffix: Stored(_stem(name) + suffix, [shape], "scale" in suffix, parts.get(suffix))
+            for suffix, shape in self.shapes(*matrix).items()
+        }
+
+    def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> View:
+        return self.read(tensors) if self.keeps_packed else self.dequantize(tensors)
+
+    def empty_linear(self, n: int, k: int, device: torch.device) -> Int4Weight | None:
+        fits = self.keeps_packed and Int4Weight.fits(n, k)
+        return Int4Weight.empty(n, k, device) if fits else None
+
+    def gemm(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Gemm | None:
+        assert isinstance(weight, Int4Weight)
+        return Int4Gemm(weight, bias) if weight.device.type == "cuda" else None
 
     @property
     def keeps_packed(self) -> bool:
@@ -127,6 +169,16 @@ class Awq(Int4Format):
     method = "awq"
     key = "qweight"
 
+    @classmethod
+    def from_config(cls, spec: Spec) -> Self | None:
+        if spec.get("quant_method") != cls.method:
+            return None
+        _check_bits(spec, spec.get("bits", spec.get("w_bit")))
+        version = str(spec.get("version", "gemm")).lower()
+        if version != "gemm":
+            raise ConfigError(f"AWQ version {version} is not supported; use one of version gemm.")
+        return cls(_group(spec.get("group_size", spec.get("q_group_size", GROUP))))
+
     @property
     def axes(self) -> Axes:
         rows, columns, words = Axis(ROWS), Axis(COLUMNS), Axis(ROWS, 8)
@@ -151,6 +203,18 @@ class Gptq(Int4Format):
     method = "gptq"
     key = "qweight"
     unused = (".bias",)  # AutoGPTQ stores zeros where a model has none
+
+    @classmethod
+    def from_config(cls, spec: Spec) -> Self | None:
+        if spec.get("quant_method") != cls.method:
+            return None
+        _check_bits(spec, spec.get("bits"))
+        return cls(
+            _group(spec.get("group_size", GROUP)),
+            symmetric=bool(spec.get("sym", True)),
+            reorders=bool(spec.get("desc_act", False)),
+            zero_offset=0 if spec.get("checkpoint_format") == "gptq_v2" else 1,
+        )
 
     @property
     def axes(self) -> Axes:
@@ -178,6 +242,17 @@ class PackQuantized(Int4Format):
     key = "weight_packed"
     unused = (".weight_shape",)
 
+    @classmethod
+    def from_config(cls, spec: Spec) -> Self | None:
+        weights = compressed_weights(spec)
+        if weights.get("type") != "int" or weights.get("num_bits") != 4:
+            return None
+        return cls(
+            _group(weights.get("group_size") or -1),
+            symmetric=bool(weights.get("symmetric", True)),
+            reorders=weights.get("actorder") in ("group", "dynamic"),
+        )
+
     @property
     def axes(self) -> Axes:
         rows = Axis(ROWS)
@@ -201,6 +276,11 @@ class PackQuantized(Int4Format):
         return stored["weight_g_idx"].long()
 
 
+def _stem(name: str) -> str:
+    """The path of a linear, whose weight it is."""
+    return name.removesuffix("weight")
+
+
 def _unpack(packed: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     """int32 with eight integers each, along `dim`, which becomes eight times as long."""
     shifts = torch.tensor([4 * order.index(i) for i in range(8)], device=packed.device)
@@ -210,43 +290,6 @@ def _unpack(packed: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) 
 
 def _along(values: Tensor, dim: int, dims: int) -> Tensor:
     return values.view([-1 if i == dim else 1 for i in range(dims)])
-
-
-def awq(spec: Mapping[str, Any]) -> Awq:
-    """Reads `quantization_config`.
-
-    Raises:
-        ConfigError: not 4 bits, or not AutoAWQ's version "gemm".
-    """
-    _check_bits(spec, spec.get("bits", spec.get("w_bit")))
-    version = str(spec.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise ConfigError(f"AWQ version {version} is not supported; use one of version gemm.")
-    return Awq(_group(spec.get("group_size", spec.get("q_group_size", GROUP))))
-
-
-def gptq(spec: Mapping[str, Any]) -> Gptq:
-    """Reads `quantization_config`.
-
-    Raises:
-        ConfigError: not 4 bits.
-    """
-    _check_bits(spec, spec.get("bits"))
-    return Gptq(
-        _group(spec.get("group_size", GROUP)),
-        symmetric=bool(spec.get("sym", True)),
-        reorders=bool(spec.get("desc_act", False)),
-        zero_offset=0 if spec.get("checkpoint_format") == "gptq_v2" else 1,
-    )
-
-
-def pack_quantized(weights: Mapping[str, Any]) -> PackQuantized:
-    """Reads the `weights` of a config group."""
-    return PackQuantized(
-        _group(weights.get("group_size") or -1),
-        symmetric=bool(weights.get("symmetric", True)),
-        reorders=weights.get("actorder") in ("group", "dynamic"),
-    )
 
 
 def _check_bits(spec: Mapping[str, Any], bits: Any) -> None:

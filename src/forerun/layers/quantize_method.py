@@ -1,0 +1,71 @@
+"""How layers keep quantized weights, and what computes with them.
+
+A `QuantizeMethod` (vLLM, SGLang: LinearMethodBase and FusedMoEMethodBase) is one kind of quantized
+weight. Layers ask it for memory before they are loaded and for kernels after, and know no kind by
+name. What it declines is plain: dequantized while it is loaded, or when it is prepared.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forerun.kernels.gemm.quantized import QuantizedWeight
+from forerun.kernels.moe.experts import ExpertActivation
+from forerun.kernels.moe.gated_output import GatedOutput
+from forerun.kernels.moe.routing import Routed, RouterLogits
+from forerun.layers.gemm import Gemm
+
+if TYPE_CHECKING:
+    from forerun.layers.moe import Experts
+
+
+class PackedExperts(ABC):
+    """The weights of a layer's experts, as a kernel reads them."""
+
+    can_choose = False  # whether the kernel chooses experts from the router's logits
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What computes with them, by tokens."""
+
+    @abstractmethod
+    def partials(
+        self,
+        x: Tensor,
+        routed: Routed | RouterLogits,
+        shared: Tensor | GatedOutput | None,
+        activation: ExpertActivation,
+    ) -> Tensor:
+        """`expert_partials`: x [T, H] -> [k, T, H]."""
+
+    def shared_output(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H], of shared experts, if any were kept."""
+        raise NotImplementedError(f"shared experts of {type(self).__name__}")
+
+
+class QuantizeMethod:
+    """A kind of quantized weight. The defaults keep and compute nothing."""
+
+    def empty_linear(self, n: int, k: int, device: torch.device) -> QuantizedWeight | None:
+        """Memory for a linear's weight [N, K], uninitialised; None: it is kept plain."""
+        return None
+
+    def gemm(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Gemm | None:
+        """A GEMM over a loaded weight of this kind, x and y of `dtype`; None: no kernel reads it
+        here, and it is dequantized once.
+        """
+        return None
+
+    def empty_experts(self, experts: Experts) -> tuple[QuantizedWeight, QuantizedWeight] | None:
+        """Memory in the place of `w13` and `w2`, uninitialised; None: they are kept plain."""
+        return None
+
+    def pack_experts(
+        self, w13: QuantizedWeight, w2: QuantizedWeight, num_experts: int, dtype: torch.dtype
+    ) -> PackedExperts | None:
+        """Loaded weights for a kernel, `num_experts` of them routed; None: they are dequantized."""
+        return None

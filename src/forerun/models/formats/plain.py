@@ -1,0 +1,47 @@
+"""Plain tensors: one in the files for one of the model, converted or rounded while it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from forerun.kernels.gemm.quantized import Largest, QuantizedWeight
+from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.layers.sharding import Shard
+from forerun.models.formats.base import Headers, Stored, View, WeightFormat, fill, shapes_in_files
+
+
+class Plain(WeightFormat):
+    """Whatever the checkpoint's format does not read: norms, biases, most embeddings."""
+
+    def reads(self, name: str, headers: Headers) -> bool:
+        return True
+
+    def stored(
+        self, name: str, view: View, shard: Shard | None, headers: Headers
+    ) -> dict[str, Stored]:
+        floats = isinstance(view, QuantizedWeight) or view.is_floating_point()
+        return {"": Stored(name, shapes_in_files(tuple(view.shape), shard), floats, shard)}
+
+    def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> Tensor:
+        return tensors[""]
+
+    def load(
+        self,
+        view: View,
+        tensors: Mapping[str, Tensor],
+        shard: Shard | None = None,
+        comm: Communicator = SINGLE_RANK,
+    ) -> None:
+        value = tensors[""]
+        fill(view, value, largest_across(shard, value.dim(), comm))
+
+
+def largest_across(shard: Shard | None, dims: int, comm: Communicator) -> Largest | None:
+    """A maximum over ranks, if others have columns of the same rows of a tensor of `dims`."""
+    divided = shard is not None and shard.dim == dims - 1 and shard.count < shard.size
+    return comm.all_reduce_max if divided else None
+
+
+PLAIN = Plain()
