@@ -82,7 +82,7 @@ def test_experts_in_fp8_count_their_bytes(device: torch.device) -> None:
     tiles = replace(tiles, progress=torch.zeros(64, dtype=torch.int32, device=device))
     x = torch.randn(3, 256, device=device).to(dtype)
     with torch.inference_mode(), recording() as gemms:
-        experts.partials(x, replace(routed, tiles=tiles), None)
+        experts.partials(x, replace(routed, tiles=tiles), None, None)
     assert [(g.n, g.k, g.tokens) for g in gemms] == [(256, 256, 6), (256, 128, 6)]
     touched = touched_experts(3, 2, 6) / 6
     wanted = [round(touched * weight.nbytes) for weight in (w13, w2)]

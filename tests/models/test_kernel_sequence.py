@@ -70,9 +70,9 @@ class Recorder:
             monkeypatch.setattr(kind, method, self.recorded(label, vars(kind)[method]))
 
     def recorded(self, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def recording(*args: Any) -> Any:
+        def recording(*args: Any, **settings: Any) -> Any:
             self.calls.append(label)
-            return function(*args)
+            return function(*args, **settings)
 
         return recording
 

@@ -268,7 +268,9 @@ def test_norm_logits_and_choice_fused_for_few_tokens(
         normed, total = add_rms_norm_ref(parts, residual, *norm)
         return normed, total, logits_of(normed, router)
 
-    def partials(x: Tensor, w13: Tensor, w2: Tensor, routed: RouterLogits, shared: None) -> Tensor:
+    def partials(
+        x: Tensor, w13: Tensor, w2: Tensor, routed: RouterLogits, shared: None, activation: None
+    ) -> Tensor:
         return expert_partials_ref(x, w13, w2, route_ref(routed.logits, None, routing), shared)
 
     def router_of(router: Router, x: Tensor, width: int) -> LogitsRouter:
