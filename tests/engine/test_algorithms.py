@@ -121,6 +121,29 @@ def test_the_verify_pass_gets_the_ids_of_a_request_side_by_side() -> None:
     assert got.tokens.stride() == got.parents.stride() == (4, 1)
 
 
+@pytest.mark.parametrize(
+    "given", [torch.rand(3, 3), torch.rand(3, 4).double(), [0.5], None, torch.rand(3, 4)]
+)
+def test_confidences_are_checked(given: Any) -> None:
+    """A wrong one fails like a wrong draft: the step goes on with others."""
+    drafts = torch.arange(12).view(3, 4)
+
+    class Confident(Toy):
+        def propose(self, step: ProposeInput) -> Draft:
+            return Draft(drafts, confidence=given)
+
+    step: Any = SimpleNamespace(
+        slots=torch.arange(3), num_verify_tokens=5, last_token=torch.zeros(3, dtype=torch.int64)
+    )
+    safe = SafeAlgorithm(Confident(), trees=False)
+    got = safe.propose(step)
+    right = given is None or (isinstance(given, torch.Tensor) and given.shape == (3, 4))
+    if right and (given is None or given.dtype == torch.float32):
+        assert got.confidence is given and torch.equal(got.tokens, drafts)
+    else:
+        assert got.confidence is None and "confidence" in str(safe.take_error())
+
+
 def test_a_traceback_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with golden_llm("TOY-FAULTY", disable_cuda_graph=True) as llm:
         for _ in range(3):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.core.errors import ConfigError
+from forerun.models.heads.base import Block
+from forerun.scheduler.adaptive_width import FixedWidth
 from forerun.speculative.base import Draft, ObserveInput, ProposeInput
 from forerun.speculative.dflash import DFlash
 from tests.golden_engine import CASES, GOLDEN, golden_llm
@@ -212,3 +214,47 @@ def test_settings_that_do_not_fit_the_draft_are_refused(
 def test_a_draft_for_another_target_is_refused(tmp_path: Path, edit: Edit, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         golden_llm("DFLASH", speculative_draft_model_path=edited_draft(tmp_path, edit))
+
+
+# --- causal blocks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("anchor_first", [False, True])
+def test_a_causal_block_is_cut_to_the_width(
+    anchor_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer rows run, and they draft what they draft in a whole block."""
+    keys = {"is_causal": True, "sample_from_anchor": anchor_first}
+    draft = edited_draft(tmp_path, lambda config: config.update(keys))
+    seen: list[tuple[int, int, list[int]]] = []  # rows, start, drafts
+    run_block, propose = DFlash._run_block, DFlash.propose
+
+    def counted(self: DFlash, step: ProposeInput) -> Block:
+        block = run_block(self, step)
+        seen.append((block.hidden.shape[1], int(step.start[0]), []))
+        return block
+
+    def recorded(self: DFlash, step: ProposeInput) -> Draft:
+        draft = propose(self, step)
+        seen[-1][2].extend(draft.tokens[0].tolist())
+        return draft
+
+    monkeypatch.setattr(DFlash, "_run_block", counted)
+    monkeypatch.setattr(DFlash, "propose", recorded)
+    found: dict[int, dict[int, list[int]]] = {}
+    texts = []
+    with golden_llm("DFLASH", speculative_draft_model_path=draft, max_running_requests=1) as llm:
+        whole = llm.engine.scheduler.widths.widths[-1]
+        for width in (whole, 4):
+            monkeypatch.setattr(llm.engine.scheduler, "widths", FixedWidth((1, width)))
+            seen.clear()
+            asked = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True}
+            out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=asked)
+            texts.append(out.output_ids)
+            assert {rows for rows, *_ in seen} == {width - anchor_first}
+            found[width] = {start: drafts for _, start, drafts in seen}
+    assert texts[0] == texts[1]
+    common = found[whole].keys() & found[4].keys()
+    assert common
+    for start in common:
+        assert found[4][start] == found[whole][start][:3]

@@ -131,6 +131,32 @@ def test_the_other_layout_fails(name: str) -> None:
         assert accept_length(llm, name) < 0.8 * accepted(name)
 
 
+def test_reliability_counts_the_drafts_that_were_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the reference's confidences and accept lengths, in bins of a tenth."""
+    monkeypatch.setattr("forerun.executor.device_executor.CONFIDENCE_STEPS", 1)
+    name = "dspark-speculators-b5"
+    with pair(HEADS / name, overlap_depth=0, max_running_requests=1) as llm:
+        bins = [[0, 0, 0.0] for _ in range(10)]
+        for case in cases(name):
+            out = llm.generate(input_ids=case["prompt"], sampling_params=params(case))
+            lengths = out.meta_info["spec_accept_lengths"]
+            for length, step in zip(case["accept"][: len(lengths)], case["steps"], strict=False):
+                for i, confidence in enumerate(step["confidence"][:length]):
+                    row = bins[min(int(confidence * 10), 9)]
+                    row[0] += 1
+                    row[1] += i < length - 1
+                    row[2] += confidence
+        llm.engine.drain()
+        counts = llm.engine.metrics().confidences
+        stats = llm.engine.stats()["confidence"]
+    assert counts is not None and not any(n for n, *_ in counts.sampled)
+    assert sum(n for n, *_ in counts.greedy) > 100
+    for ours, (drafts, accepted_drafts, total) in zip(counts.greedy, bins, strict=True):
+        assert ours[:2] == [drafts, accepted_drafts]
+        assert abs(ours[2] - total) < 1e-4 * (drafts + 1)
+    assert stats["greedy"]["drafts"] == sum(n for n, *_ in counts.greedy)
+
+
 # --- other writers' layouts of the same weights -------------------------------------------------
 
 Files = tuple[dict[str, Any], dict[str, torch.Tensor]]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.config.engine_config import EngineConfig
@@ -16,6 +16,7 @@ from forerun.core.errors import ConfigError, ExecutorError
 from forerun.core.logprobs import LogprobParams, TokenLogprobs
 from forerun.core.plan import (
     Admission,
+    ConfidenceCounts,
     DecodeRequest,
     DeferredCount,
     Failure,
@@ -167,6 +168,7 @@ plans = st.builds(
     num_verify_tokens=st.integers(1, 64),
     prefill=st.lists(st.builds(PrefillChunk, ints, ints, ints, st.booleans()), max_size=3),
 )
+counts = st.lists(st.lists(st.floats(0, 1e9), min_size=3, max_size=3), max_size=2)
 results = st.builds(
     StepResult,
     decode=st.lists(tokens, max_size=3),
@@ -178,6 +180,7 @@ results = st.builds(
     phase_times=st.none() | st.tuples(ints, ints, ints, ints),
     decode_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
     prefill_logprobs=st.lists(st.lists(entries, max_size=2), max_size=2),
+    confidences=st.none() | st.builds(ConfidenceCounts, counts, counts),
 )
 
 
@@ -186,6 +189,7 @@ def test_plans_round_trip(plan: StepPlan) -> None:
     assert codec.decode_plan(codec.encode(plan)) == plan
 
 
+@settings(deadline=None)  # the first call makes the decoder
 @given(results)
 def test_results_round_trip(result: StepResult) -> None:
     assert codec.decode_result(codec.encode(result)) == result

@@ -228,6 +228,19 @@ class Failure(NamedTuple):
     err_type: str | None = None  # of its `FinishReason`
 
 
+CONFIDENCE_BINS = 10  # of equal width
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceCounts:
+    """Tested drafts by mode and confidence since the start: per bin, how many, how many of them
+    were accepted, and the sum of their confidences.
+    """
+
+    greedy: list[list[float]]
+    sampled: list[list[float]]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The outcome of a step, on the host."""
@@ -248,3 +261,4 @@ class StepResult:
     # Slots of requests that must leave the batch until `Executor.can_resume`: their grammars take
     # long. Their tokens, where there are any, are valid.
     held: tuple[int, ...] = ()
+    confidences: ConfidenceCounts | None = None  # every so many steps, if drafts have them

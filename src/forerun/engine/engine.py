@@ -296,6 +296,7 @@ class Engine:
             decode_tokens=stats.num_tokens,
             accepted=stats.accepted,
             draft_tokens=stats.num_draft_tokens,
+            confidences=stats.confidences,
             algorithm_failures=stats.num_failures,
             prefix=steps.prefix,
             tracked_states=self.scheduler.states.num_tracked,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forerun.core.plan import ConfidenceCounts
 from forerun.core.request import Request
 from forerun.scheduler.scheduler import CompletedStep
 
@@ -61,6 +62,7 @@ class EngineMetrics:
     # Verify steps with drafts, counted once per request, by the number of accepted drafts.
     accepted: list[int]
     draft_tokens: int
+    confidences: ConfidenceCounts | None  # None: drafts have none
     algorithm_failures: int
     prefix: PrefixCounts
     tracked_states: int  # recurrent states that were saved while requests decoded
@@ -101,6 +103,7 @@ def combined(snapshots: Sequence[EngineMetrics]) -> EngineMetrics:
         decode_tokens=sum(each.decode_tokens for each in snapshots),
         accepted=[sum(counts) for counts in zip(*(e.accepted for e in snapshots), strict=True)],
         draft_tokens=sum(each.draft_tokens for each in snapshots),
+        confidences=_added_confidences([e.confidences for e in snapshots if e.confidences]),
         algorithm_failures=sum(each.algorithm_failures for each in snapshots),
         prefix=PrefixCounts(
             sum(each.prefix.queries for each in snapshots),
@@ -116,6 +119,16 @@ def combined(snapshots: Sequence[EngineMetrics]) -> EngineMetrics:
         prefill_seconds=_added([each.prefill_seconds for each in snapshots]),
         gap_seconds=sum(each.gap_seconds for each in snapshots),
     )
+
+
+def _added_confidences(given: Sequence[ConfidenceCounts]) -> ConfidenceCounts | None:
+    def total(modes: Sequence[list[list[float]]]) -> list[list[float]]:
+        rows = zip(*modes, strict=True)  # the same bin of each
+        return [[sum(values) for values in zip(*row, strict=True)] for row in rows]
+
+    if not given:
+        return None
+    return ConfidenceCounts(total([c.greedy for c in given]), total([c.sampled for c in given]))
 
 
 def _added(histograms: Sequence[Histogram]) -> Histogram:

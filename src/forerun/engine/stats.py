@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from forerun.core.plan import ConfidenceCounts
+from forerun.scheduler.calibration import reliability
 from forerun.scheduler.scheduler import CompletedStep
 
 NAMES = {  # key of `SpecStats.as_dict()` -> metric of vLLM or SGLang
@@ -40,6 +42,7 @@ class SpecStats:
         self.num_failures = 0  # steps in which the algorithm failed
         # Index: accepted drafts; value: how often, over requests with drafts and steps.
         self.accepted = [0] * (max_drafts + 1)
+        self.confidences: ConfidenceCounts | None = None  # the newest; it only grows
         self._flushed = (0, 0)  # `num_tokens` and `num_request_steps` at the last flush
 
     def mark_flush(self) -> None:
@@ -49,6 +52,7 @@ class SpecStats:
     def count(self, done: CompletedStep) -> None:
         """Counts a completed step, without requests that had ended before it."""
         plan = done.step.plan
+        self.confidences = done.result.confidences or self.confidences
         self.num_steps += bool(plan.decode)
         held = [planned.slot in done.result.held for planned in plan.decode]
         entries = zip(done.step.decode, done.result.decode, done.live_decode, held, strict=True)
@@ -84,6 +88,7 @@ class SpecStats:
             "spec_accept_length_since_flush": tokens / steps if steps else None,
             "spec_accept_rate": accepted / self.num_draft_tokens if self.num_drafts else None,
             "algorithm_failures": self.num_failures,
+            "confidence": None if self.confidences is None else reliability(self.confidences),
         }
 
 

@@ -31,6 +31,7 @@ from forerun.executor.step.device_step import DeviceStep
 from forerun.executor.step.grammar_masks import GrammarBatch
 from forerun.executor.step.inputs import PrefillBatch, PrefillLogprobs
 from forerun.executor.step.logprob_results import LogprobCopy, StepLogprobs
+from forerun.executor.step.reliability import confidence_counts
 from forerun.executor.step.slot_tables import ANY_SAMPLING
 from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import GrammarCompiler
@@ -43,6 +44,7 @@ from forerun.sampling.sampler import SamplingFlags
 from forerun.speculative.base import HostTokens
 
 log = logging.getLogger("forerun")
+CONFIDENCE_STEPS = 16  # from one copy of the counts of confidences to the next
 MISMATCH = "a token does not match the grammar; please report this."
 TOO_SLOW = "its grammar takes too long to follow; make it less ambiguous."
 NO_TOKEN = "no token of the vocabulary continues the output as its grammar demands."
@@ -79,6 +81,7 @@ class DeviceExecutor:
         self._held: dict[str, GrammarState] = {}  # by request id: they have left the batch
         self._slots: dict[int, _Slot] = {}
         self._clock: StepClock | None = None  # of the last step
+        self._decode_steps = 0
         self._unread: list[PendingDeviceStep] = []  # steps with grammars, in launch order
         self._keeps_tokens = step.caps.needs_host_tokens
         self._info: ExecutorInfo | None = None
@@ -104,7 +107,7 @@ class DeviceExecutor:
             failed = self._admit(plan)
             if plan.deferred:
                 self.steps.observe_deferred(self._deferred(plan))
-            sampled = num_committed = None
+            sampled = num_committed = confidences = None
             logprobs = StepLogprobs()
             if plan.decode:
                 batch = self._batch(plan)
@@ -116,6 +119,7 @@ class DeviceExecutor:
                     self._to_host(out.num_committed),
                 )
                 self.step.track_states(plan.tracked)
+                confidences = self._due_confidences()
             timer = self.step.timer
             timestamps = timer.take() if timer is not None and plan.decode else None
             first = None
@@ -136,6 +140,7 @@ class DeviceExecutor:
             failed,
             logprobs,
             self._grammars_of(plan),
+            confidences,
         )
         if pending.grammars:
             self._unread.append(pending)
@@ -326,6 +331,14 @@ class DeviceExecutor:
     def _kv_len_ub(self, requests: Sequence[DecodeRequest]) -> int:
         return max(request.kv_len_ub for request in requests) + self.step.caps.kv_reserve
 
+    def _due_confidences(self) -> Tensor | None:
+        """A copy of the counts of confidences; not in every step, as a copy delays the next one."""
+        self._decode_steps += 1
+        table = self.step.reliability
+        if not table.used or self._decode_steps % CONFIDENCE_STEPS:
+            return None
+        return self._copy(table.counts)
+
     def _to_host(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else self._copy(tensor)
 
@@ -353,6 +366,7 @@ class PendingDeviceStep:
     not_admitted: list[Failure]
     logprobs: StepLogprobs
     grammars: dict[int, GrammarState]  # by slot; its tokens are committed to them
+    confidences: Tensor | None = None  # `ReliabilityTable.counts`
     _result: StepResult | None = None
 
     @property
@@ -402,6 +416,7 @@ class PendingDeviceStep:
             self.logprobs.of_prefill(self.plan.prefill),
             gap_seconds=self.clock.gap_seconds,
             held=tuple(held),
+            confidences=None if self.confidences is None else confidence_counts(self.confidences),
         )
         self.executor.keep_tokens(self.plan, result)
         return result

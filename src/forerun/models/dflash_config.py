@@ -79,6 +79,12 @@ class DFlashConfig(DraftConfig):
     def num_aux_layers(self) -> int:
         return len(self.target_layer_ids)
 
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether the first rows of a block are the same without those after them."""
+        fixed = self.convolution is not None or (self.head is not None and self.head.fixed_block)
+        return all(self.causal) and not fixed
+
     def layer_masks(self, window: int | None = None) -> tuple[LayerMask, ...]:
         """One per layer; `window` limits each context further than training did."""
         masks = []

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
+from forerun.core.plan import CONFIDENCE_BINS, ConfidenceCounts
 from forerun.engine.metrics import EngineMetrics, Histogram
 from forerun.engine.stats import accepted_per_position
 from forerun.server.engines.client import EngineClient, EngineState
@@ -343,8 +344,36 @@ def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         "Accepted drafts and the bonus token, of verify steps with drafts.",
         ({}, Histogram(lengths, [*engine.accepted, 0], tokens)),
     )
+    if engine.confidences is not None:
+        yield from _confidences(make, engine.confidences)
     yield make.counter(
         "forerun_spec_failures", "Steps in which drafting failed.", engine.algorithm_failures
+    )
+
+
+def _confidences(make: _Families, counts: ConfidenceCounts) -> Iterator[Metric]:
+    bounds = tuple((i + 1) / CONFIDENCE_BINS for i in range(CONFIDENCE_BINS))
+    modes = {"greedy": counts.greedy, "sampled": counts.sampled}
+    yield make.histogram(
+        "forerun_spec_confidence",
+        "Confidence of drafts that were tested, by mode; before calibration.",
+        *(
+            (
+                {"mode": mode},
+                Histogram(bounds, [*(int(n) for n, *_ in bins), 0], sum(b[2] for b in bins)),
+            )
+            for mode, bins in modes.items()
+        ),
+    )
+    yield make.counters(
+        "forerun_spec_confidence_accepted",
+        "Accepted drafts by mode and the upper bound of their confidence's bin.",
+        ("mode", "bin"),
+        (
+            ((mode, f"{bound:g}"), int(hits))
+            for mode, bins in modes.items()
+            for bound, (_, hits, _) in zip(bounds, bins, strict=True)
+        ),
     )
 
 

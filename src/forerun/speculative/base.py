@@ -189,11 +189,14 @@ class Draft:
 
     `tokens` [B, W - 1] int64. In a chain, token i is proposed for position `start` + 1 + i. In a
     tree, node 0 is `last_token` and node i + 1 is token i; `parents` [B, W - 1] int64 holds the
-    node of each token's parent, which comes before its own. None: a chain.
+    node of each token's parent, which comes before its own. None: a chain. `confidence` [B, W - 1]
+    float32 of a chain: the estimated probability that each token is accepted, given that those
+    before it are; None: no estimate.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 class Phase(Enum):

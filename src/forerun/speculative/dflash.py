@@ -136,7 +136,7 @@ class DFlash(SpeculativeAlgorithm):
 
     def propose(self, step: ProposeInput) -> Draft:
         proposal = self._draft.head.propose(self._run_block(step), self._draft, self._draw(step))
-        return Draft(proposal.tokens)
+        return Draft(proposal.tokens, confidence=proposal.confidence)
 
     def _draw(self, step: ProposeInput) -> Draw:
         """Draws tokens for positions of this step."""
@@ -158,19 +158,23 @@ class DFlash(SpeculativeAlgorithm):
     def _run_block(self, step: ProposeInput) -> Block:
         """One pass over the block.
 
-        The block is whole, however few tokens the target verifies: with fewer masks after them,
-        all tokens would predict worse than they were trained to.
+        A block whose rows see those after them is whole, however few tokens the target verifies:
+        with fewer masks, all of them would predict worse than they were trained to. A causal one
+        ends with the last row that is wanted.
         """
         assert step.attention is not None
+        depth = self._depth(step.num_verify_tokens)
         batch, block = step.slots.shape[0], len(self._offsets)
+        if self._config.can_be_cut:
+            block = self._first + depth
         # Before the embedding lookup, which then lies between KV slots and their first reader; see
         # `kernels/runtime/pdl.py`.
         attention = step.attention(block)
-        masks = self._masks.expand(batch, -1)
+        masks = self._masks[:, : block - 1].expand(batch, -1)
         ids = torch.cat([step.last_token.unsqueeze(1), masks], dim=1)
         positions = step.positions
         if step.num_verify_tokens != block:
-            positions = (step.start.unsqueeze(1) + self._offsets).flatten()
+            positions = (step.start.unsqueeze(1) + self._offsets[:block]).flatten()
         hidden = self._draft.forward(self._draft.embed_block(ids), positions, attention)
         head, before = self._config.head, None
         if head is not None and head.reads_before:
@@ -178,7 +182,7 @@ class DFlash(SpeculativeAlgorithm):
         return Block(
             hidden=hidden.view(batch, block, -1),
             first=self._first,
-            depth=self._depth(step.num_verify_tokens),
+            depth=depth,
             anchor=step.last_token,
             before=before,
             greedy=step.greedy,

@@ -39,6 +39,7 @@ from forerun.executor.step.inputs import (
     VerifyPass,
     slots_and_positions,
 )
+from forerun.executor.step.reliability import ReliabilityTable
 from forerun.executor.step.safe_algorithm import SafeAlgorithm
 from forerun.executor.step.slot_tables import SlotTables
 from forerun.executor.step.timing import PhaseBoundary, StepTimer
@@ -90,6 +91,7 @@ class DeviceStep:
         self.simulate: SimulatedAcceptance | None = None
         self.timer: StepTimer | None = None
         self.deferred: DeferredObserve | None = None
+        self.reliability = ReliabilityTable(tables.device)
         self._dummy = False  # see `dummy_steps`
         if any(each.needs_host_pages for each in self._attentions):
             tables.mirror_pages()
@@ -276,6 +278,7 @@ class DeviceStep:
             positions=next_positions.view(-1, shape.num_verify_tokens),
             hidden_states=hidden_states,
             aux_hidden_states=aux,
+            confidence=draft.confidence,
         )
 
     def sample(self, tokens: SampleInput, shape: StepShape) -> SampledTokens:
@@ -302,6 +305,11 @@ class DeviceStep:
             candidates, own, slots, tokens.start, num_committed
         )
         self.attention.pools.commit(slots, num_committed)
+        if verified.confidence is not None and self.simulate is None:
+            limits = self.tables.max_drafts[slots]
+            limits = limits.masked_fill(slots == self.tables.padding_slot, 0)
+            greedy = self.tables.sampling.gather(slots).temperature <= 0
+            self.reliability.add(verified.confidence, num_committed, limits, greedy)
         out = DecodeOutput(own, num_committed, None, path, sampled.logprobs_along(path))
         if width == 1 and self.deferred is not None:
             self.deferred.keep(slots, tokens.positions, hidden_states, aux)

@@ -210,6 +210,7 @@ class VerifyPass:
     positions: Tensor  # [B, W] int32: of the tokens to be sampled
     hidden_states: Tensor  # [B * W, H]
     aux_hidden_states: Tensor | None  # [B * W, n * H]
+    confidence: Tensor | None = None  # [B, K] float32, of `Draft`
 
     @property
     def to_sample(self) -> SampleInput:

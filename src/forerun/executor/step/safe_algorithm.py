@@ -75,11 +75,30 @@ class SafeAlgorithm:
             raise TypeError("Draft.parents is a tree; declare verify_mask=Mask.CUSTOM in SpecCaps")
         tokens = _checked_ids("tokens", draft.tokens, shape, device)
         if not self._trees:
-            return Draft(tokens)
+            return Draft(tokens, confidence=_checked_confidence(draft.confidence, shape, device))
         if draft.parents is not None:
             return Draft(tokens, _checked_ids("parents", draft.parents, shape, device))
         # A chain is a tree without branches; captured steps need the same inputs every time.
         return Draft(tokens, torch.arange(shape[1], device=device).repeat(shape[0], 1))
+
+
+def _checked_confidence(
+    given: object, shape: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """
+    Raises:
+        TypeError: not a float32 tensor of this shape on this device.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        raise TypeError(f"Draft.confidence must be a tensor, got {type(given).__name__}")
+    if given.shape != shape or given.dtype != torch.float32 or given.device != device:
+        raise TypeError(
+            f"Draft.confidence must be {shape} torch.float32 on {device}, got"
+            f" {tuple(given.shape)} {given.dtype} on {given.device}"
+        )
+    return given
 
 
 def _checked_ids(name: str, ids: object, shape: tuple[int, int], device: torch.device) -> Tensor:
