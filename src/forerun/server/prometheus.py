@@ -344,8 +344,8 @@ def _speculation(make: _Families, engine: EngineMetrics) -> Iterator[Metric]:
         "Accepted drafts and the bonus token, of verify steps with drafts.",
         ({}, Histogram(lengths, [*engine.accepted, 0], tokens)),
     )
-    if engine.confidences is not None:
-        yield from _confidences(make, engine.confidences)
+    none = [[0.0] * 3 for _ in range(CONFIDENCE_BINS)]
+    yield from _confidences(make, engine.confidences or ConfidenceCounts(none, none))
     yield make.counter(
         "forerun_spec_failures", "Steps in which drafting failed.", engine.algorithm_failures
     )
