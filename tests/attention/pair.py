@@ -27,6 +27,7 @@ from forerun.attention.model_attention import ModelAttention, StepBuffers
 from forerun.attention.torch_native import TorchNative
 from forerun.kvcache.layouts import DenseKV, LatentKV, ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
+from tests.kernels.attention_support import random_tree
 
 CAUSAL, BLOCK = LayerMask(), LayerMask(Mask.BLOCK)
 REQUESTS = 3
@@ -212,13 +213,7 @@ class Expand(LatentExpand):
 
 
 def trees(q_len: int, device: torch.device) -> Tensor:
-    """Ancestors of random trees, one per request and one of the padding slot, [4, W] int64."""
+    """Ancestors of random trees, one per request and one of the padding slot, [4, W, words]."""
     generator = torch.Generator().manual_seed(q_len)
-    rows = []
-    for _ in range(REQUESTS + 1):
-        bits = [1]
-        for token in range(1, q_len):
-            parent = int(torch.randint(token, (1,), generator=generator))
-            bits.append(bits[parent] | 1 << token)
-        rows.append([b - (1 << 64) if b >> 63 else b for b in bits])
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    made = [random_tree(q_len, generator) for _ in range(REQUESTS + 1)]
+    return torch.tensor(made, dtype=torch.int64).to(device)

@@ -92,7 +92,7 @@ def test_sinks() -> None:
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "trtllm_mha"])
-@pytest.mark.parametrize("width", [2, 7, 16, 40, 64])
+@pytest.mark.parametrize("width", [2, 7, 16, 40, 64, 100])
 def test_trees(name: str, width: int) -> None:
     """Another tree for every request; contexts shorter than a byte of mask bits too."""
     each = pair(name, 16, [CAUSAL])
@@ -151,10 +151,14 @@ def test_masks_fill_whole_words() -> None:
     assert pack_mask(Mask.CAUSAL, 3, CPU).tolist() == [[[1, 0], [3, 0], [7, 0]]]
     assert pack_mask(Mask.BLOCK, 33, CPU).shape == (1, 33, 4)
     assert pack_mask(Mask.BLOCK, 33, CPU)[0, 0].tolist() == [65535, 65535, 1, 0]
-    assert pack_tree(torch.tensor([[1, 3, 5]])).tolist() == [[[1, 0], [3, 0], [5, 0]]]
-    last = torch.zeros(1, 64, dtype=torch.int64)
+    assert pack_tree(torch.tensor([[[1], [3], [5]]])).tolist() == [[[1, 0], [3, 0], [5, 0]]]
+    last = torch.zeros(1, 64, 1, dtype=torch.int64)
     last[0, 63] = -(1 << 63) | 1 << 40 | 1
     assert pack_tree(last)[0, 63].tolist() == [1, 0, 256, 32768]
+    wide = torch.zeros(1, 80, 2, dtype=torch.int64)
+    wide[0, 79, 1] = 1 << 15
+    assert pack_tree(wide).shape == (1, 80, 6)
+    assert pack_tree(wide)[0, 79].tolist() == [0, 0, 0, 0, 32768, 0]
 
 
 def test_a_tree_mask_forgets_the_step_before() -> None:
@@ -166,7 +170,7 @@ def test_a_tree_mask_forgets_the_step_before() -> None:
     written.write(start, trees(9, CPU))
     fresh.write(start, trees(9, CPU))
     assert torch.equal(written.bits, fresh.bits)
-    hidden = 81 - int(stand_in.bits_of(trees(9, CPU)[0].view(torch.uint8), 9 * 64).sum())
+    hidden = 81 - int(stand_in.bits_of(trees(9, CPU)[0].flatten().view(torch.uint8), 9 * 64).sum())
     own = written.bits[: -(-9 * 12 // 8)]
     assert int((stand_in.bits_of(own, 9 * 12) == 0).sum()) == hidden
 

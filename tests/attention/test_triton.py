@@ -93,7 +93,7 @@ def test_soft_cap_and_windows_of_trees(window: int | None, device: torch.device)
     prompts = AttentionBatch(table, start, 90, ragged=((0, 90), (0, 3)))
     lengths = torch.tensor([90, 3], dtype=torch.int32, device=device)
     bits = torch.tensor([[1, 3, 5, 11, 27], [1, 3, 7, 15, 31]], device=device)
-    tree = AttentionBatch(table, lengths, 95, q_len=5, tree=bits)
+    tree = AttentionBatch(table, lengths, 95, q_len=5, tree=bits.unsqueeze(2))
     for seed, (batch, rows) in enumerate(((prompts, 93), (tree, 10))):
         q, k, v = qkv(rows, device, seed)
         outs = []

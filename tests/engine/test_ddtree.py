@@ -62,6 +62,7 @@ def test_a_tree_accepts_more_than_a_chain() -> None:
         ({"speculative_ddtree_budget": 1}, 1),
         ({"speculative_ddtree_budget": 5}, 5),
         pytest.param({"speculative_ddtree_budget": 63}, 63, marks=pytest.mark.exhaustive),
+        ({"speculative_ddtree_budget": 100}, 100),
         pytest.param({"speculative_dflash_block_size": 2}, 32, marks=pytest.mark.exhaustive),
         ({"speculative_draft_window_size": 16}, 32),
     ],
@@ -135,8 +136,8 @@ def test_the_bundled_pair() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculative_ddtree_budget": 0}, "must be 1 to 63, got 0"),
-        ({"speculative_ddtree_budget": 64}, "must be 1 to 63, got 64"),
+        ({"speculative_ddtree_budget": 0}, "must be 1 to 255, got 0"),
+        ({"speculative_ddtree_budget": 256}, "must be 1 to 255, got 256"),
         ({"speculative_ddtree_budget": "abc"}, "must be an integer, got 'abc'"),
         ({"speculative_ddtree_budget": True}, "must be an integer, got True"),
         ({"speculative_num_draft_tokens": 16}, "set speculative_ddtree_budget"),

@@ -57,7 +57,9 @@ class Paged:
         return torch.stack(out)
 
     def _bits(self, t: int) -> int:
-        return 0 if self.tree is None else int(self.tree[t])
+        """The mask of a query token as one number."""
+        words = [] if self.tree is None else self.tree[t].tolist()
+        return sum((word % (1 << 64)) << 64 * i for i, word in enumerate(words))
 
 
 def attended(
@@ -80,13 +82,19 @@ def attended(
     )
 
 
-def random_tree(count: int, generator: torch.Generator) -> list[int]:
-    """Ancestor bits of each node, itself included; node 0 is the root."""
+def random_tree(count: int, generator: torch.Generator) -> list[list[int]]:
+    """Ancestor bits of each node, itself included, in words; node 0 is the root."""
+    parents = [int(torch.randint(node, (), generator=generator)) for node in range(1, count)]
+    return tree_words(parents)
+
+
+def tree_words(parents: list[int]) -> list[list[int]]:
+    """Ancestor bits of the root and of nodes with these parents: words of 64 bits, signed."""
     bits = [1]
-    for node in range(1, count):
-        parent = int(torch.randint(node, (), generator=generator))
+    for node, parent in enumerate(parents, 1):
         bits.append(bits[parent] | 1 << node)
-    return [b - (1 << 64) if b >> 63 else b for b in bits]
+    words = [[b >> i & (1 << 64) - 1 for i in range(0, len(bits), 64)] for b in bits]
+    return [[w - (1 << 64) if w >> 63 else w for w in each] for each in words]
 
 
 def make_paged(
@@ -127,7 +135,8 @@ def make_paged(
     pools[:, ~owned] = float("nan")
     k_pool, v_pool = pools.to(kv_dtype or dtype).to(device).unbind(0)
     spans = spans + [(0, q_len)] * padded
-    tree = [b for _, n in spans for b in (random_tree(n, generator) if n <= 64 else [0] * n)]
+    alike = all(n == q_len for _, n in spans)
+    tree = [words for _, n in spans if alike for words in random_tree(n, generator)]
     return Paged(
         q.to(device),
         k_pool,
@@ -136,7 +145,7 @@ def make_paged(
         torch.tensor([start for start, _ in spans], dtype=torch.int32, device=device),
         spans,
         dim**-0.5,
-        torch.tensor(tree, dtype=torch.int64, device=device),
+        torch.tensor(tree, dtype=torch.int64, device=device) if alike else None,
     )
 
 

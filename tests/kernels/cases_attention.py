@@ -18,6 +18,7 @@ from forerun.kernels.attention.tiles import (
     uses_tma,
 )
 from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.kernels.speculation.tree import mask_words
 from tests.kernels.compiled import TARGETS, Case
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -95,6 +96,7 @@ def decode(
         "Q_LEN": q_len,
         "SPLIT_KV": splits,
         **({} if sinks else {"sinks_ptr": None}),
+        "WORDS": mask_words(q_len),
         **more,
     }
 
@@ -175,6 +177,7 @@ CASES = [
     *decode("float32, pages of 64", dtype=torch.float32, dim=64, page=64, targets=("sm_90",)),
     *decode("draft block", q_len=16, MASK=1, WINDOW=512, targets=ONE),
     *decode("tree", q_len=16, MASK=2, targets=ONE),
+    *decode("tree of 256", q_len=256, page=64, MASK=2, targets=ONE),
     *decode("tree, long window", q_len=16, page=64, MASK=2, WINDOW=4096, targets=ONE),
     *(  # sums of bits, a short window's, take registers
         replace(case, spill_bytes=16)

@@ -17,6 +17,7 @@ from forerun.kernels.attention.tiles import (
 )
 from forerun.kernels.elementwise.latent_norm_rope import _latent_norm_rope_write
 from forerun.kernels.runtime.gpu import GpuInfo
+from forerun.kernels.speculation.tree import mask_words
 from tests.kernels.cases_attention import NAMES, ONE, POOLS, RDNA, _on_each, _tiles
 from tests.kernels.compiled import TARGETS, Case
 
@@ -69,6 +70,7 @@ def absorbed(
                 "PART": 128 if latent % 128 == 0 else latent,
                 "BLOCK_L": padded(latent),
                 "BLOCK_R": padded(rope),
+                "WORDS": mask_words(max(1, q_len)),
                 **blocks,
             },
         )
@@ -148,6 +150,7 @@ CASES = [
     *absorbed("verify 16, pages of 16", 16, page=16),
     *absorbed("decode, 128 heads", 1, heads=128, targets=("sm_90",)),
     *absorbed("tree", 16, MASK=2, targets=ONE),
+    *absorbed("tree of 65", 65, MASK=2, targets=ONE),
     *absorbed("block, window", 16, MASK=1, WINDOW=512, targets=ONE),
     *absorbed("decode, float16", 1, dtype=torch.float16, page=16, targets=ONE),
     *absorbed("decode, float8", 1, kv=torch.uint8, targets=("sm_80", "gfx942")),

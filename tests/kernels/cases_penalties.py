@@ -19,7 +19,7 @@ CASES = [
     ),
     *(
         Case(
-            f"penalize {kind} {'tree' if tree else 'chain' if tokens > 1 else 'plain'}",
+            f"penalize {kind} {f'tree {tokens}' if tree else 'chain' if tokens > 1 else 'plain'}",
             penalties._penalize,
             {"logits": kind, "out": "*fp32", "words": "*i32", "bias": "*fp32"}
             | {"slots": "*i64", "floats": "*fp32"}
@@ -28,11 +28,12 @@ CASES = [
             | dict.fromkeys(("vocab", "request_stride", "row_stride", "num_tokens"), "i32"),
             ({} if tree else {"ancestors": None})
             | ({} if tokens > 1 else {"drafts": None})
-            | {"IN_PROMPT": penalties.IN_PROMPT, "BLOCK": penalties.BLOCK, "TOKENS": tokens},
+            | {"IN_PROMPT": penalties.IN_PROMPT, "BLOCK": penalties.BLOCK, "TOKENS": tokens}
+            | {"WORDS": penalties.mask_words(tokens)},
             options={"num_warps": 4},
             multiples=("vocab", "request_stride", "row_stride"),
         )
         for kind in ("*bf16", "*fp32")
-        for tokens, tree in ((1, False), (16, False), (64, True))
+        for tokens, tree in ((1, False), (16, False), (64, True), (256, True))
     ),
 ]

@@ -37,7 +37,7 @@ CASES = [
             options={"num_warps": 1},
             wide=False,
         )
-        for block in (32, 64)
+        for block in (32, 64, 256)
     ),
     *(
         Case(
@@ -57,11 +57,11 @@ CASES = [
             tree._tree_shape,
             {"parents": "*i64", "up_ptr": "*i64", "depth_ptr": "*i32", "ancestors_ptr": "*i64"}
             | {"parents_stride": "i32", "nodes": "i32"},
-            {"BLOCK": block, "ROUNDS": block.bit_length() - 1},
-            options={"num_warps": 1},
+            {"BLOCK": block, "ROUNDS": block.bit_length() - 1, "WORDS": tree.mask_words(block)},
+            options={"num_warps": warps},
             wide=False,
         )
-        for block in (4, 64)
+        for block, warps in ((4, 1), (64, 1), (256, 4))
     ),
     *(
         Case(
@@ -72,11 +72,11 @@ CASES = [
             )
             | {"depth_ptr": "*i32", "num_committed": "*i32"}
             | dict.fromkeys(("candidates_stride", "sampled_stride", "nodes"), "i32"),
-            {"BLOCK": block},
+            {"BLOCK": block, "WORDS": tree.mask_words(block)},
             options={"num_warps": warps},
             wide=False,
         )
-        for block, warps in ((16, 1), (64, 4))
+        for block, warps in ((16, 1), (64, 4), (256, 8))
     ),
     *(
         Case(
@@ -89,7 +89,7 @@ CASES = [
             multiples=("layer_stride",),
         )
         for kind in ("*bf16", "*u8", "*fp32")
-        for block in (16, 64)
+        for block in (16, 64, 256)
     ),
     *(
         Case(
@@ -108,11 +108,11 @@ CASES = [
             host_results._store_results,
             {"sampled": "*i64", "num_committed": "*i32", "count": "*i64", "ring": "*i64"},
             {"BATCH": batch, "TOKENS": batch * width, "RING": 4, "BLOCK_B": batch}
-            | {"BLOCK": batch * width},
+            | {"BLOCK": min(batch * width, host_results.BLOCK)},
             options={"num_warps": 1},
             wide=batch > 1,  # a few tokens are no 16 bytes
         )
-        for batch, width in ((1, 1), (32, 16))
+        for batch, width in ((1, 1), (32, 16), (64, 256))
     ),
     Case(
         "longest matches",

@@ -24,6 +24,7 @@ from tests.kernels.attention_support import (
     Paged,
     make_paged,
     relative_error,
+    tree_words,
     with_large_queries,
 )
 
@@ -156,23 +157,28 @@ def test_large_queries_over_a_float8_pool(num_splits: int, device: torch.device)
     assert relative_error(out, case.reference(MaskSpec())) < BOUND[torch.bfloat16]
 
 
-def test_a_tree_of_64_nodes(device: torch.device) -> None:
-    """Bit 63 is the sign of an int64."""
-    case = make_paged(spans([20], 64), 2, 1, 64, 16, device=device)
+@pytest.mark.parametrize("nodes", [64, 65, 128, pytest.param(256, marks=pytest.mark.exhaustive)])
+def test_trees_of_several_words(nodes: int, device: torch.device) -> None:
+    """The last bit of a word is the sign of an int64."""
+    case = make_paged(spans([20], nodes), 2, 1, 16, 16, device=device)
     assert case.tree is not None and bool((case.tree < 0).any())
+    assert case.tree.shape == (nodes, -(-nodes // 64))
+    wide, tile = MaskSpec(TREE), TileConfig(16, 16, 4, 1)
+    assert relative_error(run(case, wide, 2, tile), case.reference(wide)) < 2e-6
+    assert relative_error(reference(case, wide), case.reference(wide)) < 2e-6
+    assert case.mask(wide).needs_triton is (nodes > 64)
     assert relative_error(run(case, MaskSpec(TREE), 1), case.reference(MaskSpec(TREE))) < 2e-6
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("window", [1, 5, 63, 64, 80])
-def test_windows_of_a_tree_of_64_nodes(window: int, device: torch.device) -> None:
+@pytest.mark.parametrize("nodes", [64, 150])
+def test_windows_of_large_trees(nodes: int, window: int, device: torch.device) -> None:
     """A path of half of them, so that windows end within the tree, at its root and before it."""
-    case = make_paged(spans([90], 64), 2, 1, 16, 16, device=device)
-    bits = [1]
-    for node in range(1, 64):
-        bits.append(bits[max(node - 2, 0)] | 1 << node)
-    signed = [each - (1 << 64) if each >> 63 else each for each in bits]
-    case.tree = torch.tensor(signed, device=device)
+    case = make_paged(spans([90], nodes), 2, 1, 16, 16, device=device)
+    case.tree = torch.tensor(
+        tree_words([max(node - 2, 0) for node in range(1, nodes)]), device=device
+    )
     mask = MaskSpec(TREE, window)
     expected = case.reference(mask)
     assert relative_error(run(case, mask, 2, TileConfig(16, 16, 4, 1)), expected) < 2e-6

@@ -24,6 +24,7 @@ from forerun.kernels.elementwise.qk_norm_rope import (
 from forerun.kernels.elementwise.rms_norm import add_rms_norm_ref, rms_norm_ref
 from forerun.kvcache.layouts import ModelLayout
 from forerun.kvcache.pools import ModelPools, PoolShape
+from tests.kernels.attention_support import random_tree
 from tests.kernels.cpu_levels import at_levels
 
 pytestmark = [
@@ -133,14 +134,12 @@ def test_prompts() -> None:
         check(*pair.both(pair.ragged(counts), spec, pair.queries(sum(counts))))
 
 
-def test_trees() -> None:
-    pair, width = Pair([0, 65]), 20
-    parents = [torch.randint(0, i, (2,), generator=pair.draw) for i in range(1, width)]
-    bits = torch.ones(2, width, dtype=torch.int64)
-    for i, parent in enumerate(parents, 1):
-        bits[:, i] = bits.gather(1, parent.unsqueeze(1)).squeeze(1) | 1 << i
+@pytest.mark.parametrize("width", [20, 64, 65, 128, 256])
+def test_trees(width: int) -> None:
+    pair = Pair([0, 65])
+    trees = torch.tensor([random_tree(width, pair.draw) for _ in range(2)])
     spec = AttentionSpec(LayerMask(), 0.125)
-    check(*pair.both(pair.batch(width, tree=bits), spec, pair.queries(2 * width)))
+    check(*pair.both(pair.batch(width, tree=trees), spec, pair.queries(2 * width)))
 
 
 def test_softcap_and_sinks() -> None:

@@ -41,18 +41,20 @@ def path_to_root(parents: list[int], node: int) -> list[int]:
 @pytest.mark.parametrize("shape", [Tree.from_parents, tree_ref])
 def test_shape_of_random_trees(shape: Shape, device: torch.device) -> None:
     rng = random.Random(0)
-    for nodes in (1, 2, 3, 17, 33, 64):
+    for nodes in (1, 2, 3, 17, 33, 64, 65, 128, 256):
         parents = [random_parents(rng, nodes) for _ in range(5)]
-        if nodes == 64:
-            parents[0] = list(range(63))  # a chain
+        if nodes >= 64:
+            parents[0] = list(range(nodes - 1))  # a chain
         tree = shape(torch.tensor(parents, dtype=torch.int64, device=device).view(5, nodes - 1))
         for b, own in enumerate(parents):
             assert tree.parents[b].tolist() == [0, *own]
             for node in range(nodes):
                 path = path_to_root(own, node)
                 assert tree.depth[b, node] == len(path) - 1
-                bits = int(tree.ancestors[b, node]) % 2**64
-                assert [j for j in range(nodes) if bits >> j & 1] == sorted(path)
+                words = [int(word) % 2**64 for word in tree.ancestors[b, node]]
+                bits = sum(word << 64 * i for i, word in enumerate(words))
+                assert bits == sum(1 << j for j in path)
+                assert len(words) == -(-nodes // 64)
 
 
 def sampled_tree(rng: random.Random, nodes: int) -> tuple[list[int], list[int], list[int]]:
@@ -61,12 +63,12 @@ def sampled_tree(rng: random.Random, nodes: int) -> tuple[list[int], list[int], 
     draft = [0] * (nodes - 1)
     taken: dict[int, set[int]] = {}
     for i, parent in enumerate(parents):
-        draft[i] = rng.choice(sorted(set(range(70)) - taken.setdefault(parent, set())))
+        draft[i] = rng.choice(sorted(set(range(300)) - taken.setdefault(parent, set())))
         taken[parent].add(draft[i])
     sampled = [
-        rng.choice([t for i, t in enumerate(draft) if parents[i] == node] or [69])
+        rng.choice([t for i, t in enumerate(draft) if parents[i] == node] or [299])
         if rng.random() < 0.8
-        else rng.randrange(70)
+        else rng.randrange(300)
         for node in range(nodes)
     ]
     return parents, draft, sampled
@@ -79,8 +81,11 @@ def test_accepts_the_sampled_path(
 ) -> None:
     rng = random.Random(1)
     longest = 0
-    for nodes in (1, 2, 3, 9, 24, 64):
+    for nodes in (1, 2, 3, 9, 24, 64, 65, 128, 256):
         cases = [sampled_tree(rng, nodes) for _ in range(20)]
+        if nodes >= 64:  # a chain that is accepted whole
+            tokens = list(range(1, nodes))
+            cases[0] = (list(range(nodes - 1)), tokens, [*tokens, 0])
         parents, draft, sampled = (torch.tensor(x, device=device) for x in zip(*cases, strict=True))
         tree = Tree.from_parents(parents.long().view(20, -1))
         got, num_committed = accept(tree, draft.long().view(20, -1), sampled)
@@ -93,7 +98,7 @@ def test_accepts_the_sampled_path(
             longest = max(longest, len(path))
             assert num_committed[b] == len(path)
             assert got[b].tolist() == [*path, *range(len(path), nodes)]
-    assert longest > 5
+    assert longest == 256
 
 
 @pytest.mark.parametrize("shape", [Tree.from_parents, tree_ref])

@@ -91,8 +91,8 @@ class AttentionBatch:
     start: Tensor  # [B] int32, device: position of the first token
     kv_len_ub: int  # host: upper bound of start + tokens over the batch
     q_len: int | None = None  # tokens of every request
-    # [B, q_len] int64, device: bit j of token i says whether it sees token j. Causal layers then
-    # see the context and these tokens, and not all before them.
+    # [B, q_len, words] int64, device: bit j of token i says whether it sees token j. Causal layers
+    # then see the context and these tokens, and not all before them.
     tree: Tensor | None = None
     kv_slots: Tensor | None = None  # [B * q_len] int64, device: where these are known already
     ragged: tuple[tuple[int, int], ...] | None = None  # host: (start, tokens) per request, exact

@@ -36,6 +36,7 @@ from forerun.attention.host_pages import PageLists
 from forerun.attention.packages import FLASHINFER
 from forerun.attention.paged import LibraryBackend, PagedPlan, PagedTokens
 from forerun.kernels.runtime.gpu import gpu_of
+from forerun.kernels.speculation.tree import unpack_bits
 from forerun.kvcache.pools import ModelPools
 
 ARCHS = frozenset({"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"})
@@ -76,12 +77,12 @@ class TreeMask:
         self.indptr = first * self._stride  # [B + 1] int32: first byte of each request
 
     def write(self, start: Tensor, tree: Tensor) -> None:
-        """start [B] int32; tree [B, W] int64, of `AttentionBatch`."""
+        """start [B] int32; tree [B, W, words] int64, of `AttentionBatch`."""
         width, token = tree.shape[1], torch.arange(tree.shape[1], device=tree.device)
         begin = start.long().view(-1, 1, 1)
         position = token.view(-1, 1) * (begin + width) + begin + token  # [B, W, W], in bits
         byte = self.indptr[:-1].long().view(-1, 1, 1) + position // 8
-        hidden = ((tree.unsqueeze(2) >> token) & 1) ^ 1
+        hidden = (~unpack_bits(tree, width)).long()
         # Bits of a byte are distinct, so adding -2^i modulo 256 clears them, in any order.
         cleared = (-(hidden << (position % 8))).to(torch.uint8)
         self.bits.fill_(255).scatter_add_(0, byte.flatten(), cleared.flatten())

@@ -23,6 +23,7 @@ from forerun.attention.capabilities import Capabilities, LayerMask, Mask
 from forerun.kernels.attention.mla_write import write_latent_ref
 from forerun.kernels.attention.paged_kv import write_kv_ref
 from forerun.kernels.runtime.fp8 import as_bits
+from forerun.kernels.speculation.tree import unpack_bits
 from forerun.kvcache.layouts import LatentKV
 
 
@@ -35,7 +36,7 @@ class _Segment:
     q_len: int
     start: Tensor  # [B, 1] int64
     pages: Tensor  # [B * n] page ids to gather
-    tree: Tensor | None = None  # [B, W] int64, of AttentionBatch
+    tree: Tensor | None = None  # [B, W, words] int64, of AttentionBatch
     masks: dict[LayerMask, Tensor] = field(default_factory=dict)  # [B, 1, group * W, n * P]
 
 
@@ -175,13 +176,13 @@ def _mask(seg: _Segment, mask: LayerMask, length: int, dtype: torch.dtype) -> Te
 
 
 def _tree_mask(
-    seg: _Segment, bits: Tensor, kv: Tensor, window: int | None
+    seg: _Segment, words: Tensor, kv: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """(what each token of a tree sees [B, W, L], the oldest position in its window)."""
     start = seg.start.unsqueeze(2)  # [B, 1, 1]
-    own = (bits.unsqueeze(2) >> torch.arange(seg.q_len, device=kv.device)) & 1  # [B, W, W]
+    own = unpack_bits(words, seg.q_len)  # [B, W, W]
     token = kv - start  # of the tree, where it is >= 0
-    inside = own.gather(2, token.clamp(0, seg.q_len - 1).expand(-1, seg.q_len, -1)).bool()
+    inside = own.gather(2, token.clamp(0, seg.q_len - 1).expand(-1, seg.q_len, -1))
     seen = torch.where(token < 0, True, inside & (token < seg.q_len))
     if window is None:
         return seen, start

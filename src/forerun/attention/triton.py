@@ -65,7 +65,7 @@ MAX_EXPANDED = 256  # values of a head of expanded K or V that the kernel for th
 
 @dataclass
 class TritonPlan(SlotPlan):
-    """`tree` [T] int64, bit j: the token sees token j of its request; None: no tree."""
+    """`tree` [T, words] int64, bit j: the token sees token j of its request; None: no tree."""
 
     batch: AttentionBatch
     kv_slots: Tensor  # [T] int64
@@ -142,7 +142,7 @@ class TritonAttention(PagedBackend):
         page, device = self.pools.page_size, batch.start.device
         if batch.q_len is not None:
             kv_slots = step_kv_slots(batch, page)
-            tree = None if batch.tree is None else batch.tree.flatten()
+            tree = None if batch.tree is None else batch.tree.flatten(0, 1)
             splits = {kind: self._num_splits(batch, batch.q_len, kind) for kind in self._kinds}
             return TritonPlan(batch, kv_slots, splits, {}, tree)
         assert batch.ragged is not None

@@ -26,7 +26,6 @@ XQA_ARCHS = frozenset({"sm_90"})
 GEN_ARCHS = frozenset({"sm_100", "sm_103"})
 WORKSPACE_BYTES = 256 << 20
 WORD_BITS = 16  # of the mask's words
-MAX_TREE_TOKENS = 64  # bits of `AttentionBatch.tree`
 
 
 @dataclass
@@ -121,7 +120,6 @@ def pack_mask(mask: Mask, q_len: int, device: torch.device) -> Tensor:
 
 
 def pack_tree(tree: Tensor) -> Tensor:
-    """The same for `AttentionBatch.tree` [B, W] int64: [B, W, words] uint16."""
+    """The same for `AttentionBatch.tree` [B, W, n] int64: [B, W, words] uint16."""
     words = 2 * -(-tree.shape[1] // 32)
-    halves = tree.contiguous().view(torch.int16).view(*tree.shape, MAX_TREE_TOKENS // WORD_BITS)
-    return halves[..., :words].contiguous().view(torch.uint16)
+    return tree.contiguous().view(torch.int16)[..., :words].contiguous().view(torch.uint16)

@@ -26,7 +26,7 @@ from forerun.speculative.dflash import DFlash, read_draft
 class DDTree(DFlash):
     options: ClassVar[tuple[Option, ...]] = (
         *DFlash.options,
-        Option("speculative_ddtree_budget", int, 32, "Tokens of a draft tree, 1 to 63"),
+        Option("speculative_ddtree_budget", int, 32, "Tokens of a draft tree, 1 to 255"),
     )
 
     @classmethod

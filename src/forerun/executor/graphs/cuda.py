@@ -49,6 +49,7 @@ from forerun.executor.step.inputs import (
 from forerun.grammar.bitmask import num_words
 from forerun.kernels.sampling.bitmask import TokenMasks
 from forerun.kernels.sampling.penalties import DraftPath
+from forerun.kernels.speculation.tree import mask_words
 from forerun.sampling.logprobs import LogprobQuery
 from forerun.sampling.sampler import GREEDY, SAMPLED, SamplingFlags, captured_flags
 from forerun.speculative.base import Draft
@@ -294,7 +295,8 @@ class CudaGraphSteps:
         for size, width in sorted(groups):
             slots = self._padding(size)
             ids = slots.new_zeros(size, width)
-            path = DraftPath(ids, ids + 1 if step.caps.makes_trees and width > 1 else None)
+            words = ids.new_ones(size, width, mask_words(width))
+            path = DraftPath(ids, words if step.caps.makes_trees and width > 1 else None)
             positions = (ids + 1).int()
             bitmask = slots.new_zeros(1, num_words(step.model.config.vocab_size)).int()
             masks = TokenMasks(bitmask - 1, torch.zeros_like(positions))  # all are allowed

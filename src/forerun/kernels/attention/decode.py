@@ -26,6 +26,7 @@ from forerun.kernels.runtime.fp8 import as_bits, fp8_mode
 from forerun.kernels.runtime.gpu import GpuInfo, gpu_of
 from forerun.kernels.runtime.jit import triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.tree import unpack_bits
 
 CAUSAL, BLOCK, TREE = 0, 1, 2  # the masks, as kernels know them
 LOG2E = math.log2(math.e)
@@ -47,9 +48,14 @@ class MaskSpec:
 
     mask: int = CAUSAL
     window: int | None = None
-    tree: Tensor | None = None  # [B * q_len] int64, bit j: attends to token j; q_len <= 64
+    tree: Tensor | None = None  # [B * q_len, words] int64, bit j: attends to token j
     sinks: Tensor | None = None  # [Hq] float32, not scaled
     softcap: float | None = None  # of scaled scores s: softcap · tanh(s / softcap)
+
+    @property
+    def tree_words(self) -> int:
+        """Words of a token's bits; 1 without a tree."""
+        return 1 if self.tree is None else self.tree.shape[1]
 
     @property
     def window_constant(self) -> int:
@@ -68,7 +74,8 @@ class MaskSpec:
     @property
     def needs_triton(self) -> bool:
         """Whether only the Triton kernel for few tokens has it."""
-        return self.softcap is not None or (self.mask == TREE and self.window is not None)
+        tree = self.mask == TREE and (self.window is not None or self.tree_words > 1)
+        return self.softcap is not None or tree
 
 
 def paged_attention(
@@ -133,7 +140,7 @@ def paged_attention(
         FP8=fp8_mode(kv.k), INT64_OFFSETS=needs_int64_offsets(kv.k), TMA=tma,
         PREFETCH_LEN=PREFETCH_LEN, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=triton.next_power_of_2(dim), STAGES=config.num_stages,
-        SOFTCAP=mask.softcap_constant,
+        SOFTCAP=mask.softcap_constant, WORDS=mask.tree_words,
         num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(q),
     )  # fmt: skip
     if num_splits > 1:
@@ -250,8 +257,8 @@ def _mask_ref(start: Tensor, q_len: int, kv_len: int, mask: MaskSpec) -> Tensor:
     if mask.mask == TREE:
         assert mask.tree is not None
         offset = position - begin
-        own = mask.tree.view(-1, q_len, 1) >> torch.arange(q_len, device=start.device) & 1
-        ancestors = own.gather(2, offset.clamp(0, q_len - 1).expand(-1, q_len, -1)).bool()
+        own = unpack_bits(mask.tree, q_len).view(-1, q_len, q_len)
+        ancestors = own.gather(2, offset.clamp(0, q_len - 1).expand(-1, q_len, -1))
         seen = (offset < 0) | (ancestors & (offset < q_len))
         if mask.window is None:
             return seen

@@ -8,8 +8,14 @@ from forerun.kernels.runtime.jit import jit, tl
 
 
 @jit
-def attends(token, position, start, bits, q_len, MASK: tl.constexpr, WINDOW: tl.constexpr):
-    """[M, N] bool: whether query `token` [M] attends to `position` [N]; `bits` [M] of a tree."""
+def attends(
+    token, position, start, tree, q_len,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, WORDS: tl.constexpr = 1,
+):  # fmt: skip
+    """[M, N] bool: whether query `token` [M] attends to `position` [N].
+
+    `tree` [M]: where the WORDS words of each token's bits are; read by the mask of trees only.
+    """
     if MASK == 0:
         last = (start + token)[:, None]
         visible = position[None, :] <= last
@@ -21,20 +27,34 @@ def attends(token, position, start, bits, q_len, MASK: tl.constexpr, WINDOW: tl.
             visible = visible & (position >= start - WINDOW)[None, :]
     else:
         offset = position - start  # the query token at this position, where >= 0
-        shift = tl.minimum(tl.maximum(offset, 0), 63).to(tl.int64)
-        in_tree = ((bits[:, None] >> shift[None, :]) & 1) != 0
-        visible = (offset < 0)[None, :] | (in_tree & (offset < q_len)[None, :])
-        if WINDOW >= 0:
-            # A token of a tree stands as deep as it has ancestors, which come before it.
-            oldest = start + count_bits(bits).to(tl.int32) - WINDOW
-            near = position[None, :] >= oldest[:, None]
-            if WINDOW >= 64:
-                near = near | (offset >= 0)[None, :]
-            else:
+        context = (offset < 0)[None, :]
+        visible = context
+        depth, later = 0, 0
+        for word in tl.static_range(WORDS):
+            bits = tl.load(tree + word, mask=token < q_len, other=0)
+            shift = tl.minimum(tl.maximum(offset - word * 64, 0), 63).to(tl.int64)
+            in_tree = ((bits[:, None] >> shift[None, :]) & 1) != 0
+            own = offset < q_len
+            if WORDS > 1:
+                own = own & (offset // 64 == word)
+            visible = visible | (in_tree & own[None, :])
+            if WINDOW >= 0:
+                depth += count_bits(bits).to(tl.int32)
+            if (WINDOW >= 0) & (WINDOW < WORDS * 64):
                 # Its ancestors after the one at this position, without the sign that >> brings.
                 unsigned = tl.full([1], 0x7FFFFFFFFFFFFFFF, tl.int64) >> shift
-                later = (bits[:, None] >> tl.minimum(shift + 1, 63)[None, :]) & unsigned[None, :]
-                near = tl.where((offset < 0)[None, :], near, count_bits(later) < WINDOW)
+                after = (bits[:, None] >> tl.minimum(shift + 1, 63)[None, :]) & unsigned[None, :]
+                if WORDS > 1:
+                    after = tl.where((offset < word * 64)[None, :], bits[:, None], after)
+                    after = tl.where((offset >= word * 64 + 64)[None, :], 0, after)
+                later += count_bits(after).to(tl.int32)
+        if WINDOW >= 0:
+            # A token of a tree stands as deep as it has ancestors, which come before it.
+            near = position[None, :] >= (start + depth - WINDOW)[:, None]
+            if WINDOW >= WORDS * 64:
+                near = near | (offset >= 0)[None, :]
+            else:
+                near = tl.where(context, near, later < WINDOW)
             visible = visible & near
     return visible
 
@@ -164,7 +184,7 @@ def decode_attention_kernel(
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, PREFETCH_LEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0,
+    PDL: tl.constexpr = False, SOFTCAP: tl.constexpr = 0.0, WORDS: tl.constexpr = 1,
 ):  # fmt: skip
     """One CTA per tile of a request's rows, K/V head, and split of the positions.
 
@@ -247,10 +267,8 @@ def decode_attention_kernel(
             s = tanh_of(s, qk_scale)
         if WINDOW >= 0 or first + BLOCK_N > start:
             position = origin + tl.arange(0, BLOCK_N)
-            bits = row
-            if MASK == 2:
-                bits = tl.load(tree_ptr + token, mask=m < GROUP * Q_LEN, other=0)
-            visible = attends(row, position, start, bits, Q_LEN, MASK, WINDOW)
+            tree = tree_ptr + token * WORDS
+            visible = attends(row, position, start, tree, Q_LEN, MASK, WINDOW, WORDS)
             visible = visible & ((position >= first) & (position < end))[None, :]
             s = tl.where(visible, s, float("-inf"))
         row_max, row_sum, acc = online_softmax_step(s, v, softmax_scale, row_max, row_sum, acc)

@@ -50,7 +50,7 @@ class DecodeArguments:
     scale: float  # of the scores, times log2(e)
     causal: bool = True  # else all tokens of a request see each other
     window: int | None = None
-    tree: Tensor | None = None  # [B * q_len] int64, instead of causal: bit j: sees token j
+    tree: Tensor | None = None  # [B * q_len, 1] int64, instead of causal: bit j: sees token j
 
 
 def why_unfit(

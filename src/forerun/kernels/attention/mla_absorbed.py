@@ -112,7 +112,7 @@ def mla_decode(
         return mla_decode_ref(q, cache, q_len, mask, scale)
     rows = q.shape[1] * q_len
     out, lse = _empty_result(q, cache, num_splits)
-    if config is None and _why_not_sm90(q, cache, rows) is None:
+    if config is None and not mask.needs_triton and _why_not_sm90(q, cache, rows) is None:
         splits = {"num_splits": num_splits, "q_len": q_len, "lse": lse}
         mla_sm90.launch(_sm90_arguments(q, cache, mask, scale, out, **splits))
     else:
@@ -241,6 +241,7 @@ class _Launch:
             FP8=fp8_mode(cache.pool), INT64_OFFSETS=needs_int64_offsets(cache.pool), TMA=tma,
             PREFETCH_LEN=PREFETCH_LEN, PART=_part(latent), BLOCK_M=config.block_m,
             BLOCK_N=config.block_n, BLOCK_L=padded(latent), BLOCK_R=padded(rope),
+            WORDS=mask.tree_words,
             num_warps=config.num_warps, num_stages=config.num_stages,
             **(pdl_options(q) if tile_map is None else {"PDL": False}),
         )  # fmt: skip

@@ -41,7 +41,7 @@ def mla_attention_kernel(
     PAGE_SIZE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, SPLIT_KV: tl.constexpr,
     FP8: tl.constexpr, INT64_OFFSETS: tl.constexpr, TMA: tl.constexpr, PREFETCH_LEN: tl.constexpr,
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_R: tl.constexpr, PDL: tl.constexpr = False,
+    BLOCK_R: tl.constexpr, PDL: tl.constexpr = False, WORDS: tl.constexpr = 1,
 ):  # fmt: skip
     """One CTA per tile of a request's rows (tokens times heads) and split of the positions.
 
@@ -132,10 +132,8 @@ def mla_attention_kernel(
         s += tl.dot(q_latent, tl.trans(latent), input_precision="ieee") * qk_scale
         if WINDOW >= 0 or first + BLOCK_N > full:
             position = origin + tl.arange(0, BLOCK_N)
-            bits = row
-            if MASK == 2:
-                bits = tl.load(tree_ptr + token, mask=inside, other=0)
-            visible = attends(row, position, start, bits, q_len, MASK, WINDOW)
+            tree = tree_ptr + token * WORDS
+            visible = attends(row, position, start, tree, q_len, MASK, WINDOW, WORDS)
             visible = visible & ((position >= first) & (position < end))[None, :]
             s = tl.where(visible, s, float("-inf"))
         row_max, row_sum, acc = online_softmax_step(s, latent, 1.0, row_max, row_sum, acc)

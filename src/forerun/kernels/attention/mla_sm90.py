@@ -52,7 +52,8 @@ class MlaArguments:
     lse: Tensor | None = None  # num_splits > 1: [T, H * 4, num_splits] float32, log2
     causal: bool = True  # else all tokens of a request see each other
     window: int | None = None
-    tree: Tensor | None = None  # [T] int64, instead of causal: bit j: sees token j of its request
+    # [T, 1] int64, instead of causal: bit j: sees token j of its request
+    tree: Tensor | None = None
     tile_map: Tensor | None = None  # `TileMap.entries` of `SM90_PREFILL_ROWS` rows; no splits
 
 

@@ -29,7 +29,7 @@ struct Attention {
     const int32_t* page_table;  // [B, page_stride]
     const int32_t* start;       // [B]: position of the first token
     const int64_t* first;       // [B + 1]: of each request in T; null: q_len tokens each
-    const int64_t* tree;        // [B, q_len]: bit j of token i: it sees token j; or null
+    const int64_t* tree;  // [B, q_len, words of 64 bits]: bit j of token i: it sees token j; or null
     const float* sinks;         // [heads] or null
     void* out;                  // [T, heads, D]
     int64_t batch, q_len, heads, kv_heads, dim, page_size, page_stride;
@@ -61,7 +61,9 @@ inline Span span_of(const Attention& a, const Tile& tile, int64_t token) {
 
 inline bool tree_sees(const Attention& a, const Tile& tile, int64_t token, int64_t position) {
     const int64_t other = position - tile.start;
-    return other < 0 || (a.tree[tile.request * a.q_len + token] >> other) & 1;
+    if (other < 0) return true;
+    const int64_t words = (a.q_len + 63) / 64;
+    return (a.tree[(tile.request * a.q_len + token) * words + other / 64] >> other % 64) & 1;
 }
 
 // The softmax of the rows of a tile so far. Rows are tokens, then heads of the group.

@@ -133,7 +133,7 @@ class QueryTokens:
 
     q_len: int = 0  # of every request, if `first` is None
     first: Tensor | None = None  # [B + 1] int64: each request's first token
-    tree: Tensor | None = None  # [B, q_len] int64: bit j of token i: it sees token j
+    tree: Tensor | None = None  # [B, q_len, words] int64: bit j of token i: it sees token j
 
 
 @dataclass(frozen=True)

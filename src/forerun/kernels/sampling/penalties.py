@@ -22,6 +22,7 @@ from torch import Tensor
 
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
+from forerun.kernels.speculation.tree import mask_words, unpack_bits
 
 # Columns of `PenaltyBatch.floats` and `ints`. Kernels have them as numbers.
 FREQUENCY, PRESENCE, REPETITION, NUM_FLOATS = 0, 1, 2, 3
@@ -47,7 +48,7 @@ class DraftPath:
     """The tokens that a verify pass runs on."""
 
     ids: Tensor  # [B, W] int64: the last token, which the history has too, and the drafts
-    ancestors: Tensor | None  # [B, W] int64, of `Tree`; None: a chain
+    ancestors: Tensor | None  # [B, W, words] int64, of `Tree`; None: a chain
 
     def between(self, first: int, last: int) -> DraftPath:
         """Returns the part of requests [first, last)."""
@@ -103,8 +104,7 @@ def _on_path(path: DraftPath) -> Tensor:
     width, device = path.ids.shape[1], path.ids.device
     if path.ancestors is None:
         return torch.ones(1, width, width - 1, dtype=torch.bool, device=device).tril(-1)
-    node = torch.arange(1, width, device=device)
-    return ((path.ancestors.unsqueeze(2) >> node) & 1).bool()
+    return unpack_bits(path.ancestors, width)[:, :, 1:]
 
 
 def penalize(
@@ -142,7 +142,7 @@ def penalize(
         None if drafts is None else drafts.ids, None if drafts is None else drafts.ancestors,
         batch.slots, batch.floats, vocab, logits.stride(0), logits.stride(1), width,
         IN_PROMPT=IN_PROMPT, BLOCK=BLOCK, TOKENS=triton.next_power_of_2(width),
-        num_warps=4, **options,
+        WORDS=mask_words(width), num_warps=4, **options,
     )  # fmt: skip
     return out
 
@@ -177,7 +177,8 @@ def _count_tokens(
 def _penalize(
     logits, out, words, bias, drafts, ancestors, slots, floats,
     vocab, request_stride, row_stride, num_tokens,
-    IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per BLOCK tokens of the vocabulary, for all W rows of a request."""
     if PDL:
@@ -200,14 +201,17 @@ def _penalize(
     for row in range(num_tokens):
         count = known
         if drafts is not None:
-            path = 0
+            path, own = 0, ancestors
             if ancestors is not None:
-                path = tl.load(ancestors + request * num_tokens + row)
+                own = ancestors + (request * num_tokens + row) * WORDS
+                path = tl.load(own)
             # A token's ancestors come before it.
             for node in range(1, tl.where(drafted > 0, row + 1, 1)):
                 draft_id = tl.load(drafts + request * num_tokens + node)
                 if ancestors is not None:
-                    draft_id = tl.where(((path >> node) & 1) != 0, draft_id, -1)
+                    if WORDS > 1:
+                        path = tl.load(own + node // 64)
+                    draft_id = tl.where(((path >> (node & 63)) & 1) != 0, draft_id, -1)
                 count += (id == draft_id).to(tl.int32)
         x = tl.load(logits + request * request_stride + row * row_stride + id, mask=inside)
         x = x.to(tl.float32)

@@ -87,7 +87,7 @@ def best_first(scores: Tensor, ids: Tensor, nodes: int) -> tuple[Tensor, Tensor]
         scores: [B, D, R] float32, contiguous: log-probabilities, descending along R. NaN or -inf
             means that there is no token.
         ids: [B, D, R] int64, contiguous: the tokens.
-        nodes: N <= 127; D <= 127.
+        nodes: N <= 255; D <= 255.
 
     Returns:
         tokens [B, N] int64: the last token of each prefix; -1 if there are fewer than N.

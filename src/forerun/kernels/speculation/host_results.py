@@ -13,6 +13,8 @@ from torch import Tensor
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
+BLOCK = 1024  # tokens that the kernel moves at once
+
 
 def store_results_ref(sampled: Tensor, num_committed: Tensor, count: Tensor, ring: Tensor) -> None:
     """Reference implementation of `store_results`."""
@@ -40,7 +42,8 @@ def store_results(sampled: Tensor, num_committed: Tensor, count: Tensor, ring: T
     _store_results[(1,)](
         sampled, num_committed, count, ring,
         BATCH=batch, TOKENS=batch * width, RING=ring.shape[0],
-        BLOCK_B=triton.next_power_of_2(batch), BLOCK=triton.next_power_of_2(batch * width),
+        BLOCK_B=triton.next_power_of_2(batch),
+        BLOCK=min(BLOCK, triton.next_power_of_2(batch * width)),
         num_warps=1, **pdl_options(sampled),
     )  # fmt: skip
 
@@ -57,8 +60,10 @@ def _store_results(
         tl.extra.cuda.gdc_wait()
     steps = tl.load(count)
     row = ring + (steps & (RING - 1)) * (TOKENS + BATCH)
-    i, b = tl.arange(0, BLOCK), tl.arange(0, BLOCK_B)
-    tl.store(row + i, tl.load(sampled + i, mask=i < TOKENS), mask=i < TOKENS)
+    b = tl.arange(0, BLOCK_B)
+    for first in range(0, TOKENS, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(row + i, tl.load(sampled + i, mask=i < TOKENS), mask=i < TOKENS)
     committed = tl.load(num_committed + b, mask=b < BATCH).to(tl.int64)
     tl.store(row + TOKENS + b, committed, mask=b < BATCH)
     tl.store(count, steps + 1)

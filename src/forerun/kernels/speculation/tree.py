@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from forerun.kernels.runtime.fp8 import as_bits
 from forerun.kernels.runtime.jit import jit, tl, triton, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
-MAX_NODES = 64  # of a tree, the root included: the bits of an int64
+MAX_NODES = 256  # of a tree, the root included
+WORD_BITS = 64  # nodes that an int64 of a mask has bits for
 TILE = 8192  # elements of a pool that a CTA of `compact_kv` holds
 
 
@@ -26,7 +28,8 @@ class Tree:
 
     parents: Tensor  # [B, W] int64; 0 for the root
     depth: Tensor  # [B, W] int32; 0 for the root
-    ancestors: Tensor  # [B, W] int64; bit j of node i: node j is an ancestor of i, or i itself
+    # [B, W, words] int64, 64 bits a word; bit j of node i: node j is an ancestor of i, or i itself.
+    ancestors: Tensor
 
     @classmethod
     def from_parents(cls, parents: Tensor) -> Tree:
@@ -34,15 +37,17 @@ class Tree:
         if not use_triton(parents):
             return cls(*tree_shape_ref(parents))
         batch, nodes = parents.shape[0], parents.shape[1] + 1
+        words = mask_words(nodes)
         tree = cls(
             parents.new_empty(batch, nodes),
             parents.new_empty(batch, nodes, dtype=torch.int32),
-            parents.new_empty(batch, nodes),
+            parents.new_empty(batch, nodes, words),
         )
         block = triton.next_power_of_2(nodes)
         _tree_shape[(batch,)](
             parents, tree.parents, tree.depth, tree.ancestors, parents.stride(0), nodes,
-            BLOCK=block, ROUNDS=block.bit_length() - 1, num_warps=1, **pdl_options(parents),
+            BLOCK=block, ROUNDS=block.bit_length() - 1, WORDS=words,
+            num_warps=1 if block <= 64 else 4, **pdl_options(parents),
         )  # fmt: skip
         return tree
 
@@ -69,9 +74,30 @@ class Tree:
         _accept_path[(batch,)](
             candidates, sampled, self.parents, self.depth, self.ancestors, path, num_committed,
             candidates.stride(0), sampled.stride(0), nodes,
-            BLOCK=block, num_warps=1 if block <= 16 else 4, **pdl_options(candidates),
+            BLOCK=block, WORDS=mask_words(nodes),
+            num_warps=1 if block <= 16 else 4 if block <= 64 else 8, **pdl_options(candidates),
         )  # fmt: skip
         return path, num_committed
+
+
+def mask_words(nodes: int) -> int:
+    """The words of a mask over so many nodes."""
+    return -(-nodes // WORD_BITS)
+
+
+def pack_bits(seen: Tensor) -> Tensor:
+    """[..., n] bool -> [..., words] int64, lowest bit first."""
+    count = seen.shape[-1]
+    padded = pad(seen.long(), (0, -count % WORD_BITS))
+    bit = torch.arange(WORD_BITS, device=seen.device)
+    words: Tensor = padded.unflatten(-1, (-1, WORD_BITS))
+    return (words << bit).sum(-1)
+
+
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """[..., words] int64 -> [..., count] bool, which `pack_bits` has packed."""
+    bit = torch.arange(WORD_BITS, device=words.device)
+    return (((words.unsqueeze(-1) >> bit) & 1) != 0).flatten(-2)[..., :count]
 
 
 def tree_shape_ref(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,10 +109,10 @@ def tree_shape_ref(parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     index = torch.arange(nodes, device=parents.device)
     up = torch.minimum(parents, index[:-1]).clamp_min(0)
     up = torch.cat([parents.new_zeros(batch, 1), up], 1)
-    ancestors, depth = (1 << index).expand(batch, -1), (index > 0).int().expand(batch, -1)
-    jump = up
+    ancestors = pack_bits(index.unsqueeze(1) == index).expand(batch, -1, -1)
+    depth, jump = (index > 0).int().expand(batch, -1), up
     for _ in range((nodes - 1).bit_length()):
-        ancestors = ancestors | ancestors.gather(1, jump)
+        ancestors = ancestors | ancestors.gather(1, jump.unsqueeze(2).expand_as(ancestors))
         depth = depth + depth.gather(1, jump)
         jump = jump.gather(1, jump)
     return up, depth, ancestors
@@ -96,9 +122,9 @@ def accept_path_ref(tree: Tree, candidates: Tensor, sampled: Tensor) -> tuple[Te
     """Reference implementation of `Tree.accept`."""
     index = torch.arange(sampled.shape[1], device=candidates.device)
     agree = (candidates == sampled.gather(1, tree.parents[:, 1:])) & (candidates >= 0)
-    failed = (~agree).long() << index[1:]
+    failed = pack_bits(pad(~agree, (1, 0))).unsqueeze(1)
     # A node is accepted if no node on the way to it failed.
-    accepted = tree.ancestors & failed.sum(1, keepdim=True) == 0
+    accepted = (tree.ancestors & failed == 0).all(2)
     here = accepted.unsqueeze(1) & (tree.depth.unsqueeze(1) == index.unsqueeze(1))  # [B, depth, W]
     path = torch.where(here, index, -1).amax(2)
     num_committed = torch.where(accepted, tree.depth, 0).amax(1) + 1
@@ -128,7 +154,7 @@ def compact_kv(data: Tensor, kv_slots: Tensor, path: Tensor) -> None:
     bits = as_bits(data)
     size, layers = bits.shape[4] * bits.shape[5], bits.shape[0] * bits.shape[1]
     block = triton.next_power_of_2(kv_slots.shape[1])
-    chunk = min(max(TILE // block, 64), triton.next_power_of_2(size))
+    chunk = min(TILE // block, triton.next_power_of_2(size))
     _compact_kv[(kv_slots.shape[0], layers, triton.cdiv(size, chunk))](
         bits, kv_slots, path, bits.stride(1), kv_slots.shape[1],
         SIZE=size, BLOCK=block, CHUNK=chunk, num_warps=4,
@@ -138,9 +164,9 @@ def compact_kv(data: Tensor, kv_slots: Tensor, path: Tensor) -> None:
 @jit
 def _tree_shape(
     parents, up_ptr, depth_ptr, ancestors_ptr, parents_stride, nodes,
-    BLOCK: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ROUNDS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One CTA per request."""
+    """One CTA per request; by doubling, as the reference."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -151,23 +177,26 @@ def _tree_shape(
     up = tl.maximum(tl.minimum(up, (i - 1).to(tl.int64)), 0)
     node = request * nodes + i
     tl.store(up_ptr + node, up, mask=i < nodes)
-    ancestors, depth, jump = (
-        (i * 0 + 1).to(tl.int64) << i.to(tl.int64),
-        (i > 0).to(tl.int32),
-        up.to(tl.int32),
-    )
-    for _ in tl.static_range(ROUNDS):
-        ancestors |= tl.gather(ancestors, jump, 0)
-        depth += tl.gather(depth, jump, 0)
-        jump = tl.gather(jump, jump, 0)
+    depth = (i > 0).to(tl.int32)
+    for word in tl.static_range(WORDS):
+        ancestors = (i * 0 + 1).to(tl.int64) << (i & 63).to(tl.int64)
+        if WORDS > 1:
+            ancestors = tl.where(i // 64 == word, ancestors, 0)
+        jump = up.to(tl.int32)
+        for _ in tl.static_range(ROUNDS):
+            ancestors |= tl.gather(ancestors, jump, 0)
+            if word == 0:
+                depth += tl.gather(depth, jump, 0)
+            jump = tl.gather(jump, jump, 0)
+        tl.store(ancestors_ptr + node * WORDS + word, ancestors, mask=i < nodes)
     tl.store(depth_ptr + node, depth, mask=i < nodes)
-    tl.store(ancestors_ptr + node, ancestors, mask=i < nodes)
 
 
 @jit
 def _accept_path(
     candidates, sampled_ptr, up_ptr, depth_ptr, ancestors_ptr, path_ptr, num_committed,
-    candidates_stride, sampled_stride, nodes, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    candidates_stride, sampled_stride, nodes,
+    BLOCK: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One CTA per request."""
     if PDL:
@@ -179,16 +208,22 @@ def _accept_path(
     draft = tl.load(candidates + request * candidates_stride + i - 1, mask=drafted, other=-1)
     up = tl.load(up_ptr + node, mask=inside, other=0)
     sampled = tl.load(sampled_ptr + request * sampled_stride + up, mask=inside, other=-1)
-    one = (i * 0 + 1).to(tl.int64)
+    bit = (i * 0 + 1).to(tl.int64) << (i & 63).to(tl.int64)
     disagrees = drafted & ((draft != sampled) | (draft < 0))
-    failed = tl.sum(tl.where(disagrees, one << i.to(tl.int64), 0), 0)
-    ancestors = tl.load(ancestors_ptr + node, mask=inside, other=0)
+    accepted = inside
+    for word in tl.static_range(WORDS):
+        failed = tl.sum(tl.where(disagrees & (i // 64 == word), bit, 0), 0)
+        ancestors = tl.load(ancestors_ptr + node * WORDS + word, mask=inside, other=0)
+        accepted &= (ancestors & failed) == 0
     depth = tl.load(depth_ptr + node, mask=inside, other=0)
-    accepted = inside & ((ancestors & failed) == 0)
     tl.store(num_committed + request, tl.max(tl.where(accepted, depth, 0), 0) + 1)
     step = tl.where(accepted, depth, -1)
-    path = tl.max(tl.where(step[None, :] == i[:, None], i[None, :], -1), 1)
-    tl.store(path_ptr + node, tl.where(path < 0, i, path).to(tl.int64), mask=inside)
+    ROWS: tl.constexpr = BLOCK if BLOCK < 64 else 64  # depths that registers hold at once
+    for first in tl.static_range(0, BLOCK, ROWS):
+        row = first + tl.arange(0, ROWS)
+        path = tl.max(tl.where(step[None, :] == row[:, None], i[None, :], -1), 1)
+        path = tl.where(path < 0, row, path).to(tl.int64)
+        tl.store(path_ptr + request * nodes + row, path, mask=row < nodes)
 
 
 @jit
