@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forerun.kernels.elementwise import gelu_mul, quantize_fp8, value_norm
+from forerun.kernels.elementwise import gated_act as activation
 from forerun.kernels.elementwise import qk_norm_rope as qkv
+from forerun.kernels.elementwise import quantize_fp8, value_norm
 from forerun.kernels.elementwise import rms_norm as norm
-from forerun.kernels.elementwise import silu_mul as activation
 from forerun.kernels.sampling import argmax, candidates, sample, sample_own, thresholds
 from forerun.kernels.speculation import accept, decode_inputs
 from tests.kernels.compiled import TARGETS, Case
@@ -52,11 +52,11 @@ def norms(name: str, x: str, block: int = 4096, weight: str = B16, **constants: 
     return case(name, norm._rms_norm, pointers | {"out_ptr": B16}, numbers, all_, warps)
 
 
-def silu(name: str, x: str, parts: int) -> Case:
-    constants = {"SPLIT_K": parts, "BLOCK": 2048}
+def gated(name: str, x: str, parts: int = 1, gelu: bool = False) -> Case:
+    constants = {"SPLIT_K": parts, "GELU": gelu, "BLOCK": 2048}
     pointers = {"x_ptr": x, "out_ptr": B16}
     return case(
-        name, activation._silu_mul, pointers, "inner* split_stride* row_stride*", constants, 8
+        name, activation._act_mul, pointers, "inner* split_stride* row_stride*", constants, 8
     )
 
 
@@ -175,16 +175,15 @@ _CASES = [
     norms("norm", B16, ADD=False),
     norms("norm of 5120", B16, 8192),
     norms("add and norm, float32 weight", B16, weight=F32),
-    silu("silu", B16, 1),
+    gated("silu", B16),
     quantize("quantize tokens", False),
     quantize("quantize tokens, interleaved", True),
     quantize_short("quantize short tokens", False),
     quantize_short("quantize short tokens, interleaved", True),
     dequantize("dequantize a weight", False),
     dequantize("dequantize a weight, interleaved", True),
-    silu("silu of split-K partials", F32, 4),
-    case("gelu", gelu_mul._gelu_tanh_mul, {"x_ptr": B16, "out_ptr": B16}, "inner* row_stride*",
-         {"BLOCK": 2048}, 8),
+    gated("silu of split-K partials", F32, 4),
+    gated("gelu", B16, gelu=True),
     case("norm of value heads", value_norm._norm_values, {"x_ptr": B16}, "first* row_stride*",
          {"DIM": 512, "BLOCK": 512}, 2),
     heads("heads"),

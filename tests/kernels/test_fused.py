@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
+from forerun.kernels.elementwise.gated_act import gelu_tanh_mul, silu_mul
 from forerun.kernels.elementwise.rms_norm import add_rms_norm, rms_norm
-from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.elementwise.value_norm import norm_values
 from forerun.kernels.moe.experts import combine
 

@@ -45,6 +45,17 @@ def test_all_files_count(config: Any, generation: Any, expected: tuple[int], tmp
     assert own == {**found, "tokenizer": ()}
 
 
+def test_an_id_outside_the_vocabulary_is_said_once_in_our_words(
+    tmp_path: Path, caplog, capfd
+) -> None:
+    made = folder(tmp_path, [0, 400], 2, vocab_size=300)
+    assert stop_ids(made, made, 300)["config.json"] == (0,)
+    module.load_tokenizer(made)
+    (said,) = caplog.messages
+    assert said.startswith("config.json of") and "eos_token_id 400 is outside" in said
+    assert "eos_token_id" not in "".join(capfd.readouterr())
+
+
 def test_a_text_model_within_another_one(tmp_path: Path) -> None:
     raw = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     (tmp_path / "config.json").write_text(json.dumps({**raw, "text_config": {}}))

@@ -73,5 +73,15 @@ def test_ids_are_those_of_the_file(
 def test_a_broken_file_is_one_line(text: str, tmp_path: Path) -> None:
     save(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"^No tokenizer loads from \S+: .* Say so\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^No tokenizer loads from \S+/tokenizer\.json: .* Say so\.$"
+    ):
         load_tokenizer(tmp_path, "Say so.")
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_error_names_the_file_that_is_damaged(name: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / name).write_text('{"a":')
+    with pytest.raises(ConfigError, match=rf"^No tokenizer loads from \S+/{name}: "):
+        load_tokenizer(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,71 +17,21 @@ from forerun.kernels.attention.tiles import SM90_LATENT_PAGE, LatentShape, why_u
 log = logging.getLogger("forerun")
 
 
-def _torch_native() -> type[AttentionBackend]:
-    from forerun.attention.torch_native import TorchNative
-
-    return TorchNative
-
-
-def _cpu() -> type[AttentionBackend]:
-    from forerun.attention.cpu import CpuAttention
-
-    return CpuAttention
-
-
-def _triton() -> type[AttentionBackend]:
-    from forerun.attention.triton import TritonAttention
-
-    return TritonAttention
-
-
-def _fa3() -> type[AttentionBackend]:
-    from forerun.attention.fa3 import Fa3
-
-    return Fa3
-
-
-def _fa4() -> type[AttentionBackend]:
-    from forerun.attention.fa4 import Fa4
-
-    return Fa4
-
-
-def _flashmla() -> type[AttentionBackend]:
-    from forerun.attention.flashmla import FlashMla
-
-    return FlashMla
-
-
-def _trtllm_mha() -> type[AttentionBackend]:
-    from forerun.attention.trtllm_mha import TrtllmMha
-
-    return TrtllmMha
-
-
-def _flashinfer() -> type[AttentionBackend]:
-    from forerun.attention.flashinfer import FlashInfer
-
-    return FlashInfer
-
-
-def _flashinfer_mla() -> type[AttentionBackend]:
-    from forerun.attention.flashinfer_mla import FlashInferMla
-
-    return FlashInferMla
+def _backend(module: str, name: str) -> Callable[[], type[AttentionBackend]]:
+    return lambda: vars(importlib.import_module(module))[name]
 
 
 # All backends; a backend's module is imported only when it is asked.
 BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
-    "triton": _triton,
-    "fa3": _fa3,
-    "fa4": _fa4,
-    "flashmla": _flashmla,
-    "trtllm_mha": _trtllm_mha,
-    "flashinfer": _flashinfer,
-    "flashinfer_mla": _flashinfer_mla,
-    "cpu": _cpu,
-    "torch_native": _torch_native,
+    "triton": _backend("forerun.attention.triton", "TritonAttention"),
+    "fa3": _backend("forerun.attention.fa3", "Fa3"),
+    "fa4": _backend("forerun.attention.fa4", "Fa4"),
+    "flashmla": _backend("forerun.attention.flashmla", "FlashMla"),
+    "trtllm_mha": _backend("forerun.attention.trtllm_mha", "TrtllmMha"),
+    "flashinfer": _backend("forerun.attention.flashinfer", "FlashInfer"),
+    "flashinfer_mla": _backend("forerun.attention.flashinfer_mla", "FlashInferMla"),
+    "cpu": _backend("forerun.attention.cpu", "CpuAttention"),
+    "torch_native": _backend("forerun.attention.torch_native", "TorchNative"),
 }
 
 # Defaults: the first of these that can serve (reasons: docs/add-an-attention-backend.md); after

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from forerun.kernels.cpu import gemm as cpu
 from forerun.kernels.cpu import library as cpu_library
-from forerun.kernels.elementwise.silu_mul import silu_mul
+from forerun.kernels.elementwise.gated_act import silu_mul
 from forerun.kernels.gemm.config import (
     GemmConfig,
     Sm90GemmConfig,

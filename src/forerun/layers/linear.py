@@ -23,7 +23,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul
+from forerun.kernels.elementwise.gated_act import gelu_tanh_mul
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement

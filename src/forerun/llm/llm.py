@@ -19,7 +19,7 @@ from forerun.engine.engine import Engine
 from forerun.executor.start import start_executor
 from forerun.llm.logprobs import LOGPROB_KEYWORDS, logprob_params
 from forerun.llm.loop import Call, EngineLoop, Job
-from forerun.llm.prompts import chat_ids, text_ids, token_lists
+from forerun.llm.prompts import Ending, chat_ids, text_ids, token_lists
 from forerun.llm.scheduling import scheduling_params
 from forerun.llm.setup import checked_config, load_tokenizer, with_models
 from forerun.llm.stream import OutputStream
@@ -149,6 +149,8 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
         stream: bool = False,
         **options: Any,
     ) -> Any:
@@ -157,10 +159,15 @@ class LLM:
         Content is text, or a list of text parts, `[{"type": "text", "text": ...}, ...]`.
         `chat_template_kwargs` are variables of the model's chat template, for example
         `{"enable_thinking": False}`. Takes `options`, returns and raises as `generate` does.
+
+        With `add_generation_prompt=False` the prompt ends with the last message; with
+        `continue_final_message` the answer goes on with its text (both as in vLLM).
         """
         _refuse(options, "chat")
         self._loop.check_open()
-        ids, single = chat_ids(self._need_tokenizer("chat"), messages, chat_template_kwargs)
+        ending = Ending.of(add_generation_prompt, continue_final_message)
+        tokenizer = self._need_tokenizer("chat")
+        ids, single = chat_ids(tokenizer, messages, chat_template_kwargs, ending=ending)
         return self._run(ids, single, sampling_params, stream, options)
 
     # --- inside ---------------------------------------------------------------------------------
@@ -242,5 +249,5 @@ def _refuse(keywords: Mapping[str, Any], call: str) -> None:
 
 _KEYWORDS = (
     "prompts", "messages", "sampling_params", "input_ids", "chat_template_kwargs", "stream",
-    *LOGPROB_KEYWORDS, *SCHEDULING_KEYWORDS,
+    "add_generation_prompt", "continue_final_message", *LOGPROB_KEYWORDS, *SCHEDULING_KEYWORDS,
 )  # fmt: skip

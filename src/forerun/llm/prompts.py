@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from forerun.core.checks import boolean
 from forerun.core.errors import RequestError, shown
 
 CONTINUED = "forerun-continues-here"  # marks the end of a message that goes on
@@ -17,6 +18,26 @@ class Ending(NamedTuple):
 
     generation_prompt: bool = True  # where an answer begins; False: with the last message
     continues: bool = False  # within the last message, whose text goes on
+
+    @classmethod
+    def of(cls, add_generation_prompt: Any = None, continue_final_message: Any = None) -> Ending:
+        """The ending that vLLM's two parameters ask for; None: not given.
+
+        Raises:
+            RequestError: they are not booleans, or contradict each other.
+        """
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if value is not None:
+                boolean(name, value, RequestError)
+        continues = bool(continue_final_message)
+        if continues and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true; set one of them."
+            )
+        return cls(not continues and add_generation_prompt is not False, continues)
 
 
 AT_ANSWER = Ending()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -13,6 +14,8 @@ from forerun.config.hf_config import normalised
 from forerun.config.json_files import read_json
 from forerun.core.errors import ConfigError, shown
 from forerun.models.tokenizer import FILE, load_tokenizer
+
+log = logging.getLogger("forerun")
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken")
 GENERATION, CONFIG, TOKENIZER = "generation_config.json", "config.json", "tokenizer"
@@ -30,7 +33,7 @@ def stop_ids(folder: Path, tokenizer: Path | None, vocab_size: int) -> StopIds:
 
     They are the EOS ids of `generation_config.json`, of `config.json` and of the tokenizer, all
     of them: a fine-tune's config often keeps the base model's EOS, and only its tokenizer has the
-    one that it writes. Ids outside of the vocabulary are left out.
+    one that it writes. Ids outside of the vocabulary are left out, with a warning.
 
     Args:
         tokenizer: its folder, which may have none; None: it is not asked.
@@ -45,6 +48,11 @@ def stop_ids(folder: Path, tokenizer: Path | None, vocab_size: int) -> StopIds:
         CONFIG: _ids(normalised(read_json(folder / CONFIG)).get("eos_token_id"), folder / CONFIG),
         TOKENIZER: _ids(_tokenizer_eos(tokenizer), tokenizer) if has_tokenizer(tokenizer) else (),
     }
+    for name, ids in found.items():
+        if outside := [i for i in ids if not 0 <= i < vocab_size]:
+            listed = ", ".join(map(str, outside))
+            text = "%s of %s: eos_token_id %s is outside the vocabulary of %d and ends nothing."
+            log.warning(text, name, folder, listed, vocab_size)
     return {name: tuple(i for i in ids if 0 <= i < vocab_size) for name, ids in found.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from forerun.core.errors import ConfigError, first_line
 log = logging.getLogger("forerun")
 
 FILE = "tokenizer.json"
+JSON_FILES = (
+    FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+)  # fmt: skip
 MAX_PROBED_TOKENS = 64  # special tokens with which a tokenizer is checked
 PROBES = (
     "", " ", "Hello, world!", "It's 5 o'clock; don't they'll I'VE.", "  two  spaces   and more    ",
@@ -40,6 +44,7 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    logging.getLogger("transformers.configuration_utils").addFilter(_is_not_of_vocabulary)
     tokenizer = _load(AutoTokenizer, folder, advice)
     if type(tokenizer) is PreTrainedTokenizerFast or not (folder / FILE).is_file():
         return tokenizer
@@ -56,6 +61,11 @@ def load_tokenizer(folder: Path, advice: str = "Download it again.") -> Any:
     return plain
 
 
+def _is_not_of_vocabulary(record: logging.LogRecord) -> bool:
+    """False for what transformers says of token ids in config.json; `stop_ids` has own words."""
+    return "an integer within the vocabulary" not in record.getMessage()
+
+
 def _load(kind: Any, folder: Path, advice: str) -> Any:
     try:
         tokenizer = kind.from_pretrained(str(folder), local_files_only=True)
@@ -63,7 +73,27 @@ def _load(kind: Any, folder: Path, advice: str) -> Any:
         return tokenizer
     except Exception as error:  # the tokenizers library raises nothing more specific
         reason = first_line(error)
-        raise ConfigError(f"No tokenizer loads from {folder}: {reason}. {advice}") from error
+        raise ConfigError(
+            f"No tokenizer loads from {_damaged(folder)}: {reason}. {advice}"
+        ) from error
+
+
+def _damaged(folder: Path) -> Path:
+    """The first file of a tokenizer that is not what it should be; the folder: none is known."""
+    from tokenizers import Tokenizer
+
+    for path in (folder / name for name in JSON_FILES):
+        try:
+            if path.is_file():
+                json.loads(path.read_bytes())
+        except ValueError:
+            return path
+    try:
+        if (folder / FILE).is_file():
+            Tokenizer.from_file(str(folder / FILE))
+    except Exception:  # noqa: BLE001  the library raises nothing more specific
+        return folder / FILE
+    return folder
 
 
 def _difference(tokenizer: Any, plain: Any) -> str | None:

@@ -22,9 +22,9 @@ from torch import Tensor
 from forerun.config.rope_config import RopeConfig
 from forerun.core.request import Request
 from forerun.core.sampling_params import SamplingParams
+from forerun.kernels.elementwise import gated_act as activation
 from forerun.kernels.elementwise import qk_norm_rope as qkv
 from forerun.kernels.elementwise import rms_norm as norm
-from forerun.kernels.elementwise import silu_mul as activation
 from forerun.kernels.sampling import argmax
 from forerun.kernels.speculation import accept, decode_inputs
 from forerun.layers.rope import Rope

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forerun.kernels.elementwise.gated_act import silu_mul
 from forerun.kernels.elementwise.rms_norm import add_rms_norm
-from forerun.kernels.elementwise.silu_mul import silu_mul
 from forerun.kernels.gemm.config import (
     GemmConfig,
     Sm90GemmConfig,

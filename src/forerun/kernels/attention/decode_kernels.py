@@ -157,23 +157,56 @@ def begin_softmax(sinks_ptr, head, BLOCK_M: tl.constexpr):
 
 
 @jit
+def _lines_of(
+    table, first, high, element_bits: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PREFETCH_LEN: tl.constexpr,
+):  # fmt: skip
+    """Offsets of the 128-byte lines of DIM values of each position, in rows of ROW."""
+    position = tl.minimum(first + tl.arange(0, PREFETCH_LEN), high - 1)
+    page = tl.load(table + position // PAGE_SIZE)
+    if INT64_OFFSETS:
+        page = page.to(tl.int64)
+    at = (page * PAGE_SIZE + position % PAGE_SIZE) * ROW
+    LINE: tl.constexpr = 1024 // element_bits  # elements of 128 bytes
+    lines = tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE
+    return at[:, None] + tl.minimum(lines, DIM - 1)[None, :]
+
+
+@jit
+def _prefetch(addresses):
+    """Prefetches the lines of addresses into L2 (CUDA)."""
+    instruction: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(instruction, "=r,l", [addresses], tl.int32, is_pure=False, pack=1)
+
+
+@jit
 def prefetch_kv(
     k_ptr, v_ptr, table, first, high,
     PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, PREFETCH_LEN: tl.constexpr,
 ):  # fmt: skip
     """Prefetches K/V of PREFETCH_LEN positions from `first` on, below `high`, into L2 (CUDA)."""
-    position = tl.minimum(first + tl.arange(0, PREFETCH_LEN), high - 1)
-    page = tl.load(table + position // PAGE_SIZE)
-    if INT64_OFFSETS:
-        page = page.to(tl.int64)
-    at = (page * PAGE_SIZE + position % PAGE_SIZE) * ROW
-    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    lines = tl.arange(0, BLOCK_D // LINE if BLOCK_D > LINE else 1) * LINE
-    at = at[:, None] + tl.minimum(lines, DIM - 1)[None, :]
-    instruction: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(instruction, "=r,l", [k_ptr + at], tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(instruction, "=r,l", [v_ptr + at], tl.int32, is_pure=False, pack=1)
+    at = _lines_of(
+        table, first, high, k_ptr.dtype.element_ty.primitive_bitwidth,
+        PAGE_SIZE, INT64_OFFSETS, ROW, DIM, BLOCK_D, PREFETCH_LEN,
+    )  # fmt: skip
+    _prefetch(k_ptr + at)
+    _prefetch(v_ptr + at)
+
+
+@jit
+def prefetch_latent(
+    pool, table, first, high,
+    PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, ROW: tl.constexpr,
+    BLOCK_ROW: tl.constexpr, PREFETCH_LEN: tl.constexpr,
+):  # fmt: skip
+    """Prefetches the rows of PREFETCH_LEN positions from `first` on, below `high`, into L2."""
+    at = _lines_of(
+        table, first, high, pool.dtype.element_ty.primitive_bitwidth,
+        PAGE_SIZE, INT64_OFFSETS, ROW, ROW, BLOCK_ROW, PREFETCH_LEN,
+    )  # fmt: skip
+    _prefetch(pool + at)
 
 
 @jit

@@ -10,27 +10,9 @@ from forerun.kernels.attention.decode_kernels import (
     load_kv,
     load_page_ids,
     online_softmax_step,
+    prefetch_latent,
 )
 from forerun.kernels.runtime.jit import jit, tl
-
-
-@jit
-def prefetch_latent(
-    pool, table, first, high,
-    PAGE_SIZE: tl.constexpr, INT64_OFFSETS: tl.constexpr, ROW: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, PREFETCH_LEN: tl.constexpr,
-):  # fmt: skip
-    """Prefetches the rows of PREFETCH_LEN positions from `first` on, below `high`, into L2."""
-    position = tl.minimum(first + tl.arange(0, PREFETCH_LEN), high - 1)
-    page = tl.load(table + position // PAGE_SIZE)
-    if INT64_OFFSETS:
-        page = page.to(tl.int64)
-    at = (page * PAGE_SIZE + position % PAGE_SIZE) * ROW
-    LINE: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    lines = tl.arange(0, BLOCK_ROW // LINE if BLOCK_ROW > LINE else 1) * LINE
-    at = at[:, None] + tl.minimum(lines, ROW - 1)[None, :]
-    instruction: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(instruction, "=r,l", [pool + at], tl.int32, is_pure=False, pack=1)
 
 
 @jit

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.kernels.elementwise.silu_mul import silu_mul as split_silu_mul
+from forerun.kernels.elementwise.gated_act import silu_mul as split_silu_mul
 from forerun.kernels.gemm import gemm_int4_sm90, gemm_int4_triton
 from forerun.kernels.gemm.int4 import BLOCK_ROWS, GROUP, PackedInt4, dequantize_int4_ref
 from forerun.kernels.runtime.gpu import gpu_of

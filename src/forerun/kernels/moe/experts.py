@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.kernels.elementwise.gelu_mul import gelu_tanh_mul_ref
-from forerun.kernels.elementwise.silu_mul import silu_mul_ref
+from forerun.kernels.elementwise.gated_act import gate_by, gelu_tanh_mul_ref, silu_mul_ref
 from forerun.kernels.gemm.gemm_triton import prefetch_weight
 from forerun.kernels.moe.config import (
     SM90_FEW_TOKENS,
@@ -44,7 +43,7 @@ from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.gated_output import GatedOutput
 from forerun.kernels.moe.routing import ExpertTiles, Routed, RouterLogits
 from forerun.kernels.runtime.gpu import gpu_of
-from forerun.kernels.runtime.jit import jit_no_specialize, tl, use_triton
+from forerun.kernels.runtime.jit import jit, jit_no_specialize, tl, use_triton
 from forerun.kernels.runtime.pdl import pdl_options
 
 PREFETCH_K = 512  # columns of its w2 tile that a CTA prefetches into L2 (PDL)
@@ -229,6 +228,40 @@ def combine(partials: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+@jit
+def pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M: tl.constexpr):
+    """(mask, pairs) [BLOCK_M] of an expert's tile with so many rows."""
+    m = tl.arange(0, BLOCK_M)
+    m_mask = m < rows
+    return m_mask, tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+
+
+@jit
+def clamped_swiglu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """`ClampedSwiglu.act` of float32."""
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    return gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+
+
+@jit
+def store_weighted(
+    acc, out, weights, shared, pair, n, m_mask, mask, T, H, TOP_K: tl.constexpr
+):  # fmt: skip
+    """Stores acc [M, N], rounded, times the pairs' weights; a token's first with `shared`.
+
+    `mask`: [M, N] or [M, 1].
+    """
+    acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]
+    token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
+    if shared is not None:
+        first_choice = mask & (choice == 0)[:, None]
+        address = shared + token[:, None] * H + n[None, :]
+        acc += tl.load(address, mask=first_choice, other=0.0).to(tl.float32)
+    address = out + (choice * T.to(tl.int64) + token)[:, None] * H + n[None, :]
+    tl.store(address, acc.to(out.dtype.element_ty), mask=mask)
+
+
 @jit_no_specialize("max_tiles")
 def _gate_up(
     x,  # [T, H]
@@ -259,9 +292,7 @@ def _gate_up(
     rows = tl.load(tiles + 2 * max_tiles + tile)
     if rows > 0:
         expert = tl.load(tiles + tile).to(tl.int64)
-        m = tl.arange(0, BLOCK_M)
-        m_mask = m < rows
-        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + k[None, :]
@@ -288,15 +319,12 @@ def _gate_up(
         # Rounded as the output of a GEMM is, before the activation.
         gate = gate.to(act.dtype.element_ty).to(tl.float32)
         up = up.to(act.dtype.element_ty).to(tl.float32)
-        if GELU:  # as in `gelu_mul.py`
-            twice = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
-            out = gate / (1.0 + tl.exp(-twice)) * up
+        if GELU:
+            out = gate_by(gate, up, True)
         elif b13 is None:
             out = gate * tl.sigmoid(gate) * up
         else:
-            gate = tl.minimum(gate, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-            out = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+            out = clamped_swiglu(gate, up, ALPHA, LIMIT)
         address = act + pair.to(tl.int64)[:, None] * I + n[None, :]
         mask = m_mask[:, None] & (n[None, :] < I)
         tl.store(address, out.to(act.dtype.element_ty), mask=mask)
@@ -338,9 +366,7 @@ def _down(
             prefetch_weight(w, n_block, 0, count, H, I, BLOCK_N, False, NUM_THREADS)
         tl.extra.cuda.gdc_wait()
     if rows > 0:
-        m = tl.arange(0, BLOCK_M)
-        m_mask = m < rows
-        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
@@ -359,15 +385,8 @@ def _down(
             acc += tl.load(b2 + expert * H + tl.minimum(n, H - 1)).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, then weighted in float32.
         acc = acc.to(act.dtype.element_ty).to(tl.float32)
-        acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]
-        token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
         mask = m_mask[:, None] & (n[None, :] < H)
-        if shared is not None:
-            first_choice = mask & (choice == 0)[:, None]
-            address = shared + token[:, None] * H + n[None, :]
-            acc += tl.load(address, mask=first_choice, other=0.0).to(tl.float32)
-        address = out + (choice * T.to(tl.int64) + token)[:, None] * H + n[None, :]
-        tl.store(address, acc.to(out.dtype.element_ty), mask=mask)
+        store_weighted(acc, out, weights, shared, pair, n, m_mask, mask, T, H, TOP_K)
 
 
 @jit_no_specialize("T")

@@ -34,7 +34,9 @@ from forerun.kernels.moe.experts import (
     constants,
     expert_partials_ref,
     grid,
+    pairs_of_tile,
     partials_with_shared_sm90,
+    store_weighted,
 )
 from forerun.kernels.moe.fp8_matrices import Fp8Matrices
 from forerun.kernels.moe.gated_output import GatedOutput
@@ -181,9 +183,7 @@ def gate_up_fp8(
     rows = tl.load(tiles + 2 * max_tiles + tile)
     if rows > 0:
         expert = tl.load(tiles + tile).to(tl.int64)
-        m = tl.arange(0, BLOCK_M)
-        m_mask = m < rows
-        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         token = (pair // TOP_K).to(tl.int64)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
@@ -263,9 +263,7 @@ def down_fp8(
             prefetch_weight(w, n_block, 0, count, H, I, BLOCK_N, False, NUM_THREADS, 1)
         tl.extra.cuda.gdc_wait()
     if rows > 0:
-        m = tl.arange(0, BLOCK_M)
-        m_mask = m < rows
-        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
@@ -286,14 +284,8 @@ def down_fp8(
             acc *= _scales(row_scales, w_scales, 0, m_mask, SCALES, DECODE)
         # Rounded as the output of a GEMM is, then weighted in float32.
         acc = acc.to(act.dtype.element_ty if DECODE else out.dtype.element_ty).to(tl.float32)
-        acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]
-        token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
-        if shared is not None:
-            first_choice = m_mask & (choice == 0)
-            address = shared + token[:, None] * H + n[None, :]
-            acc += tl.load(address, mask=first_choice[:, None], other=0.0).to(tl.float32)
-        address = out + (choice * T.to(tl.int64) + token)[:, None] * H + n[None, :]
-        tl.store(address, acc.to(out.dtype.element_ty), mask=m_mask[:, None])
+        mask = m_mask[:, None]
+        store_weighted(acc, out, weights, shared, pair, n, m_mask, mask, T, H, TOP_K)
 
 
 @jit

@@ -25,7 +25,15 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.kernels.moe.config import MAX_DECODE_TOKENS, choose_moe, choose_moe_mxfp4_sm90
-from forerun.kernels.moe.experts import ClampedSwiglu, constants, expert_partials_ref, grid
+from forerun.kernels.moe.experts import (
+    ClampedSwiglu,
+    clamped_swiglu,
+    constants,
+    expert_partials_ref,
+    grid,
+    pairs_of_tile,
+    store_weighted,
+)
 from forerun.kernels.moe.experts_mxfp4_sm90 import expert_partials_mxfp4_sm90
 from forerun.kernels.moe.routing import Routed
 from forerun.kernels.runtime.gpu import gpu_of
@@ -188,9 +196,7 @@ def gate_up_mxfp4(
     rows = tl.load(tiles + 2 * max_tiles + tile)
     if rows > 0:
         expert = tl.load(tiles + tile).to(tl.int64)
-        m = tl.arange(0, BLOCK_M)
-        m_mask = m < rows
-        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, 32)
         x_tile = x + (pair // TOP_K).to(tl.int64)[:, None] * H + k[None, :]
@@ -210,9 +216,7 @@ def gate_up_mxfp4(
         # Rounded as the output of a GEMM is, before the activation.
         gate = gate.to(act.dtype.element_ty).to(tl.float32)
         up = up.to(act.dtype.element_ty).to(tl.float32)
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        out = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
+        out = clamped_swiglu(gate, up, ALPHA, LIMIT)
         address = act + pair.to(tl.int64)[:, None] * I + n[None, :]
         mask = m_mask[:, None] & (n[None, :] < I)
         tl.store(address, out.to(act.dtype.element_ty), mask=mask)
@@ -247,9 +251,7 @@ def down_mxfp4(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if rows > 0:
-        m = tl.arange(0, BLOCK_M)
-        m_mask = m < rows
-        pair = tl.load(pairs + tl.load(tiles + max_tiles + tile) + m, mask=m_mask, other=0)
+        m_mask, pair = pairs_of_tile(pairs, tiles, max_tiles, tile, rows, BLOCK_M)
         n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, 32)
         act_tile = act + pair.to(tl.int64)[:, None] * I + k[None, :]
@@ -264,11 +266,8 @@ def down_mxfp4(
         acc += tl.load(b2 + row).to(tl.float32)[None, :]
         # Rounded as the output of a GEMM is, then weighted in float32.
         acc = acc.to(act.dtype.element_ty).to(tl.float32)
-        acc *= tl.load(weights + pair, mask=m_mask, other=0.0)[:, None]
-        token, choice = (pair // TOP_K).to(tl.int64), pair % TOP_K
         mask = m_mask[:, None] & (n[None, :] < H)
-        address = out + (choice * T.to(tl.int64) + token)[:, None] * H + n[None, :]
-        tl.store(address, acc.to(out.dtype.element_ty), mask=mask)
+        store_weighted(acc, out, weights, None, pair, n, m_mask, mask, T, H, TOP_K)
 
 
 @jit

@@ -63,9 +63,4 @@ class ChatPrompt(StrictModel):
         Raises:
             RequestError: the fields contradict each other.
         """
-        continues = bool(self.continue_final_message)
-        if continues and self.add_generation_prompt:
-            raise RequestError(
-                "continue_final_message and add_generation_prompt are both true; set one of them."
-            )
-        return Ending(not continues and self.add_generation_prompt is not False, continues)
+        return Ending.of(self.add_generation_prompt, self.continue_final_message)
