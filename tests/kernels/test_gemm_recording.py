@@ -15,7 +15,7 @@ from forerun.kernels.gemm.quantized import Fp8Weight
 from forerun.kernels.moe.config import choose_moe
 from forerun.kernels.moe.routing import Routing, align_ref, route_ref
 from forerun.kernels.runtime.gpu import gpu_of
-from forerun.layers.experts_fp8 import Fp8Experts
+from forerun.layers.experts_fp8 import pack_fp8_experts
 from forerun.layers.gemm_quantized import Int4Gemm
 from forerun.layers.norm import RMSNorm
 from forerun.plan.work import touched_experts
@@ -76,7 +76,7 @@ def test_experts_in_fp8_count_their_bytes(device: torch.device) -> None:
     w13, w2 = (Fp8Weight.stack(shape, device, None) for shape in ((6, 256, 256), (6, 256, 128)))
     for weight in (w13, w2):
         weight.quantize_(torch.randn(weight.shape, device=device))
-    experts = Fp8Experts(w13, w2, 6)
+    experts = pack_fp8_experts(w13, w2, 6)
     routed = route_ref(torch.randn(3, 6, device=device), None, Routing(6, 2))
     tiles = align_ref(routed.experts, 6, choose_moe(3, gpu_of(device)).block_m)
     tiles = replace(tiles, progress=torch.zeros(64, dtype=torch.int32, device=device))

@@ -25,43 +25,36 @@ def fp8_experts_serve(w13: Fp8Weight, w2: Fp8Weight, dtype: torch.dtype) -> bool
     return fits and dtype == torch.bfloat16 and have_triton(w13.device.type)
 
 
-class Fp8Experts(PackedExperts):
-    """`w13` [E + n, 2I, H] and `w2` [E + n, H, I] of E routed and n shared experts."""
+def pack_fp8_experts(w13: Fp8Weight, w2: Fp8Weight, num_experts: int) -> PackedExperts:
+    """Packs `w13` [E + n, 2I, H] and `w2` [E + n, H, I] of E routed and n shared experts.
 
-    def __init__(self, w13: Fp8Weight, w2: Fp8Weight, num_experts: int) -> None:
-        """`num_experts`: the routed ones."""
-        (_, hidden, width), gpu = w2.shape, gpu_of(w2.device)
-        sm90 = choose_moe_fp8_sm90(1, hidden, width, torch.bfloat16, gpu)
-        # Up to 128 tokens are the kernel's for Hopper.
-        self.can_choose = self._on_sm90 = sm90 is not None
-        self._w13, self._w2 = (Fp8Matrices.pack(w, self._on_sm90) for w in (w13, w2))
-        self._shared = [
-            (self._library_gemm(w13, expert), self._library_gemm(w2, expert))
-            for expert in range(num_experts, len(w13.values))
-        ]
-
-    def describe(self) -> str:
-        language = "CUDA C++" if self._on_sm90 else "Triton"
-        few = f"up to {MAX_DECODE_TOKENS} tokens W8A16 in {language}"
-        quantize_x = choose_moe_fp8(
-            MAX_DECODE_TOKENS + 1, gpu_of(self._w13.values.device)
-        ).quantize_x
-        return f"fp8 experts: {few}, more {'W8A8' if quantize_x else 'W8A16'} in Triton"
+    `num_experts`: the routed ones.
+    """
+    (_, hidden, width), gpu = w2.shape, gpu_of(w2.device)
+    sm90 = choose_moe_fp8_sm90(1, hidden, width, torch.bfloat16, gpu)
+    on_sm90 = sm90 is not None  # up to 128 tokens are the kernel's for Hopper
+    packed = Fp8Matrices.pack(w13, on_sm90), Fp8Matrices.pack(w2, on_sm90)
+    shared = [
+        [Fp8LibraryGemm(w.map(itemgetter(expert)), None, on_sm90) for w in (w13, w2)]
+        for expert in range(num_experts, len(w13.values))
+    ]
 
     def partials(
-        self,
         x: Tensor,
         routed: Routed | RouterLogits,
-        shared: Tensor | GatedOutput | None,
+        added: Tensor | GatedOutput | None,
         activation: ExpertActivation,
     ) -> Tensor:
         assert activation is None
-        return expert_partials_fp8(x, self._w13, self._w2, routed, shared)
+        return expert_partials_fp8(x, *packed, routed, added)
 
-    def shared_output(self, x: Tensor) -> Tensor:
-        """Does it by dense GEMMs."""
-        outs = [down(gate_up.silu_and_mul(x)) for gate_up, down in self._shared]
+    def shared_output(x: Tensor) -> Tensor:
+        """Dense GEMMs."""
+        outs = [down(gate_up.silu_and_mul(x)) for gate_up, down in shared]
         return outs[0] if len(outs) == 1 else torch.stack(outs).sum(0)
 
-    def _library_gemm(self, weight: Fp8Weight, expert: int) -> Fp8LibraryGemm:
-        return Fp8LibraryGemm(weight.map(itemgetter(expert)), None, self._on_sm90)
+    few = f"up to {MAX_DECODE_TOKENS} tokens W8A16 in {'CUDA C++' if on_sm90 else 'Triton'}"
+    many = "W8A8" if choose_moe_fp8(MAX_DECODE_TOKENS + 1, gpu).quantize_x else "W8A16"
+    return PackedExperts(
+        f"fp8 experts: {few}, more {many} in Triton", partials, shared_output, on_sm90
+    )

@@ -237,10 +237,12 @@ class Experts(Module):
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Weights of the routed experts."""
-        if self._quantized:
-            return {}
+        return self._plain(self._routed(prefix))
+
+    def _plain(self, views: dict[str, tuple[int, Rows]]) -> dict[str, Tensor]:
         weights = self.w13, self.w2
-        return {name: rows(weights[i]) for name, (i, rows) in self._routed(prefix).items()}
+        named = {} if self._quantized else views
+        return {name: rows(weights[i]) for name, (i, rows) in named.items()}
 
     def shards(self, prefix: str = "") -> dict[str, Shard]:
         """Every rank has some columns of each of its experts."""
@@ -268,10 +270,7 @@ class Experts(Module):
 
     def shared_weights(self, prefix: str = "") -> dict[str, Tensor]:
         """Weights of the shared experts as one MLP: gate and up [n, I, H], down [H, n, I]."""
-        if self._quantized:
-            return {}
-        weights = self.w13, self.w2
-        return {name: rows(weights[i]) for name, (i, rows) in self._shared_mlp(prefix).items()}
+        return self._plain(self._shared_mlp(prefix))
 
     def quantized_weights(self, prefix: str, shared_prefix: str) -> dict[str, QuantizedWeight]:
         """Both kinds, if they are quantized."""
@@ -317,7 +316,7 @@ class Experts(Module):
             if self._packed is None:
                 self.w13, self.w2 = (_dequantize_stack(w, dtype) for w in (w13, w2))
             self.quantized_gemm = (
-                self._packed.describe() if self._packed else "dequantized when loaded"
+                self._packed.describe if self._packed else "dequantized when loaded"
             )
         self._shared_gate_up = [plain_gemm_for(w13) for w13 in self.w13[self.num_experts :]]
 
@@ -329,9 +328,8 @@ class Experts(Module):
     @property
     def can_choose(self) -> bool:
         """Whether a kernel that chooses experts reads these weights."""
-        packed = self._packed
-        plain = self.activation is None and not self.is_part
-        return plain and (packed is None or packed.can_choose)
+        can = self.activation is None if self._packed is None else self._packed.can_choose
+        return can and not self.is_part
 
     def __call__(
         self, x: Tensor, routed: Routed | RouterLogits, shared: GatedOutput | None = None
@@ -362,7 +360,7 @@ class Experts(Module):
 
     def _shared_output(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], by dense GEMMs."""
-        if self._packed is not None:
+        if self._packed is not None and self._packed.shared_output is not None:
             return self._packed.shared_output(x)
         out: Tensor | None = None
         for gate_up, w2 in zip(self._shared_gate_up, self.w2[self.num_experts :], strict=True):

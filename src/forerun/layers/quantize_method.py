@@ -7,7 +7,8 @@ name. What it declines is plain: dequantized while it is loaded, or when it is p
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,28 +24,17 @@ if TYPE_CHECKING:
     from forerun.layers.moe import Experts
 
 
-class PackedExperts(ABC):
-    """The weights of a layer's experts, as a kernel reads them."""
+@dataclass(frozen=True)
+class PackedExperts:
+    """The weights of a layer's experts, as kernels read them."""
 
-    can_choose = False  # whether the kernel chooses experts from the router's logits
-
-    @abstractmethod
-    def describe(self) -> str:
-        """What computes with them, by tokens."""
-
-    @abstractmethod
-    def partials(
-        self,
-        x: Tensor,
-        routed: Routed | RouterLogits,
-        shared: Tensor | GatedOutput | None,
-        activation: ExpertActivation,
-    ) -> Tensor:
-        """`expert_partials`: x [T, H] -> [k, T, H]."""
-
-    def shared_output(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H], of shared experts, if any were kept."""
-        raise NotImplementedError(f"shared experts of {type(self).__name__}")
+    describe: str  # what computes with them, by tokens
+    # x [T, H], choices, shared output, activation -> [k, T, H], as `expert_partials`
+    partials: Callable[
+        [Tensor, Routed | RouterLogits, Tensor | GatedOutput | None, ExpertActivation], Tensor
+    ]
+    shared_output: Callable[[Tensor], Tensor] | None = None  # x [T, H] -> [T, H], if some are kept
+    can_choose: bool = False  # whether the kernel chooses experts from the router's logits
 
 
 class QuantizeMethod:

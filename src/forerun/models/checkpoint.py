@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.core.errors import ConfigError
 from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.layers.sharding import Shard
-from forerun.models.formats.base import Header, Stored, View, WeightFormat
+from forerun.models.formats.base import Header, Part, Stored, View, WeightFormat
 from forerun.models.formats.plain import PLAIN
 from forerun.models.safetensors_files import listing, read_headers, readable, text_part
 from forerun.platform.progress import progress
@@ -116,11 +116,11 @@ class Checkpoint:
                 with _OpenFiles(str(views[names[0]].device)) as files:
                     for name in names:
                         tensors = {
-                            key: files.read(self.headers[part.name], part.shard)
-                            for key, part in parts[name].items()
+                            key: files.read(self.headers[each.name], each.shard)
+                            for key, each in parts[name].items()
                         }
-                        shard = (shards or {}).get(name)
-                        self._format(name).load(views[name], tensors, shard, comm)
+                        part = Part((shards or {}).get(name), comm)
+                        self._format(name).load(views[name], tensors, part)
                         stage.advance(sizes[name])
 
     def check(

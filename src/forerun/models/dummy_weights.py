@@ -11,8 +11,7 @@ from torch import Tensor
 from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.layers.sharding import Shard
-from forerun.models.formats.base import View, WeightFormat, fill, shapes_in_files
-from forerun.models.formats.plain import largest_across
+from forerun.models.formats.base import Part, View, WeightFormat, fill, shapes_in_files
 
 DUMMY_FORMATS = ("dummy", "dummy_normal")
 
@@ -57,7 +56,7 @@ def fill_dummy(
             parts = weight_format.stored(name, view, shard, {}).items()
             codes = {key: (random(s.name, s.shapes[0], torch.uint8), s.shard) for key, s in parts}
             own = {key: t if part is None else part.take(t) for key, (t, part) in codes.items()}
-            weight_format.load(view, own, shard, comm)
+            weight_format.load(view, own, Part(shard, comm))
             continue
         if shard is None and isinstance(view, Tensor) and view.is_contiguous():
             generator.manual_seed(crc32(f"{seed} {name}".encode()))
@@ -66,7 +65,7 @@ def fill_dummy(
         shape = shapes_in_files(shape, shard)[0]
         whole = random(name, shape, view.dtype if isinstance(view, Tensor) else dtype)
         part = whole if shard is None else shard.take(whole)
-        fill(view, part, largest_across(shard, len(shape), comm))
+        fill(view, part, Part(shard, comm))
 
 
 def _fill_dummy(name: str, view: Tensor, load_format: str, generator: torch.Generator) -> None:

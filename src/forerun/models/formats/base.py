@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from forerun.kernels.gemm.quantized import Largest, QuantizedWeight
+from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.layers.quantize_method import QuantizeMethod
 from forerun.layers.sharding import Shard
@@ -61,6 +61,17 @@ class Stored:
     shard: Shard | None = None  # the part that is read; None: all of it
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank reads of a weight, and the ranks that read the rest."""
+
+    shard: Shard | None = None  # None: all of it
+    comm: Communicator = SINGLE_RANK
+
+
+WHOLE = Part()
+
+
 class WeightFormat(QuantizeMethod, ABC):
     """One way to store weights, with the parameters that a config has for it."""
 
@@ -100,29 +111,22 @@ class WeightFormat(QuantizeMethod, ABC):
             tensors: by the keys of `stored`, of which the parts were read.
         """
 
-    def load(
-        self,
-        view: View,
-        tensors: Mapping[str, Tensor],
-        shard: Shard | None = None,
-        comm: Communicator = SINGLE_RANK,
-    ) -> None:
-        """Fills the view; `comm`: the ranks that read the other parts."""
-        fill(view, self.decode(tensors, shard))
+    def load(self, view: View, tensors: Mapping[str, Tensor], part: Part = WHOLE) -> None:
+        """Fills the view of a part."""
+        fill(view, self.decode(tensors, part.shard), part)
 
 
-def fill(view: View, value: View, across: Largest | None = None) -> None:
-    """Fills a packed or a plain view. A plain value is quantized for a packed one.
-
-    `across`: over the ranks that have other columns of the same rows.
-    """
+def fill(view: View, value: View, part: Part = WHOLE) -> None:
+    """Fills a packed or a plain view. A plain value is quantized for a packed one."""
     if not isinstance(view, QuantizedWeight):
         plain = value.dequantize() if isinstance(value, QuantizedWeight) else value
         view.copy_(plain.reshape(view.shape))
     elif isinstance(value, QuantizedWeight):
         view.copy_(value)
     else:
-        view.quantize_(value, across)
+        shard = part.shard
+        columns = shard is not None and shard.dim == value.dim() - 1 and shard.count < shard.size
+        view.quantize_(value, part.comm.all_reduce_max if columns else None)
 
 
 def shapes_in_files(shape: tuple[int, ...], shard: Shard | None) -> list[tuple[int, ...]]:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.quantized import Fp8Weight, QuantizedWeight
-from forerun.layers.experts_fp8 import Fp8Experts, fp8_experts_serve
+from forerun.layers.experts_fp8 import fp8_experts_serve, pack_fp8_experts
 from forerun.layers.gemm import Gemm
 from forerun.layers.gemm_quantized import Fp8Gemm
 from forerun.layers.moe import Experts
+from forerun.layers.quantize_method import PackedExperts
 from forerun.layers.sharding import Shard
 from forerun.models.formats.base import (
     COLUMNS,
@@ -127,9 +128,11 @@ class Fp8Format(WeightFormat):
 
     def pack_experts(
         self, w13: QuantizedWeight, w2: QuantizedWeight, num_experts: int, dtype: torch.dtype
-    ) -> Fp8Experts | None:
+    ) -> PackedExperts | None:
         assert isinstance(w13, Fp8Weight) and isinstance(w2, Fp8Weight)
-        return Fp8Experts(w13, w2, num_experts) if fp8_experts_serve(w13, w2, dtype) else None
+        if not fp8_experts_serve(w13, w2, dtype):
+            return None
+        return pack_fp8_experts(w13, w2, num_experts)
 
 
 class Fp8Blocks(Fp8Format):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,20 @@ from forerun.kernels.moe.experts_mxfp4 import (
     describe_mxfp4,
     expert_partials_mxfp4,
 )
-from forerun.kernels.moe.gated_output import GatedOutput
-from forerun.kernels.moe.routing import Routed, RouterLogits
 from forerun.kernels.runtime.gpu import have_triton
-from forerun.layers.communication import SINGLE_RANK, Communicator
 from forerun.layers.moe import Experts
 from forerun.layers.quantize_method import PackedExperts
 from forerun.layers.sharding import Shard
-from forerun.models.formats.base import COLUMNS, Headers, Spec, Stored, View, WeightFormat
+from forerun.models.formats.base import (
+    COLUMNS,
+    WHOLE,
+    Headers,
+    Part,
+    Spec,
+    Stored,
+    View,
+    WeightFormat,
+)
 
 BLOCKS, SCALES = "_blocks", "_scales"  # appended to the name of the tensor
 
@@ -61,17 +68,11 @@ class Mxfp4(WeightFormat):
     def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> Mxfp4Weight:
         return Mxfp4Weight.of(tensors[BLOCKS], tensors[SCALES])
 
-    def load(
-        self,
-        view: View,
-        tensors: Mapping[str, Tensor],
-        shard: Shard | None = None,
-        comm: Communicator = SINGLE_RANK,
-    ) -> None:
+    def load(self, view: View, tensors: Mapping[str, Tensor], part: Part = WHOLE) -> None:
         """A plain view [E, K, ...] is filled expert by expert, which takes less memory."""
         if isinstance(view, QuantizedWeight):
-            return super().load(view, tensors, shard, comm)
-        stacked = self.decode(tensors, shard)
+            return super().load(view, tensors, part)
+        stacked = self.decode(tensors, part.shard)
         for i, expert in enumerate(view):
             rows = stacked.map(itemgetter(i)).dequantize()  # [N, K]
             expert.copy_(rows.T.reshape(expert.shape))
@@ -89,30 +90,15 @@ class Mxfp4(WeightFormat):
 
     def pack_experts(
         self, w13: QuantizedWeight, w2: QuantizedWeight, num_experts: int, dtype: torch.dtype
-    ) -> Mxfp4Experts:
+    ) -> PackedExperts:
         assert isinstance(w13, Mxfp4Weight) and isinstance(w2, Mxfp4Weight)
-        return Mxfp4Experts(Mxfp4Matrices.pack(w13), Mxfp4Matrices.pack(w2), dtype)
+        packed = Mxfp4Matrices.pack(w13), Mxfp4Matrices.pack(w2)
 
+        def partials(x: Tensor, routed: Any, shared: Any, activation: ExpertActivation) -> Tensor:
+            assert isinstance(activation, ClampedSwiglu) and shared is None
+            return expert_partials_mxfp4(x, *packed, routed, activation)
 
-class Mxfp4Experts(PackedExperts):
-    """Experts with gpt-oss's activation and biases."""
-
-    def __init__(self, w13: Mxfp4Matrices, w2: Mxfp4Matrices, dtype: torch.dtype) -> None:
-        self._w13, self._w2, self._dtype = w13, w2, dtype
-
-    def describe(self) -> str:
-        return describe_mxfp4(self._w2, self._dtype)
-
-    def partials(
-        self,
-        x: Tensor,
-        routed: Routed | RouterLogits,
-        shared: Tensor | GatedOutput | None,
-        activation: ExpertActivation,
-    ) -> Tensor:
-        assert isinstance(routed, Routed) and isinstance(activation, ClampedSwiglu)
-        assert shared is None
-        return expert_partials_mxfp4(x, self._w13, self._w2, routed, activation)
+        return PackedExperts(describe_mxfp4(packed[1], dtype), partials)
 
 
 def shard_of_rows(shard: Shard) -> Shard:

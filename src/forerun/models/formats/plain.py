@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from forerun.kernels.gemm.quantized import Largest, QuantizedWeight
-from forerun.layers.communication import SINGLE_RANK, Communicator
+from forerun.kernels.gemm.quantized import QuantizedWeight
 from forerun.layers.sharding import Shard
-from forerun.models.formats.base import Headers, Stored, View, WeightFormat, fill, shapes_in_files
+from forerun.models.formats.base import Headers, Stored, View, WeightFormat, shapes_in_files
 
 
 class Plain(WeightFormat):
@@ -26,22 +25,6 @@ class Plain(WeightFormat):
 
     def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> Tensor:
         return tensors[""]
-
-    def load(
-        self,
-        view: View,
-        tensors: Mapping[str, Tensor],
-        shard: Shard | None = None,
-        comm: Communicator = SINGLE_RANK,
-    ) -> None:
-        value = tensors[""]
-        fill(view, value, largest_across(shard, value.dim(), comm))
-
-
-def largest_across(shard: Shard | None, dims: int, comm: Communicator) -> Largest | None:
-    """A maximum over ranks, if others have columns of the same rows of a tensor of `dims`."""
-    divided = shard is not None and shard.dim == dims - 1 and shard.count < shard.size
-    return comm.all_reduce_max if divided else None
 
 
 PLAIN = Plain()
