@@ -142,6 +142,11 @@ def shapes_in_files(shape: tuple[int, ...], shard: Shard | None) -> list[tuple[i
     return shapes if shard is None else shard.shapes_of_whole(shapes)
 
 
+def matrix_shapes(view: View, shard: Shard | None) -> list[tuple[int, ...]]:
+    """Those of them that have two dimensions: what a view may be as a matrix [N, K]."""
+    return [shape for shape in shapes_in_files(tuple(view.shape), shard) if len(shape) == 2]
+
+
 def compressed_weights(spec: Spec) -> dict[str, Any]:
     """How compressed-tensors quantized all weights; {}: not all in one way, or not by it."""
     groups = spec.get("config_groups") if spec.get("quant_method") == "compressed-tensors" else None

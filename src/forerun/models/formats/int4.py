@@ -17,7 +17,6 @@ and along which dimension. They are read into one (`Int4Weight`).
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from forerun.models.formats.base import (
     View,
     WeightFormat,
     compressed_weights,
+    matrix_shapes,
 )
 
 ROWS, COLUMNS = 0, 1  # dimensions of a matrix
@@ -87,12 +87,11 @@ class Int4Format(WeightFormat):
     def stored(
         self, name: str, view: View, shard: Shard | None, headers: Headers
     ) -> dict[str, Stored]:
-        matrix: tuple[int, ...] = math.prod(view.shape[:-1]), view.shape[-1]
         parts = {} if shard is None else self.shards(shard)  # refuses what cannot be divided
-        matrix = matrix if shard is None else shard.shape_of_whole(matrix)
+        shapes = [self.shapes(n, k) for n, k in matrix_shapes(view, shard)]
         return {
-            suffix: Stored(_stem(name) + suffix, [shape], "scale" in suffix, parts.get(suffix))
-            for suffix, shape in self.shapes(*matrix).items()
+            end: Stored(_stem(name) + end, [s[end] for s in shapes], "scale" in end, parts.get(end))
+            for end in self.axes
         }
 
     def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> View:
