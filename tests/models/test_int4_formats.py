@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.gemm.int4 import Int4Weight
+from forerun.layers.moe import Experts
 from forerun.models.formats.int4 import Awq, Gptq, Int4Format, PackQuantized
 from forerun.models.loader import load_target
 from tests.models.support import CPU, Loop, family, random_hf, save
@@ -73,7 +74,8 @@ def two_checkpoints(
     """A small model in 4 bits, and plain with what that means."""
     hf = family(name)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
-    sizes |= {"num_attention_heads": 8, "moe_intermediate_size": 256}
+    sizes |= {"num_attention_heads": 8, "moe_intermediate_size": 256, "v_head_dim": 16}
+    sizes |= {"q_lora_rank": 128, "kv_lora_rank": 128}
     hf = random_hf(type(hf.config)(**{**hf.config.to_dict(), **sizes, "layer_types": None}))
     quantized, plain = save(hf, folder / "int4"), save(hf, folder / "plain")
     weights = load_file(plain / "model.safetensors")
@@ -111,6 +113,19 @@ def test_a_checkpoint_means_its_weights(
         Loop.of_model(load_target(folder, torch.float32, CPU)).ragged([(0, ids)])[0]
         for folder in two_checkpoints(tmp_path, method, **config)
     )
+    assert torch.equal(got, want)
+
+
+def test_shared_experts_are_one_matrix(tmp_path: Path) -> None:
+    """Two of DeepSeek's, whose columns a checkpoint has side by side."""
+    ids = torch.arange(20)
+    models = [
+        load_target(folder, torch.float32, CPU)
+        for folder in two_checkpoints(tmp_path, "awq", "deepseek-v3")
+    ]
+    for model in models:
+        assert [each.num_shared for each in model.modules(Experts)] == [2]
+    got, want = (Loop.of_model(model).ragged([(0, ids)])[0] for model in models)
     assert torch.equal(got, want)
 
 
