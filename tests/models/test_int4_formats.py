@@ -156,11 +156,18 @@ def test_packed_weights(method: str) -> None:
     form = formats[method]
     stored.pop("weight_shape", None)
     assert {name: tuple(t.shape) for name, t in stored.items()} == form.shapes(48, 384)
-    weight = form.read(stored)
-    assert torch.equal(weight.dequantize(), meant) and torch.equal(form.dequantize(stored), meant)
+    weight = form.decode(stored, None)
+    assert isinstance(weight, Int4Weight) and torch.equal(weight.dequantize(), meant)
     again = Int4Weight.empty(48, 384, CPU)
     again.quantize_(meant)
     assert (again.dequantize() - meant).abs().max() <= meant.abs().max() / 7
+
+
+def test_one_group_of_columns_that_no_kernel_takes() -> None:
+    stored, meant = encode("gptq", torch.empty(48, 192), torch.zeros(192, dtype=torch.int64))
+    view = torch.empty(48, 192)
+    Gptq(None).load(view, stored)
+    assert torch.equal(view, meant)
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -95,7 +95,15 @@ class Int4Format(WeightFormat):
         }
 
     def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> View:
-        return self.read(tensors) if self.keeps_packed else self.dequantize(tensors)
+        q, scales, zeros = self.unpack(tensors)
+        k = q.shape[1]
+        if self.keeps_packed and k % GROUP == 0:
+            repeats = k // GROUP // scales.shape[1]
+            return Int4Weight.of(q, *(t.repeat_interleave(repeats, 1) for t in (scales, zeros)))
+        group = torch.arange(k, device=q.device) * scales.shape[1] // k
+        if self.reorders:
+            group = self.group_of_columns(tensors)
+        return (q.float() - zeros.float()[:, group]) * scales.float()[:, group]
 
     def empty_linear(self, n: int, k: int, device: torch.device) -> Int4Weight | None:
         fits = self.keeps_packed and Int4Weight.fits(n, k)
@@ -147,20 +155,6 @@ class Int4Format(WeightFormat):
     @abstractmethod
     def group_of_columns(self, stored: Mapping[str, Tensor]) -> Tensor:
         """[K] int64, if `reorders`."""
-
-    def read(self, stored: Mapping[str, Tensor]) -> Int4Weight:
-        """Reads it if `keeps_packed`; groups are of `GROUP` columns."""
-        q, scales, zeros = self.unpack(stored)
-        repeats = q.shape[1] // GROUP // scales.shape[1]
-        return Int4Weight.of(q, *(t.repeat_interleave(repeats, 1) for t in (scales, zeros)))
-
-    def dequantize(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """[N, K] float32."""
-        q, scales, zeros = self.unpack(stored)
-        columns = torch.arange(q.shape[1], device=q.device) * scales.shape[1] // q.shape[1]
-        if self.reorders:
-            columns = self.group_of_columns(stored)
-        return (q.float() - zeros.float()[:, columns]) * scales.float()[:, columns]
 
 
 @dataclass(frozen=True)
