@@ -109,7 +109,7 @@ def test_experts_in_one_tensor_are_scaled_matrix_by_matrix() -> None:
     made = [quantize(torch.randn(50, 33)) for _ in range(3)]
     stored, scale, meant = (torch.stack(parts) for parts in zip(*made, strict=True))
     assert blocks.scale_shapes((3, 50, 33)) == [tuple(scale.shape)] == [(3, 3, 4)]
-    assert torch.equal(blocks.read(stored, scale).dequantize(), meant)
+    assert torch.equal(blocks.decode({"values": stored, "scales": scale}, None).dequantize(), meant)
 
 
 def packed(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:

@@ -35,12 +35,6 @@ class Shard:
         parts = [tensor[(*before, slice(each.start, each.stop))] for each in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-    def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of this part of a tensor of shape `stored`; None: it does not belong to it."""
-        if len(stored) <= self.dim or stored[self.dim] != self.size:
-            return None
-        return (*stored[: self.dim], self.count, *stored[self.dim + 1 :])
-
     def shapes_of_whole(self, shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Returns for those `shapes` that this part may have the shape of the whole tensor."""
         fitting = (s for s in shapes if len(s) > self.dim and s[self.dim] == self.count)

@@ -35,7 +35,7 @@ def fill_dummy(
             GPU at its power limit multiplies faster. "dummy_normal": norms 1, biases 0,
             matrices N(0, 0.02²), like an untrained model; tokens differ as those of text do.
             Quantized weights are the plain ones, rounded.
-        weight_format: of weights that have `random_stored`: they are made of random codes.
+        weight_format: of weights that cannot be rounded: what is stored of them is random.
     """
     if not views:
         return
@@ -53,9 +53,10 @@ def fill_dummy(
         shard, shape = (shards or {}).get(name), tuple(view.shape)
         if isinstance(view, QuantizedWeight) and not view.rounds:
             assert weight_format is not None
-            parts = weight_format.stored(name, view, shard, {}).items()
-            codes = {key: (random(s.name, s.shapes[0], torch.uint8), s.shard) for key, s in parts}
-            own = {key: t if part is None else part.take(t) for key, (t, part) in codes.items()}
+            own: dict[str, Tensor] = {}
+            for key, each in weight_format.stored(name, view, shard, {}).items():
+                made = random(each.name, each.shapes[0], dtype if each.floats else torch.uint8)
+                own[key] = made if each.shard is None else each.shard.take(made)
             weight_format.load(view, own, Part(shard, comm))
             continue
         if shard is None and isinstance(view, Tensor) and view.is_contiguous():

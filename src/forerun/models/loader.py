@@ -24,7 +24,7 @@ from forerun.models.base import CausalLM
 from forerun.models.checkpoint import HARMLESS, Checkpoint
 from forerun.models.dummy_weights import DUMMY_FORMATS, fill_dummy
 from forerun.models.formats.base import View, WeightFormat
-from forerun.models.formats.registry import ONLINE, check_quantization, weight_format
+from forerun.models.formats.registry import ONLINE, weight_format
 from forerun.models.kv_scales import fold_kv_scales
 from forerun.models.registry import model_class
 from forerun.models.safetensors_files import FIX_FOLDER
@@ -71,8 +71,7 @@ def load_target_at(
         raise ConfigError(f"{folder} is not a folder; {FIX_FOLDER}.")
     config = load_model_config(folder)
     build = model_class(config)
-    stored = weight_format(config)
-    check_quantization(config, place.quantization)
+    stored = weight_format(config, place.quantization)
     check_groups(place)
     positions = max_positions or config.max_position
     if load_format in DUMMY_FORMATS:

@@ -23,7 +23,7 @@ from forerun.layers.moe import Experts, Router, SparseMoE, check_has_experts
 from forerun.layers.sharding import even_shard, kv_head_shard
 from forerun.models import further_layers
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.formats.registry import check_quantization, weight_format
+from forerun.models.formats.registry import weight_format
 from forerun.models.loader import allocate, check_groups
 from forerun.models.registry import model_class
 from forerun.plan.work import Gemm, Work, kv_bytes, touched_experts
@@ -99,7 +99,7 @@ class ModelShape:
             ConfigError: the model is not supported, or its files are broken.
         """
         config = load_model_config(folder)
-        check_quantization(config, quantization)
+        stored = weight_format(config, quantization)
         dtype = DTYPES.get(config.dtype, torch.bfloat16)
         dtype = torch.bfloat16 if dtype == torch.float16 else dtype
         place = WeightPlacement(dtype, META, quantization=quantization, allocate=False)
@@ -111,7 +111,7 @@ class ModelShape:
             (moe, (moe.experts.w13.shape, moe.experts.w2.shape)) for moe in model.modules(SparseMoE)
         ]
         checkpoint = _checkpoint(folder, config)
-        packed = allocate(model, checkpoint, quantization, weight_format(config)).values()
+        packed = allocate(model, checkpoint, quantization, stored).values()
         matrices = [_linear(linear, shape, dtype) for linear, shape in shapes]
         matrices += [each for stack in stacks for each in _experts(*stack, dtype)]
         size = sum(weight.nbytes for weight in model.weights().values())

@@ -85,14 +85,9 @@ class Fp8Format(WeightFormat):
         return {"values": values, "scales": Stored(scale, shapes, floats=True)}
 
     def decode(self, tensors: Mapping[str, Tensor], shard: Shard | None) -> Fp8Weight:
-        return self.read(tensors["values"], tensors["scales"], shard)
-
-    def read(self, weight: Tensor, scale: Tensor, shard: Shard | None = None) -> Fp8Weight:
-        """[..., N, K] e4m3 and its scales, as stored. `shard`: the part that `weight` is; `scale`
-        is that of the whole.
-        """
-        shape = tuple(weight.shape)
-        scales = self.row_scales(scale, shape if shard is None else shard.shape_of_whole(shape))
+        weight, shape = tensors["values"], tuple(tensors["values"].shape)
+        whole = shape if shard is None else shard.shape_of_whole(shape)
+        scales = self.row_scales(tensors["scales"], whole)
         part = None if shard is None else self.shard_of_scales(shard, len(shape))
         group = weight.shape[-1] if self.group is None else self.group
         return Fp8Weight(weight, scales if part is None else part.take(scales), group)

@@ -25,11 +25,11 @@ FORMATS: list[Callable[[Spec], WeightFormat | None]] = [
 ONLINE: dict[str | None, WeightFormat] = {"fp8": Fp8Rows()}
 
 
-def weight_format(config: ModelConfig) -> WeightFormat | None:
+def weight_format(config: ModelConfig, quantization: str | None = None) -> WeightFormat | None:
     """How the checkpoint's matrices are quantized; None: not at all.
 
     Raises:
-        ConfigError: in another way.
+        ConfigError: in another way, or in one that the setting `quantization` does not apply to.
     """
     raw = config.raw.get("quantization_config")
     if not raw:
@@ -40,6 +40,8 @@ def weight_format(config: ModelConfig) -> WeightFormat | None:
         return None  # K/V alone (`kv_cache_scheme`)
     found = next(filter(None, (from_config(spec) for from_config in FORMATS)), None)
     if found is not None:
+        if quantization is not None:
+            found.check_quantization(quantization)
         return found
     details = [f"{k} {spec[k]}" for k in ("fmt", "format", "quant_algo", "bits") if k in spec]
     raise ConfigError(
@@ -47,13 +49,3 @@ def weight_format(config: ModelConfig) -> WeightFormat | None:
         " float32 checkpoint, one in FP8 (quant_method fp8, compressed-tensors float-quantized) or"
         " in 4 bits (awq, gptq, compressed-tensors pack-quantized)."
     )
-
-
-def check_quantization(config: ModelConfig, quantization: str | None) -> None:
-    """
-    Raises:
-        ConfigError: the checkpoint is quantized in a way that `quantization` does not apply to.
-    """
-    stored = weight_format(config)
-    if quantization is not None and stored is not None:
-        stored.check_quantization(quantization)
