@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,10 @@ def test_experts_in_mxfp4(packed: bool, tmp_path: Path, monkeypatch: pytest.Monk
     """Dequantized while they are read, and packed, as on a GPU; 128 columns and 64."""
     monkeypatch.setattr(mxfp4, "have_triton", lambda device: packed)
     fp8.mxfp4_checkpoint(tmp_path, hidden_size=64, intermediate_size=192)
-    want = logits(tmp_path, SINGLE_RANK)
-    for ep_size in (1, 2):
-        for got in on_ranks(2, lambda comm, ep=ep_size: logits(tmp_path, comm, None, "auto", ep)):
+    for load_format, ep_size in itertools.product(("auto", "dummy_normal"), (1, 2)):
+        how = None, load_format
+        want = logits(tmp_path, SINGLE_RANK, *how)
+        for got in on_ranks(2, lambda comm, how=(*how, ep_size): logits(tmp_path, comm, *how)):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match=r"whole experts or columns, not both; set ep_size to 1"):
         load(tmp_path, UnreducedRank(0, 4), ep_size=2)
