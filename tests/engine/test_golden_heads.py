@@ -16,10 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
+from forerun.models.dflash import DFlashDraft
 from forerun.models.heads.base import Block, DraftHead, DraftVocabulary, Draw, Proposal
 from forerun.models.heads.gru import DominoHead
 from forerun.models.heads.markov import DSparkHead
+from forerun.models.heads.plain import PlainHead
 from forerun.models.heads.selector import SelectorHead
+from forerun.speculative.base import Draft, ProposeInput
+from forerun.speculative.dflash import DFlash
 from tests.golden_engine import golden_llm
 
 HEADS = Path(__file__).resolve().parent.parent / "golden" / "heads"
@@ -56,7 +60,7 @@ def pair(folder: Path, **settings: Any) -> LLM:
 def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Proposal]]:
     """(anchors, what is proposed) of every step."""
     seen: list[tuple[list[int], Proposal]] = []
-    for head in (DSparkHead, SelectorHead, DominoHead):
+    for head in (DSparkHead, SelectorHead, DominoHead, PlainHead):
         _watch(monkeypatch, head, seen)
     return seen
 
@@ -120,6 +124,42 @@ def test_drafts_are_those_of_the_reference(
     with pair(HEADS / name) as llm:
         hold(llm, name, proposals, None if name not in QUICK else 8)
         llm.engine.check()
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("name", ["causal-zlab-full-b8", "causal-zlab-mixed-w20-b8"])
+def test_a_causal_block_is_cut_to_the_width(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft runs on no more rows than are verified, and they draft as in a whole block."""
+    rows: set[int] = set()
+    drafts: dict[int, list[int]] = {}
+    propose, embed = DFlash.propose, DFlashDraft.embed_block
+
+    def watched_propose(self: DFlash, step: ProposeInput) -> Draft:
+        draft = propose(self, step)
+        drafts[int(step.start[0])] = draft.tokens[0].tolist()
+        return draft
+
+    def watched_embed(self: DFlashDraft, ids: torch.Tensor) -> torch.Tensor:
+        rows.add(ids.shape[1])
+        return embed(self, ids)
+
+    with pair(HEADS / name, disable_cuda_graph=True) as llm:
+        monkeypatch.setattr(llm.engine.scheduler.widths, "choose", lambda requests: width)
+        monkeypatch.setattr(DFlash, "propose", watched_propose)
+        monkeypatch.setattr(DFlashDraft, "embed_block", watched_embed)
+        compared = 0
+        for case in cases(name):
+            drafts.clear()
+            out = llm.generate(input_ids=case["prompt"], sampling_params=params(case))
+            assert out.output_ids == case["output"]
+            for step in case["steps"]:
+                if step["start"] in drafts:
+                    assert drafts[step["start"]] == step["draft"][: width - 1]
+                    compared += 1
+        llm.engine.check()
+    assert rows == {width} and compared > 50
 
 
 @pytest.mark.parametrize("name", ["dspark-speculators-b5", "dspark-speculators-fillin-pruned-b6"])
