@@ -92,7 +92,7 @@ def test_flags_in_commands_exist(page: Path) -> None:
     for command, rest in re.findall(r"\bforerun (\w+)\b([^`\n#|]*)", text):
         if command in known and "--page-siz 4" not in rest:
             unknown = set(re.findall(r"(?<!\S)--[\w-]+", rest)) - known[command] - {"--help"}
-            plugins = {flag for flag in unknown if "-suffix-" in flag}  # of the example package
+            plugins = {flag for flag in unknown if "-lookback-" in flag}  # of the example package
             assert not unknown - plugins, f"forerun {command}{rest}"
 
 

@@ -34,7 +34,13 @@ def texts(**settings: Any) -> tuple[list[list[int]], LLM]:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [None, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("DFLASH", "NGRAM", "DDTREE"))],
+    [
+        None,
+        *(
+            pytest.param(n, marks=pytest.mark.exhaustive)
+            for n in ("DFLASH", "NGRAM", "DDTREE", "SUFFIX")
+        ),
+    ],
 )
 def test_text_is_that_of_eager_steps(algorithm: str | None) -> None:
     eager, llm = texts(speculative_algorithm=algorithm, disable_cuda_graph=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 
 from forerun.core.errors import ConfigError
-from tests.engine.test_matrix import hold
+from tests.engine.test_matrix import WIDTHS, hold
 from tests.golden_engine import golden_llm
 from tests.toy_algorithms import register_toys
 
 pytestmark = pytest.mark.gpu
 register_toys()
-ALGORITHMS = [None, "DFLASH", "NGRAM", "TOY-TREES", "TOY-LEARNER", "TOY-EAGER", "TOY-EAGER-TREES"]
+ALGORITHMS = [
+    *(None, "DFLASH", "NGRAM", "SUFFIX"),
+    *("TOY-TREES", "TOY-LEARNER", "TOY-EAGER", "TOY-EAGER-TREES"),
+]
 
 
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
@@ -24,6 +27,7 @@ def test_output_equals_plain_decoding(
     algorithm: str | None, page_size: int, chunk: int, overlap_depth: int, tight: bool, graph: bool
 ) -> None:
     own = {"device": "cuda", "disable_cuda_graph": not graph, "max_running_requests": 6}
+    own |= WIDTHS.get(algorithm, {})
     hold(algorithm, page_size, chunk, overlap_depth, tight, **own)
 
 

@@ -53,7 +53,7 @@ DENSE_DRAFTS = {
     "STANDALONE": "standalone",
 }  # fmt: skip
 CELLS = [
-    *(("dense", name) for name in (None, "DFLASH", "DDTREE", "NGRAM", "EAGLE3", "NEXTN")),
+    *(("dense", name) for name in (None, "DFLASH", "DDTREE", "NGRAM", "SUFFIX", "EAGLE3", "NEXTN")),
     ("dense", "STANDALONE"),
     *(("moe", name) for name in (None, "DFLASH", "DDTREE", "STANDALONE", "NGRAM")),
     *(("mla", name) for name in (None, "DFLASH", "DDTREE", "NEXTN", "NGRAM")),

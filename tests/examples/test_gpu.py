@@ -19,12 +19,12 @@ OWN: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_running_reques
 @pytest.fixture(scope="module", autouse=True)
 def examples() -> None:
     patch = pytest.MonkeyPatch()
-    for package in ("forerun-suffix", "forerun-twohead"):
+    for package in ("forerun-lookback", "forerun-twohead"):
         patch.syspath_prepend(str(EXAMPLES / package / "src"))
-    from forerun_suffix import Suffix
+    from forerun_lookback import Lookback
     from forerun_twohead import TwoHead
 
-    for name, cls in (("SUFFIX", Suffix), ("TWOHEAD", TwoHead)):
+    for name, cls in (("LOOKBACK", Lookback), ("TWOHEAD", TwoHead)):
         if name not in algorithm_names():
             register_algorithm(name, cls)
 
@@ -49,7 +49,7 @@ def plain() -> list[list[list[int]]]:
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["full", "adaptive"])
-@pytest.mark.parametrize("name", ["SUFFIX", "TWOHEAD"])
+@pytest.mark.parametrize("name", ["LOOKBACK", "TWOHEAD"])
 def test_output_equals_plain_decoding(
     name: str, adaptive: bool, overlap_depth: int, graph: bool, plain: list[list[list[int]]]
 ) -> None:

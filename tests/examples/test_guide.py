@@ -34,7 +34,7 @@ FILES = sorted({what for _, what, _ in BLOCKS if "." in what})
 
 
 def test_the_guide_builds_every_file_of_the_package() -> None:
-    package = EXAMPLES / "forerun-suffix"
+    package = EXAMPLES / "forerun-lookback"
     sources = [p.relative_to(package).as_posix() for p in (package / "src").rglob("*.py")]
     assert sorted([*sources, "pyproject.toml"]) == FILES
 
@@ -45,7 +45,7 @@ def test_snippets_put_together_are_the_file(file: str) -> None:
         return [line for line in text.splitlines() if line.strip()]
 
     shown = "\n".join(text for _, what, text in BLOCKS if what == file)
-    assert code(shown) == code((EXAMPLES / "forerun-suffix" / file).read_text(encoding="utf-8"))
+    assert code(shown) == code((EXAMPLES / "forerun-lookback" / file).read_text(encoding="utf-8"))
 
 
 RUN = [text for _, what, text in BLOCKS if what == "run"]
@@ -115,5 +115,5 @@ def test_command_lines_have_flags_that_exist(line: list[str]) -> None:
     assert line[0] in COMMANDS
     group: click.Group = typer.main.get_command(build_app(line[0]))  # type: ignore[assignment]
     known = flags(group.commands[line[0]])
-    known |= {"--speculative-suffix-min-match", "--speculative-suffix-max-drafts"}
+    known |= {"--speculative-lookback-min-match", "--speculative-lookback-max-drafts"}
     assert {word for word in line if word.startswith("--")} <= known

@@ -12,7 +12,7 @@ PACKAGES = sorted(path.parent.name for path in EXAMPLES.glob("*/pyproject.toml")
 
 
 def test_there_are_examples() -> None:
-    assert PACKAGES == ["forerun-suffix", "forerun-twohead"]
+    assert PACKAGES == ["forerun-lookback", "forerun-twohead"]
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ from forerun.kernels.speculation import (
     host_results,
     prompt_lookup,
     ring_buffer,
+    suffix,
     tree,
     verify_inputs,
 )
@@ -114,13 +115,28 @@ CASES = [
         )
         for batch, width in ((1, 1), (32, 16), (64, 256))
     ),
+    *(
+        Case(
+            f"longest matches, {'texts of all' if shared else 'own text'}",
+            prompt_lookup._longest_matches,
+            {"history": "*i32", "slots": "*i64", "start": "*i32", "tokens": "*i32", "best": "*i64"}
+            | dict.fromkeys(("lengths", "group", "groups") if shared else (), "*i32")
+            | dict.fromkeys(("stride", "part_size", "min_match", "max_match"), "i32"),
+            ({} if shared else dict.fromkeys(("lengths", "group", "groups")))
+            | {"SHARED": shared, "BLOCK": suffix.TEXT_TOKENS if shared else prompt_lookup.BLOCK},
+            options={"num_warps": 4},
+            wide=False,
+        )
+        for shared in (False, True)
+    ),
     Case(
-        "longest matches",
-        prompt_lookup._longest_matches,
-        {"history": "*i32", "slots": "*i64", "start": "*i32", "best": "*i64"}
-        | dict.fromkeys(("history_stride", "part_size", "min_match", "max_match"), "i32"),
-        {"BLOCK": prompt_lookup.BLOCK},
-        options={"num_warps": 4},
+        "the majority of the best matches",
+        suffix._vote,
+        dict.fromkeys(("lengths", "following", "limits"), "*i32")
+        | {"last": "*i64", "tokens": "*i64", "confidence": "*fp32"}
+        | dict.fromkeys(("depth", "min_prob", "num_drafts"), "i32"),
+        {"VOTES": suffix.MAX_VOTES, "DRAFTS": 16, "ONE": suffix.ONE},
+        options={"num_warps": 1},
         wide=False,
     ),
     *(

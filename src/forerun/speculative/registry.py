@@ -3,7 +3,7 @@
 A plugin calls `register_algorithm`, or declares an entry point in its package:
 
     [project.entry-points."forerun.algorithms"]
-    SUFFIX = "forerun_suffix:Suffix"
+    LOOKBACK = "forerun_lookback:Lookback"
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ BUILT_IN = {
     "NEXTN": "forerun.speculative.nextn:NextN",
     "NGRAM": "forerun.speculative.ngram:Ngram",
     "STANDALONE": "forerun.speculative.standalone:Standalone",
+    "SUFFIX": "forerun.speculative.suffix:Suffix",
 }
 # The field's names of drafts that one algorithm serves: the checkpoint says which head it has.
 ALIASES = {"DSPARK": "DFLASH", "DOMINO": "DFLASH"}

@@ -51,6 +51,8 @@ SIGNATURES: dict[str, tuple[type, ...]] = {
     "forerun_copy_rows": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int32),
     "forerun_ring_read": (c_void_p, c_int32),
     "forerun_prompt_lookup": (c_void_p, c_int32),
+    "forerun_suffix_append": (c_void_p, c_int32),
+    "forerun_suffix_drafts": (c_void_p, c_int32),
     # Not of steps.
     "forerun_pack": (
         c_void_p, c_int32, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32

@@ -11,7 +11,7 @@ using Out = void*;
 enum Kernel : int64_t {
     GEMM, GEMM_ADD_NORM, GEMM_SILU_MUL, GEMM_ARGMAX, RMS_NORM, ROPE_WRITE, ATTENTION, TAKE_ROWS,
     DECODE_INPUTS, VERIFY_INPUTS, ACCEPT_COMMIT, RING_WRITE, TAKE_PACKED_ROWS, KV_SLOTS,
-    COPY_ROWS, RING_READ, PROMPT_LOOKUP,
+    COPY_ROWS, RING_READ, PROMPT_LOOKUP, SUFFIX_APPEND, SUFFIX_DRAFTS,
 };
 
 // In Python: `_Call` in graph.py. Pointers and integers as they are, floats in the low half.
@@ -50,6 +50,8 @@ void forerun_take_packed_rows(In, In, int64_t, Out, int32_t);
 void forerun_kv_slots(In, int32_t);
 void forerun_ring_read(In, int32_t);
 void forerun_prompt_lookup(In, int32_t);
+void forerun_suffix_append(In, int32_t);
+void forerun_suffix_drafts(In, int32_t);
 void forerun_copy_rows(In, int64_t, int64_t, int64_t, Out, int64_t, int32_t);
 
 static void run(const Call& c, int32_t threads) {
@@ -78,6 +80,8 @@ static void run(const Call& c, int32_t threads) {
         case KV_SLOTS: return forerun_kv_slots(c.in(0), threads);
         case RING_READ: return forerun_ring_read(c.in(0), threads);
         case PROMPT_LOOKUP: return forerun_prompt_lookup(c.in(0), threads);
+        case SUFFIX_APPEND: return forerun_suffix_append(c.in(0), threads);
+        case SUFFIX_DRAFTS: return forerun_suffix_drafts(c.in(0), threads);
         case COPY_ROWS:
             return forerun_copy_rows(c.in(0), w[1], w[2], w[3], c.out(4), w[5], threads);
     }

@@ -134,3 +134,39 @@ def prompt_lookup(
     sizes = *drafts.shape, history.stride(0), min_match, max_match
     _run("forerun_prompt_lookup", (history, slots, start, drafts), *sizes)
     return drafts
+
+
+def suffix_append(
+    given: tuple[Tensor, ...],
+    corpus: tuple[Tensor, ...],
+    writing: tuple[Tensor, Tensor],
+    sizes: tuple[int, int],
+) -> None:
+    """`given`: slots, start, committed, history, groups; the fields of `Corpus` and `Writing`."""
+    slots, history, tokens = given[0], given[3], corpus[0]
+    counts = tokens.shape[1], tokens.shape[0] - 1, history.shape[0] - 1
+    _run(
+        "forerun_suffix_append",
+        (*given, *corpus, *writing),
+        slots.shape[0],
+        *sizes,
+        history.stride(0),
+        *counts,
+    )
+
+
+def suffix_drafts(
+    given: tuple[Tensor, ...], rule: tuple[int, ...], num_drafts: int
+) -> tuple[Tensor, Tensor]:
+    """Drafts and confidence [B, K].
+
+    Args:
+        given: history, slots, start, groups; tokens, length and group of `Corpus`; limits.
+        rule: depth, min_prob, positions of a part, places that vote, and what probability 1 is.
+    """
+    history, slots, tokens = given[0], given[1], given[4]
+    drafts = slots.new_empty(slots.shape[0], num_drafts)
+    confidence = torch.empty(drafts.shape, dtype=torch.float32)
+    sizes = *drafts.shape, history.stride(0), tokens.shape[1], tokens.shape[0]
+    _run("forerun_suffix_drafts", (*given, drafts, confidence), *sizes, *rule)
+    return drafts, confidence

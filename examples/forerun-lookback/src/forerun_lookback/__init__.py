@@ -1,4 +1,4 @@
-"""SUFFIX: proposes what followed the longest earlier occurrence of the text's last tokens."""
+"""LOOKBACK: proposes what followed the longest earlier occurrence of the text's last tokens."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from forerun.speculative.base import (
     SpecCaps,
     SpeculativeAlgorithm,
 )
-from forerun_suffix.automaton import SuffixAutomaton
+from forerun_lookback.automaton import SuffixAutomaton
 
 
-class Suffix(SpeculativeAlgorithm):
+class Lookback(SpeculativeAlgorithm):
     options = (
-        Option("speculative_suffix_min_match", int, 1, "Shortest repetition that is continued"),
-        Option("speculative_suffix_max_drafts", int, 8, "Drafts per step"),
+        Option("speculative_lookback_min_match", int, 1, "Shortest repetition that is continued"),
+        Option("speculative_lookback_max_drafts", int, 8, "Drafts per step"),
     )
 
     @classmethod
@@ -34,12 +34,12 @@ class Suffix(SpeculativeAlgorithm):
                 raise ConfigError(f"{option.name} must be >= 1, got {value}.")
         if config.speculative_num_draft_tokens is not None:
             raise ConfigError(
-                "Set speculative_suffix_max_drafts (drafts per step) instead of"
+                "Set speculative_lookback_max_drafts (drafts per step) instead of"
                 " speculative_num_draft_tokens."
             )
         if config.speculative_draft_model_path is not None:
             raise ConfigError("This algorithm has no model; drop speculative_draft_model_path.")
-        drafts = config.algorithm_options["speculative_suffix_max_drafts"]
+        drafts = config.algorithm_options["speculative_lookback_max_drafts"]
         return SpecCaps(
             num_drafts=drafts,
             flexible=True,
@@ -49,7 +49,7 @@ class Suffix(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         self._device = ctx.device
-        self._min_match = ctx.config.algorithm_options["speculative_suffix_min_match"]
+        self._min_match = ctx.config.algorithm_options["speculative_lookback_min_match"]
         self._automata: dict[str, SuffixAutomaton] = {}
 
     def propose(self, step: ProposeInput) -> Draft:

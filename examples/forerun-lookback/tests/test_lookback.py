@@ -1,4 +1,4 @@
-"""SUFFIX in the engine: the text of plain decoding, in fewer steps, and what it refuses."""
+"""LOOKBACK in the engine: the text of plain decoding, in fewer steps, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.speculative.registry import get_algorithm
-from forerun_suffix import Suffix
+from forerun_lookback import Lookback
 
 REPETITIVE = "def a(x):\n    return x + 1\n\ndef b(x):\n    return x + 1\n\ndef c(x):\n    return x"
 PROMPTS = [REPETITIVE, "import os\nimport sys\n", "def add(a, b):\n", "class Stack:\n"]
@@ -44,16 +44,16 @@ def plain() -> list[list[list[int]]]:
 @pytest.fixture(scope="module")
 def suffix() -> Iterator[LLM]:
     settings = {"page_size": 16, "chunked_prefill_size": 16, "speculative_adaptive": False}
-    with LLM(speculative_algorithm="SUFFIX", **SMALL, **settings) as llm:
+    with LLM(speculative_algorithm="LOOKBACK", **SMALL, **settings) as llm:
         yield llm
         llm.close()
         llm.engine.check()
 
 
 def test_it_comes_through_its_entry_point() -> None:
-    (point,) = entry_points(group="forerun.algorithms", name="SUFFIX")
-    assert point.dist is not None and point.dist.name == "forerun-suffix"
-    assert get_algorithm("suffix") is Suffix
+    (point,) = entry_points(group="forerun.algorithms", name="LOOKBACK")
+    assert point.dist is not None and point.dist.name == "forerun-lookback"
+    assert get_algorithm("lookback") is Lookback
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
@@ -71,28 +71,28 @@ def test_repetitive_text_takes_few_steps(suffix: LLM) -> None:
 
 
 def test_widths_that_adapt(plain: list[list[list[int]]]) -> None:
-    with LLM(speculative_algorithm="SUFFIX", **SMALL) as llm:
+    with LLM(speculative_algorithm="LOOKBACK", **SMALL) as llm:
         assert [out.output_ids for out in llm.generate(PROMPTS, rules(False))] == plain[0]
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"speculative_suffix_min_match": 0}, "speculative_suffix_min_match must be >= 1"),
-        ({"speculative_suffix_max_drafts": -1}, "speculative_suffix_max_drafts must be >= 1"),
-        ({"speculative_num_draft_tokens": 4}, "Set speculative_suffix_max_drafts"),
+        ({"speculative_lookback_min_match": 0}, "speculative_lookback_min_match must be >= 1"),
+        ({"speculative_lookback_max_drafts": -1}, "speculative_lookback_max_drafts must be >= 1"),
+        ({"speculative_num_draft_tokens": 4}, "Set speculative_lookback_max_drafts"),
         ({"speculative_draft_model_path": "x"}, "drop speculative_draft_model_path"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        LLM(speculative_algorithm="SUFFIX", **SMALL, **settings)
+        LLM(speculative_algorithm="LOOKBACK", **SMALL, **settings)
 
 
 def test_the_command_line(plain: list[list[list[int]]]) -> None:
     line = [
-        *("generate", REPETITIVE, "--json", "--speculative-algorithm", "SUFFIX"),
-        *("--speculative-suffix-max-drafts", "5", "--device", "cpu", "--ignore-eos"),
+        *("generate", REPETITIVE, "--json", "--speculative-algorithm", "LOOKBACK"),
+        *("--speculative-lookback-max-drafts", "5", "--device", "cpu", "--ignore-eos"),
         *(
             "--dtype",
             "float32",

@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun_suffix.automaton import SuffixAutomaton
+from forerun_lookback.automaton import SuffixAutomaton
 
 
 def searched(text: list[int]) -> tuple[int, int]:
