@@ -132,8 +132,9 @@ def peagle(folder: Path) -> Path:
         narrow = weight[:, :HIDDEN] if weight.shape[-1] == 2 * HIDDEN else weight
         noise = 0.1 * torch.randn(narrow.shape, generator=generator)
         weights[name.replace("midlayer.", "layers.1.")] = narrow + noise
+    weights["midlayer.self_attn.q_proj.weight"] *= 10  # what a mask is says what it attends to
     size = weights["fc.weight"].shape[1]
-    weights["mask_hidden"] = 3 * torch.randn(1, 1, size, generator=generator)
+    weights["mask_hidden"] = 0.01 * torch.randn(1, 1, size, generator=generator)
     table = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"]
     weights["embed_tokens.weight"] = table + 0.01 * torch.randn(table.shape, generator=generator)
     own = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2}

@@ -217,6 +217,15 @@ def draft_config(algorithm: str, target: Config) -> Config | None:
         }
     if algorithm == "STANDALONE":
         return base | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+    if algorithm == "FROZEN_KV_MTP":
+        text = base if "global_head_dim" not in target else target | {"hidden_size": 96}
+        kinds = ["sliding_attention", "full_attention"]
+        return {
+            "architectures": ["Gemma4AssistantForCausalLM"],
+            "backbone_hidden_size": target["hidden_size"],
+            "text_config": text
+            | {"num_hidden_layers": 2, "layer_types": kinds, "hidden_size_per_layer_input": 0},
+        }
     return None
 
 
@@ -351,10 +360,10 @@ Written by `python -m tests.support_table`; a test holds it to the code and to t
 [The backends](add-an-attention-backend.md) has the attention backends.
 
 A row is a model and an algorithm, with drafts of real sizes: NEXTN and EAGLE with an MTP layer in
-the checkpoint, the others with a dense draft. A cell says how a backend was tested, then the phases
-that it serves: of the target P(refill), D(ecode), V(erify), of the draft p, d, v (blocks), e (draft
-extend). Phases that are missing go to the next backend. A number is a reason, listed below the
-table; without phases the cell is refused for this reason.
+the checkpoint, FROZEN_KV_MTP with an assistant, the others with a dense draft. A cell says how a
+backend was tested, then the phases that it serves: of the target P(refill), D(ecode), V(erify), of
+the draft p, d, v (blocks), e (draft extend). Phases that are missing go to the next backend. A
+number is a reason, listed below the table; without phases the cell is refused for this reason.
 
 | status | an engine with this model, algorithm and backend gave the text of plain decoding |
 | --- | --- |

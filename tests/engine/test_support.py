@@ -36,6 +36,7 @@ REFUSALS = (
     "has recurrent layers: their state follows one path",
     "has no layer that predicts further ahead",
     "drafts with a multi-token prediction layer, as NEXTN does",
+    "drafts for Gemma 4, and the target is",
 )
 SMALL: Config = {
     "hidden_size": 64,

@@ -165,7 +165,7 @@ class ConfigKeys(msgspec.Struct):
     num_kv_shared_layers: Count | None = None
     use_double_wide_mlp: bool | None = None
     hidden_size_per_layer_input: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
-    vocab_size_per_layer_input: Size | None = None
+    vocab_size_per_layer_input: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None
     enable_moe_block: bool | None = None
     top_k_experts: Count | None = None
     # Experts.

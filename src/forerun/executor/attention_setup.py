@@ -59,9 +59,11 @@ class AttentionSetup:
         per_step = [self.choices[phase] for phase in PER_STEP if phase in self.choices]
         return any(c.backend.capabilities.host_lengths is HostLengths.EXACT for c in per_step)
 
-    def build(self, shape: PoolShape, device: torch.device) -> ModelAttention:
-        """Allocates the KV pools and creates one instance of every backend."""
-        pools = ModelPools(self.layout, shape, device)
+    def build(
+        self, shape: PoolShape, device: torch.device, pools: ModelPools | None = None
+    ) -> ModelAttention:
+        """Allocates the KV pools, without `pools`, and creates one instance of every backend."""
+        pools = ModelPools(self.layout, shape, device) if pools is None else pools
         made: dict[type[AttentionBackend], AttentionBackend] = {}
         for kind in dict.fromkeys(choice.backend for choice in self.choices.values()):
             needs = [c.need for c in self.choices.values() if c.backend is kind]
@@ -118,6 +120,9 @@ def model_needs(
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
         draft = replace(draft, sinks=caps.draft_sinks)
         models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
+    if caps.reads_target_kv:  # it keeps nothing
+        draft = _need(layout, caps.draft_heads, caps.draft_attention, where)
+        models.append(ModelNeed(DRAFT, ModelLayout(()), draft, (Phase.PREFILL, Phase.DECODE)))
     return models
 
 
@@ -176,7 +181,7 @@ def choose_backends(config: EngineConfig, models: Sequence[ModelNeed]) -> list[A
             model.layout,
             choices := {phase: chosen[model.name, phase] for phase in model.phases},
             _short_prefill(model, choices, (model.name, Phase.PREFILL) in named),
-            _window(model.need.masks),
+            _window(model.need.masks) if model.layout.layers else None,
         )
         for model in models
     ]

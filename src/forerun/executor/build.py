@@ -38,7 +38,7 @@ from forerun.executor.step.timing import StepTimer
 from forerun.grammar.compiler import CompileOptions, GrammarCompiler
 from forerun.grammar.mask_threads import MaskThreads
 from forerun.grammar.vocabulary import VocabularySource
-from forerun.kvcache.pools import PoolShape
+from forerun.kvcache.pools import ModelPools, PoolShape
 from forerun.layers.attention import KVScales, ProjectedAttention
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.linear import LinearBase
@@ -234,14 +234,15 @@ class _Builder:
         settings, limits = self.settings, self.settings.limits
         rows, width = limits.slots + 1, limits.max_verify_tokens
 
-        def build(setup: AttentionSetup) -> ModelAttention:
+        def build(setup: AttentionSetup, pools: ModelPools | None = None) -> ModelAttention:
             windowed = setup.window is not None
             pages = budget.num_window_pages if windowed else budget.num_pages
             shape = PoolShape(pages, limits.page_size, rows, width, budget.num_snapshots, windowed)
-            return setup.build(shape, settings.device)
+            return setup.build(shape, settings.device, pools)
 
-        target, *draft = [build(setup) for setup in settings.attention]
-        draft_attention = draft[0] if draft else None
+        target = build(settings.attention[0])
+        shared = target.pools if settings.caps.reads_target_kv else None
+        draft_attention = next((build(each, shared) for each in settings.attention[1:]), None)
         return DeviceStep(
             model, self.algorithm, self.settings.caps, tables, target, draft_attention
         )

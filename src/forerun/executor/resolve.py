@@ -170,7 +170,7 @@ def _check_draft_settings(config: EngineConfig, caps: SpecCaps, shards_draft: bo
         ):
             if getattr(config, name) is not None:
                 raise ConfigError(f"{name} is set without speculative_algorithm; set it too.")
-    if caps.draft_kv is None:
+    if caps.draft_kv is None and not caps.reads_target_kv:
         for name in ("speculative_draft_attention_backend", "speculative_draft_window_size"):
             if getattr(config, name) is not None:
                 raise ConfigError(

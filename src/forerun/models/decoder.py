@@ -60,7 +60,13 @@ class DecoderModel(Module):
     def __call__(
         self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
     ) -> Tensor:
-        x: Hidden = self.embed_tokens(input_ids)
+        return self.run(self.embed_tokens(input_ids), positions, ctx, aux)
+
+    def run(
+        self, embeds: Tensor, positions: Tensor, ctx: AttentionContext, aux: AuxHiddenStates
+    ) -> Tensor:
+        """Runs the layers and the final norm over embeddings [T, H] -> [T, H]."""
+        x: Hidden = embeds
         residual: Tensor | None = None
         for layer, rope in zip(self.layers, self.rope_rows(positions), strict=True):
             x, residual = layer(x, residual, rope, ctx, aux)

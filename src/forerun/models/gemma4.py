@@ -60,22 +60,27 @@ def first_shared_layer(config: ModelConfig) -> int:
     return config.num_layers - int(config.raw.get("num_kv_shared_layers") or 0)
 
 
+def kv_sources(config: ModelConfig) -> dict[str, int]:
+    """The last layer of every type that has K/V of its own."""
+    types = config.raw["layer_types"]
+    return {types[i]: i for i in range(max(first_shared_layer(config), 0))}
+
+
 def kv_source(config: ModelConfig, layer_id: int) -> int | None:
     """The layer whose K/V this one reads: the last of its type that has some; None: its own.
 
     Raises:
         ConfigError: no layer of its type has K/V.
     """
-    first, types = first_shared_layer(config), config.raw["layer_types"]
-    if layer_id < first:
+    if layer_id < first_shared_layer(config):
         return None
-    sources = [i for i in range(max(first, 0)) if types[i] == types[layer_id]]
-    if not sources:
+    sources, kind = kv_sources(config), config.raw["layer_types"][layer_id]
+    if kind not in sources:
         raise ConfigError(
             f"num_kv_shared_layers {config.raw['num_kv_shared_layers']}: layer {layer_id} shares"
-            f" K/V, and no {types[layer_id]} layer before has some; correct config.json."
+            f" K/V, and no {kind} layer before has some; correct config.json."
         )
-    return sources[-1]
+    return sources[kind]
 
 
 class Gemma4Attention(Module):
@@ -109,10 +114,15 @@ class Gemma4SharedAttention(Module):
     """Attention of a layer without K/V of its own."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        mask: LayerMask,
+        place: WeightPlacement,
+        source: int,
     ) -> None:
-        source, dim = kv_source(config, layer_id), config.layer_head_dims[layer_id]
-        assert source is not None
+        """`source`: the layer whose K/V it reads."""
+        dim = config.layer_head_dims[layer_id]
         size, width = config.hidden_size, config.num_heads * dim
         heads = even_shard(config.num_heads, place.comm, "attention heads")
         self.q_proj = ColumnLinear(size, heads.scaled(dim), config.qkv_bias, place)
@@ -120,6 +130,10 @@ class Gemma4SharedAttention(Module):
         spec = AttentionSpec(mask, SCALE)
         self.attn = SharedAttention(layer_id, source, spec, dim, self.q_norm)
         self.o_proj = RowLinear(width, size, config.o_bias, place)
+
+    def read_from(self, layer: int, mask: LayerMask) -> None:
+        """Reads the K/V of a layer of another model's pools, with this mask."""
+        self.attn.layer_id, self.attn.spec = layer, AttentionSpec(mask, SCALE)
 
     @property
     def input_proj(self) -> LinearBase:
@@ -181,9 +195,10 @@ class Gemma4DecoderLayer(SandwichNormDecoderLayer):
     def make_attention(
         cls, config: ModelConfig, layer_id: int, mask: LayerMask, place: WeightPlacement
     ) -> Gemma4Attention | Gemma4SharedAttention:
-        shared = layer_id >= first_shared_layer(config)
-        attention = Gemma4SharedAttention if shared else Gemma4Attention
-        return attention(config, layer_id, mask, place)
+        source = kv_source(config, layer_id)
+        if source is None:
+            return Gemma4Attention(config, layer_id, mask, place)
+        return Gemma4SharedAttention(config, layer_id, mask, place, source)
 
     @classmethod
     def make_mlp(cls, config: ModelConfig, layer_id: int, place: WeightPlacement) -> GatedMLP:

@@ -50,6 +50,8 @@ class SpecCaps:
     kv_reserve: int = 1  # KV slots past the committed length that a step may write, >= K + 1
     target_layers: tuple[int, ...] = ()  # layers whose outputs are captured (aux hidden states)
     draft_kv: ModelLayout | None = None  # K/V of the draft model, in a pool of its own
+    # The draft has no K/V and attends to the target's, from `ProposeInput.attention`.
+    reads_target_kv: bool = False
     draft_heads: int = 0  # query heads of the draft model's attention
     draft_hidden_size: int = 0  # of the draft model: ranks divide large ones by default
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
@@ -169,7 +171,7 @@ class ProposeInput:
     last_token: Tensor  # [B] int64: the newest sampled token; its K/V is not written yet
     history: Tensor  # [slots, positions] int32: tokens by slot and position, known up to `start`
     sample: Sample
-    attention: DraftAttention | None  # with `SpecCaps.draft_kv`
+    attention: DraftAttention | None  # with `SpecCaps.draft_kv` or `reads_target_kv`
     host: HostTokens | None  # with `SpecCaps.needs_host_tokens`
     dummy: bool = False  # see `ObserveInput.dummy`
     greedy: bool = False  # every request takes the most likely token: `sample` is the argmax

@@ -140,6 +140,10 @@ def _why_not_verify(caps: SpecCaps, target: ModelConfig) -> str | None:
 
 def _why_not_draft(caps: SpecCaps) -> str | None:
     layout, masks = caps.draft_kv, caps.draft_attention
+    if layout is None and caps.reads_target_kv:
+        return None if caps.draft_heads > 0 else f"draft_heads is {caps.draft_heads}"
+    if caps.reads_target_kv:
+        return "reads_target_kv and draft_kv exclude each other"
     if layout is None:
         extra = caps.draft_heads or caps.draft_attention or caps.draft_sinks
         return "draft_heads, draft_attention and draft_sinks need draft_kv" if extra else None

@@ -27,6 +27,7 @@ BUILT_IN = {
     "DDTREE": "forerun.speculative.ddtree:DDTree",
     "EAGLE": "forerun.speculative.eagle:Eagle",
     "EAGLE3": "forerun.speculative.eagle3:Eagle3",
+    "FROZEN_KV_MTP": "forerun.speculative.frozen_kv_mtp:FrozenKVMTP",
     "NEXTN": "forerun.speculative.nextn:NextN",
     "NGRAM": "forerun.speculative.ngram:Ngram",
     "STANDALONE": "forerun.speculative.standalone:Standalone",
