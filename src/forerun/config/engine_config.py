@@ -62,7 +62,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = _setting(
         "auto",
-        "Dtype of the K/V cache, target and draft; auto: as dtype. fp8_e4m3 holds twice the tokens"
+        "Dtype of the K/V cache; auto: as dtype. fp8_e4m3 holds twice the tokens"
         " of bfloat16, with the K/V scales that the target's checkpoint has",
         ("auto", "bfloat16", "float32", "fp8_e4m3"),
     )
@@ -193,6 +193,17 @@ class EngineConfig:
     )
     speculative_num_draft_tokens: int | None = _setting(
         None, "Tokens verified per request and step (drafts + 1); default: the algorithm's"
+    )
+    speculative_draft_model_quantization: str | None = _setting(
+        None,
+        "fp8: the draft's linears in 8 bits, as quantization does with the target's; default: as"
+        " its checkpoint has them",
+        ("fp8",),
+    )
+    speculative_draft_kv_cache_dtype: str | None = _setting(
+        None,
+        "Dtype of the draft's K/V cache, as kv_cache_dtype; default: that of the target's",
+        ("auto", "bfloat16", "float32", "fp8_e4m3"),
     )
     speculative_draft_window_size: int | None = _setting(
         None, "Context tokens that the draft attends to, and whose K/V it keeps; default: all"

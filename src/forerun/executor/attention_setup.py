@@ -40,6 +40,7 @@ class Placement:
     graphs: bool  # decode steps are captured as CUDA graphs
     arch: str | None = None  # of the GPU: `gpu_arch`
     ranks: int = 1  # that share the target's heads
+    draft_kv_dtype: torch.dtype | None = None  # None: as `kv_dtype`
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def model_needs(
     models = [ModelNeed(TARGET, layout, need, phases, trees)]
     if caps.draft_kv is not None:
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
-        draft = replace(draft, sinks=caps.draft_sinks)
+        kept = where.draft_kv_dtype or where.kv_dtype
+        draft = replace(draft, sinks=caps.draft_sinks, kv_dtype=kept)
         models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
     if caps.reads_target_kv:  # it keeps nothing
         draft = _need(layout, caps.draft_heads, caps.draft_attention, where)

@@ -97,10 +97,13 @@ def resolve(
     target = target_config(model_path, config.model_impl)
     dtype = resolve_dtype(config.dtype, target.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    draft_kv_dtype = resolve_kv_dtype(
+        config.speculative_draft_kv_cache_dtype or config.kv_cache_dtype, dtype
+    )
     config, caps = resolve_draft(config, algorithm, target, dtype, device)
     if caps.draft_kv is not None:
-        caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(kv_dtype))
-    _check_draft_settings(config, caps, algorithm.shards_draft)
+        caps = replace(caps, draft_kv=caps.draft_kv.with_kv_dtype(draft_kv_dtype))
+    _check_draft_settings(config, caps, algorithm)
     # On the meta device: its KV layout and attention follow from the config.
     ranks = UnreducedRank(comm.rank, comm.size) if comm.size > 1 else comm
     meta = WeightPlacement(dtype, torch.device("meta"), ranks, ep_size=config.ep_size)
@@ -108,7 +111,7 @@ def resolve(
     if config.ep_size > 1:
         check_has_experts(model, config.ep_size, target.architecture)
     graphs, arch = captures_graphs(config, device), gpu_arch(device)
-    where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size)
+    where = Placement(device, dtype, kv_dtype, graphs, arch, comm.size, draft_kv_dtype)
     attention = choose_attention(config, model, caps, where)
     limits = _limits(config, target, caps, attention, device, overlap_depth)
     attention, limits = _with_windows(attention, limits, max(0, caps.prefix_lookahead - 1))
@@ -154,13 +157,26 @@ def _check_quantization(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(f"{where} needs the kernels in C++, and there are none: {reason}.")
 
 
-def _check_draft_settings(config: EngineConfig, caps: SpecCaps, shards_draft: bool) -> None:
-    """Refuses draft settings without a draft, or one that is not divided."""
-    if config.draft_ranks > 1 and not shards_draft:
+def _check_draft_settings(
+    config: EngineConfig, caps: SpecCaps, algorithm: SpeculativeAlgorithm
+) -> None:
+    """Refuses draft settings without a draft, or one that is not divided or quantized."""
+    if config.draft_ranks > 1 and not algorithm.shards_draft:
         raise ConfigError(
             f"speculative_draft_tp_size {config.draft_ranks} is not available with"
             f" {config.speculative_algorithm or 'plain decoding'}, whose draft is whole on every"
             " rank; drop it."
+        )
+    if config.speculative_draft_model_quantization is not None and not algorithm.quantizes_draft:
+        raise ConfigError(
+            f"speculative_draft_model_quantization is set, but"
+            f" {config.speculative_algorithm or 'plain decoding'} has no draft that it applies to;"
+            " drop it."
+        )
+    if caps.draft_kv is None and config.speculative_draft_kv_cache_dtype is not None:
+        raise ConfigError(
+            "speculative_draft_kv_cache_dtype is set, but"
+            f" {config.speculative_algorithm or 'plain decoding'} has no K/V of a draft; drop it."
         )
     if config.speculative_algorithm is None:
         for name in (

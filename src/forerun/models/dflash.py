@@ -21,7 +21,7 @@ from forerun.core.errors import ConfigError
 from forerun.kernels.elementwise.qk_norm_rope import HeadNorms, rotate
 from forerun.kernels.gemm.gemm import DeferredNorm
 from forerun.layers.communication import WeightPlacement
-from forerun.layers.linear import Hidden, Linear, PendingGemm
+from forerun.layers.linear import Hidden, Linear, LinearBase, PendingGemm, QKVLinear
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.module import Module
 from forerun.layers.norm import RMSNorm
@@ -62,6 +62,7 @@ class DFlashServing:
     block_size: int | None = None  # rows of a block; None: as in training
     window: int | None = None  # context positions that a block attends to; None: all
     options: Mapping[str, Any] = field(default_factory=dict)  # values of the head's options
+    quantization: str | None = None  # of linears (`quantize_draft`)
 
 
 AS_TRAINED = DFlashServing()
@@ -160,6 +161,9 @@ class DFlashDraft(DraftModel):
         body = BodySizes(model.hidden_size, *sizes[:2], config.block_size, eps)
         head = config.head
         self.head = PlainHead() if head is None else head.build(body, place, serving.options)
+        # Context K/V is made of rows of the projections, and heads read weights themselves.
+        for linear in (*self.modules(QKVLinear), *self.head.modules(LinearBase)):
+            linear.quantizable = False
 
     def _layer(
         self,
@@ -291,8 +295,9 @@ def load_dflash(
     config = load_dflash_config(folder)
     if load_format in DUMMY_FORMATS:
         draft = DFlashDraft(config, place, max_positions, target, serving)
-        return dummy_draft(draft, load_format, place.comm)
-    return read_draft(*_stored(folder, config, target, serving), place, max_positions)
+        return dummy_draft(draft, load_format, place.comm, serving.quantization)
+    stored = _stored(folder, config, target, serving)
+    return read_draft(*stored, place, max_positions, serving.quantization)
 
 
 def check_dflash_files(folder: Path) -> None:

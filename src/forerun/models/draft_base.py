@@ -20,10 +20,12 @@ from forerun.core.errors import ConfigError
 from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import SINGLE_RANK, Communicator, WeightPlacement
 from forerun.layers.embedding import LMHead, VocabEmbedding
+from forerun.layers.linear import LinearBase
 from forerun.layers.module import Module
 from forerun.layers.sharding import even_shard, kv_head_shard
 from forerun.models.checkpoint import HARMLESS, Checkpoint
 from forerun.models.dummy_weights import fill_dummy
+from forerun.models.formats.registry import ONLINE
 from forerun.models.registry import check_layers
 
 OWN_EMBEDDING, OWN_HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
@@ -188,9 +190,35 @@ def draft_config_file(folder: Path) -> Path:
 Draft = TypeVar("Draft", bound=DraftModel)
 
 
-def dummy_draft(draft: Draft, load_format: str, comm: Communicator) -> Draft:
-    """Fills a draft with random weights and prepares it; `load_format`: of `DUMMY_FORMATS`."""
+def quantize_draft(draft: Module, quantization: str | None) -> None:
+    """Quantizes the plain linears of a loaded draft, before it is prepared.
+
+    `quantization`: the setting `speculative_draft_model_quantization`; None: nothing is done.
+    """
+    if quantization is None:
+        return
+    for linear in draft.modules(LinearBase):
+        plain = linear.weight
+        if (
+            linear.quantizable
+            and linear.quantized is None
+            and linear.quantize(ONLINE[quantization])
+        ):
+            assert linear.quantized is not None
+            linear.quantized.quantize_(plain)
+
+
+def dummy_draft(
+    draft: Draft, load_format: str, comm: Communicator, quantization: str | None = None
+) -> Draft:
+    """Fills a draft with random weights and prepares it.
+
+    Args:
+        load_format: of `DUMMY_FORMATS`.
+        quantization: as in `quantize_draft`.
+    """
     fill_dummy(draft.weights(), load_format, shards=draft.shards(), comm=comm)
+    quantize_draft(draft, quantization)
     draft.prepare()
     return draft
 
@@ -200,12 +228,14 @@ def read_draft(
     checkpoint: Checkpoint,
     place: WeightPlacement,
     max_positions: int,
+    quantization: str | None = None,
 ) -> Draft:
     """Reads a draft's weights and prepares it.
 
     Args:
         build: with the length of the rotary tables. Called twice, at first on the meta device:
             what does not fit the files is refused before it is allocated.
+        quantization: as in `quantize_draft`.
 
     Raises:
         ConfigError: names, shapes or kinds are not those of the files, or these are broken.
@@ -214,6 +244,7 @@ def read_draft(
     draft = build(place, max_positions)
     checkpoint.read_into(draft.weights(), NOT_READ, HINT, draft.shards(), place.comm)
     _check_offsets(checkpoint.folder, draft.d2t, draft.vocab_size)
+    quantize_draft(draft, quantization)
     draft.prepare()
     return draft
 

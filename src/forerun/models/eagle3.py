@@ -174,12 +174,14 @@ def load_eagle3(
     max_positions: int,
     target: TargetVocab,
     load_format: str = "auto",
+    quantization: str | None = None,
 ) -> Eagle3Draft:
     """Builds and fills a draft.
 
     Args:
         max_positions: length of the rotary tables.
         load_format: "auto", or one of `DUMMY_FORMATS`: random weights, a config is enough.
+        quantization: of its linears (`quantize_draft`).
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -189,7 +191,7 @@ def load_eagle3(
         same = config.hidden_size == config.target_hidden_size
         own = frozenset({OWN_HEAD} if same else {OWN_EMBEDDING, OWN_HEAD})
         draft = Eagle3Draft(config, place, max_positions, target, own)
-        return dummy_draft(draft, load_format, place.comm)
+        return dummy_draft(draft, load_format, place.comm, quantization)
     checkpoint = draft_tensors(folder)
     own = own_parts(checkpoint, config.draft_vocab_size, config.vocab_size)
     if config.hidden_size != config.target_hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= own:
@@ -202,4 +204,4 @@ def load_eagle3(
     def build(place: WeightPlacement, positions: int) -> Eagle3Draft:
         return Eagle3Draft(config, place, positions, target, own)
 
-    return read_draft(build, checkpoint, place, max_positions)
+    return read_draft(build, checkpoint, place, max_positions, quantization)

@@ -29,7 +29,7 @@ from forerun.layers.module import Module
 from forerun.layers.residual import NO_CAPTURE
 from forerun.models.checkpoint import HARMLESS, Checkpoint
 from forerun.models.decoder import Scales
-from forerun.models.draft_base import HINT, draft_config_file
+from forerun.models.draft_base import HINT, draft_config_file, quantize_draft
 from forerun.models.dummy_weights import DUMMY_FORMATS, fill_dummy
 from forerun.models.gemma4 import (
     Gemma4DecoderLayer,
@@ -149,6 +149,7 @@ class MaskedEmbedding(Module):
     def __init__(self, config: AssistantConfig, place: WeightPlacement) -> None:
         model = config.model
         self.centroids = Linear(model.hidden_size, config.centroids, False, place)
+        self.centroids.quantizable = False  # it chooses
         self.token_ordering = torch.empty(model.vocab_size, dtype=torch.int64, device=place.device)
         self._count, self._chosen = config.centroids, config.chosen
 
@@ -227,8 +228,9 @@ def load_assistant(
     place: WeightPlacement,
     max_positions: int,
     load_format: str = "auto",
+    quantization: str | None = None,
 ) -> Gemma4Assistant:
-    """Builds and fills a draft.
+    """Builds and fills a draft. `quantization`: of its linears (`quantize_draft`).
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -244,5 +246,6 @@ def load_assistant(
     ordering = None if draft.masked_embedding is None else draft.masked_embedding.token_ordering
     if ordering is not None and not 0 <= int(ordering.min()) <= int(ordering.max()) < len(ordering):
         raise ConfigError(f"{folder}: token_ordering leads outside the vocabulary.")
+    quantize_draft(draft, quantization)
     draft.prepare()
     return draft

@@ -33,6 +33,7 @@ from forerun.layers.residual import NO_CAPTURE, FinalRMSNorm
 from forerun.layers.rope import Rope
 from forerun.layers.sharding import Shard
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_base import quantize_draft
 from forerun.models.dummy_weights import DUMMY_FORMATS, fill_dummy
 from forerun.models.formats.registry import weight_format
 from forerun.models.further_layers import COUNT, prefixes, prefixes_to_rename, share_ends
@@ -162,8 +163,11 @@ def load_nextn(
     place: WeightPlacement,
     max_positions: int,
     load_format: str = "auto",
+    quantization: str | None = None,
 ) -> NextNDraft:
     """Builds and fills the layers of the checkpoint in `folder`; its other tensors are not read.
+
+    `quantization`: of their linears (`quantize_draft`).
 
     Raises:
         ConfigError: anything missing, broken or unsupported, in one line with the fix.
@@ -184,5 +188,6 @@ def load_nextn(
         draft = NextNDraft(config, place, max_positions)
         choose_expert_layout(draft, checkpoint.headers)
         checkpoint.read_into(draft.weights(), SHARED, hint, draft.shards(), place.comm)
+    quantize_draft(draft, quantization)
     draft.prepare()
     return draft

@@ -303,6 +303,8 @@ class SpeculativeAlgorithm(ABC):
     # Whether `load` divides the draft among `DraftContext.comm`, and `resolve` gives a rank's part
     # of its K/V and heads, with `speculative_draft_tp_size`.
     shards_draft: ClassVar[bool] = False
+    # Whether `load` follows `speculative_draft_model_quantization`.
+    quantizes_draft: ClassVar[bool] = False
     bundled_draft: ClassVar[str | None] = None  # folder next to the bundled target, if one ships
 
     @classmethod

@@ -61,6 +61,7 @@ class DFlash(SpeculativeAlgorithm):
         *(Option(each.name, each.type, each.default, each.help) for each in HEAD_OPTIONS),
     )
     bundled_draft = "draft"
+    quantizes_draft = True
     shards_draft = True
 
     @classmethod
@@ -94,13 +95,14 @@ class DFlash(SpeculativeAlgorithm):
         folder, config = read_draft(ctx.config)
         block = _block_size(ctx.config, config)
         window = ctx.config.speculative_draft_window_size
+        quantization = ctx.config.speculative_draft_model_quantization
         self._draft = load_dflash(
             folder,
             # Also in a float32 engine, since the target alone decides what is accepted.
             WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization=BFLOAT16),
             ctx.max_positions,
             ctx.target,
-            DFlashServing(block, window, ctx.config.algorithm_options),
+            DFlashServing(block, window, ctx.config.algorithm_options, quantization),
             ctx.config.load_format,
         )
         if ctx.comm.rank == 0:

@@ -44,6 +44,7 @@ class Eagle3(HiddenStateChain):
         Option("speculative_eagle_topk", int, 1, "Branches per draft token; only 1, a chain"),
     )
     bundled_draft = "eagle3"
+    quantizes_draft = True
     shards_draft = True
 
     @classmethod
@@ -75,7 +76,12 @@ class Eagle3(HiddenStateChain):
             log.info("The draft %s names no target layers; EAGLE-3's are %s.", folder, layers)
         place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm)
         self._draft = load_eagle3(
-            folder, place, ctx.max_positions, ctx.target, ctx.config.load_format
+            folder,
+            place,
+            ctx.max_positions,
+            ctx.target,
+            ctx.config.load_format,
+            ctx.config.speculative_draft_model_quantization,
         )
         offsets = self._draft.d2t
         pruned = offsets is not None and bool(offsets.any())

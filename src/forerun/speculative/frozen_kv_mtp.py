@@ -39,6 +39,7 @@ DEFAULT_STEPS = 3
 
 class FrozenKVMTP(SpeculativeAlgorithm):
     options = (NUM_STEPS,)
+    quantizes_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -73,6 +74,7 @@ class FrozenKVMTP(SpeculativeAlgorithm):
             WeightPlacement(ctx.dtype, ctx.device, ctx.comm),
             ctx.max_positions,
             ctx.config.load_format,
+            ctx.config.speculative_draft_model_quantization,
         )
 
     def create_future_map(self, ctx: SlotContext) -> SlotState:

@@ -34,6 +34,7 @@ DEFAULT_STEPS = 3  # more, if there are more layers
 class NextN(HiddenStateChain):
     options = (NUM_STEPS,)
     shards_draft = True
+    quantizes_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -66,6 +67,7 @@ class NextN(HiddenStateChain):
             WeightPlacement(ctx.dtype, ctx.device, ctx.comm),
             ctx.max_positions,
             ctx.config.load_format,
+            ctx.config.speculative_draft_model_quantization,
         )
         modules = [_SharedEnds(draft, i, ctx.target) for i in range(config.count)]
         self.set_draft(modules, config.model.hidden_size, ctx.dtype)

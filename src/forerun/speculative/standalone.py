@@ -55,6 +55,7 @@ DEFAULT_STEPS = 4
 class Standalone(SpeculativeAlgorithm):
     options = (NUM_STEPS,)
     shards_draft = True
+    quantizes_draft = True
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
@@ -82,7 +83,8 @@ class Standalone(SpeculativeAlgorithm):
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
-        place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm, allocate=False)
+        quantization = ctx.config.speculative_draft_model_quantization
+        place = WeightPlacement(ctx.dtype, ctx.device, ctx.comm, quantization, allocate=False)
         self._draft = load_target_at(place, folder, ctx.config.load_format, ctx.max_positions)
         self._clamps_ids = config.vocab_size < ctx.target.config.vocab_size
         self._mask = _mask_token(folder, config)
