@@ -204,3 +204,27 @@ def test_version_and_ping(server: LiveServer) -> None:
         assert json.loads(http.get("/version").content) == {"version": __version__}
         assert http.get("/ping").status_code == http.post("/ping").status_code == 200
         assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}],
+)
+def test_responses_take_the_same_names(server: LiveServer, extra: dict[str, Any]) -> None:
+    pytest.importorskip("xgrammar")
+    call: Any = {"model": "bundled", "input": QUESTION, "max_output_tokens": 8}
+    answer = server.client().responses.create(**call, extra_body={**extra, "seed": 1})
+    ours = {"ebnf": 'root ::= "yes" | "no"', "seed": 1}
+    assert answer.output_text in ("yes", "no")
+    assert (
+        answer.output_text == server.client().responses.create(**call, extra_body=ours).output_text
+    )
+    form = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+    both = {"guided_json": SCHEMA, "text": {"format": form}}
+    with pytest.raises(openai.BadRequestError, match=r"text\.format and json_schema are set"):
+        server.client().responses.create(**call, extra_body=both)
+    both = {**extra, "text": {"format": {"type": "json_object"}}}
+    with pytest.raises(openai.BadRequestError, match="ebnf and json_object are set; an output"):
+        server.client().responses.create(**call, extra_body=both)
+    with pytest.raises(openai.BadRequestError, match=r"regex and .*choice are set; an output"):
+        server.client().responses.create(**call, extra_body={**extra, "regex": "a"})

@@ -5,7 +5,7 @@ Unknown fields are refused with the nearest known name. Null means "not given" e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -85,11 +85,12 @@ def sampling_params(
     max_new_tokens: int,
     grammar: Mapping[str, Any] | None = None,
     least: int = 1,
+    source: str = "response_format",
 ) -> SamplingParams:
     """Makes those of a request that are in `_SAMPLING`; those not given have defaults.
 
     Args:
-        grammar: of `response_format`.
+        grammar: of the field `source`.
         least: the smallest `max_new_tokens`; 0 where an answer may be the prompt alone.
 
     Raises:
@@ -101,32 +102,33 @@ def sampling_params(
     known = {name: value for name, value in given.items() if value is not None}
     for name, value in (grammar or {}).items():
         if name in known:
-            raise RequestError(f"response_format and {name} are set; give one.")
+            raise RequestError(f"{source} and {name} are set; give one.")
         known[name] = value
     return SamplingParams.of({**known, "max_new_tokens": max_new_tokens})
 
 
-class _Common(Scheduled):
-    """What completions and chat completions have in common."""
+def refuse_invalid(value: Any, as_params: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Refuses a field's value by itself, so that the error names the field.
 
-    unsupported = UNSUPPORTED
-    ignored = IGNORED
+    Raises:
+        PydanticCustomError: it does not make valid parameters.
+    """
+    try:
+        SamplingParams.of(as_params(value))
+    except RequestError as error:
+        raise invalid(str(error)) from None
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, description="Most tokens to generate")
+
+class SamplingFields(Scheduled):
+    """What all requests say about how tokens are chosen."""
+
     temperature: float | None = Field(None, description="0 is greedy; default 1")
     top_p: float | None = None
-    n: int | None = Field(None, description="Completions per prompt")
     seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
     stop: str | Many[str] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Biases | None = Field(None, description="Added to logits, by token id")
-    response_format: dict[str, Any] | None = Field(
-        None, description="Of type text, json_object, json_schema or structural_tag"
-    )
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     # Forerun's additions.
     top_k: int | None = None
     min_p: float | None = None
@@ -135,15 +137,9 @@ class _Common(Scheduled):
     ignore_eos: bool | None = None
     stop_token_ids: Many[int] | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = Field(
-        None, description="Adds prompt_token_ids and each choice's token_ids"
-    )
-    return_spec_info: bool | None = Field(
-        None, description="Adds figures of speculation to usage.completion_tokens_details"
-    )
     speculative: bool | None = Field(None, description="False: no drafts for this request")
     max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
-    # What the output must match; one of them, or response_format.
+    # What the output must match; one of them, or OpenAI's format.
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -154,17 +150,40 @@ class _Common(Scheduled):
     def _respelled(cls, data: Any) -> Any:
         return respelled(data)
 
-    @field_validator("response_format", *_CHECKED)
+    @field_validator(*_CHECKED)
     @classmethod
     def _in_range(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses a value by itself, so that the error names its parameter."""
-        name = str(info.field_name)
+        name = _SAMPLING[str(info.field_name)]
         if value is not None:
-            try:
-                one = {_SAMPLING[name]: value} if name in _SAMPLING else grammar_of_format(value)
-                SamplingParams.of(one)
-            except RequestError as error:
-                raise invalid(str(error)) from None
+            refuse_invalid(value, lambda given: {name: given})
+        return value
+
+
+class _Common(SamplingFields):
+    """What completions and chat completions have in common."""
+
+    unsupported = UNSUPPORTED
+    ignored = IGNORED
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, description="Most tokens to generate")
+    n: int | None = Field(None, description="Completions per prompt")
+    response_format: dict[str, Any] | None = Field(
+        None, description="Of type text, json_object, json_schema or structural_tag"
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(
+        None, description="Adds prompt_token_ids and each choice's token_ids"
+    )
+    return_spec_info: bool | None = Field(
+        None, description="Adds figures of speculation to usage.completion_tokens_details"
+    )
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_a_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        refuse_invalid(value, grammar_of_format)
         return value
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:

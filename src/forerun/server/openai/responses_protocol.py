@@ -14,13 +14,17 @@ from forerun.server.http.strict_model import (
     MAX_VARIABLES,
     FirstError,
     Many,
-    Scheduled,
     StrictModel,
     Unsupported,
     invalid,
 )
 from forerun.server.openai.chat_prompt import Effort, variables_of
-from forerun.server.openai.protocol import UNSUPPORTED, Biases, sampling_params
+from forerun.server.openai.protocol import (
+    UNSUPPORTED,
+    SamplingFields,
+    refuse_invalid,
+    sampling_params,
+)
 from forerun.server.openai.response_format import grammar_of_text_format
 from forerun.server.openai.tools import MAX_TOOLS, Function
 
@@ -56,10 +60,7 @@ class TextOptions(StrictModel):
     @field_validator("format")
     @classmethod
     def _known(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        try:
-            SamplingParams.of(grammar_of_text_format(value))
-        except RequestError as error:
-            raise invalid(str(error)) from None
+        refuse_invalid(value, grammar_of_text_format)
         return value
 
 
@@ -71,7 +72,7 @@ class ReasoningOptions(StrictModel):
     effort: Effort | None = None
 
 
-class ResponsesRequest(Scheduled):
+class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`."""
 
     unsupported: ClassVar[Unsupported] = {
@@ -94,8 +95,6 @@ class ResponsesRequest(Scheduled):
     input: str | Many[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = Field(None, description="0 is greedy; default 1")
-    top_p: float | None = None
     stream: bool | None = None
     tools: Annotated[list[FunctionTool], FirstError(MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = Field(
@@ -111,21 +110,6 @@ class ResponsesRequest(Scheduled):
     metadata: dict[str, Any] | None = Field(
         None, max_length=MAX_METADATA, description="Returned as it is"
     )
-    # Forerun's additions.
-    seed: int | None = Field(None, description="Fixes the text, with any drafter or none")
-    stop: str | Many[str] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Biases | None = Field(None, description="Added to logits, by token id")
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Many[int] | None = None
-    skip_special_tokens: bool | None = None
-    speculative: bool | None = Field(None, description="False: no drafts for this request")
-    max_draft_tokens: int | None = Field(None, description="Most drafts verified per step")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=MAX_VARIABLES, description="Variables of the model's chat template"
     )
@@ -135,7 +119,8 @@ class ResponsesRequest(Scheduled):
         Raises:
             RequestError: a value is out of range.
         """
-        return sampling_params(self, max_new_tokens, grammar_of_text_format(self.format))
+        grammar = grammar_of_text_format(self.format)
+        return sampling_params(self, max_new_tokens, grammar, source="text.format")
 
     @field_validator("include")
     @classmethod
