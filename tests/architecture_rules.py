@@ -49,7 +49,8 @@ NAMES_ALLOWED = (
     "models/dflash_keys.py", "config/schema.py",
 )  # fmt: skip
 OWN_FILES = ("speculative/", "models/", "kernels/")
-BUILT_ON = {"ddtree": "dflash", "eagle": "nextn"}  # an algorithm made from another names it
+# An algorithm made from another names it.
+BUILT_ON = {"beam_tree": "eagle", "ddtree": "dflash", "eagle": "nextn"}
 NAMES_ENTRY = ("cli/", "doctor/", "evals/", "plan/")
 
 NO_PROBING = (

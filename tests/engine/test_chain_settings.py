@@ -55,7 +55,7 @@ def test_num_verify_tokens_follow_from_the_settings(
             {"speculative_num_steps": 3, "speculative_num_draft_tokens": 3},
             "disagree: a chain of 3 drafts verifies 4 tokens",
         ),
-        ({"speculative_eagle_topk": 4}, "must be 1.*for trees"),
+        ({"speculative_eagle_topk": 0}, "must be (>= )?1"),
         ({"speculative_draft_window_size": 64}, "whole context; drop it"),
         ({"speculative_draft_model_path": "/no/such/folder"}, "not a folder"),
     ],
@@ -89,8 +89,15 @@ def test_eagle_is_another_name_of_nextn(drafts: dict[str, Path]) -> None:
             out = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
             lengths.append(out.meta_info["spec_accept_lengths"])
     assert lengths[0] == lengths[1] and max(lengths[0]) > 1
-    with pytest.raises(ConfigError, match=r"must be 1.*for trees"):
-        golden_llm("EAGLE", **own, speculative_eagle_topk=4)
+    with golden_llm("EAGLE", **own, speculative_eagle_topk=4) as llm:
+        tree = llm.generate(input_ids=CASES[0]["prompt"], sampling_params=GREEDY)
+        assert llm.engine.limits.max_verify_tokens == 9
+    assert tree.output_ids == out.output_ids
+
+
+def test_what_makes_chains_only_refuses_branches(chain_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(ConfigError, match=r"topk must be 1 \(a chain\), got 4; for trees choose"):
+        chain_llm("STANDALONE", speculative_eagle_topk=4)
 
 
 MISMATCHED = [

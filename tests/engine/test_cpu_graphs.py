@@ -51,6 +51,14 @@ def test_text_is_that_of_eager_steps(algorithm: str | None) -> None:
     assert recorded == eager
 
 
+def test_text_of_beam_trees_is_that_of_eager_steps() -> None:
+    tree: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 3}
+    eager, _ = texts(**tree, disable_cuda_graph=True)
+    recorded, llm = texts(**tree)
+    assert any(llm.engine.executor.steps.recorded.values())  # type: ignore[attr-defined]
+    assert recorded == eager
+
+
 def test_a_plain_greedy_step_is_a_few_calls() -> None:
     _, llm = texts()
     steps = llm.engine.executor.steps  # type: ignore[attr-defined]

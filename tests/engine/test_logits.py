@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -176,11 +176,15 @@ class SplitSteps(CudaGraphSteps):
         ("DDTREE", False),
         ("NGRAM", False),
         ("TOY-EAGER-TREES", False),
+        ("EAGLE3", False),
     ],
 )
 @pytest.mark.usefixtures("without_cpu_kernels")
-def test_steps_in_two_captured_parts(name: str | None, adaptive: bool) -> None:
-    with golden_llm(name, overlap_depth=1, speculative_adaptive=adaptive) as llm:
+def test_steps_in_two_captured_parts(
+    name: str | None, adaptive: bool, chain_llm: Callable[..., LLM]
+) -> None:
+    make = partial(chain_llm, speculative_eagle_topk=3) if name == "EAGLE3" else golden_llm
+    with make(name, overlap_depth=1, speculative_adaptive=adaptive) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, DeviceExecutor)
         executor.steps = steps = SplitSteps(executor.step, llm.engine.info.verify_widths)

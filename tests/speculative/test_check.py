@@ -114,6 +114,11 @@ CAPS: list[tuple[dict[str, Any], str]] = [
     ({"draft_heads": 4}, NEED_KV),
     ({"draft_attention": TWO}, NEED_KV),
     ({"draft_sinks": True}, NEED_KV),
+    ({"draft_trees": True}, "draft_trees needs draft_kv"),
+    (
+        {"draft_trees": True, "reads_target_kv": True, "draft_heads": 1},
+        "draft_trees needs draft_kv",
+    ),
     ({**DRAFT, "draft_kv": "auto"}, "draft_kv must be a ModelLayout"),
     ({**DRAFT, "draft_kv": ModelLayout(())}, "draft_kv must be a ModelLayout with K/V"),
     ({**DRAFT, "draft_heads": 0}, "draft_heads must be a multiple"),

@@ -114,18 +114,24 @@ def model_needs(
         sinks=model.has_attention_sinks,
         logit_softcap=model.has_logit_softcap,
     )
-    trees = frozenset(LayerMask(Mask.CUSTOM, m.window) for m in masks if caps.makes_trees)
+    trees = _tree_masks(masks) if caps.makes_trees else frozenset()
     phases = (Phase.PREFILL, Phase.DECODE, *([Phase.VERIFY] if caps.num_drafts else []))
     models = [ModelNeed(TARGET, layout, need, phases, trees)]
     if caps.draft_kv is not None:
         draft = _need(caps.draft_kv, caps.draft_heads, caps.draft_attention, where)
         kept = where.draft_kv_dtype or where.kv_dtype
         draft = replace(draft, sinks=caps.draft_sinks, kv_dtype=kept)
-        models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase)))
+        trees = _tree_masks(caps.draft_attention) if caps.draft_trees else frozenset()
+        models.append(ModelNeed(DRAFT, caps.draft_kv, draft, tuple(Phase), trees))
     if caps.reads_target_kv:  # it keeps nothing
         draft = _need(layout, caps.draft_heads, caps.draft_attention, where)
         models.append(ModelNeed(DRAFT, ModelLayout(()), draft, (Phase.PREFILL, Phase.DECODE)))
     return models
+
+
+def _tree_masks(masks: Iterable[LayerMask]) -> frozenset[LayerMask]:
+    """The masks of trees in layers with these."""
+    return frozenset(LayerMask(Mask.CUSTOM, mask.window) for mask in masks)
 
 
 def _with_ssm_dtype(layout: ModelLayout, config: EngineConfig, model: CausalLM) -> ModelLayout:

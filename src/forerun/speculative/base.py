@@ -56,6 +56,7 @@ class SpecCaps:
     draft_hidden_size: int = 0  # of the draft model: ranks divide large ones by default
     draft_attention: tuple[LayerMask, ...] = ()  # one per draft layer
     draft_sinks: bool = False  # some draft layer has attention sinks
+    draft_trees: bool = False  # `propose` attends with trees in causal draft layers
     # False: `observe` of prompts writes the draft's K/V and never attends to it.
     draft_attends_in_prefill: bool = True
     verify_mask: Mask = Mask.CAUSAL  # CUSTOM: `propose` returns trees
@@ -119,10 +120,12 @@ class SlotContext:
 class DraftAttention(Protocol):
     """Attention over the draft's pool in a decode step."""
 
-    def __call__(self, q_len: int, offset: int = 0) -> AttentionContext:
+    def __call__(self, q_len: int, offset: int = 0, tree: Tensor | None = None) -> AttentionContext:
         """Attention of tokens [offset, offset + q_len) of every request, from its `start` on.
 
-        An offset below 0 begins before that, but not before position 0.
+        An offset below 0 begins before that, but not before position 0. `tree` [B, q_len, words]
+        int64, with `SpecCaps.draft_trees` and q_len > 1: which of these tokens each one sees, as
+        in `AttentionBatch.tree`.
         """
 
 

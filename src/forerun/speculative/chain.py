@@ -1,5 +1,7 @@
 """Chain drafts: their settings, the sampling loop, and drafts that read the target's hidden states.
 
+Trees of these drafts are in `beam_tree.py`.
+
 A chain is sampled token by token, each from the hidden state of the token before it. At position p,
 a draft model that reads the target's hidden states gets the hidden state of p and the token at
 p + 1, and predicts the token at p + 2. Its phases are SGLang's (draft, verify, draft extend):
@@ -47,6 +49,7 @@ from forerun.speculative.base import (
     SlotState,
     SpeculativeAlgorithm,
 )
+from forerun.speculative.beam_tree import TOPK, BeamTree, propose_tree
 
 NUM_STEPS = Option(
     "speculative_num_steps",
@@ -58,14 +61,16 @@ NUM_STEPS = Option(
 PARALLEL_STEPS = 8  # of parallel drafts, which P-EAGLE and PARD train for as many
 
 
-def resolve_num_drafts(config: EngineConfig, default: int) -> int:
-    """K of a chain, from the settings.
+def resolve_num_drafts(config: EngineConfig, default: int, trees: bool = False) -> int:
+    """K of a chain, from the settings. `trees`: it may be the longest path of a tree.
 
     Raises:
         ConfigError: it is not positive, two settings disagree, or a setting does not apply to
             chains.
     """
     steps, tokens = config.algorithm_options[NUM_STEPS.name], config.speculative_num_draft_tokens
+    if trees and config.algorithm_options[TOPK.name] != 1:
+        tokens = None  # of the tree: see `resolve_tree`
     if steps is not None and steps < 1:
         raise ConfigError(f"{NUM_STEPS.name} must be >= 1, got {steps}.")
     if tokens is not None and tokens < 2:
@@ -78,7 +83,7 @@ def resolve_num_drafts(config: EngineConfig, default: int) -> int:
             f" of {steps} drafts verifies {steps + 1} tokens; set one of them."
         )
     for name, value in config.algorithm_options.items():
-        if name.endswith("_topk") and value not in (None, 1):
+        if not trees and name.endswith("_topk") and value not in (None, 1):
             raise ConfigError(
                 f"{name} must be 1 (a chain), got {value}; for trees choose another"
                 " speculative_algorithm."
@@ -182,12 +187,13 @@ class HiddenStateChain(SpeculativeAlgorithm):
         dtype: torch.dtype,
         token_ids: Tensor | None = None,
         mask: MaskInput | None = None,
+        tree: BeamTree | None = None,
     ) -> None:
         """`hidden_size`: H of the draft; `token_ids`: as in `sample_chain`; `mask`: of a parallel
-        draft.
+        draft; `tree`: instead of a chain, of a draft of one module.
         """
         self._modules, self._hidden_size, self._dtype = modules, hidden_size, dtype
-        self._mask = mask
+        self._mask, self._tree = mask, tree
         self._token_ids = token_ids
 
     @abstractmethod
@@ -208,6 +214,13 @@ class HiddenStateChain(SpeculativeAlgorithm):
     def propose(self, step: ProposeInput) -> Draft:
         if self._mask is not None:
             return self._propose_at_once(step, self._mask)
+        if self._tree is not None:
+            kept = self._logits_hidden[step.slots], self._next_hidden[step.slots, 0]
+            model = self._modules[0].forward, self._modules[0].compute_logits
+            return propose_tree(step, self._tree, kept, model, self._token_ids)
+        return self._propose_chain(step)
+
+    def _propose_chain(self, step: ProposeInput) -> Draft:
         depth, kept = len(self._modules), self._next_hidden[step.slots]
         drafts: list[Tensor] = []
         hidden = kept[:, :0] if depth > 1 else kept  # [B, n, H]: of the n rows that ran last

@@ -140,6 +140,8 @@ def _why_not_verify(caps: SpecCaps, target: ModelConfig) -> str | None:
 
 def _why_not_draft(caps: SpecCaps) -> str | None:
     layout, masks = caps.draft_kv, caps.draft_attention
+    if layout is None and caps.draft_trees:
+        return "draft_trees needs draft_kv"
     if layout is None and caps.reads_target_kv:
         return None if caps.draft_heads > 0 else f"draft_heads is {caps.draft_heads}"
     if caps.reads_target_kv:

@@ -1,4 +1,4 @@
-"""EAGLE3: a small draft over hidden states of three target layers, as a chain or at once.
+"""EAGLE3: a small draft over hidden states of three target layers, as a chain, a tree or at once.
 
 Where the target has run, the draft reads fc(auxiliary hidden states); further ahead, the hidden
 state that it gave itself, or a mask (P-EAGLE). `chain.py` has the phases, `models/eagle3.py` the
@@ -23,7 +23,8 @@ from forerun.config.schema import checked
 from forerun.layers.communication import WeightPlacement
 from forerun.models.eagle3 import load_eagle3
 from forerun.models.eagle3_config import Eagle3Config, load_eagle3_config
-from forerun.speculative.base import DraftContext, ObserveInput, Option, SpecCaps
+from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps
+from forerun.speculative.beam_tree import TOPK, BeamTree, resolve_tree
 from forerun.speculative.chain import (
     NUM_STEPS,
     PARALLEL_STEPS,
@@ -36,13 +37,11 @@ from forerun.speculative.sharding import rank_layout
 
 log = logging.getLogger("forerun")
 DEFAULT_STEPS = 5
+AT_ONCE = "this draft gives all tokens at once"
 
 
 class Eagle3(HiddenStateChain):
-    options = (
-        NUM_STEPS,
-        Option("speculative_eagle_topk", int, 1, "Branches per draft token; only 1, a chain"),
-    )
+    options = (NUM_STEPS, TOPK)
     bundled_draft = "eagle3"
     quantizes_draft = True
     shards_draft = True
@@ -52,10 +51,10 @@ class Eagle3(HiddenStateChain):
         folder, draft = _read(config)
         parallel = draft.mask_token_id is not None
         steps = _trained_steps(folder) or (PARALLEL_STEPS if parallel else DEFAULT_STEPS)
-        drafts = resolve_num_drafts(config, steps)
+        drafts = resolve_num_drafts(config, steps, trees=True)
         check_match(folder, "target hidden size", draft.target_hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", draft.vocab_size, target.vocab_size)
-        return SpecCaps(
+        caps = SpecCaps(
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
@@ -68,6 +67,7 @@ class Eagle3(HiddenStateChain):
             deferred_observe=True,
             reads_hidden_states=False,
         )
+        return resolve_tree(config, caps, AT_ONCE if parallel else None)
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
@@ -91,7 +91,8 @@ class Eagle3(HiddenStateChain):
             features = self._draft.mask_hidden.flatten(0, 1)
             hidden = self._draft.combine_hidden_states(features)
             mask = MaskInput(config.mask_token_id, hidden)
-        self.set_draft([self._draft], config.hidden_size, ctx.dtype, token_ids, mask)
+        tree = BeamTree.of(ctx.config, ctx.caps)
+        self.set_draft([self._draft], config.hidden_size, ctx.dtype, token_ids, mask, tree)
 
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
         assert step.aux_hidden_states is not None

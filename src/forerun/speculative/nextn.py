@@ -1,4 +1,4 @@
-"""NEXTN: the multi-token prediction (MTP) layers of the target's own checkpoint, as a chain.
+"""NEXTN: the multi-token prediction (MTP) layers of the target's own checkpoint.
 
 Where the target has run, the first layer reads the target's last hidden state, and each further one
 what the layer before it gave. `chain.py` has the phases, `models/nextn.py` the layers. Most
@@ -25,6 +25,7 @@ from forerun.kvcache.layouts import ModelLayout
 from forerun.layers.communication import Communicator, WeightPlacement
 from forerun.models.nextn import NextNConfig, NextNDraft, load_nextn, load_nextn_config
 from forerun.speculative.base import DraftContext, ObserveInput, SpecCaps, TargetHandle
+from forerun.speculative.beam_tree import TOPK, BeamTree, resolve_tree
 from forerun.speculative.chain import NUM_STEPS, HiddenStateChain, check_match, resolve_num_drafts
 from forerun.speculative.sharding import rank_layout
 
@@ -32,7 +33,7 @@ DEFAULT_STEPS = 3  # more, if there are more layers
 
 
 class NextN(HiddenStateChain):
-    options = (NUM_STEPS,)
+    options = (NUM_STEPS, TOPK)
     shards_draft = True
     quantizes_draft = True
 
@@ -40,14 +41,14 @@ class NextN(HiddenStateChain):
     def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
         folder, draft = _read(config)
         steps = max(DEFAULT_STEPS, draft.count)
-        model, drafts = draft.model, resolve_num_drafts(config, steps)
+        model, drafts = draft.model, resolve_num_drafts(config, steps, trees=True)
         check_match(folder, "hidden size", model.hidden_size, target.hidden_size)
         check_match(folder, "vocabulary", model.vocab_size, target.vocab_size)
 
         def layout(comm: Communicator) -> ModelLayout:
             return NextNDraft.kv_layout(draft, dtype, comm)
 
-        return SpecCaps(
+        caps = SpecCaps(
             num_drafts=drafts,
             flexible=True,
             kv_reserve=drafts + 1,
@@ -58,6 +59,8 @@ class NextN(HiddenStateChain):
             prefix_lookahead=draft.count,
             deferred_observe=True,
         )
+        several = f"{folder} has {draft.count} multi-token prediction layers, which make chains"
+        return resolve_tree(config, caps, several if draft.count > 1 else None)
 
     def load(self, ctx: DraftContext) -> None:
         folder, config = _read(ctx.config)
@@ -70,7 +73,8 @@ class NextN(HiddenStateChain):
             ctx.config.speculative_draft_model_quantization,
         )
         modules = [_SharedEnds(draft, i, ctx.target) for i in range(config.count)]
-        self.set_draft(modules, config.model.hidden_size, ctx.dtype)
+        tree = BeamTree.of(ctx.config, ctx.caps)
+        self.set_draft(modules, config.model.hidden_size, ctx.dtype, tree=tree)
 
     def target_hidden_states(self, step: ObserveInput) -> Tensor:
         return step.hidden_states

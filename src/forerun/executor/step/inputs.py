@@ -131,9 +131,14 @@ class PlannedAttention:
         self._page_tables = None if page_tables is None else cache(page_tables)
         self._planned: dict[tuple[AttentionBackend, int | None, int], AttentionContext] = {}
 
-    def __call__(self, q_len: int | None, offset: int = 0) -> AttentionContext:
-        """`ProposeInput.attention`."""
-        return self._context(q_len, offset)
+    def __call__(
+        self, q_len: int | None, offset: int = 0, tree: Tensor | None = None
+    ) -> AttentionContext:
+        """`ProposeInput.attention`; with a tree, planned anew."""
+        if tree is None:
+            return self._context(q_len, offset)
+        batch = replace(self._batch(q_len, offset), tree=tree)
+        return self._attention.context(batch, self._buffers, offset)
 
     def of_observe(self, token: int | None, before: int = 0) -> AttentionContext:
         """`ObserveInput.make_attention`."""
@@ -145,12 +150,16 @@ class PlannedAttention:
         """`extends`: see `ModelAttention.backend_of`."""
         key = (self._attention.backend_of(q_len, extends), q_len, offset)
         if key not in self._planned:
-            batch = self._tokens.attention(q_len, offset)
-            if self._page_tables is not None:
-                own = self._page_tables()
-                batch = replace(batch, page_table=own.device, host_pages=own.host, kv_slots=None)
+            batch = self._batch(q_len, offset)
             self._planned[key] = self._attention.context(batch, self._buffers, offset, extends)
         return self._planned[key]
+
+    def _batch(self, q_len: int | None, offset: int) -> AttentionBatch:
+        batch = self._tokens.attention(q_len, offset)
+        if self._page_tables is None:
+            return batch
+        own = self._page_tables()
+        return replace(batch, page_table=own.device, host_pages=own.host, kv_slots=None)
 
 
 @dataclass(frozen=True)

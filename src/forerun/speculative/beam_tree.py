@@ -1,0 +1,203 @@
+"""Trees of a draft model that runs step by step: EAGLE-2's beams (arXiv 2406.16858, section 4).
+
+The first step gives the `topk` most probable tokens. Each further step runs the draft model on the
+`topk` beams, the nodes of the last step whose product of probabilities along the path is highest,
+and gives the `topk` most probable tokens after each of them. Of all nodes ever given, the N of the
+highest products are verified (EAGLE-3 does the same). A node is never more probable than its
+parent, so these are a tree.
+
+A beam attends to the context and to the beams on its path. Steps run all beams so far again, side
+by side from `start` on: that takes one pass over the draft's weights, as the new beams alone would,
+and attention needs no more than the mask of a tree. Their K/V is overwritten by `observe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from forerun.attention.base import AttentionContext, Mask
+from forerun.config.engine_config import EngineConfig
+from forerun.core.errors import ConfigError
+from forerun.kernels.speculation.best_first import top_log_probs
+from forerun.kernels.speculation.tree import MAX_NODES, pack_bits
+from forerun.speculative.base import Draft, Option, ProposeInput, SpecCaps
+
+TOPK = Option(
+    "speculative_eagle_topk", int, 1, "Branches per draft token: 1 is a chain, more are a tree"
+)
+DEFAULT_TOKENS = 64  # verified at most, unless `speculative_num_draft_tokens` says more
+
+# (ids [T], hidden states [T, H], positions [T], attention) -> [T, H] for logits, [T, H] further on
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionContext], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class BeamTree:
+    """The settings of a tree."""
+
+    steps: int  # tokens of its longest path
+    topk: int  # beams of a step, and tokens given after each
+
+    @classmethod
+    def of(cls, config: EngineConfig, caps: SpecCaps) -> Self | None:
+        """Returns what `resolve_tree` was given for these caps; None: a chain."""
+        if caps.tree_depth is None:
+            return None
+        return cls(caps.tree_depth, config.algorithm_options[TOPK.name])
+
+    @property
+    def candidates(self) -> int:
+        """How many nodes are given."""
+        return self.topk + (self.steps - 1) * self.topk**2
+
+    @property
+    def beams(self) -> int:
+        """How many nodes the draft model runs on."""
+        return (self.steps - 1) * self.topk
+
+
+def resolve_tree(config: EngineConfig, caps: SpecCaps, why_not: str | None = None) -> SpecCaps:
+    """The needs of a draft whose chain of `speculative_num_steps` tokens has those of `caps`.
+
+    `why_not`: the reason why this draft makes no trees.
+
+    Raises:
+        ConfigError: a setting is out of range, or this draft makes no trees.
+    """
+    topk, tokens = config.algorithm_options[TOPK.name], config.speculative_num_draft_tokens
+    if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+        raise ConfigError(f"{TOPK.name} must be >= 1, got {topk!r}.")
+    if topk == 1:
+        return caps
+    if why_not is not None:
+        raise ConfigError(f"{TOPK.name} must be 1 (a chain), got {topk}: {why_not}.")
+    tree = BeamTree(caps.num_drafts, topk)
+    if tree.beams > MAX_NODES:
+        raise ConfigError(
+            f"{TOPK.name} {topk} and {tree.steps} steps run the draft on {tree.beams} tokens at"
+            f" once; it takes {MAX_NODES}. Lower one of them."
+        )
+    nodes = min(tree.steps * topk + 1, DEFAULT_TOKENS) if tokens is None else tokens
+    most = min(tree.candidates + 1, MAX_NODES)
+    if not tree.steps < nodes <= most:
+        raise ConfigError(
+            f"speculative_num_draft_tokens must be {tree.steps + 1} to {most} for a tree of"
+            f" {tree.steps} steps and {TOPK.name} {topk}, got {nodes}."
+        )
+    return replace(
+        caps,
+        num_drafts=nodes - 1,
+        flexible=False,  # the acceptance of a tree does not predict that of a smaller one
+        kv_reserve=max(nodes, tree.beams, caps.kv_reserve),
+        verify_mask=Mask.CUSTOM,
+        tree_depth=tree.steps,
+        draft_trees=True,
+    )
+
+
+class _Nodes:
+    """The nodes given so far, and the beams among them."""
+
+    def __init__(self, first: Tensor, topk: int) -> None:
+        """`first` [B, H]: what the first beams read beside their tokens."""
+        self.topk = topk
+        self.ids: list[Tensor] = []  # [B, n] each: tokens, log-probabilities of paths, parents
+        self.scores: list[Tensor] = []
+        self.parents: list[Tensor] = []
+        self._count = 0
+        # Of the beams of the last step [B, topk, ...]; `beams` is of all steps.
+        self.hidden = first.unsqueeze(1).expand(-1, topk, -1)
+        self.seen = first.new_zeros(first.shape[0], topk, 0, dtype=torch.bool)
+        self.beams: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, ids: Tensor, scores: Tensor, parents: Tensor) -> None:
+        """Adds nodes [B, n]; node 0 is the root."""
+        self.ids.append(ids)
+        self.scores.append(scores)
+        self.parents.append(parents)
+        self._count += ids.shape[1]
+
+    def choose_beams(self, further: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The scores and nodes [B, topk] of the best of the last step; they become beams.
+
+        `further` [B, topk, H]: what the draft model gave at the beams before; None: no beams yet.
+        """
+        scores, at = self.scores[-1].topk(self.topk, -1)
+        if further is not None:
+            above = at // self.topk
+            self.hidden = further.gather(1, above.unsqueeze(2).expand(-1, -1, further.shape[2]))
+            seen = self.seen
+            self.seen = seen.gather(1, above.unsqueeze(2).expand(-1, -1, seen.shape[2]))
+        own = torch.eye(self.topk, dtype=torch.bool, device=at.device)
+        self.seen = torch.cat((self.seen, own.expand(len(at), -1, -1)), 2)
+        self.beams.append((self.ids[-1].gather(1, at), self.hidden, self.seen))
+        return scores, at + (self._count - self.scores[-1].shape[1] + 1)
+
+    def best(self, count: int) -> Draft:
+        """The `count` best nodes, best first: parents come first, where scores are equal too."""
+        ids, scores, parents = (
+            torch.cat(each, 1) for each in (self.ids, self.scores, self.parents)
+        )
+        order = scores.sort(dim=1, descending=True, stable=True)[1][:, :count]
+        places = torch.arange(1, count + 1, device=ids.device).expand_as(order)
+        place = ids.new_zeros(ids.shape[0], self._count + 1).scatter(1, order + 1, places)
+        return Draft(ids.gather(1, order), place.gather(1, parents.gather(1, order)))
+
+
+def propose_tree(
+    step: ProposeInput,
+    tree: BeamTree,
+    first: tuple[Tensor, Tensor],
+    model: tuple[Forward, Callable[[Tensor], Tensor]],
+    token_ids: Tensor | None = None,
+) -> Draft:
+    """Grows the tree of a step.
+
+    Args:
+        first: [B, H], for the logits of the first tokens; [B, H], what the draft reads with them.
+        model: its forward, and its logits [T, H] -> [T, V].
+        token_ids: [V] int64, the target's token id of each column; default: 0 … V - 1.
+    """
+    forward, compute_logits = model
+    nodes, topk = _Nodes(first[1], tree.topk), tree.topk
+    scores, ids = _most_probable(compute_logits(first[0]).unsqueeze(1), topk, token_ids)
+    nodes.add(ids.flatten(1), scores.flatten(1), torch.zeros_like(ids).flatten(1))
+    further = None
+    for depth in range(1, tree.steps):
+        above, parents = nodes.choose_beams(further)
+        out, after = _run_beams(step, nodes, forward, depth)
+        further = after[:, -topk:]
+        logits = compute_logits(out[:, -topk:].flatten(0, 1)).unflatten(0, (-1, topk))
+        scores, ids = _most_probable(logits, topk, token_ids)
+        scores = above.unsqueeze(2) + scores
+        parents = parents.unsqueeze(2).expand_as(ids)
+        nodes.add(ids.flatten(1), scores.flatten(1), parents.flatten(1))
+    return nodes.best(step.num_verify_tokens - 1)
+
+
+def _most_probable(logits: Tensor, count: int, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[B, n, V] -> log-probabilities, at most 0, and tokens of the best [B, n, count]."""
+    scores, ids = top_log_probs(logits, count)
+    scores = torch.where(scores == scores, scores.clamp_max(0), -torch.inf)
+    return scores, ids if token_ids is None else token_ids[ids]
+
+
+def _run_beams(
+    step: ProposeInput, nodes: _Nodes, forward: Forward, depth: int
+) -> tuple[Tensor, Tensor]:
+    """Runs the draft model on the beams of `depth` steps; returns [B, depth * topk, H] twice."""
+    assert step.attention is not None
+    width = depth * nodes.topk
+    ids = torch.cat([each for each, _, _ in nodes.beams], 1).flatten()
+    hidden = torch.cat([each for _, each, _ in nodes.beams], 1).flatten(0, 1)
+    seen = [torch.nn.functional.pad(each, (0, width - each.shape[2])) for _, _, each in nodes.beams]
+    context = step.attention(width, tree=pack_bits(torch.cat(seen, 1)))
+    ahead = torch.arange(width, device=ids.device) // nodes.topk
+    positions = (step.start.unsqueeze(1) + ahead).flatten()
+    out, after = forward(ids, hidden, positions, context)
+    return out.unflatten(0, (-1, width)), after.unflatten(0, (-1, width))
