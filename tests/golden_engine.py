@@ -26,7 +26,7 @@ def golden_llm(
     algorithm: str | None = None, target: Path = GOLDEN / "target", **settings: Any
 ) -> LLM:
     """The golden target in float32, with token ids as input and output."""
-    if algorithm in ("DFLASH", "DDTREE"):
+    if algorithm in ("DFLASH", "DDTREE", "DFLASH,SUFFIX"):
         settings.setdefault("speculative_draft_model_path", str(GOLDEN / "draft"))
     settings.setdefault("speculative_adaptive", False)  # a fixed width, independent of timing
     settings = {"dtype": "float32", "skip_tokenizer_init": True, **settings}

@@ -15,7 +15,10 @@ from tests.support_cells import passed
 
 NEW = 20
 # Of algorithms that know the texts of the runs before: few enough steps could preempt nothing.
-WIDTHS: dict[str | None, dict[str, Any]] = {"SUFFIX": {"speculative_num_draft_tokens": 5}}
+WIDTHS: dict[str | None, dict[str, Any]] = {
+    "SUFFIX": {"speculative_num_draft_tokens": 5},
+    "DFLASH,SUFFIX": {"speculative_num_draft_tokens": 5, "speculative_dflash_block_size": 4},
+}
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
 
@@ -56,7 +59,7 @@ def tight(request: pytest.FixtureRequest) -> Iterator[bool]:
 @pytest.mark.parametrize("overlap_depth", [0, 1], ids=["sync", "overlap"])
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("page_size", [1, 16, 256])
-@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM", "SUFFIX"])
+@pytest.mark.parametrize("algorithm", [None, "DFLASH", "NGRAM", "SUFFIX", "DFLASH,SUFFIX"])
 def test_output_equals_plain_decoding(
     algorithm: str | None, page_size: int, chunk: int, overlap_depth: int, tight: bool
 ) -> None:

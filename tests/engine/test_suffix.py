@@ -8,7 +8,7 @@ import pytest
 
 from forerun import LLM
 from forerun.core.errors import ConfigError
-from tests.golden_engine import CASES, golden_llm
+from tests.golden_engine import CASES, GOLDEN, golden_llm
 
 PROMPT, OTHER = CASES[0]["prompt"], CASES[1]["prompt"]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 60, "ignore_eos": True}
@@ -61,3 +61,27 @@ def test_the_oldest_texts_make_room() -> None:
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         golden_llm("SUFFIX", **settings)
+
+
+def test_two_algorithms_take_the_better_draft() -> None:
+    """The first time no fewer tokens a step than the draft model alone; then what came before."""
+    with golden_llm("DFLASH") as llm:
+        alone = tokens_per_step(llm, PROMPT)
+    with golden_llm("DFLASH,SUFFIX") as llm:
+        first, again = tokens_per_step(llm, PROMPT), tokens_per_step(llm, PROMPT)
+    assert first > 0.9 * alone
+    assert again > 2 * alone
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("DFLASH,NOTHING", "Unknown speculative_algorithm 'NOTHING'"),
+        ("SUFFIX,DFLASH", "drop speculative_draft_model_path"),
+        ("DDTREE,SUFFIX", "choose one without trees"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused(algorithm: str, message: str) -> None:
+    draft = {"speculative_draft_model_path": str(GOLDEN / "draft")}
+    with pytest.raises(ConfigError, match=message):
+        golden_llm(algorithm, **draft)

@@ -18,6 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from forerun.core.errors import ConfigError, nearest
 from forerun.speculative.base import Option, SpeculativeAlgorithm
 from forerun.speculative.check import check_class
+from forerun.speculative.joined import join
 
 log = logging.getLogger("forerun")
 GROUP = "forerun.algorithms"
@@ -73,6 +74,9 @@ class Registry:
 
     def get(self, name: str | None) -> Algorithm:
         """See `get_algorithm`."""
+        first, comma, second = (name or "").partition(",")
+        if comma:
+            return join(self.get(first.strip()), self.get(second.strip()))
         key = (name or "NONE").upper()
         key = ALIASES.get(key, key)
         if key in self._broken:
@@ -166,6 +170,8 @@ def algorithm_names() -> list[str]:
 
 def get_algorithm(name: str | None) -> Algorithm:
     """The class for a `speculative_algorithm` setting (any case); None is plain decoding.
+
+    "A,B" is both together: see `joined.py`.
 
     Raises:
         ConfigError: there is none, or its package is broken; says why.

@@ -1,0 +1,150 @@
+"""Two algorithms as one: each drafts, and per request and step the better-scored draft is proposed.
+
+A score is the number of drafts that are expected to be accepted. An algorithm with confidences
+promises the sum of their running products, one without promises all of its drafts; what it promises
+is multiplied by the share of its earlier promises to the request that were kept. Both are compared
+with what was committed, whichever was proposed. Of equal scores the first algorithm's draft wins.
+(The hybrid of suffix decoding, arXiv 2411.04975, with a measured instead of a fixed threshold.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from forerun.config.engine_config import EngineConfig
+from forerun.config.model_config import ModelConfig
+from forerun.core.errors import ConfigError
+from forerun.speculative.base import (
+    Draft,
+    DraftContext,
+    ObserveInput,
+    Phase,
+    ProposeInput,
+    SlotContext,
+    SlotState,
+    SpecCaps,
+    SpeculativeAlgorithm,
+)
+
+FADES = 0.9  # weight of a step's promises in the next step
+NO_TOKEN = -1
+
+
+def join(first: type[SpeculativeAlgorithm], second: type[SpeculativeAlgorithm]) -> type[Joined]:
+    """The class of two algorithms together; only the first may have a draft model."""
+    both = (first, second)
+    body = {"parts": both, "bundled_draft": first.bundled_draft, "shards_draft": first.shards_draft}
+    return type(f"{first.__name__}And{second.__name__}", (Joined,), body)
+
+
+class Joined(SpeculativeAlgorithm):
+    parts: ClassVar[tuple[type[SpeculativeAlgorithm], ...]] = ()
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype) -> SpecCaps:
+        first, second = cls._caps(config, target, dtype)
+        if second.draft_kv is not None or second.target_layers:
+            raise ConfigError("Of two algorithms only the first may have a draft model; swap them.")
+        if first.makes_trees or second.makes_trees:
+            raise ConfigError("Two algorithms are joined as chains; choose one without trees.")
+        drafts = max(first.num_drafts, second.num_drafts)
+        return replace(
+            first,
+            num_drafts=drafts,
+            flexible=first.flexible and second.flexible,
+            kv_reserve=max(first.kv_reserve, second.kv_reserve, drafts + 1),
+            needs_host_tokens=first.needs_host_tokens or second.needs_host_tokens,
+            reads_hidden_states=first.reads_hidden_states or second.reads_hidden_states,
+            deferred_observe=first.deferred_observe and second.deferred_observe,
+        )
+
+    @classmethod
+    def _caps(
+        cls, config: EngineConfig, target: ModelConfig, dtype: torch.dtype
+    ) -> tuple[SpecCaps, SpecCaps]:
+        first, second = cls.parts
+        own, others = _configs(config)
+        return first.resolve(own, target, dtype), second.resolve(others, target, dtype)
+
+    def load(self, ctx: DraftContext) -> None:
+        configs = _configs(ctx.config)
+        self._caps_of = self._caps(ctx.config, ctx.target.config, ctx.dtype)
+        self._joined = [cls() for cls in self.parts]
+        for each, config, caps in zip(self._joined, configs, self._caps_of, strict=True):
+            each.load(replace(ctx, config=config, caps=caps))
+        self._num_drafts = ctx.caps.num_drafts
+
+    def create_future_map(self, ctx: SlotContext) -> SlotState:
+        """States of both; their last drafts and promises, and the promises made and kept."""
+        tensors = {
+            f"{i}.{name}": tensor
+            for i, each in enumerate(self._joined)
+            for name, tensor in each.create_future_map(ctx).tensors.items()
+        }
+        shape = (ctx.slots, len(self._joined))
+        self._drafts = torch.zeros(*shape, self._num_drafts, dtype=torch.int64, device=ctx.device)
+        self._promise = torch.zeros(shape, device=ctx.device)
+        self._made, self._kept = torch.zeros_like(self._promise), torch.zeros_like(self._promise)
+        own = {"drafts": self._drafts, "promise": self._promise}
+        return SlotState({**tensors, **own, "made": self._made, "kept": self._kept})
+
+    def supports_target_verify_for_draft(self) -> bool:
+        return all(each.supports_target_verify_for_draft() for each in self._joined)
+
+    def propose(self, step: ProposeInput) -> Draft:
+        count, slots = step.num_verify_tokens - 1, step.slots
+        found = [
+            self._drafted(each, caps, step)
+            for each, caps in zip(self._joined, self._caps_of, strict=True)
+        ]
+        tokens = torch.stack([each[0] for each in found], 1)  # [B, 2, K]
+        promise = torch.stack([each[1] for each in found], 1)  # [B, 2]
+        self._drafts[slots, :, :count] = tokens
+        self._promise[slots] = promise
+        # A request begins as if one whole draft had been promised and half of it kept.
+        score = promise * (self._kept[slots] + count / 2) / (self._made[slots] + count)
+        better = (score[:, 1] > score[:, 0]).unsqueeze(1)
+        return Draft(torch.where(better, tokens[:, 1], tokens[:, 0]))
+
+    def _drafted(
+        self, part: SpeculativeAlgorithm, caps: SpecCaps, step: ProposeInput
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens [B, K], NO_TOKEN where the part has none, and what it promises [B]."""
+        width = min(step.num_verify_tokens, caps.num_drafts + 1)
+        positions = step.positions.view(len(step.slots), -1)[:, :width].flatten()
+        draft = part.propose(replace(step, num_verify_tokens=width, positions=positions))
+        tokens = draft.tokens.new_full((len(step.slots), step.num_verify_tokens - 1), NO_TOKEN)
+        tokens[:, : width - 1] = draft.tokens
+        if draft.confidence is None:
+            return tokens, torch.full_like(tokens[:, 0], width - 1, dtype=torch.float32)
+        return tokens, draft.confidence.cumprod(1).sum(1)
+
+    def observe(self, step: ObserveInput) -> None:
+        if step.phase is Phase.VERIFY and step.q_lens[0] > 1:
+            self._count_kept(step)
+        for each in self._joined:
+            each.observe(step)
+
+    def _count_kept(self, step: ObserveInput) -> None:
+        """Compares both drafts with what was committed."""
+        width, slots = step.q_lens[0], step.slots
+        offsets = torch.arange(width - 1, device=slots.device)
+        committed = step.next_ids.view(len(slots), 1, width)[:, :, :-1]
+        right = (self._drafts[slots, :, : width - 1] == committed) & (
+            offsets < step.num_committed.view(-1, 1, 1)
+        )
+        kept = right.cumprod(2).sum(2)
+        self._kept[slots] = self._kept[slots] * FADES + kept
+        self._made[slots] = self._made[slots] * FADES + self._promise[slots]
+
+
+def _configs(config: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """The settings of each: the draft model is the first's, the number of tokens the second's."""
+    return (
+        replace(config, speculative_num_draft_tokens=None),
+        replace(config, speculative_draft_model_path=None),
+    )
