@@ -168,10 +168,10 @@ def test_a_slot_that_changes_hands_is_neutral_again() -> None:
 
 
 @pytest.mark.covering(0, 2)
-@pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("shape", ["plain", "chain", "tree", "wide tree"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernel(device: torch.device, dtype: torch.dtype, shape: str) -> None:
-    vocab, width = 2500, 1 if shape == "plain" else 6
+    vocab, width = 2500, {"plain": 1, "wide tree": 70}.get(shape, 6)
     prompts, outputs, logits, ids = scene(vocab, width, seed=9)
     logits, ids = logits.to(dtype), ids.clone()
     logits[1, 0, 7], logits[2, 0, 2000] = torch.nan, -torch.inf
@@ -179,8 +179,9 @@ def test_kernel(device: torch.device, dtype: torch.dtype, shape: str) -> None:
         ids[:, 2] = 2400  # in another block than the others
     path = None if width == 1 else DraftPath(ids, None)
     positions = positions_of(prompts, outputs, width)
-    if shape == "tree":
-        tree = Tree.from_parents(torch.tensor([0, 0, 1, 2, 3]).repeat(len(KINDS), 1).to(device))
+    if "tree" in shape:  # two branches
+        parents = (torch.arange(width - 1) - 1).clamp_min(0)
+        tree = Tree.from_parents(parents.repeat(len(KINDS), 1).to(device))
         positions = positions[:, :1] + tree.depth.cpu()
         path = DraftPath(ids, tree.ancestors.cpu())
     want = penalize_ref(logits, positions, batch_of(KINDS, prompts, outputs, "cpu"), path, 64)
